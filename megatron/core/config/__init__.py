@@ -1,0 +1,1 @@
+"""Flags as metadata on frozen dataclasses, and the errors users see."""

@@ -1,0 +1,38 @@
+"""The errors a person who runs the program can meet.
+
+Each message is one sentence: the flag or file, the value found, and the cure.  What only a
+programmer can break is an ``assert`` with a message instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MegatronError(Exception):
+    """Base of all errors below; entry points print the message without a traceback."""
+
+
+class ConfigError(MegatronError, ValueError):
+    """The command line contradicts itself, or asks for what cannot be."""
+
+    @classmethod
+    def from_problems(cls, problems: Sequence[str]) -> ConfigError:
+        """Join all ``problems`` of a command line into one error."""
+        return cls("this run cannot start:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+class DataError(MegatronError, ValueError):
+    """A data file is missing, damaged, or does not fit the run."""
+
+
+class CheckpointError(MegatronError, RuntimeError):
+    """A checkpoint is missing, damaged, or does not fit the run."""
+
+
+class MissingDependency(MegatronError, ImportError):
+    """An optional package is needed for what was asked."""
+
+
+class NonFiniteError(MegatronError, FloatingPointError):
+    """A loss or gradient is NaN or infinite."""
