@@ -1,0 +1,1 @@
+"""A training application for large transformers, and the library under it."""

@@ -1,0 +1,64 @@
+"""Values on the command line that argparse has no type for."""
+
+from __future__ import annotations
+
+import re
+
+
+def strict_bool(text: str) -> bool:
+    """``true``/``false``/``1``/``0``; anything else is refused (``bool("False")`` is True)."""
+    values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if text.lower() not in values:
+        raise ValueError(f"{text!r} is neither true nor false")
+    return values[text.lower()]
+
+
+def layer_pattern(text: str) -> int | tuple[int, ...]:
+    """An int, or a list expression of digits and ``[]()+*,`` such as ``([1]*3+[0])*2``."""
+    if re.fullmatch(r"\d+", text):
+        return int(text)
+    tokens = re.findall(r"\d+|[\[\]()+*,]|\S", text)
+    value, rest = _sum(tokens)
+    if rest or not isinstance(value, tuple):
+        raise ValueError(f"{text!r} is not an int or a list expression like ([1]*3+[0])*2")
+    return value
+
+
+def _sum(tokens: list[str]) -> tuple[int | tuple[int, ...], list[str]]:
+    value, tokens = _product(tokens)
+    while tokens[:1] == ["+"]:
+        term, tokens = _product(tokens[1:])
+        value = value + term  # type: ignore[operator]
+    return value, tokens
+
+
+def _product(tokens: list[str]) -> tuple[int | tuple[int, ...], list[str]]:
+    value, tokens = _atom(tokens)
+    while tokens[:1] == ["*"]:
+        factor, tokens = _atom(tokens[1:])
+        value = value * factor  # type: ignore[operator]
+    return value, tokens
+
+
+def _atom(tokens: list[str]) -> tuple[int | tuple[int, ...], list[str]]:
+    head, rest = (tokens[0], tokens[1:]) if tokens else ("", [])
+    if head.isdigit():
+        return int(head), rest
+    if head not in ("(", "["):
+        raise ValueError(f"unexpected {head!r} in a layer pattern")
+    closing = ")" if head == "(" else "]"
+    items: list[int | tuple[int, ...]] = []
+    while rest and rest[0] != closing:
+        item, rest = _sum(rest)
+        items.append(item)
+        if rest[:1] == [","]:
+            rest = rest[1:]
+    if not rest:
+        raise ValueError(f"a layer pattern misses its {closing!r}")
+    if head == "(":
+        if len(items) != 1:
+            raise ValueError("parentheses in a layer pattern hold one expression")
+        return items[0], rest[1:]
+    if not all(isinstance(i, int) for i in items):
+        raise ValueError("a list in a layer pattern holds ints")
+    return tuple(i for i in items if isinstance(i, int)), rest[1:]

@@ -1,0 +1,138 @@
+"""The only file that knows device kinds: cpu (gloo) and cuda (nccl).
+
+Everything else asks here.  The device is chosen once at start-up; ``current()`` before that is
+the CPU, so that the library works without the application.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Literal
+
+import torch
+
+Kind = Literal["cpu", "cuda"]
+_current = torch.device("cpu")
+
+
+def choose(wanted: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:
+    """Select this process's device; cuda when a GPU is visible and the CPU was not asked for.
+
+    Raises ValueError when cuda is asked for and no GPU is visible.
+    """
+    global _current
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: no GPU is visible; use --device cpu or auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        _current = torch.device("cpu")
+    else:
+        _current = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(_current)
+    return _current
+
+
+def current() -> torch.device:
+    """The device of this process."""
+    return _current
+
+
+def is_cuda(device: torch.device | None = None) -> bool:
+    """Whether ``device`` (default: this process's) is a GPU."""
+    return (device or _current).type == "cuda"
+
+
+def gpu_count() -> int:
+    """GPUs visible to this process."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def default_backend() -> str:
+    """The collective library that fits the device."""
+    return "nccl" if is_cuda() else "gloo"
+
+
+def synchronize() -> None:
+    """Wait until the device has done all queued work."""
+    if is_cuda():
+        torch.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    """Give cached device memory back."""
+    if is_cuda():
+        torch.cuda.empty_cache()
+
+
+def memory_stats() -> dict[str, float]:
+    """Bytes: allocated, max_allocated, reserved, max_reserved, allocated_count; zero on the CPU."""
+    if not is_cuda():
+        return dict.fromkeys(
+            ("allocated", "max_allocated", "reserved", "max_reserved", "allocated_count"), 0.0
+        )
+    stats = torch.cuda.memory_stats()
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "max_allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "max_reserved": torch.cuda.max_memory_reserved(),
+        "allocated_count": stats.get("allocation.all.current", 0),
+    }
+
+
+def rng_state() -> torch.Tensor:
+    """State of the device's default generator."""
+    return torch.cuda.get_rng_state() if is_cuda() else torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor) -> None:
+    """Restore what `rng_state` returned."""
+    if is_cuda():
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the device's default generator."""
+    if is_cuda():
+        torch.cuda.manual_seed(seed)
+    torch.manual_seed(seed)
+
+
+def side_stream() -> Any:
+    """A stream beside the default one; a context that does nothing on the CPU."""
+    return torch.cuda.Stream() if is_cuda() else None
+
+
+def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
+    """Run the block on ``stream`` (from `side_stream`)."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def nvtx_push(name: str) -> None:
+    """Open a profiler range."""
+    if is_cuda():
+        torch.cuda.nvtx.range_push(name)
+
+
+def nvtx_pop() -> None:
+    """Close the newest profiler range."""
+    if is_cuda():
+        torch.cuda.nvtx.range_pop()
+
+
+def profiler_start() -> None:
+    """Begin the window of an attached profiler such as nsys."""
+    if is_cuda():
+        torch.cuda.cudart().cudaProfilerStart()
+
+
+def profiler_stop() -> None:
+    """End the window of an attached profiler."""
+    if is_cuda():
+        torch.cuda.cudart().cudaProfilerStop()
+
+
+def name() -> str:
+    """The device in words."""
+    return torch.cuda.get_device_name() if is_cuda() else "cpu"

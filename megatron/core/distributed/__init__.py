@@ -1,0 +1,1 @@
+"""Data-parallel gradients and parameters."""

@@ -1,0 +1,1 @@
+"""Optimizers with main parameters, clipping and loss scaling."""

@@ -1,0 +1,1 @@
+"""The slices that TransformerConfig is joined from."""

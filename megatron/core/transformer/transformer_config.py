@@ -1,0 +1,65 @@
+"""TransformerConfig: the slices, joined.  Sizes are global, before any parallelism divides them.
+
+Defaults that depend on other fields are filled once at construction; nothing writes to a config
+afterwards (``dataclasses.replace`` makes a varied copy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer.config.attention import AttentionConfig
+from megatron.core.transformer.config.base import BaseConfig
+from megatron.core.transformer.config.cuda_graph import CudaGraphConfig
+from megatron.core.transformer.config.fusion import FusionConfig
+from megatron.core.transformer.config.mla import MLAConfig
+from megatron.core.transformer.config.mlp import MLPConfig
+from megatron.core.transformer.config.moe import MoEConfig
+from megatron.core.transformer.config.precision import PrecisionConfig
+from megatron.core.transformer.config.recompute import RecomputeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(
+    BaseConfig,
+    AttentionConfig,
+    MLPConfig,
+    MoEConfig,
+    MLAConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    FusionConfig,
+    CudaGraphConfig,
+    ModelParallelConfig,
+):
+    """Everything a stack of transformer layers is built from."""
+
+    gated_linear_unit: bool = False
+    activation_func: Callable[[Tensor], Tensor] = F.gelu
+    bias_activation_fusion: bool = False
+    params_dtype: torch.dtype = torch.float32
+    pipeline_dtype: torch.dtype | None = None
+    virtual_pipeline_model_parallel_size: int | None = None
+    fp16: bool = False
+    bf16: bool = False
+
+    def __post_init__(self) -> None:
+        fill = object.__setattr__
+        if self.ffn_hidden_size is None:
+            fill(self, "ffn_hidden_size", 4 * self.hidden_size)
+        if self.kv_channels is None and self.num_attention_heads:
+            fill(self, "kv_channels", self.hidden_size // self.num_attention_heads)
+        if self.num_query_groups is None:
+            fill(self, "num_query_groups", self.num_attention_heads)
+        if self.expert_tensor_parallel_size is None:
+            fill(self, "expert_tensor_parallel_size", self.tensor_model_parallel_size)
+        if self.apply_query_key_layer_scaling:
+            fill(self, "attention_softmax_in_fp32", True)
+        if self.embedding_init_method_std is None:
+            fill(self, "embedding_init_method_std", self.init_method_std)

@@ -1,0 +1,57 @@
+"""RunConfig: everything a run was asked to do.  Built once by ``resolve``, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.config.data import DataConfig
+from megatron.training.config.distributed import DistributedConfig
+from megatron.training.config.inference import InferenceConfig
+from megatron.training.config.language_model import LanguageModelConfig
+from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.profiling import ProfilingConfig
+from megatron.training.config.resilience import ResilienceConfig
+from megatron.training.config.scheduler import SchedulerConfig
+from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.training.config.training import TrainingConfig
+from megatron.training.config.validation import ValidationConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Sections by subject.  A field has the name of its flag's dest unless its Option says else."""
+
+    model: TransformerConfig
+    language_model: LanguageModelConfig
+    optimizer: OptimizerConfig
+    scheduler: SchedulerConfig
+    ddp: DistributedDataParallelConfig
+    distributed: DistributedConfig
+    training: TrainingConfig
+    validation: ValidationConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    profiling: ProfilingConfig
+    resilience: ResilienceConfig
+    inference: InferenceConfig
+    world_size: int
+    extra: Mapping[str, Any] = field(default_factory=dict)  # values of extra_args_provider flags
+    asked: Mapping[str, Any] = field(default_factory=dict)  # the parsed namespace, dest -> value
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the model, each reading its own samples."""
+        m = self.model
+        return self.world_size // (
+            m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
+        )
