@@ -1,0 +1,45 @@
+"""What every test finds: one thread, no network, no trace of other tests in the environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+LOOPBACK = ("127.", "localhost", "::1", "0.0.0.0")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "feature(sentence): this test shows that a feature of the README's table works"
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """A test leaves the environment variables as it found them."""
+    before = dict(os.environ)
+    yield
+    changed = {k for k in before | os.environ if before.get(k) != os.environ.get(k)}
+    os.environ.clear()
+    os.environ.update(before)
+    changed.discard("PYTEST_CURRENT_TEST")
+    assert not changed, f"the test left environment variables changed: {sorted(changed)}"
+
+
+@pytest.fixture(autouse=True)
+def no_network(same_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that reaches for another machine fails at once, on every machine."""
+    connect = socket.socket.connect
+
+    def connect_here(self: socket.socket, address: object) -> None:
+        if isinstance(address, tuple) and not str(address[0]).startswith(LOOPBACK):
+            raise AssertionError(f"tests reach no other machine, this one tried {address}")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect_here)

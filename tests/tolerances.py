@@ -1,0 +1,33 @@
+"""How far two numbers may lie apart: written once, never loosened for a feature.
+
+Use as ``torch.testing.assert_close(actual, expected, **tolerances.of(dtype))``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Same mathematics, other order of sums, small sizes: forward values and gradients.
+DTYPE = {
+    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+    torch.float32: {"rtol": 1e-5, "atol": 1e-6},
+    torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2},
+    torch.float16: {"rtol": 2e-3, "atol": 1e-3},
+}
+
+# Gradients of a whole fp32 model against another implementation of it.
+GRADIENT = {"rtol": 1e-4, "atol": 1e-6}
+
+# Losses of one run in two parallel layouts, fp32, no dropout, up to 50 steps.
+LAYOUT_LOSS = {"rtol": 1e-5, "atol": 1e-5}
+
+# Logits of one fp32 model against another implementation of it.
+LOGITS = {"rtol": 1e-5, "atol": 1e-5}
+
+# The same kind of run on one device type, one layout: every bit.
+BITWISE = {"rtol": 0.0, "atol": 0.0}
+
+
+def of(dtype: torch.dtype) -> dict[str, float]:
+    """Keyword arguments of `torch.testing.assert_close` for values of ``dtype``."""
+    return DTYPE[dtype]
