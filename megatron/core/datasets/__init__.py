@@ -1,0 +1,1 @@
+"""Token files, samples, blends and samplers."""

@@ -1,0 +1,189 @@
+"""Files that many processes need and one of them makes, without any collective open meanwhile.
+
+The first process to take the file lock builds; the others look for the result.  The kernel drops
+the lock of a process that dies, so the next one builds.  A directory that every node has for
+itself is served by one builder a node.  A failed build leaves an error marker, and every process
+that waits raises at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import BinaryIO, TypeVar
+
+import numpy as np
+
+from megatron.core.config.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 1.0
+_REPORT_EVERY_S = 30.0
+
+
+def build_once(path: str, load: Callable[[], T | None], build: Callable[[], T]) -> T:
+    """Return ``load()``; where it gives None, one process runs ``build()`` and the rest wait.
+
+    ``path`` is a name unique to the result: ``path.lock`` and ``path.error`` lie beside it for a
+    while.  ``build`` must put finished files in place by renaming them.  Not a collective: any
+    subset of processes may call it.  DataError if the directory cannot be written, or if the
+    process that builds failed.
+    """
+    if (result := load()) is not None:
+        return result
+    lock_path, error_path = path + ".lock", path + ".error"
+    error_before = _read_text(error_path)
+    _make_directory(path)
+    started_at_s = reported_at_s = time.monotonic()
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        with _try_lock(lock_path) as locked:
+            if (result := load()) is not None:
+                return result
+            if _read_text(error_path) != error_before:
+                raise DataError(f"{path} was not built: {_read_text(error_path)}")
+            if locked:
+                return _build(build, error_path)
+        now_s = time.monotonic()
+        if now_s - reported_at_s >= _REPORT_EVERY_S:
+            reported_at_s = now_s
+            waited_s = now_s - started_at_s
+            logger.info(
+                "waiting for %s: %.0f s so far, built by %s", path, waited_s, _holder(lock_path)
+            )
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _build(build: Callable[[], T], error_path: str) -> T:
+    try:
+        result = build()
+    except BaseException as error:
+        text = f"{_own_name()}, {time.time_ns()}: {error!r}".encode()  # the time: never alike
+        with contextlib.suppress(OSError):
+            write_atomically(error_path, lambda file: file.write(text))
+        raise
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(error_path)
+    return result
+
+
+@contextlib.contextmanager
+def _try_lock(lock_path: str) -> Iterator[bool]:
+    """Whether this process holds the lock; held until the block ends, then the file is removed."""
+    descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as error:
+            # A file system without locks: everyone builds the same bytes, renames are atomic.
+            logger.warning("%s: no file locks here (%s), each process builds", lock_path, error)
+            yield True
+            return
+        if not _is_same_file(descriptor, lock_path):  # its last holder removed it meanwhile
+            yield False
+            return
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, _own_name().encode(), 0)
+        try:
+            yield True
+        finally:
+            os.remove(lock_path)
+    finally:
+        os.close(descriptor)
+
+
+def _is_same_file(descriptor: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _make_directory(path: str) -> None:
+    directory = os.path.dirname(os.path.abspath(path))
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+    if not os.access(directory, os.W_OK):
+        raise _unwritable(directory, PermissionError(13, "Permission denied"))
+
+
+def _unwritable(directory: str, error: OSError) -> DataError:
+    return DataError(
+        f"cannot write the index cache {directory}: {error.strerror}; "
+        "name a writable directory with --data-cache-path"
+    )
+
+
+def _own_name() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _holder(lock_path: str) -> str:
+    return _read_text(lock_path) or "another process"
+
+
+def _read_text(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def temporary_name(path: str) -> str:
+    """A name beside ``path`` that no other process or thread uses."""
+    return f"{path}.tmp-{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}"
+
+
+def write_atomically(path: str, write: Callable[[BinaryIO], object]) -> None:
+    """Write a file that is either whole or not there: temporary name, fsync, rename."""
+    temporary_path = temporary_name(path)
+    try:
+        with open(temporary_path, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary_path, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary_path)
+        raise
+
+
+def save_array(path: str, array: np.ndarray) -> None:
+    """Write a .npy file, whole or not at all."""
+    write_atomically(path, lambda file: np.save(file, array, allow_pickle=False))
+
+
+def load_array(path: str) -> np.ndarray | None:
+    """Map a .npy file; None if it is missing or damaged."""
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError, EOFError) as error:
+        warn_once(f"{path} is damaged and is built again: {error}")
+        return None
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Log a warning the first time it is given; a waiting process looks many times."""
+    logger.warning(message)

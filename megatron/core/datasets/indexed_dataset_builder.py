@@ -1,0 +1,219 @@
+"""Token sequences on disk, written: streams to ``prefix.bin``, the index follows at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from megatron.core.config.errors import DataError
+from megatron.core.datasets.indexed_format import (
+    CHUNK,
+    HEADER,
+    MAGIC,
+    DType,
+    SequenceIndex,
+    get_bin_path,
+    get_idx_path,
+)
+
+_SPOOL_BYTES = 1 << 24  # an index array below this size never touches a temporary file
+
+
+class IndexedDatasetBuilder:
+    """Writes a .bin/.idx pair; nothing is seen under the final names before ``finalize``.
+
+    Memory is bounded: index arrays spill to unnamed temporary files beside .bin.
+    """
+
+    def __init__(
+        self, bin_path: str, dtype: DTypeLike = np.int32, multimodal: bool = False
+    ) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        DType.code_from_dtype(self.dtype)
+        self.multimodal = multimodal
+        self._bin_path = bin_path
+        self._temporary_path = bin_path + ".tmp"
+        self._bin = open(self._temporary_path, "wb", buffering=1 << 20)  # noqa: SIM115
+        directory = os.path.dirname(os.path.abspath(bin_path))
+        self._lengths = _ArraySpool("<i4", directory)
+        self._documents = _ArraySpool("<i8", directory)
+        self._modes = _ArraySpool("<i1", directory)
+        self._documents.append([0])
+
+    def add_item(self, tensor: ArrayLike, mode: int = 0) -> None:
+        """Append one sequence of tokens (array, list, or CPU tensor)."""
+        tokens = self._encode(tensor)
+        self._bin.write(tokens.data)
+        self._lengths.append([tokens.size])
+        if self.multimodal:
+            self._modes.append([mode])
+
+    def add_document(
+        self, tensor: ArrayLike, lengths: Sequence[int], modes: Sequence[int] | None = None
+    ) -> None:
+        """Append a document: its tokens in one piece, and the length of each of its sequences."""
+        tokens = self._encode(tensor)
+        assert sum(lengths) == tokens.size, f"{tokens.size} tokens, lengths {list(lengths)}"
+        self._bin.write(tokens.data)
+        self._lengths.append(lengths)
+        if self.multimodal:
+            self._modes.append(modes if modes is not None else [0] * len(lengths))
+        self.end_document()
+
+    def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
+        """Append many documents of one sequence each: all tokens in a row, tokens per document.
+
+        A length of 0 is an empty document (no sequence), as ``add_document([], [])`` makes.
+        """
+        flat = self._encode(tokens)
+        sizes = np.asarray(lengths, np.int64)
+        assert int(sizes.sum()) == flat.size, f"{flat.size} tokens, lengths sum to {sizes.sum()}"
+        first = len(self._lengths)
+        self._bin.write(flat.data)
+        filled = sizes[sizes > 0]
+        self._lengths.append(filled)
+        self._documents.append(first + np.cumsum(sizes > 0))
+        if self.multimodal:
+            self._modes.append(np.zeros(len(filled), np.int8))
+
+    def end_document(self) -> None:
+        """The sequences added since the last call are one document."""
+        self._documents.append([len(self._lengths)])
+
+    def add_index(self, path_prefix: str) -> None:
+        """Append a whole dataset of the same token type."""
+        other = SequenceIndex(get_idx_path(path_prefix), self.multimodal)
+        if other.dtype != self.dtype:
+            raise DataError(
+                f"{path_prefix}.idx holds {other.dtype.name} tokens, the files before it "
+                f"{self.dtype.name}: merge files of one token type"
+            )
+        bin_path = get_bin_path(path_prefix)
+        first, num_bytes = len(self._lengths), _file_size(bin_path)
+        other.check_arrays(bin_path, num_bytes)
+        _check_contiguous(other, bin_path, num_bytes)
+        for part in _chunks(other.sequence_lengths):
+            self._lengths.append(part)
+        for part in _chunks(other.document_indices[1:]):
+            self._documents.append(first + part)
+        if other.sequence_modes is not None:
+            for part in _chunks(other.sequence_modes):
+                self._modes.append(part)
+        with open(bin_path, "rb") as file:
+            shutil.copyfileobj(file, self._bin, 1 << 24)
+
+    def finalize(self, idx_path: str) -> None:
+        """Write the index and give both files their names, .bin first.
+
+        A reader that finds .idx finds the .bin that belongs to it, whenever the writer is killed.
+        """
+        documents_end = self._documents.last
+        assert documents_end == len(self._lengths), (
+            f"{len(self._lengths) - documents_end} sequences follow the last end_document()"
+        )
+        _sync_and_close(self._bin)
+        idx_file = open(idx_path + ".tmp", "wb", buffering=1 << 20)  # noqa: SIM115
+        self._write_index(idx_file)
+        _sync_and_close(idx_file)
+        if os.path.exists(idx_path):
+            os.remove(idx_path)
+        os.replace(self._temporary_path, self._bin_path)
+        os.replace(idx_path + ".tmp", idx_path)
+        _sync_directory(os.path.dirname(os.path.abspath(idx_path)))
+
+    def _write_index(self, file: Any) -> None:
+        code = DType.code_from_dtype(self.dtype)
+        file.write(HEADER.pack(MAGIC, 1, code, len(self._lengths), len(self._documents)))
+        for lengths in self._lengths.chunks():
+            file.write(lengths.data)
+        position = 0  # bytes into .bin
+        for lengths in self._lengths.chunks():
+            ends = position + np.cumsum(lengths.astype(np.int64) * self.dtype.itemsize)
+            pointers = np.concatenate(([position], ends[:-1])).astype("<i8")
+            file.write(pointers.data)
+            position = int(ends[-1])
+        for spool in (self._documents, self._modes):
+            for part in spool.chunks():
+                file.write(part.data)
+
+    def _encode(self, tokens: ArrayLike) -> np.ndarray:
+        """Tokens in the file's type; DataError where one does not fit it."""
+        array = np.asarray(tokens)
+        if array.dtype == self.dtype or array.size == 0:
+            return np.ascontiguousarray(array, self.dtype)
+        if self.dtype.kind in "iu":
+            limits = np.iinfo(self.dtype)
+            low, high = array.min(), array.max()
+            if low < limits.min or high > limits.max:
+                raise DataError(
+                    f"{self._bin_path}: token ids {low} to {high} do not fit {self.dtype.name} "
+                    f"({limits.min} to {limits.max}): the vocabulary size given to the writer is "
+                    "too small"
+                )
+        return np.ascontiguousarray(array, self.dtype)
+
+
+class _ArraySpool:
+    """An array that only grows, in memory while small, else in an unnamed temporary file."""
+
+    def __init__(self, dtype: str, directory: str) -> None:
+        self.dtype = np.dtype(dtype)
+        self.last = 0
+        self._file = tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES, dir=directory)  # noqa: SIM115
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, values: ArrayLike) -> None:
+        array = np.asarray(values, self.dtype)
+        if array.size:
+            self._file.write(array.tobytes())
+            self._length += array.size
+            self.last = int(array[-1])
+
+    def chunks(self) -> Iterable[np.ndarray]:
+        self._file.seek(0)
+        while piece := self._file.read(CHUNK * self.dtype.itemsize):
+            yield np.frombuffer(piece, self.dtype)
+
+
+def _chunks(array: np.ndarray) -> Iterable[np.ndarray]:
+    return (array[start : start + CHUNK] for start in range(0, len(array), CHUNK))
+
+
+def _check_contiguous(index: SequenceIndex, bin_path: str, bin_bytes: int) -> None:
+    """Appending copies .bin whole, so its sequences must fill it without gaps."""
+    used = int(index.sequence_lengths.sum(dtype=np.int64)) * index.dtype_size
+    if used != bin_bytes:
+        raise DataError(
+            f"{bin_path} has {bin_bytes} bytes, its index names {used}: it cannot be merged whole; "
+            "preprocess it again"
+        )
+
+
+def _file_size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+
+
+def _sync_and_close(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def _sync_directory(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,161 @@
+"""The .idx file that says where each token sequence of a .bin file lies.
+
+S = number of sequences, D = entries of the document index (documents + 1).  Little-endian: magic,
+u64 version, u8 dtype code, u64 S, u64 D, then the arrays i32[S] sequence lengths (tokens),
+i64[S] sequence pointers (bytes into .bin), i64[D] document index (document d is the sequences
+[index[d], index[d+1])), and, for multimodal data only, i8[S] modes.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from megatron.core.config.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D
+CHUNK = 1 << 20  # entries looked at or written at once: bounds memory, whatever the file size
+
+
+class DType(Enum):
+    """Codes of the token types in the .idx header."""
+
+    uint8 = 1
+    int8 = 2
+    int16 = 3
+    int32 = 4
+    int64 = 5
+    float64 = 6
+    float32 = 7
+    uint16 = 8
+
+    @classmethod
+    def code_from_dtype(cls, dtype: DTypeLike) -> int:
+        """The code of a numpy dtype; KeyError if the format has none for it."""
+        return cls[np.dtype(dtype).name].value
+
+    @classmethod
+    def dtype_from_code(cls, code: int) -> np.dtype:
+        """The little-endian numpy dtype of a code; ValueError for an unknown code."""
+        return np.dtype(cls(code).name).newbyteorder("<")
+
+    @staticmethod
+    def size(key: int | DTypeLike) -> int:
+        """Bytes per token of a code or dtype."""
+        is_code = isinstance(key, int)
+        return (DType.dtype_from_code(key) if is_code else np.dtype(key)).itemsize
+
+    @staticmethod
+    def optimal_dtype(cardinality: int | None) -> type[np.integer]:
+        """uint16 when a vocabulary of this size is known to fit, else int32."""
+        return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
+
+
+def get_idx_path(path_prefix: str) -> str:
+    """The index file of a path prefix."""
+    return path_prefix + ".idx"
+
+
+def get_bin_path(path_prefix: str) -> str:
+    """The token file of a path prefix."""
+    return path_prefix + ".bin"
+
+
+class SequenceIndex:
+    """The arrays of an .idx file, mapped, not read.  O(1) checks only; see ``check_arrays``."""
+
+    def __init__(self, idx_path: str, multimodal: bool) -> None:
+        self.idx_path = idx_path
+        try:
+            num_bytes = os.path.getsize(idx_path)
+            buffer: Any = np.memmap(idx_path, mode="r") if num_bytes else b""
+        except OSError as error:
+            raise DataError(
+                f"{idx_path}: {error.strerror or error}; a data path is named without .bin or .idx"
+            ) from error
+        self.dtype, num_sequences, num_documents = _parse_header(idx_path, buffer)
+        expected = HEADER.size + 12 * num_sequences + 8 * num_documents
+        expected += num_sequences if multimodal else 0
+        if num_bytes < expected:
+            raise DataError(
+                f"{idx_path} has {num_bytes} bytes, its header asks for {expected} "
+                f"({num_sequences} sequences, multimodal {multimodal}): "
+                "the file is cut short or of another kind; preprocess it again"
+            )
+        self.dtype_size = self.dtype.itemsize
+        at = HEADER.size
+        self.sequence_lengths = np.frombuffer(buffer, "<i4", num_sequences, at)
+        at += 4 * num_sequences
+        self.sequence_pointers = np.frombuffer(buffer, "<i8", num_sequences, at)
+        at += 8 * num_sequences
+        self.document_indices = np.frombuffer(buffer, "<i8", num_documents, at)
+        at += 8 * num_documents
+        modes = np.frombuffer(buffer, "<i1", num_sequences, at) if multimodal else None
+        self.sequence_modes: np.ndarray | None = modes
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, idx: int) -> tuple[int, int, int | None]:
+        """(pointer in bytes, length in tokens, mode or None) of a sequence."""
+        mode = None if self.sequence_modes is None else self.sequence_modes[idx]
+        return self.sequence_pointers[idx], self.sequence_lengths[idx], mode
+
+    def check_arrays(self, bin_path: str, bin_bytes: int) -> None:
+        """Raise DataError unless every sequence lies inside .bin and the document index fits.
+
+        One pass over the arrays in chunks: 12 bytes a sequence are read, memory is constant.
+        """
+        documents = self.document_indices
+        if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(self):
+            raise self._damaged(
+                f"its document index must run from 0 to {len(self)}, "
+                f"found {documents[:1].tolist()} to {documents[-1:].tolist()}"
+            )
+        self._check_sorted("document index", documents)
+        self._check_sorted("sequence pointers", self.sequence_pointers)
+        for start in range(0, len(self), CHUNK):
+            lengths = self.sequence_lengths[start : start + CHUNK].astype(np.int64)
+            ends = lengths * self.dtype_size + self.sequence_pointers[start : start + CHUNK]
+            if lengths.min() < 0 or self.sequence_pointers[start] < 0:
+                raise self._damaged("it holds a negative length or pointer")
+            if (end := int(ends.max())) > bin_bytes:
+                raise DataError(
+                    f"{bin_path} has {bin_bytes} bytes, but {self.idx_path} points up to byte "
+                    f"{end}: the two do not belong together or .bin is cut short; "
+                    "copy it again or preprocess again"
+                )
+
+    def _check_sorted(self, name: str, array: np.ndarray) -> None:
+        for start in range(0, len(array), CHUNK):
+            part = array[start : start + CHUNK + 1]
+            if (part[1:] < part[:-1]).any():
+                raise self._damaged(f"its {name} must never fall")
+
+    def _damaged(self, what: str) -> DataError:
+        return DataError(f"{self.idx_path} is damaged: {what}; copy it again or preprocess again")
+
+
+def _parse_header(idx_path: str, buffer: Any) -> tuple[np.dtype, int, int]:
+    if len(buffer) < HEADER.size:
+        raise DataError(
+            f"{idx_path} has {len(buffer)} bytes, fewer than an index header: "
+            "the file is cut short; preprocess it again"
+        )
+    magic, version, code, num_sequences, num_documents = HEADER.unpack_from(buffer)
+    if magic != MAGIC:
+        raise DataError(
+            f"{idx_path} starts with {magic!r}, not {MAGIC!r}: it is no index file of "
+            "tools/preprocess_data.py"
+        )
+    if version != 1:
+        raise DataError(f"{idx_path} has format version {version}, only 1 is known")
+    if code not in {member.value for member in DType}:
+        raise DataError(f"{idx_path} has token type code {code}, known are 1 to 8")
+    return DType.dtype_from_code(code), num_sequences, num_documents

@@ -1,0 +1,171 @@
+"""Token files in object storage: ``s3://`` (boto3) and ``msc://`` (Multi-Storage Client).
+
+The .idx file is copied once per node to a local directory; .bin is read in byte ranges.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.config.errors import DataError
+from megatron.core.datasets.index_cache import build_once, temporary_name
+from megatron.core.optional import require
+
+_S3 = "s3://"
+_MSC = "msc://"
+
+
+@dataclass
+class ObjectStorageConfig:
+    """Where .idx copies go, and how many bytes of .bin one S3 request fetches."""
+
+    path_to_idx_cache: str
+    bin_chunk_nbytes: int = 256 * 1024 * 1024
+
+
+def is_object_storage_path(path: str) -> bool:
+    """Whether ``path`` is an s3:// or msc:// URL."""
+    return path.startswith((_S3, _MSC))
+
+
+def get_index_cache_path(idx_path: str, object_storage_config: ObjectStorageConfig) -> str:
+    """The local name of a remote .idx: its URL without the scheme, under ``path_to_idx_cache``."""
+    without_scheme = idx_path.split("://", 1)[1]
+    return os.path.join(object_storage_config.path_to_idx_cache, without_scheme)
+
+
+def cached_index_path(idx_path: str, config: ObjectStorageConfig) -> str:
+    """Copy a remote .idx to this node if it is not there, and return its local path.
+
+    One process of those that share the directory downloads, the others wait for the file.  A copy
+    whose size is not the remote one is fetched again.
+    """
+    local_path = get_index_cache_path(idx_path, config)
+    remote = _open_object(idx_path)
+    num_bytes = remote.size()
+
+    def load() -> str | None:
+        whole = os.path.exists(local_path) and os.path.getsize(local_path) == num_bytes
+        return local_path if whole else None
+
+    def build() -> str:
+        temporary_path = temporary_name(local_path)
+        remote.download(temporary_path)
+        os.replace(temporary_path, local_path)
+        return local_path
+
+    return build_once(local_path, load, build)
+
+
+class _Object(ABC):
+    """A remote file."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._client_pid = -1
+        self._client: Any = None
+
+    def client(self) -> Any:
+        """The connection of this process: one made before a fork must not be shared."""
+        if self._client_pid != os.getpid():
+            self._client, self._client_pid = self.connect(), os.getpid()
+        return self._client
+
+    @abstractmethod
+    def connect(self) -> Any: ...
+
+    @abstractmethod
+    def size(self) -> int: ...
+
+    @abstractmethod
+    def read(self, offset: int, num_bytes: int) -> bytes: ...
+
+    @abstractmethod
+    def download(self, local_path: str) -> None: ...
+
+
+class _S3Object(_Object):
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.bucket, _, self.key = url[len(_S3) :].partition("/")
+        if not self.bucket or not self.key:
+            raise DataError(f"{url} names no object: write s3://bucket/path/prefix")
+
+    def connect(self) -> Any:
+        return require("boto3", self.url).client("s3")
+
+    def size(self) -> int:
+        return self.client().head_object(Bucket=self.bucket, Key=self.key)["ContentLength"]
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        wanted = f"bytes={offset}-{offset + num_bytes - 1}"
+        answer = self.client().get_object(Bucket=self.bucket, Key=self.key, Range=wanted)
+        return answer["Body"].read()
+
+    def download(self, local_path: str) -> None:
+        self.client().download_file(self.bucket, self.key, local_path)
+
+
+class _MSCObject(_Object):
+    def connect(self) -> Any:
+        return require("multistorageclient", self.url)
+
+    def size(self) -> int:
+        storage, path = self.client().resolve_storage_client(self.url)
+        return storage.info(path).content_length
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        storage, path = self.client().resolve_storage_client(self.url)
+        byte_range = self.client().types.Range(offset=offset, size=num_bytes)
+        return storage.read(path, byte_range=byte_range)
+
+    def download(self, local_path: str) -> None:
+        self.client().download_file(self.url, local_path)
+
+
+def _open_object(url: str) -> _Object:
+    return _S3Object(url) if url.startswith(_S3) else _MSCObject(url)
+
+
+class RangeReader:
+    """Bytes of a remote file; the last chunk fetched is kept, as neighbours are often read next.
+
+    ``chunk_bytes`` 0 fetches exactly what is asked for.
+    """
+
+    def __init__(self, remote: _Object, chunk_bytes: int) -> None:
+        self._remote = remote
+        self._chunk_bytes = chunk_bytes
+        self._chunk, self._chunk_start = b"", 0
+        self.num_bytes = remote.size()
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        if num_bytes == 0:
+            return b""
+        if not self._chunk_bytes:
+            return self._fetch(offset, num_bytes)
+        start = offset - self._chunk_start
+        if start < 0 or start + num_bytes > len(self._chunk):
+            self._chunk_start = offset // self._chunk_bytes * self._chunk_bytes
+            start = offset - self._chunk_start
+            wanted = max(self._chunk_bytes, start + num_bytes)
+            end = min(self._chunk_start + wanted, self.num_bytes)
+            self._chunk = self._fetch(self._chunk_start, end - self._chunk_start)
+        return self._chunk[start : start + num_bytes]
+
+    def _fetch(self, offset: int, num_bytes: int) -> bytes:
+        data = self._remote.read(offset, num_bytes)
+        if len(data) != num_bytes:
+            raise DataError(
+                f"{self._remote.url}: asked for {num_bytes} bytes at {offset}, got {len(data)}: "
+                "the object changed while it was read, or it is cut short"
+            )
+        return data
+
+
+def open_range_reader(url: str, chunk_bytes: int) -> RangeReader:
+    """A reader of ``url``; the Multi-Storage Client has a cache of its own, S3 gets one chunk."""
+    return RangeReader(_open_object(url), chunk_bytes if url.startswith(_S3) else 0)
