@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import re
+from collections.abc import Callable
+from typing import Any
 
 
 def strict_bool(text: str) -> bool:
@@ -11,6 +14,17 @@ def strict_bool(text: str) -> bool:
     if text.lower() not in values:
         raise ValueError(f"{text!r} is neither true nor false")
     return values[text.lower()]
+
+
+def member_of(members: type[enum.Enum]) -> Callable[[str], Any]:
+    """A parser of the names of an enum."""
+
+    def parse(text: str) -> enum.Enum:
+        if text not in members.__members__:
+            raise ValueError(f"not one of {', '.join(members.__members__)}")
+        return members[text]
+
+    return parse
 
 
 def layer_pattern(text: str) -> int | tuple[int, ...]:

@@ -17,7 +17,7 @@ class LoggingConfig:
     log_params_norm: bool = option(False, "", group="logging")
     log_throughput: bool = option(False, "", group="logging")
     log_progress: bool = option(False, "", group="logging")
-    timing_log_level: int = option(0, "", group="logging", choices=("0", "1", "2"))
+    timing_log_level: int = option(0, "", group="logging", choices=(0, 1, 2))
     log_energy: bool = option(False, "", group="logging")
     timing_log_option: str = option("minmax", "", group="logging", choices=("max", "minmax", "all"))
     tensorboard_log_interval: int = option(1, "", group="logging")

@@ -47,6 +47,7 @@ class RunConfig:
     world_size: int
     extra: Mapping[str, Any] = field(default_factory=dict)  # values of extra_args_provider flags
     asked: Mapping[str, Any] = field(default_factory=dict)  # the parsed namespace, dest -> value
+    warnings: tuple[str, ...] = ()  # what was overruled or is without effect, one sentence each
 
     @property
     def data_parallel_size(self) -> int:

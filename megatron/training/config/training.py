@@ -16,7 +16,7 @@ class TrainingConfig:
     rampup_batch_size: tuple[str, ...] | None = option(None, "", group="training", nargs="*")
     decrease_batch_size_if_needed: bool = option(False, "", group="training")
     iterations_to_skip: tuple[int, ...] = option((), "", group="training", nargs="+")
-    empty_unused_memory_level: int = option(0, "", group="training", choices=("0", "1", "2"))
+    empty_unused_memory_level: int = option(0, "", group="training", choices=(0, 1, 2))
     check_weight_hash_across_dp_replicas_interval: int | None = option(None, "", group="training")
     train_sync_interval: int | None = option(None, "", group="training")
     train_iters: int | None = option(None, "", group="training")

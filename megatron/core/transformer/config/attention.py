@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.config.option import option
-from megatron.core.config.parse import layer_pattern
+from megatron.core.config.parse import layer_pattern, member_of
 from megatron.core.enums import AttnBackend
 
 
@@ -18,7 +18,8 @@ class AttentionConfig:
         AttnBackend.auto,
         "",
         group="network size",
-        parse=AttnBackend.__getitem__,
+        choices=tuple(AttnBackend),
+        parse=member_of(AttnBackend),
     )
     kv_channels: int = option(None, "", group="network size")
     num_query_groups: int = option(None, "", group="network size", default=1)

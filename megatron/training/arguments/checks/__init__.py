@@ -1,1 +1,1 @@
-"""One rule, one function; each yields sentences that name flags, values and the cure."""
+"""What a run may not ask for: one function a rule, grouped by subject, all reported together."""

@@ -1,0 +1,170 @@
+"""Values that follow from other values: one function each, applied in order by `resolve`.
+
+Each function fills the private copy of the namespace that `resolve` made, under the dest of the
+flag or under the name of a config field that no flag sets, and yields a warning for every value
+of the user's that it overrules.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+from megatron.core.activations import openai_gelu, squared_relu
+from megatron.core.enums import AttnBackend
+
+Derivation = Callable[[Namespace], Iterator[str]]
+
+
+def data_parallel_size(ns: Namespace) -> Iterator[str]:
+    """What is left of the world once a model replica has its ranks."""
+    replica = (
+        ns.tensor_model_parallel_size * ns.pipeline_model_parallel_size * ns.context_parallel_size
+    )
+    ns.data_parallel_size = max(1, ns.world_size // max(1, replica))
+    yield from ()
+
+
+def parallel_degrees(ns: Namespace) -> Iterator[str]:
+    """Expert tensor parallelism follows tensor parallelism; sequence parallelism needs it."""
+    if ns.expert_tensor_parallel_size is None:
+        ns.expert_tensor_parallel_size = ns.tensor_model_parallel_size
+    if ns.sequence_parallel and ns.tensor_model_parallel_size == 1:
+        ns.sequence_parallel = False
+        yield "--sequence-parallel is without effect: --tensor-model-parallel-size is 1"
+
+
+def precision(ns: Namespace) -> Iterator[str]:
+    """The number formats of parameters, pipeline messages and gradient sums."""
+    half = torch.bfloat16 if ns.bf16 else torch.float16
+    ns.params_dtype = half if ns.bf16 or ns.fp16 else torch.float32
+    ns.pipeline_dtype = ns.params_dtype
+    if ns.fp16 and ns.loss_scale is None and ns.check_for_nan_in_loss_and_grad:
+        # A dynamic loss scale meets overflow on purpose.
+        ns.check_for_nan_in_loss_and_grad = False
+    if ns.bf16 and not ns.grad_reduce_in_bf16 and ns.main_grads_dtype == "fp32":
+        ns.accumulate_allreduce_grads_in_fp32 = True
+    if ns.grad_reduce_in_bf16 and ns.accumulate_allreduce_grads_in_fp32:
+        ns.accumulate_allreduce_grads_in_fp32 = False
+        yield "--grad-reduce-in-bf16 overrules --accumulate-allreduce-grads-in-fp32"
+
+
+def depth(ns: Namespace) -> Iterator[str]:
+    """--num-layers and --encoder-num-layers name the same number."""
+    if ns.num_layers is None:
+        ns.num_layers = ns.encoder_num_layers
+    ns.encoder_num_layers = ns.num_layers
+    yield from ()
+
+
+def sequence_lengths(ns: Namespace) -> Iterator[str]:
+    """--seq-length and --encoder-seq-length name the same number."""
+    if ns.seq_length is None:
+        ns.seq_length = ns.encoder_seq_length
+    ns.encoder_seq_length = ns.seq_length
+    yield from ()
+
+
+def widths(ns: Namespace) -> Iterator[str]:
+    """MLP width, head width and key/value heads where they were left open."""
+    hidden, heads = ns.hidden_size, ns.num_attention_heads
+    if ns.ffn_hidden_size is None and hidden:
+        # Three matrices instead of two: keep the parameter count, in multiples of 64.
+        gated = 8 * hidden // (3 * 64) * 64
+        ns.ffn_hidden_size = gated if ns.swiglu else 4 * hidden
+    if ns.kv_channels is None and hidden and heads and hidden % heads == 0:
+        ns.kv_channels = hidden // heads
+    if not ns.group_query_attention:
+        ns.num_query_groups = heads
+    yield from ()
+
+
+def activation(ns: Namespace) -> Iterator[str]:
+    """Which function stands between the two matrices of the MLP."""
+    ns.gated_linear_unit = ns.swiglu
+    ns.activation_func = F.gelu
+    if ns.swiglu:
+        ns.activation_func = F.silu
+    elif ns.squared_relu:
+        ns.activation_func = squared_relu
+    elif ns.openai_gelu:
+        ns.activation_func = openai_gelu
+    if not ns.add_bias_linear:
+        ns.bias_gelu_fusion = False
+    ns.bias_activation_fusion = ns.bias_swiglu_fusion if ns.swiglu else ns.bias_gelu_fusion
+    if ns.squared_relu or ns.openai_gelu:
+        ns.bias_activation_fusion = False
+    yield from ()
+
+
+def attention(ns: Namespace) -> Iterator[str]:
+    """Biases, softmax precision and back end of attention."""
+    if ns.add_bias_linear:
+        ns.add_qkv_bias = True
+    if ns.apply_query_key_layer_scaling:
+        ns.attention_softmax_in_fp32 = True
+    if ns.use_flash_attn and ns.attention_backend is AttnBackend.auto:
+        ns.attention_backend = AttnBackend.flash
+    yield from ()
+
+
+def positions(ns: Namespace) -> Iterator[str]:
+    """Old spellings of rotary positions."""
+    if ns.use_rotary_position_embeddings:
+        ns.position_embedding_type = "rope"
+    if ns.position_embedding_type != "rope":
+        ns.apply_rope_fusion = False
+    yield from ()
+
+
+def recomputation(ns: Namespace) -> Iterator[str]:
+    """Old spellings of selective recomputation."""
+    if ns.recompute_activations:
+        ns.recompute_granularity = "selective"
+    if ns.moe_layer_recompute:
+        ns.recompute_granularity = "selective"
+        ns.recompute_modules = sorted({*(ns.recompute_modules or ()), "moe"})
+    yield from ()
+
+
+def batch_sizes(ns: Namespace) -> Iterator[str]:
+    """Without --global-batch-size every replica does one micro-batch a step."""
+    if ns.global_batch_size is None and ns.micro_batch_size is not None:
+        ns.global_batch_size = ns.micro_batch_size * ns.data_parallel_size
+    yield from ()
+
+
+def data_sources(ns: Namespace) -> Iterator[str]:
+    """The split of --data-path and the order of its samples."""
+    if ns.data_path is not None and ns.split is None:
+        ns.split = "969, 30, 1"
+        yield f"--split is not given: --data-path is cut into train, valid, test as {ns.split}"
+    if ns.dataloader_type is None:
+        ns.dataloader_type = "single"
+
+
+def weight_decay(ns: Namespace) -> Iterator[str]:
+    """A constant weight decay starts and ends at --weight-decay."""
+    if ns.weight_decay_incr_style == "constant":
+        ns.start_weight_decay = ns.end_weight_decay = ns.weight_decay
+    yield from ()
+
+
+DERIVATIONS: tuple[Derivation, ...] = (
+    data_parallel_size,
+    parallel_degrees,
+    precision,
+    depth,
+    sequence_lengths,
+    widths,
+    activation,
+    attention,
+    positions,
+    recomputation,
+    batch_sizes,
+    data_sources,
+    weight_decay,
+)

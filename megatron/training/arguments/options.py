@@ -1,0 +1,135 @@
+"""Between ``option()`` metadata and argparse, both ways.  Torch-free.
+
+`add_options` turns the flags of a config class into arguments of a parser; `read_config` builds
+the class from a parsed namespace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from megatron.core.config.option import Option, cli_default, dest_of, flag_of, options_of
+
+# Headings of --help, in the reference's order; ours come last.
+GROUPS = (
+    "network size",
+    "regularization",
+    "training",
+    "initialization",
+    "learning rate",
+    "checkpointing",
+    "mixed precision",
+    "distributed",
+    "validation",
+    "data and dataloader",
+    "tokenizer",
+    "autoresume",
+    "biencoder",
+    "vision",
+    "moe",
+    "mla",
+    "heterogeneous architecture",
+    "logging",
+    "straggler",
+    "workload inspector",
+    "inference",
+    "Transformer-Engine",
+    "retro",
+    "experimental",
+    "one logger",
+    "In-process restart",
+    "ft_package",
+    "config logger",
+    "rerun engine",
+    "msc",
+    "kitchen",
+    "sft",
+    "device and checks",
+)
+
+
+def groups_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """All headings as empty argument groups of ``parser``, in order."""
+    return {heading: parser.add_argument_group(heading) for heading in GROUPS}
+
+
+def value_type(annotation: Any) -> type:
+    """``int`` for ``int``, ``int | None`` and ``tuple[int, ...]``; several types need ``parse=``."""
+    inner = [a for a in typing.get_args(annotation) if a not in (type(None), Ellipsis)]
+    is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (
+        typing.Union,
+        tuple,
+    )
+    if not is_union:
+        return annotation
+    if len(inner) != 1:
+        raise TypeError(f"a flag needs one value type, got {annotation}; give option(parse=...)")
+    return value_type(inner[0])
+
+
+def namespace_default(f: dataclasses.Field[Any], opt: Option) -> Any:
+    """What the namespace holds when the flag is not given: lists, as argparse makes them."""
+    default = cli_default(f, opt)
+    if opt.inverted:
+        return not default
+    return list(default) if isinstance(default, tuple) else default
+
+
+def add_options(
+    groups: Mapping[str, Any],
+    config_class: type,
+    describe: Callable[[Any, Option], str] | None = None,
+) -> None:
+    """Add every flag of ``config_class`` under its heading; ``describe`` words the help line."""
+    hints = typing.get_type_hints(config_class)
+    for f, opt in options_of(config_class):
+        spelling: dict[str, Any] = {
+            "dest": dest_of(f, opt),
+            "default": namespace_default(f, opt),
+            # argparse formats help with %, sentences do not.
+            "help": (describe(f, opt) if describe else opt.help).replace("%", "%%"),
+        }
+        is_switch = value_type_is_bool(hints[f.name]) and opt.parse is None
+        if is_switch:
+            spelling["action"] = "store_false" if spelling["default"] is True else "store_true"
+        else:
+            spelling["type"] = opt.parse or value_type(hints[f.name])
+            spelling["nargs"] = opt.nargs
+            spelling["choices"] = opt.choices
+        groups[opt.group].add_argument(flag_of(f, opt), *opt.aliases, **spelling)
+
+
+def value_type_is_bool(annotation: Any) -> bool:
+    """Whether the field is a switch: ``bool`` or ``bool | None``."""
+    return annotation is bool or set(typing.get_args(annotation)) == {bool, type(None)}
+
+
+def read_config(config_class: type, args: argparse.Namespace) -> Any:
+    """``config_class`` from ``args``.
+
+    A field that is no flag is read by its name if ``args`` has it (``params_dtype``, derived from
+    --bf16), and keeps its default otherwise.
+    """
+    given = vars(args)
+    spelling = dict(options_of_by_name(config_class))
+    values: dict[str, Any] = {}
+    for f in dataclasses.fields(config_class):
+        opt = spelling.get(f.name)
+        if opt is not None:
+            value = given[dest_of(f, opt)]
+            values[f.name] = not value if opt.inverted else value
+        elif f.name in given:
+            values[f.name] = given[f.name]
+    return config_class(
+        **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    )
+
+
+def options_of_by_name(config_class: type) -> Iterator[tuple[str, Option]]:
+    """Name and Option of each field that is a flag."""
+    return ((f.name, opt) for f, opt in options_of(config_class))

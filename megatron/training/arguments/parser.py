@@ -1,0 +1,96 @@
+"""The command line: generated from the sections, every mistake in it reported at once.
+
+Users' own flags come through ``extra_args_provider(parser)``, which gets the real argparse parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from megatron.training.arguments.options import add_options, groups_of
+from megatron.training.arguments.sections import ALL_CLASSES
+
+ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
+
+_EXPECTED: dict[Any, str] = {int: "a whole number is needed", float: "a number is needed"}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that goes on after a bad value and suggests spellings."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+        self.problems: list[str] = []
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        parse = self._registry_get("type", action.type, action.type)
+        try:
+            return parse(arg_string)
+        except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+            cure = _EXPECTED.get(parse, str(error))
+            self.problems.append(f"{_name(action)} {arg_string}: {cure}")
+            return None
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices or value is None:
+            return
+        near = difflib.get_close_matches(str(value), [str(c) for c in action.choices], n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        known = ", ".join(str(c) for c in action.choices if c is not None)
+        self.problems.append(f"{_name(action)} {value}: not one of {known}{hint}")
+
+    def unknown(self, words: Sequence[str]) -> list[str]:
+        """A sentence for each flag among ``words`` that no section declares."""
+        spellings = [s for action in self._actions for s in action.option_strings]
+        problems = []
+        for before, word in zip(("", *words), words, strict=False):
+            if word.startswith("--"):
+                flag = word.split("=", 1)[0]
+                near = difflib.get_close_matches(flag, spellings, n=1)
+                hint = f": did you mean {near[0]}?" if near else ""
+                problems.append(f"{flag} is not a flag{hint}")
+            elif not before.startswith("--"):
+                problems.append(f"{word!r} belongs to no flag")
+        return problems
+
+    def error(self, message: str) -> NoReturn:
+        """Print everything found so far and end with status 2, as argparse does."""
+        problems = [*self.problems, *([message] if message else [])]
+        lines = "\n".join(f"  - {p}" for p in problems)
+        self.exit(2, f"{self.prog}: the command line cannot be read:\n{lines}\n")
+
+
+def _name(action: argparse.Action) -> str:
+    return action.option_strings[0] if action.option_strings else str(action.dest)
+
+
+def build_parser(extra_args_provider: ExtraArgsProvider | None = None) -> Parser:
+    """A parser of all flags, grouped as the reference groups them."""
+    parser = Parser(description="Train large transformers.", add_help=True)
+    groups = groups_of(parser)
+    for config_class in ALL_CLASSES:
+        add_options(groups, config_class)
+    if extra_args_provider is not None:
+        extended = extra_args_provider(parser)
+        if isinstance(extended, Parser):
+            parser = extended
+    return parser
+
+
+def parse_args(
+    extra_args_provider: ExtraArgsProvider | None = None,
+    ignore_unknown_args: bool = False,
+    argv: Sequence[str] | None = None,
+) -> argparse.Namespace:
+    """The command line as a namespace.  A mistake ends the program with status 2."""
+    parser = build_parser(extra_args_provider)
+    args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if not ignore_unknown_args:
+        parser.problems.extend(parser.unknown(rest))
+    if parser.problems:
+        parser.error("")
+    return args

@@ -1,0 +1,73 @@
+"""From a parsed namespace to a checked RunConfig.  Pure: no globals, no files, no environment.
+
+Same namespace and world size, same RunConfig; every problem is reported at once.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.config.option import dest_of, flag_of, options_of
+from megatron.training.arguments.checks import parallel, required
+from megatron.training.arguments.derive import DERIVATIONS
+from megatron.training.arguments.options import namespace_default, read_config
+from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS
+from megatron.training.config.run import RunConfig
+
+Check = Callable[[RunConfig], Iterator[str]]
+
+CHECKS: tuple[Check, ...] = (*required.CHECKS, *parallel.CHECKS)
+
+
+def states(args: Namespace) -> tuple[list[str], list[str]]:
+    """What is asked for and refused, and what is asked for and without effect."""
+    refused, ignored = [], []
+    given = vars(args)
+    for config_class in ALL_CLASSES:
+        for f, opt in options_of(config_class):
+            value = given[dest_of(f, opt)]
+            if value == namespace_default(f, opt):
+                continue
+            shown = flag_of(f, opt) if isinstance(value, bool) else f"{flag_of(f, opt)} {value}"
+            if opt.refused is not None:
+                refused.append(f"{shown}: {opt.refused}")
+            if opt.ignored is not None:
+                ignored.append(f"{shown} is without effect: {opt.ignored}")
+    return refused, ignored
+
+
+def resolve(
+    args: Namespace, world_size: int, *, extra: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """The run that ``args`` ask for on ``world_size`` ranks.
+
+    ``extra`` holds the values of flags that a user's script added.  Raises ConfigError with every
+    problem; what was overruled or ignored stands in ``RunConfig.warnings``.
+    """
+    problems, warnings = states(args)
+    ns = Namespace(**vars(args))
+    ns.world_size = world_size
+    for derive in DERIVATIONS:
+        warnings.extend(derive(ns))
+    run = assemble(ns, extra=dict(extra or {}), asked=dict(vars(args)), warnings=tuple(warnings))
+    problems.extend(problem for check in CHECKS for problem in check(run))
+    if problems:
+        raise ConfigError.from_problems(problems)
+    return run
+
+
+# The library's shape fields are plain ints; a missing flag is reported by `shape_is_given`.
+_MISSING_SHAPE = {"num_layers": 0, "hidden_size": 0, "num_attention_heads": 0}
+
+
+def assemble(ns: Namespace, **rest: Any) -> RunConfig:
+    """The sections of a RunConfig from a derived namespace."""
+    complete = Namespace(**vars(ns))
+    for dest, nothing in _MISSING_SHAPE.items():
+        if vars(complete)[dest] is None:
+            vars(complete)[dest] = nothing
+    sections = {name: read_config(cls, complete) for name, cls in SECTIONS.items()}
+    return RunConfig(**sections, world_size=ns.world_size, **rest)
