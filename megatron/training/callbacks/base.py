@@ -1,0 +1,115 @@
+"""When a callback is called, and in which order.
+
+The loop knows nothing of logs, profilers or exit conditions.  It calls, on every rank::
+
+    on_train_start                      after set-up and loading, before the first step
+      on_step_start                     before the micro-batches of a step
+      on_step_end                       after the update; state.iteration is already advanced
+      on_eval_end                       after each evaluation of one data set, also outside the loop
+      on_checkpoint                     after a checkpoint was saved, scheduled or deleted
+    on_train_end                        after the last step, however the loop was ended
+    on_exception                        instead of on_train_end, on the rank that raised
+
+Callbacks are called in the order of the list; the built-in ones stand in the order in which their
+effects must come (`megatron.training.callbacks.builtin`).  What several ranks do together inside a
+hook (a reduction, a barrier) must not depend on anything but the configuration and the iteration:
+hooks are called on all ranks in the same order.  ``on_exception`` may not talk to other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from megatron.training.runtime import Runtime
+    from megatron.training.state import StepResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalResult:
+    """Mean losses over one data set.  ``losses`` is filled on the ranks of the last stage."""
+
+    losses: Mapping[str, float]
+    split: Literal["validation", "test"] = "validation"
+    set_index: int | None = None  # number of the set with --multiple-validation-sets
+    is_final: bool = False  # evaluated at the end of the run, not inside the loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEvent:
+    """What happened to a checkpoint.  ``scheduled`` and ``finalized`` belong to --async-save."""
+
+    kind: Literal["saved", "scheduled", "finalized", "deleted"]
+    iteration: int
+
+
+class Callback:
+    """Does something at the marked moments of a run; each hook does nothing by default."""
+
+    def on_train_start(self, run: Runtime) -> None:
+        """Everything is built and loaded; no step has run."""
+
+    def on_step_start(self, run: Runtime) -> None:
+        """A step begins; ``run.state.iteration`` steps are done."""
+
+    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+        """A step is done and counted: ``run.state.iteration`` is its number, from 1."""
+
+    def on_eval_end(self, run: Runtime, result: EvalResult) -> None:
+        """One data set was evaluated."""
+
+    def on_checkpoint(self, run: Runtime, event: CheckpointEvent) -> None:
+        """A checkpoint was saved, scheduled, finalized or deleted."""
+
+    def on_train_end(self, run: Runtime) -> None:
+        """The loop is over: close what was opened."""
+
+    def on_exception(self, run: Runtime, error: BaseException) -> None:
+        """This rank raised ``error`` in the loop; no other rank takes part."""
+
+
+class CallbackList(Callback):
+    """Calls each callback in order.  An exception in a hook ends the run, as one in the loop."""
+
+    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        self._callbacks = list(callbacks)
+
+    def append(self, callback: Callback) -> None:
+        """Add ``callback`` behind the others."""
+        self._callbacks.append(callback)
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._callbacks)
+
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    def on_train_start(self, run: Runtime) -> None:
+        for callback in self._callbacks:
+            callback.on_train_start(run)
+
+    def on_step_start(self, run: Runtime) -> None:
+        for callback in self._callbacks:
+            callback.on_step_start(run)
+
+    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+        for callback in self._callbacks:
+            callback.on_step_end(run, result)
+
+    def on_eval_end(self, run: Runtime, result: EvalResult) -> None:
+        for callback in self._callbacks:
+            callback.on_eval_end(run, result)
+
+    def on_checkpoint(self, run: Runtime, event: CheckpointEvent) -> None:
+        for callback in self._callbacks:
+            callback.on_checkpoint(run, event)
+
+    def on_train_end(self, run: Runtime) -> None:
+        for callback in self._callbacks:
+            callback.on_train_end(run)
+
+    def on_exception(self, run: Runtime, error: BaseException) -> None:
+        for callback in self._callbacks:
+            callback.on_exception(run, error)
