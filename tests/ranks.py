@@ -18,6 +18,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,6 +32,8 @@ import torch.distributed as dist
 # heard is only the echo ("connection closed by peer") of the one that matters.
 GRACE_S = 0.3
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 @dataclass(frozen=True)
 class _Job:
@@ -37,7 +41,7 @@ class _Job:
 
     rank: int
     world_size: int
-    port: int
+    store_file: str
     backend: str
     timeout_s: float
     stack_file: str
@@ -73,15 +77,13 @@ def run_ranks(
     carries the traceback, signal or stack of those that failed.
     """
     payload = pickle.dumps((fn, args))
-    # The store lives in this process: a rank that dies cannot take it along.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         ranks = [
             _start(
                 _Job(
                     rank=rank,
                     world_size=world_size,
-                    port=store.port,
+                    store_file=f"{scratch}/store",
                     backend=backend or default_backend(world_size),
                     timeout_s=timeout_s,
                     stack_file=f"{scratch}/rank{rank}.stack",
@@ -110,9 +112,25 @@ def default_backend(world_size: int) -> str:
     return "cpu:gloo,cuda:nccl" if has_gpus and dist.is_nccl_available() else "gloo"
 
 
-def _start(job: _Job) -> _Rank:
+@cache
+def _fork_server() -> multiprocessing.context.ForkServerContext:
+    """The context whose server is running and has imported all it should."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
+    # The server takes over the environment of its start, not sys.path.
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
+def _start(job: _Job) -> _Rank:
+    context = _fork_server()
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_rank_main, args=(job, sender), daemon=True)
     process.start()
@@ -124,7 +142,8 @@ def _rank_main(job: _Job, sender: Connection) -> None:
     """Life of one rank: join the default group, call the function, report, leave."""
     _prepare_process(job)
     try:
-        store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
+        # A file, as a TCPStore asks the name server for the name of its peer: seconds at times.
+        store = dist.FileStore(job.store_file, job.world_size)
         dist.init_process_group(
             job.backend,
             store=store,
@@ -151,8 +170,6 @@ def _prepare_process(job: _Job) -> None:
         LOCAL_RANK=str(job.rank),
         WORLD_SIZE=str(job.world_size),
         LOCAL_WORLD_SIZE=str(job.world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(job.port),
         OMP_NUM_THREADS="1",  # bitwise tests: the order of a sum depends on the threads
         GLOO_SOCKET_IFNAME="lo",  # the machine's host name may not resolve
     )
