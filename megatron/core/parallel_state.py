@@ -1,0 +1,255 @@
+"""Megatron's ``parallel_state`` for code that was written against it.
+
+One variable, and functions that read it.  Only doors use it (models, the DDP wrapper and the
+optimizer when called without groups); everything deeper is given its groups.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    create_process_groups,
+    make_grids,
+)
+
+_groups: ProcessGroupCollection | None = None
+
+
+def install(groups: ProcessGroupCollection) -> None:
+    """Make ``groups`` what the functions below answer from."""
+    global _groups
+    if _groups is not None:
+        raise RuntimeError("model parallel groups exist already; destroy_model_parallel() first")
+    _groups = groups
+
+
+def current() -> ProcessGroupCollection:
+    """The installed groups."""
+    if _groups is None:
+        raise RuntimeError("model parallel groups do not exist: initialize_model_parallel() first")
+    return _groups
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    *,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    order: str = "tp-cp-ep-dp-pp",
+    distributed_timeout_minutes: int = 30,
+) -> None:
+    """Create and install the groups of this world.  Collective over all ranks.
+
+    Needs an initialised default process group.  The number of virtual stages is a property of the
+    model, not of the groups; it is accepted because callers pass it.
+    """
+    dense, expert = make_grids(
+        dist.get_world_size(),
+        tp=tensor_model_parallel_size,
+        pp=pipeline_model_parallel_size,
+        cp=context_parallel_size,
+        ep=expert_model_parallel_size,
+        expt_tp=expert_tensor_parallel_size,
+        order=order,
+    )
+    timeout = timedelta(minutes=distributed_timeout_minutes)
+    install(create_process_groups(dense, expert, timeout=timeout))
+
+
+def destroy_model_parallel() -> None:
+    """Forget the installed groups."""
+    global _groups
+    _groups = None
+
+
+def is_initialized() -> bool:
+    """Whether groups are installed."""
+    return _groups is not None
+
+
+model_parallel_is_initialized = is_initialized
+is_unitialized = lambda: _groups is None  # noqa: E731  (the spelling scripts use)
+
+
+# -- groups ---------------------------------------------------------------------------------
+
+
+def get_model_parallel_group() -> ProcessGroup:
+    """One replica of the dense layers."""
+    return current().mp
+
+
+def get_tensor_model_parallel_group() -> ProcessGroup:
+    """Ranks that share each weight matrix."""
+    return current().tp
+
+
+def get_pipeline_model_parallel_group() -> ProcessGroup:
+    """The stages of one replica."""
+    return current().pp
+
+
+def get_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
+    """Replicas; with context parallelism, everyone who holds the same parameters."""
+    return current().dp_cp if with_context_parallel else current().dp
+
+
+def get_context_parallel_group() -> ProcessGroup:
+    """Ranks that share a sequence."""
+    return current().cp
+
+
+def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
+    """Everyone on one stage."""
+    return current().tp_dp_cp if with_context_parallel else current().tp_dp
+
+
+def get_tensor_and_context_parallel_group() -> ProcessGroup:
+    """Ranks that share a micro-batch on one stage."""
+    return current().tp_cp
+
+
+def get_expert_model_parallel_group() -> ProcessGroup:
+    """Ranks that share the experts of a layer."""
+    return current().ep
+
+
+def get_expert_tensor_parallel_group() -> ProcessGroup:
+    """Ranks that share each expert matrix."""
+    return current().expt_tp
+
+
+def get_expert_tensor_and_model_parallel_group() -> ProcessGroup:
+    """All experts of one layer."""
+    return current().tp_ep
+
+
+def get_expert_tensor_model_pipeline_parallel_group() -> ProcessGroup:
+    """One replica of the expert layers."""
+    return current().tp_ep_pp
+
+
+def get_expert_data_parallel_group() -> ProcessGroup:
+    """Replicas of the same experts."""
+    return current().expt_dp
+
+
+# -- sizes and ranks --------------------------------------------------------------------------
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Size of the tensor-parallel group."""
+    return current().tp.size()
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Rank in the tensor-parallel group."""
+    return current().tp.rank()
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """World rank of the first member of the tensor-parallel group."""
+    return dist.get_global_rank(current().tp, 0)
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    """Number of stages."""
+    return current().pp.size()
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """This rank's stage."""
+    return current().pp.rank()
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """World rank of the first stage."""
+    return dist.get_global_rank(current().pp, 0)
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """World rank of the last stage."""
+    return dist.get_global_rank(current().pp, current().pp.size() - 1)
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """None: the groups know no virtual stages."""
+    return None
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """None: the groups know no virtual stages."""
+    return None
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank (and ``vp_stage``, unless ignored) holds the embedding."""
+    return current().is_first_stage and (ignore_virtual or not vp_stage)
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank (and ``vp_stage``, unless ignored) computes the loss."""
+    return current().is_last_stage and (ignore_virtual or not vp_stage)
+
+
+def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+    """Number of replicas."""
+    return get_data_parallel_group(with_context_parallel).size()
+
+
+def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+    """This replica's number."""
+    return get_data_parallel_group(with_context_parallel).rank()
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """World rank of the first replica's member like this one."""
+    return dist.get_global_rank(get_data_parallel_group(with_context_parallel), 0)
+
+
+def get_context_parallel_world_size() -> int:
+    """Ranks that share a sequence."""
+    return current().cp.size()
+
+
+def get_context_parallel_rank() -> int:
+    """This rank's share of the sequence."""
+    return current().cp.rank()
+
+
+def get_expert_model_parallel_world_size() -> int:
+    """Ranks that share the experts of a layer."""
+    return current().ep.size()
+
+
+def get_expert_model_parallel_rank() -> int:
+    """This rank's share of the experts."""
+    return current().ep.rank()
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    """Ranks that share each expert matrix."""
+    return current().expt_tp.size()
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    """This rank's share of each expert matrix."""
+    return current().expt_tp.rank()
+
+
+def get_expert_data_parallel_world_size() -> int:
+    """Replicas of the same experts."""
+    return current().expt_dp.size()
+
+
+def get_expert_data_parallel_rank() -> int:
+    """This replica of the experts."""
+    return current().expt_dp.rank()
