@@ -28,6 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core import device
+
 # After the first failure the other ranks have this long to report theirs: often the first one
 # heard is only the echo ("connection closed by peer") of the one that matters.
 GRACE_S = 0.3
@@ -108,8 +110,7 @@ def run_ranks(
 
 def default_backend(world_size: int) -> str:
     """nccl beside gloo where every rank has a GPU of its own, else gloo."""
-    has_gpus = torch.accelerator.is_available() and torch.accelerator.device_count() >= world_size
-    return "cpu:gloo,cuda:nccl" if has_gpus and dist.is_nccl_available() else "gloo"
+    return "cpu:gloo,cuda:nccl" if device.gpu_count() >= world_size else "gloo"
 
 
 @cache
@@ -174,8 +175,7 @@ def _prepare_process(job: _Job) -> None:
         GLOO_SOCKET_IFNAME="lo",  # the machine's host name may not resolve
     )
     torch.set_num_threads(1)
-    if "nccl" in job.backend:
-        torch.accelerator.set_device_index(job.rank)
+    device.choose("cuda" if "nccl" in job.backend else "cpu", job.rank)
     # The file stays open for the life of the process: the watchdog writes to it.
     stack_file = open(job.stack_file, "w")  # noqa: SIM115
     faulthandler.dump_traceback_later(job.timeout_s, exit=True, file=stack_file)

@@ -1,0 +1,39 @@
+# Every target prepares the environment it needs (tools/env.sh) the first time.
+# PYTHON=/path/to/python uses that one instead.
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help check format test test-dist bench tree quickstart
+
+help:
+	@echo "make check       ruff, mypy on the pure packages, the laws of the repository"
+	@echo "make test        all tests"
+	@echo "make test-dist   the multi-process tests only"
+	@echo "make bench       every benchmark, one after the other"
+	@echo "make tree        write docs/tree.md and README's table of features"
+	@echo "make format      ruff format and ruff's own fixes"
+	@echo "make quickstart  from a corpus to a trained model that writes text"
+
+check:
+	@python=$$(tools/env.sh) && \
+	$$python -m ruff check . && \
+	$$python -m mypy && \
+	$$python -m pytest -q tests/repo
+
+format:
+	@python=$$(tools/env.sh) && $$python -m ruff check --fix . && $$python -m ruff format .
+
+test:
+	@python=$$(tools/env.sh) && $$python -m pytest -q tests
+
+test-dist:
+	@python=$$(tools/env.sh) && $$python -m pytest -q tests/distributed tests/functional
+
+bench:
+	@python=$$(tools/env.sh) && for file in benchmarks/*.py; do $$python $$file || exit 1; done
+
+tree:
+	@python=$$(tools/env.sh) && $$python tools/tree.py && $$python tools/features.py
+
+quickstart:
+	@bash examples/quickstart.sh

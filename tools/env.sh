@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Prepare the project's own Python environment in .venv, once, and print the path of its python.
+#
+#   PYTHON=/path/to/python   use that one instead, as it is
+#   TORCH=torch==2.12.0      another torch than the tested one
+# Without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu saves 3 GB of download.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [[ -n "${PYTHON:-}" ]]; then
+    echo "$PYTHON"
+    exit
+fi
+
+torch="${TORCH:-torch==2.13.0}"
+stamp=.venv/ready
+inputs=(pyproject.toml setup.py megatron/core/datasets/helpers.cpp tools/env.sh)
+state="$torch $(cat "${inputs[@]}" | cksum)"
+if [[ ! -f $stamp || "$(cat $stamp)" != "$state" ]]; then
+    for python in python3 python3.13 python3.12 python3.11 python3.10 none; do
+        if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            break
+        fi
+    done
+    if [[ $python == none ]]; then
+        echo "tools/env.sh: Python 3.10 or newer is needed and was not found" >&2
+        exit 1
+    fi
+    echo "preparing .venv with $("$python" --version) and $torch" >&2
+    {
+        [[ -x .venv/bin/python ]] || "$python" -m venv .venv
+        .venv/bin/python -m pip install --quiet "$torch"
+        .venv/bin/python -m pip install --quiet --editable ".[dev]"
+    } >&2
+    echo "$state" >$stamp
+fi
+echo "$PWD/.venv/bin/python"
