@@ -9,7 +9,7 @@ into frozen configs.  A flag is in one of three states: implemented (the default
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -31,7 +31,9 @@ class Option:
     nargs: str | None = None
     parse: Callable[[str], Any] | None = None  # where the annotation does not say it
     inverted: bool = False  # the flag switches a field that is on by default off
+    both_ways: bool = False  # a switch spelt --x and --no-x
     refused: str | None = None  # why the run cannot have it, and what to use
+    refused_values: Mapping[Any, str] = field(default_factory=dict)  # value -> why, and what to use
     ignored: str | None = None  # why it changes nothing here
 
 

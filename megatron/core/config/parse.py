@@ -27,6 +27,14 @@ def member_of(members: type[enum.Enum]) -> Callable[[str], Any]:
     return parse
 
 
+def int_pair(text: str) -> tuple[int, int]:
+    """``128,0`` or ``(128, 0)``."""
+    match = re.fullmatch(r"\s*\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?\s*", text)
+    if match is None:
+        raise ValueError("two whole numbers as in 128,0 are needed")
+    return int(match[1]), int(match[2])
+
+
 def layer_pattern(text: str) -> int | tuple[int, ...]:
     """An int, or a list expression of digits and ``[]()+*,`` such as ``([1]*3+[0])*2``."""
     if re.fullmatch(r"\d+", text):

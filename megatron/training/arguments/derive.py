@@ -84,7 +84,7 @@ def widths(ns: Namespace) -> Iterator[str]:
 
 def activation(ns: Namespace) -> Iterator[str]:
     """Which function stands between the two matrices of the MLP."""
-    ns.gated_linear_unit = ns.swiglu
+    ns.gated_linear_unit = ns.swiglu or ns.geglu
     ns.activation_func = F.gelu
     if ns.swiglu:
         ns.activation_func = F.silu
@@ -95,7 +95,7 @@ def activation(ns: Namespace) -> Iterator[str]:
     if not ns.add_bias_linear:
         ns.bias_gelu_fusion = False
     ns.bias_activation_fusion = ns.bias_swiglu_fusion if ns.swiglu else ns.bias_gelu_fusion
-    if ns.squared_relu or ns.openai_gelu:
+    if ns.squared_relu or ns.openai_gelu or ns.geglu:
         ns.bias_activation_fusion = False
     yield from ()
 

@@ -59,7 +59,7 @@ def groups_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 
 def value_type(annotation: Any) -> type:
-    """``int`` for ``int``, ``int | None`` and ``tuple[int, ...]``; several types need ``parse=``."""
+    """``int`` for ``int``, ``int | None`` and ``tuple[int, ...]``."""
     inner = [a for a in typing.get_args(annotation) if a not in (type(None), Ellipsis)]
     is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (
         typing.Union,
@@ -94,8 +94,9 @@ def add_options(
             # argparse formats help with %, sentences do not.
             "help": (describe(f, opt) if describe else opt.help).replace("%", "%%"),
         }
-        is_switch = value_type_is_bool(hints[f.name]) and opt.parse is None
-        if is_switch:
+        if opt.both_ways:
+            spelling["action"] = argparse.BooleanOptionalAction
+        elif is_switch(hints[f.name], opt):
             spelling["action"] = "store_false" if spelling["default"] is True else "store_true"
         else:
             spelling["type"] = opt.parse or value_type(hints[f.name])
@@ -104,9 +105,10 @@ def add_options(
         groups[opt.group].add_argument(flag_of(f, opt), *opt.aliases, **spelling)
 
 
-def value_type_is_bool(annotation: Any) -> bool:
-    """Whether the field is a switch: ``bool`` or ``bool | None``."""
-    return annotation is bool or set(typing.get_args(annotation)) == {bool, type(None)}
+def is_switch(annotation: Any, opt: Option) -> bool:
+    """Whether the flag takes no value: the field is ``bool`` or ``bool | None``."""
+    is_bool = annotation is bool or set(typing.get_args(annotation)) == {bool, type(None)}
+    return is_bool and opt.parse is None
 
 
 def read_config(config_class: type, args: argparse.Namespace) -> Any:

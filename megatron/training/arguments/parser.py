@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.training.arguments.options import add_options, groups_of
@@ -81,16 +81,37 @@ def build_parser(extra_args_provider: ExtraArgsProvider | None = None) -> Parser
     return parser
 
 
+# Attribute of a parsed namespace: sentences for the user that `resolve` passes on.
+PARSE_WARNINGS = "parse_warnings"
+
+
 def parse_args(
     extra_args_provider: ExtraArgsProvider | None = None,
     ignore_unknown_args: bool = False,
     argv: Sequence[str] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
 ) -> argparse.Namespace:
-    """The command line as a namespace.  A mistake ends the program with status 2."""
+    """The command line as a namespace.  A mistake ends the program with status 2.
+
+    ``args_defaults`` (dest -> value) are a program's own defaults for values that are None.
+    """
     parser = build_parser(extra_args_provider)
     args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if not ignore_unknown_args:
         parser.problems.extend(parser.unknown(rest))
     if parser.problems:
         parser.error("")
+    vars(args)[PARSE_WARNINGS] = apply_defaults(args, args_defaults or {})
     return args
+
+
+def apply_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:
+    """Set what is None to a program's default; a sentence for each default that gives way."""
+    warnings = []
+    given = vars(args)
+    for dest, value in defaults.items():
+        if given.get(dest) is None:
+            given[dest] = value
+        elif given[dest] != value:
+            warnings.append(f"{dest} is {given[dest]!r}, not this program's default {value!r}")
+    return warnings

@@ -10,16 +10,22 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.config.option import dest_of, flag_of, options_of
+from megatron.core.config.option import Option, dest_of, flag_of, options_of
 from megatron.training.arguments.checks import parallel, required
 from megatron.training.arguments.derive import DERIVATIONS
 from megatron.training.arguments.options import namespace_default, read_config
+from megatron.training.arguments.parser import PARSE_WARNINGS
 from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS
 from megatron.training.config.run import RunConfig
 
 Check = Callable[[RunConfig], Iterator[str]]
 
 CHECKS: tuple[Check, ...] = (*required.CHECKS, *parallel.CHECKS)
+
+
+def known_dests() -> frozenset[str]:
+    """The dests of all declared flags."""
+    return frozenset(dest_of(f, opt) for cls in ALL_CLASSES for f, opt in options_of(cls))
 
 
 def states(args: Namespace) -> tuple[list[str], list[str]]:
@@ -32,11 +38,17 @@ def states(args: Namespace) -> tuple[list[str], list[str]]:
             if value == namespace_default(f, opt):
                 continue
             shown = flag_of(f, opt) if isinstance(value, bool) else f"{flag_of(f, opt)} {value}"
-            if opt.refused is not None:
-                refused.append(f"{shown}: {opt.refused}")
+            reason = opt.refused or _refused_value(value, opt)
+            if reason is not None:
+                refused.append(f"{shown}: {reason}")
             if opt.ignored is not None:
                 ignored.append(f"{shown} is without effect: {opt.ignored}")
     return refused, ignored
+
+
+def _refused_value(value: Any, opt: Option) -> str | None:
+    values = value if isinstance(value, list) else [value]
+    return next((opt.refused_values[v] for v in values if v in opt.refused_values), None)
 
 
 def resolve(
@@ -44,15 +56,26 @@ def resolve(
 ) -> RunConfig:
     """The run that ``args`` ask for on ``world_size`` ranks.
 
-    ``extra`` holds the values of flags that a user's script added.  Raises ConfigError with every
-    problem; what was overruled or ignored stands in ``RunConfig.warnings``.
+    ``extra`` holds the values of flags that a user's script added; by default those of ``args``
+    that no section declares.  Raises ConfigError with every problem; what was overruled or
+    ignored stands in ``RunConfig.warnings``.
     """
     problems, warnings = states(args)
-    ns = Namespace(**vars(args))
+    given = dict(vars(args))
+    warnings[:0] = given.pop(PARSE_WARNINGS, ())
+    ns = Namespace(**given)
     ns.world_size = world_size
     for derive in DERIVATIONS:
         warnings.extend(derive(ns))
-    run = assemble(ns, extra=dict(extra or {}), asked=dict(vars(args)), warnings=tuple(warnings))
+    known = known_dests()
+    if extra is None:
+        extra = {dest: value for dest, value in given.items() if dest not in known}
+    run = assemble(
+        ns,
+        extra=dict(extra),
+        asked={dest: value for dest, value in given.items() if dest != "yaml_cfg"},
+        warnings=tuple(warnings),
+    )
     problems.extend(problem for check in CHECKS for problem in check(run))
     if problems:
         raise ConfigError.from_problems(problems)

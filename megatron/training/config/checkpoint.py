@@ -22,6 +22,11 @@ class CheckpointConfig:
     no_save_optim: bool | None = option(None, "", group="checkpointing")
     no_save_rng: bool | None = option(None, "", group="checkpointing")
     load: str | None = option(None, "", group="checkpointing")
+    load_newest_valid: bool = option(
+        False,
+        "If the checkpoint that the tracker names is damaged, load the newest one that is whole.",
+        group="checkpointing",
+    )
     no_load_optim: bool | None = option(None, "", group="checkpointing")
     load_main_params_from_ckpt: bool | None = option(None, "", group="checkpointing")
     no_load_rng: bool | None = option(None, "", group="checkpointing")
@@ -51,10 +56,17 @@ class CheckpointConfig:
     use_persistent_ckpt_worker: bool = option(False, "", group="checkpointing")
     auto_detect_ckpt_format: bool = option(False, "", group="checkpointing")
     ckpt_format: str = option(
-        "torch_dist",
+        "safetensors_dist",
         "",
         group="checkpointing",
-        choices=("torch", "torch_dist", "zarr", "torch_dcp", "fsdp_dtensor"),
+        choices=(
+            "safetensors_dist",
+            "torch",
+            "torch_dist",
+            "zarr",
+            "torch_dcp",
+            "fsdp_dtensor",
+        ),
     )
     ckpt_convert_format: str | None = option(
         None,
@@ -72,7 +84,16 @@ class CheckpointConfig:
         "assume_ok_unexpected",
         "",
         group="checkpointing",
-        choices=("assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected", "return_all", "ignore_all"),
+        choices=(
+            "assume_ok_unexpected",
+            "log_unexpected",
+            "log_all",
+            "raise_unexpected",
+            "raise_all",
+            "return_unexpected",
+            "return_all",
+            "ignore_all",
+        ),
     )
     load_model_opt_format: bool = option(False, "", group="checkpointing")
     replication: bool = option(False, "", group="distributed")

@@ -19,7 +19,15 @@ class DistributedConfig:
         flag="--disable-gloo-process-groups",
     )
     high_priority_stream_groups: tuple[str, ...] = option((), "", group="training", nargs="*")
-    distributed_backend: str = option("nccl", "", group="distributed", choices=("nccl", "gloo"))
+    device: str = option(
+        "auto",
+        "Where to compute: auto takes a GPU if one is visible.",
+        group="device and checks",
+        choices=("auto", "cpu", "cuda"),
+    )
+    distributed_backend: str | None = option(
+        None, "", group="distributed", choices=("nccl", "gloo")
+    )
     distributed_timeout_minutes: int = option(10, "", group="distributed")
     local_rank: int = option(0, "", group="distributed")
     lazy_mpu_init: bool | None = option(None, "", group="distributed", parse=strict_bool)

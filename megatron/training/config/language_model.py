@@ -18,7 +18,7 @@ class LanguageModelConfig:
         "learned_absolute",
         "",
         group="network size",
-        choices=("learned_absolute", "rope", "mrope", "relative", "none"),
+        choices=("learned_absolute", "rope", "mrope", "relative", "none", "alibi"),
     )
     rotary_base: int = option(10000, "", group="network size")
     rotary_percent: float = option(1.0, "", group="network size")
@@ -26,6 +26,12 @@ class LanguageModelConfig:
     use_rope_scaling: bool = option(False, "", group="network size")
     rope_scaling_factor: float = option(8.0, "", group="network size")
     make_vocab_size_divisible_by: int = option(128, "", group="network size")
+    pad_vocab_in_loss: bool = option(
+        False,
+        "Let the padding rows of the vocabulary enter the softmax, as the reference does; "
+        "needed only to continue its checkpoints with the same numbers.",
+        group="network size",
+    )
     bert_binary_head: bool = option(True, "", group="network size", flag="--bert-no-binary-head")
     untie_embeddings_and_output_weights: bool = option(False, "", group="network size")
     fp16_lm_cross_entropy: bool = option(False, "", group="mixed precision")

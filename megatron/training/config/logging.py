@@ -13,6 +13,17 @@ class LoggingConfig:
 
     log_interval: int = option(100, "", group="training")
     tensorboard_dir: str | None = option(None, "", group="training")
+    metrics_file: str | None = option(
+        None,
+        "File that gets every number logged anywhere, one JSON object a line.",
+        group="logging",
+    )
+    progress_bar: bool | None = option(
+        None,
+        "Show a progress bar; without the flag only when standard error is a terminal.",
+        group="logging",
+        both_ways=True,
+    )
     moe_per_layer_logging: bool = option(False, "", group="moe")
     log_params_norm: bool = option(False, "", group="logging")
     log_throughput: bool = option(False, "", group="logging")

@@ -44,10 +44,12 @@ class SchedulerConfig:
         "",
         group="learning rate",
         flag="--override-opt_param-scheduler",
+        aliases=("--override-opt-param-scheduler",),
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
         "",
         group="learning rate",
         flag="--use-checkpoint-opt_param-scheduler",
+        aliases=("--use-checkpoint-opt-param-scheduler",),
     )

@@ -21,6 +21,11 @@ class ShorthandFlags:
     )
     openai_gelu: bool = option(False, "", group="network size")
     squared_relu: bool = option(False, "", group="network size")
+    geglu: bool = option(
+        False,
+        "Gated GELU MLP; with --openai-gelu in its tanh form. The MLP width is not adapted.",
+        group="network size",
+    )
     swiglu: bool = option(False, "", group="network size")
     batch_size: int | None = option(None, "", group="training")
     recompute_activations: bool = option(False, "", group="training")
@@ -56,3 +61,14 @@ class ShorthandFlags:
     moe_layer_recompute: bool = option(False, "", group="moe")
     moe_extended_tp: bool = option(False, "", group="moe")
     yaml_cfg: str | None = option(None, "", group="experimental")
+    check_only: bool = option(
+        False,
+        "Parse, check and print the layout for --check-world-size ranks, then end: status 0 if "
+        "the run could start, 1 if not. Needs no GPU and starts no process group.",
+        group="device and checks",
+    )
+    check_world_size: int | None = option(
+        None,
+        "Ranks that --check-only plans for; WORLD_SIZE of the environment, or 1, if not given.",
+        group="device and checks",
+    )

@@ -20,7 +20,20 @@ class TokenizerConfig:
         None,
         "",
         group="tokenizer",
-        choices=("BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer", "MultimodalTokenizer", "NullTokenizer", "NullMultimodalTokenizer", "SFTTokenizer"),
+        choices=(
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "GPT2BPETokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "Llama2Tokenizer",
+            "TikTokenizer",
+            "MultimodalTokenizer",
+            "NullTokenizer",
+            "NullMultimodalTokenizer",
+            "SFTTokenizer",
+        ),
     )
     tokenizer_model: str | None = option(None, "", group="tokenizer")
     tiktoken_pattern: str | None = option(None, "", group="tokenizer")

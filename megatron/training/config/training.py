@@ -13,7 +13,7 @@ class TrainingConfig:
 
     micro_batch_size: int | None = option(None, "", group="training")
     global_batch_size: int | None = option(None, "", group="training")
-    rampup_batch_size: tuple[str, ...] | None = option(None, "", group="training", nargs="*")
+    rampup_batch_size: tuple[int, ...] | None = option(None, "", group="training", nargs="*")
     decrease_batch_size_if_needed: bool = option(False, "", group="training")
     iterations_to_skip: tuple[int, ...] = option((), "", group="training", nargs="+")
     empty_unused_memory_level: int = option(0, "", group="training", choices=(0, 1, 2))

@@ -34,6 +34,22 @@ class BaseConfig:
         dest="apply_layernorm_1p",
     )
     apply_residual_connection_post_layernorm: bool = option(False, "", group="network size")
+    layer_norm_placement: str = option(
+        "pre",
+        "Where a sublayer is normalised: its input (pre), its output (post) or both (sandwich).",
+        group="network size",
+        choices=("pre", "post", "sandwich"),
+    )
+    embedding_scale: float | None = option(
+        None,
+        "Factor on the word embeddings; 0 means the square root of the hidden size.",
+        group="network size",
+    )
+    final_logit_softcapping: float | None = option(
+        None,
+        "Squash the output logits smoothly into plus or minus this value.",
+        group="network size",
+    )
     multi_latent_attention: bool = option(False, "", group="network size")
     mtp_num_layers: int | None = option(None, "", group="network size")
     mtp_loss_scaling_factor: float = option(0.1, "", group="network size")
@@ -67,6 +83,11 @@ class BaseConfig:
         "",
         group="Transformer-Engine",
         choices=("local", "transformer_engine"),
+    )
+    require_transformer_engine: bool = option(
+        False,
+        "Stop if Transformer Engine cannot be used, instead of running our own layers.",
+        group="Transformer-Engine",
     )
     te_rng_tracker: bool = option(False, "", group="Transformer-Engine")
     inference_rng_tracker: bool = option(False, "", group="Transformer-Engine")
