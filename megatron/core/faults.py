@@ -1,0 +1,104 @@
+"""Named points at which a test can make a run fail.  Free when the variable FAULTS is unset.
+
+FAULTS holds comma-separated specs ``point:kind[:rankR][:stepS][:timesT][:Xs]``, for example
+``save.after_rename:kill:rank1:step3``.  Without ``rank`` or ``step`` every rank or step is meant;
+``times`` bounds how often a spec fires in one process; ``Xs`` is how long ``slow`` takes (1 s).
+
+Kinds: raise, kill (SIGKILL), stop (SIGSTOP), hang, exit, enospc (OSError: disk full), slow; and
+nan and bitflip, which the caller carries out itself when `fault_point` returns their name.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+from megatron.core.config.errors import ConfigError
+
+_VARIABLE = "FAULTS"
+_BY_CALLER = ("nan", "bitflip")
+_KINDS = ("raise", "kill", "stop", "hang", "exit", "enospc", "slow", *_BY_CALLER)
+_fired: Counter[_Spec] = Counter()
+
+
+class InjectedFault(RuntimeError):
+    """What the kind ``raise`` raises."""
+
+
+@dataclass(frozen=True)
+class _Spec:
+    point: str
+    kind: str
+    rank: int | None = None
+    step: int | None = None
+    times: int | None = None
+    seconds: float = 1.0
+
+    def fires(self, point: str, step: int | None) -> bool:
+        rank = int(os.environ.get("RANK", "0"))
+        return (
+            self.point == point
+            and self.rank in (None, rank)
+            and self.step in (None, step)
+            and (self.times is None or _fired[self] < self.times)
+        )
+
+
+def fault_point(point: str, *, step: int | None = None) -> str | None:
+    """Fail here if FAULTS says so; returns the kind when the caller has to carry it out."""
+    text = os.environ.get(_VARIABLE)
+    if text is None:
+        return None
+    for spec in _parse(text):
+        if spec.fires(point, step):
+            _fired[spec] += 1
+            return _carry_out(spec)
+    return None
+
+
+def _carry_out(spec: _Spec) -> str | None:
+    where = f"injected by {_VARIABLE} at {spec.point}"
+    if spec.kind in _BY_CALLER:
+        return spec.kind
+    if spec.kind == "raise":
+        raise InjectedFault(where)
+    if spec.kind == "enospc":
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({where})")
+    if spec.kind == "exit":
+        os._exit(1)
+    if spec.kind == "slow":
+        time.sleep(spec.seconds)
+    elif spec.kind == "hang":
+        while True:
+            time.sleep(60)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL if spec.kind == "kill" else signal.SIGSTOP)
+    return None
+
+
+@cache
+def _parse(text: str) -> tuple[_Spec, ...]:
+    return tuple(_parse_one(part) for part in text.split(",") if part)
+
+
+def _parse_one(text: str) -> _Spec:
+    point, kind, *limits = (*text.split(":"), "")
+    values: dict[str, int | float] = {}
+    for limit in filter(None, limits):
+        if found := re.fullmatch(r"(rank|step|times)(\d+)", limit):
+            values[found[1]] = int(found[2])
+        elif found := re.fullmatch(r"(\d+(?:\.\d+)?)s", limit):
+            values["seconds"] = float(found[1])
+        else:
+            raise ConfigError(
+                f"{_VARIABLE}={text}: {limit!r} is none of rankR, stepS, timesT, Xs (seconds)"
+            )
+    if kind not in _KINDS:
+        raise ConfigError(f"{_VARIABLE}={text}: kind {kind!r} is none of {', '.join(_KINDS)}")
+    return _Spec(point, kind, **values)  # type: ignore[arg-type]
