@@ -1,0 +1,100 @@
+"""Our contender for train_cpu.py: the application's own step, from flags to `train_step`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+import pretrain_gpt
+from benchmarks.peers import ADAM, CLIP, WEIGHT_DECAY, Shape, batches, weights
+from megatron.core.param_info import info_of
+from megatron.training import setup
+from megatron.training.flops import num_floating_point_operations
+from megatron.training.initialize import configure, start
+from megatron.training.runtime import Runtime
+from megatron.training.step import train_step
+
+
+def flags(shape: Shape, dtype: str) -> list[str]:
+    """The command line of this shape."""
+    words = (
+        f"--device cpu --num-layers {shape.layers} --hidden-size {shape.hidden} "
+        f"--num-attention-heads {shape.heads} --ffn-hidden-size {shape.inner} "
+        f"--seq-length {shape.seq} --max-position-embeddings {shape.seq} "
+        f"--micro-batch-size {shape.batch} --global-batch-size {shape.batch} "
+        f"--train-iters 1000000 --lr {ADAM['lr']} --lr-decay-style constant "
+        f"--adam-beta1 {ADAM['betas'][0]} --adam-beta2 {ADAM['betas'][1]} "
+        f"--weight-decay {WEIGHT_DECAY} --clip-grad {CLIP} --mock-data "
+        f"--tokenizer-type NullTokenizer --vocab-size {shape.vocab - 1} "
+        "--make-vocab-size-divisible-by 1 --hidden-dropout 0 --attention-dropout 0 "
+        "--no-create-attention-mask-in-dataloader --eval-iters 0 --num-workers 0"
+    )
+    if shape.family == "llama":
+        words += " --swiglu --normalization RMSNorm --position-embedding-type rope"
+        words += " --disable-bias-linear"
+    return words.split() + (["--bf16"] if dtype == "bf16" else [])
+
+
+class OurTrainer:
+    """`train_step` on the common start and the common tokens."""
+
+    def __init__(self, shape: Shape, dtype: str, steps: int):
+        config = configure(argv=flags(shape, dtype))
+        self.run: Runtime = start(config)
+        self.run.forward_step_func = pretrain_gpt.forward_step
+        self.run.train_iters = 1_000_000
+        setup.setup_tokenizer(self.run)
+        setup.build_model(self.run, pretrain_gpt.model_provider)
+        copy_weights(self.run.model_chunks[0], shape)
+        setup.build_optimizer(self.run)
+        self.run.train_data = endless(batches(shape, steps))
+
+    def step(self) -> float:
+        result = train_step(self.run)
+        self.run.state.advance(
+            result, num_floating_point_operations(self.run.config, result.batch_size)
+        )
+        return float(result.losses["lm loss"])
+
+
+def endless(data: Tensor) -> Iterator[dict[str, Tensor]]:
+    """The batches as the data loader would give them."""
+    s = data.size(-1) - 1
+    while True:
+        for batch in data:
+            yield {
+                "tokens": batch[:, :-1].contiguous(),
+                "labels": batch[:, 1:].contiguous(),
+                "loss_mask": torch.ones(len(batch), s),
+                "position_ids": torch.arange(s).expand(len(batch), s).contiguous(),
+            }
+
+
+@torch.no_grad()
+def copy_weights(model: nn.Module, shape: Shape) -> None:
+    """Lay the common start into our parameters; query, key and value are interleaved by head."""
+    w = weights(shape)
+    d = shape.hidden // shape.heads
+    names = {
+        "embedding.word_embeddings.weight": w["wte"],
+        "embedding.position_embeddings.weight": w.get("wpe"),
+    }
+    for i in range(shape.layers):
+        qkv = w[f"{i}.qkv"].view(3, shape.heads, d, -1).transpose(0, 1).reshape(3 * shape.hidden, -1)
+        prefix = f"decoder.layers.{i}."
+        names[prefix + "self_attention.linear_qkv.weight"] = qkv
+        names[prefix + "self_attention.linear_proj.weight"] = w[f"{i}.proj"]
+        names[prefix + "mlp.linear_fc1.weight"] = w[f"{i}.fc1"]
+        names[prefix + "mlp.linear_fc2.weight"] = w[f"{i}.fc2"]
+    left = {name for name, tensor in names.items() if tensor is not None}
+    for param in model.parameters():
+        name = info_of(param).name
+        if name in left:
+            param.copy_(names[name])
+            left.discard(name)
+        elif param.dim() > 1:
+            raise KeyError(f"the common start has nothing for {name}")
+    if left:
+        raise KeyError(f"the model has no {sorted(left)}")
