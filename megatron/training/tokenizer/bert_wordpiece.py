@@ -1,0 +1,112 @@
+"""BertWordPieceLowerCase and BertWordPieceCase: WordPiece from a ``vocab.txt``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.optional import require
+from megatron.training.tokenizer.library import LibraryTokenizer
+from megatron.training.tokenizer.spec import TokenizerSpec
+
+_MAX_WORD_CHARACTERS = 200  # longer words are unknown, as in Google's BERT
+_CONTINUES_WORD = "##"
+
+
+class _BertWordPieceTokenizer(LibraryTokenizer):
+    """``[BOS]``, ``[EOS]`` and the ``<extra_id_N>`` of T5 come after the vocabulary's own ids.
+
+    Text that reads like a special token is text.
+    """
+
+    def __init__(self, vocab_file: str, lower_case: bool = True, vocab_extra_ids: int = 0) -> None:
+        library = require("tokenizers", "--tokenizer-type BertWordPiece...")
+        vocab = _read_vocab(vocab_file)
+        for token in ("[BOS]", "[EOS]", *(f"<extra_id_{i}>" for i in range(vocab_extra_ids))):
+            vocab.setdefault(token, len(vocab))
+        wordpiece = library.Tokenizer(
+            library.models.WordPiece(
+                vocab, unk_token="[UNK]", max_input_chars_per_word=_MAX_WORD_CHARACTERS
+            )
+        )
+        wordpiece.normalizer = library.normalizers.BertNormalizer(
+            clean_text=True,
+            handle_chinese_chars=True,
+            strip_accents=lower_case,
+            lowercase=lower_case,
+        )
+        wordpiece.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+        super().__init__(
+            wordpiece, vocab_file, lower_case=lower_case, vocab_extra_ids=vocab_extra_ids
+        )
+        self.name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
+        self._num_extra_ids = vocab_extra_ids
+
+    @classmethod
+    def build_lower_case(cls, spec: TokenizerSpec) -> _BertWordPieceTokenizer:
+        """From the command line: --vocab-file and --vocab-extra-ids."""
+        return cls(spec.need("vocab_file"), True, spec.vocab_extra_ids)
+
+    @classmethod
+    def build_case(cls, spec: TokenizerSpec) -> _BertWordPieceTokenizer:
+        """From the command line: --vocab-file and --vocab-extra-ids."""
+        return cls(spec.need("vocab_file"), False, spec.vocab_extra_ids)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self.decode_token_ids(ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Words separated by single spaces."""
+        return self.decode_token_ids(ids)
+
+    def decode_token_ids(self, token_ids: Sequence[int]) -> str:
+        """Words separated by single spaces, without ``[PAD]`` and ``[CLS]``."""
+        tokens = [self.inv_vocab[index] for index in token_ids]
+        kept = [token for token in tokens if token not in ("[PAD]", "[CLS]")]
+        return " ".join(kept).replace(" " + _CONTINUES_WORD, "")
+
+    @property
+    def cls(self) -> int:
+        return self._id_of("[CLS]", "CLS")
+
+    @property
+    def sep(self) -> int:
+        return self._id_of("[SEP]", "SEP")
+
+    @property
+    def pad(self) -> int:
+        return self._id_of("[PAD]", "PAD")
+
+    @property
+    def mask(self) -> int:
+        return self._id_of("[MASK]", "MASK")
+
+    @property
+    def bos(self) -> int:
+        return self._id_of("[BOS]", "BOS")
+
+    @property
+    def eos(self) -> int:
+        return self._id_of("[EOS]", "EOS")
+
+    @property
+    def eod(self) -> int:
+        return self.eos
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int]:
+        """The ids of ``<extra_id_0>``, ``<extra_id_1>``, ...; T5 marks hidden spans with them."""
+        return [self.vocab[f"<extra_id_{i}>"] for i in range(self._num_extra_ids)]
+
+
+def _read_vocab(vocab_file: str) -> dict[str, int]:
+    try:
+        with open(vocab_file, encoding="utf-8") as file:
+            tokens = [line.strip() for line in file]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--vocab-file {vocab_file}: {error}; it must be a vocab.txt with one token a line"
+        ) from error
+    if "[UNK]" not in tokens:
+        raise ConfigError(f"--vocab-file {vocab_file} has no line [UNK]; it is no BERT vocabulary")
+    return {token: index for index, token in enumerate(tokens)}

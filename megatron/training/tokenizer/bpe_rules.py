@@ -1,0 +1,36 @@
+"""The rules of a byte-level BPE, in the form that faster libraries load."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+
+
+@dataclass(frozen=True)
+class BpeRules:
+    """A ``tokenizer.json`` without its post-processor, and what goes around each text's ids."""
+
+    tokenizer_json: str
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+
+
+def without_post_processor(tokenizer_json: str) -> str:
+    """The same rules, adding nothing at either end and never cutting or padding."""
+    rules = json.loads(tokenizer_json)
+    for key in ("post_processor", "truncation", "padding"):
+        rules[key] = None
+    return json.dumps(rules, ensure_ascii=False)
+
+
+@cache
+def byte_of_character() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for.
+
+    Printable Latin-1 characters stand for themselves, the other bytes, in order, for U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(0x100 + i): byte for i, byte in enumerate(others)}

@@ -1,0 +1,214 @@
+"""HuggingFaceTokenizer: a local directory or ``tokenizer.json`` in Hugging Face's layout.
+
+A plain ``tokenizer.json`` is run by the ``tokenizers`` library directly: ``transformers`` takes
+seconds to import and reads the same rules.  Where ``tokenizer_config.json`` names a class that
+changes those rules, ``transformers`` builds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.optional import require
+from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken, TokenBatch, pack
+from megatron.training.tokenizer.bpe_rules import BpeRules, without_post_processor
+from megatron.training.tokenizer.spec import TokenizerSpec
+
+_WANTED_BY = "--tokenizer-type HuggingFaceTokenizer"
+# Classes of transformers that take tokenizer.json as it is.
+_PLAIN_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+_ROLES = ("bos", "eos", "pad", "cls", "sep", "mask")
+# For a bare tokenizer.json, which names no roles: common names of the end of a text.
+_COMMON_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
+
+
+class _HuggingFaceTokenizer(MegatronTokenizer):
+    """What the tokenizer's own files say, special tokens around the text included."""
+
+    def __init__(self, pretrained_model_name_or_path: str, **options: Any) -> None:
+        super().__init__(pretrained_model_name_or_path, **options)
+        path = pretrained_model_name_or_path
+        file, config = _local_files(path)
+        plain = file is not None and not options and _is_plain(config)
+        self._wrapper = None if plain else _load_wrapper(path, options)
+        if self._wrapper is None:
+            assert file is not None
+            self._library = _load_library(file)
+            self._tokens = _tokens_of(config, self._library)
+        elif self._wrapper.is_fast:
+            self._library = self._wrapper.backend_tokenizer
+            self._tokens = _tokens_of_wrapper(self._wrapper)
+        else:
+            self._library = None
+            self._tokens = _tokens_of_wrapper(self._wrapper)
+
+    @classmethod
+    def build(cls, spec: TokenizerSpec) -> _HuggingFaceTokenizer:
+        """From the command line: --tokenizer-model, a directory, a file, or a name of the hub."""
+        return cls(spec.need("tokenizer_model"))
+
+    def tokenize(self, text: str, **options: Any) -> list[int]:
+        if self._wrapper is not None:
+            return self._wrapper(text, **options).input_ids
+        return self._library.encode(text, **options).ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
+        if self._library is None:
+            return super().tokenize_batch(texts)
+        return pack([row.ids for row in self._library.encode_batch_fast(list(texts))])
+
+    def detokenize(self, ids: Sequence[int], **options: Any) -> str:
+        if self._wrapper is not None:
+            return self._wrapper.decode(list(ids), **options)
+        return self._library.decode(list(ids), **{"skip_special_tokens": False, **options})
+
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        if self._library is None:
+            return super().offsets(ids, text)
+        encoded = self._library.encode(text)
+        if encoded.ids != list(ids):
+            raise MissingToken(f"{self.name}: offsets are known for the ids of the whole text only")
+        return [start for start, _ in encoded.offsets]
+
+    def bpe_rules(self) -> BpeRules | None:
+        if self._library is None or self._library.model.__class__.__name__ != "BPE":
+            return None
+        text = "x"
+        body = self._library.encode(text, add_special_tokens=False).ids
+        around = self.tokenize(text)
+        starts = [i for i in range(len(around)) if around[i : i + len(body)] == body]
+        if len(starts) != 1:
+            return None
+        prefix, suffix = around[: starts[0]], around[starts[0] + len(body) :]
+        rules = without_post_processor(self._library.to_str())
+        return BpeRules(rules, tuple(prefix), tuple(suffix))
+
+    @cached_property
+    def vocab(self) -> Mapping[str, int]:
+        return (self._wrapper or self._library).get_vocab()
+
+    @cached_property
+    def inv_vocab(self) -> Mapping[int, str]:
+        return {index: token for token, index in self.vocab.items()}
+
+    @property
+    def vocab_size(self) -> int:
+        if self._wrapper is not None:
+            return len(self._wrapper)
+        return self._library.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def decoder(self) -> Mapping[int, str]:
+        """Id to token."""
+        return self.inv_vocab
+
+    @property
+    def eod(self) -> int:
+        return self._role("eos", "EOD (it is EOS)")
+
+    @property
+    def eos(self) -> int:
+        return self._role("eos", "EOS")
+
+    @property
+    def bos(self) -> int:
+        return self._role("bos", "BOS")
+
+    @property
+    def pad(self) -> int:
+        return self._role("pad", "PAD")
+
+    @property
+    def cls(self) -> int:
+        return self._role("cls", "CLS")
+
+    @property
+    def sep(self) -> int:
+        return self._role("sep", "SEP")
+
+    @property
+    def mask(self) -> int:
+        return self._role("mask", "MASK")
+
+    def _role(self, role: str, words: str) -> int:
+        if role not in self._tokens:
+            raise self._missing(words)
+        return self._tokens[role]
+
+
+def _local_files(path: str) -> tuple[str | None, dict[str, Any]]:
+    """The tokenizer.json at ``path``, if there is one, and the tokenizer_config.json beside it."""
+    directory = path if os.path.isdir(path) else os.path.dirname(path)
+    file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+    if not os.path.isfile(file):
+        return None, {}
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        try:
+            with open(os.path.join(directory, name), encoding="utf-8") as config_file:
+                config |= json.load(config_file)
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise ConfigError(f"{directory}/{name} is no JSON: {error}; fetch it again") from error
+    return file, config
+
+
+def _is_plain(config: Mapping[str, Any]) -> bool:
+    changes = ("add_bos_token", "add_eos_token", "auto_map")
+    return config.get("tokenizer_class") in _PLAIN_CLASSES and not any(map(config.get, changes))
+
+
+def _load_library(file: str) -> Any:
+    library = require("tokenizers", _WANTED_BY)
+    try:
+        return library.Tokenizer.from_file(file)
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(
+            f"--tokenizer-model {file}: {error}; it must be a tokenizer.json"
+        ) from error
+
+
+def _load_wrapper(path: str, options: Mapping[str, Any]) -> Any:
+    transformers = require("transformers", _WANTED_BY)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"--tokenizer-model {path}: {reason}; it must be a directory with the tokenizer's "
+            "files, a tokenizer.json, or a name the hub knows"
+        ) from error
+
+
+def _tokens_of(config: Mapping[str, Any], library: Any) -> dict[str, int]:
+    """Role to id, from tokenizer_config.json; EOS by a common name where no config names one."""
+    tokens: dict[str, int] = {}
+    for role in _ROLES:
+        named = config.get(f"{role}_token")
+        content = named["content"] if isinstance(named, dict) else named
+        index = library.token_to_id(content) if content else None
+        if index is not None:
+            tokens[role] = index
+    if "eos" not in tokens and not config:
+        common = [library.token_to_id(token) for token in _COMMON_ENDS]
+        found = [index for index in common if index is not None]
+        return {"eos": found[0]} if found else {}
+    return tokens
+
+
+def _tokens_of_wrapper(wrapper: Any) -> dict[str, int]:
+    ids = {
+        "bos": wrapper.bos_token_id,
+        "eos": wrapper.eos_token_id,
+        "pad": wrapper.pad_token_id,
+        "cls": wrapper.cls_token_id,
+        "sep": wrapper.sep_token_id,
+        "mask": wrapper.mask_token_id,
+    }
+    return {role: index for role, index in ids.items() if index is not None}

@@ -1,0 +1,54 @@
+"""Tokenizers that run on the ``tokenizers`` library: what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken, TokenBatch, pack
+
+
+class LibraryTokenizer(MegatronTokenizer):
+    """Wraps a ``tokenizers.Tokenizer``; nothing is added around the text."""
+
+    def __init__(self, library: Any, *tokenizer_paths: str, **tokenizer_options: Any) -> None:
+        super().__init__(*tokenizer_paths, **tokenizer_options)
+        self._library = library
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._library.encode(text, add_special_tokens=False).ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
+        encoded = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return pack([row.ids for row in encoded])
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._library.decode(list(ids), skip_special_tokens=False)
+
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        encoded = self._library.encode(text, add_special_tokens=False)
+        if encoded.ids != list(ids):
+            raise MissingToken(f"{self.name}: offsets are known for the ids of the whole text only")
+        return [start for start, _ in encoded.offsets]
+
+    @cached_property
+    def vocab(self) -> Mapping[str, int]:
+        return self._library.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def inv_vocab(self) -> Mapping[int, str]:
+        return {index: token for token, index in self.vocab.items()}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._library.get_vocab_size(with_added_tokens=True)
+
+    def _id_of(self, token: str, role: str) -> int:
+        index = self._library.token_to_id(token)
+        if index is None:
+            raise MissingToken(
+                f"{self.name}: the vocabulary has no {token!r}, which is its {role} token; "
+                f"add {token!r} to the vocabulary"
+            )
+        return index

@@ -1,0 +1,75 @@
+"""NullTokenizer and NullMultimodalTokenizer: text that already is ids, written in decimal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron.core.config.errors import ConfigError
+from megatron.training.tokenizer.base import MegatronTokenizer
+from megatron.training.tokenizer.spec import TokenizerSpec
+
+_IMAGE_TOKEN = "<image>"
+_IMAGE_TOKEN_ID = -200  # no id of text: the model puts the image's features in its place
+
+
+class _NullTokenizer(MegatronTokenizer):
+    """``vocab_size`` ids of text; one more, the last, is EOD."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(None, vocab_size=vocab_size)
+        self._num_ids = int(vocab_size)
+
+    @classmethod
+    def build(cls, spec: TokenizerSpec) -> _NullTokenizer:
+        """From the command line: --vocab-size."""
+        return cls(spec.need("vocab_size"))
+
+    def tokenize(self, text: str) -> list[int]:
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError as error:
+            raise ConfigError(f"{self.name} reads ids in decimal: {error}") from error
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return " ".join(str(index) for index in ids)
+
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        starts = [0]
+        for index in ids[:-1]:
+            starts.append(starts[-1] + len(str(index)) + 1)
+        return starts[: len(ids)]
+
+    @property
+    def vocab(self) -> Mapping[str, int]:
+        return {str(index): index for index in range(self._num_ids)} | {"<eod>": self._num_ids}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._num_ids + 1
+
+    @property
+    def eod(self) -> int:
+        return self._num_ids
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int] | None:
+        """None: every id is text, but EOD."""
+        return None
+
+
+class _NullMultimodalTokenizer(_NullTokenizer):
+    """The same, and a word that stands for an image."""
+
+    def __init__(
+        self, vocab_size: int, image_token: str | None = None, image_token_id: int | None = None
+    ) -> None:
+        super().__init__(vocab_size)
+        self._image_token = _IMAGE_TOKEN if image_token is None else image_token
+        self._image_token_id = _IMAGE_TOKEN_ID if image_token_id is None else image_token_id
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int]:
+        """The id of a word, or of each of several; the image word has its own."""
+        if isinstance(tokens, str):
+            is_image = tokens == self._image_token
+            return self._image_token_id if is_image else self.tokenize(tokens)[0]
+        return [self._image_token_id if t == self._image_token else int(t) for t in tokens]

@@ -1,0 +1,221 @@
+"""Tokenizers that run on the ``sentencepiece`` library: three readings of one model file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.optional import require
+from megatron.training.tokenizer.base import (
+    MegatronTokenizer,
+    MissingToken,
+    TokenBatch,
+    pack,
+    surround,
+)
+from megatron.training.tokenizer.spec import TokenizerSpec
+
+
+class _PieceTokenizer(MegatronTokenizer):
+    """The model file as it is: ids are pieces, EOD is the model's end-of-sequence piece."""
+
+    def __init__(self, model_file: str, vocab_extra_ids: int = 0) -> None:
+        super().__init__(model_file, vocab_extra_ids=vocab_extra_ids)
+        library = require("sentencepiece", f"--tokenizer-type {self.name}")
+        try:
+            self._pieces = library.SentencePieceProcessor(model_file=model_file)
+        except (OSError, RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"--tokenizer-model {model_file}: {error}; it must be a SentencePiece model"
+            ) from error
+
+    @classmethod
+    def build(cls, spec: TokenizerSpec) -> _PieceTokenizer:
+        """From the command line: --tokenizer-model."""
+        return cls(spec.need("tokenizer_model"))
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._pieces.encode(text)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
+        return pack(self._pieces.encode(list(texts), num_threads=1))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._pieces.decode([int(index) for index in ids])
+
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        encoded = self._pieces.encode_as_proto(text)
+        if [piece.id for piece in encoded.pieces] != list(ids):
+            raise MissingToken(f"{self.name}: offsets are known for the ids of the whole text only")
+        return [piece.begin for piece in encoded.pieces]
+
+    @cached_property
+    def vocab(self) -> Mapping[str, int]:
+        return {self._pieces.id_to_piece(i): i for i in range(self._pieces.get_piece_size())}
+
+    @cached_property
+    def inv_vocab(self) -> Mapping[int, str]:
+        return {index: token for token, index in self.vocab.items()}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._pieces.get_piece_size()
+
+    @property
+    def eod(self) -> int:
+        return self._of_model(self._pieces.eos_id(), "EOD")
+
+    @property
+    def eos(self) -> int:
+        return self._of_model(self._pieces.eos_id(), "EOS")
+
+    @property
+    def bos(self) -> int:
+        return self._of_model(self._pieces.bos_id(), "BOS")
+
+    @property
+    def pad(self) -> int:
+        return self._of_model(self._pieces.pad_id(), "PAD")
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int] | None:
+        """None: the model file has no spare ids."""
+        return None
+
+    def _of_model(self, index: int, role: str) -> int:
+        if index < 0:
+            raise self._missing(role)
+        return index
+
+
+class _GPTSentencePieceTokenizer(_PieceTokenizer):
+    """GPTSentencePieceTokenizer: nothing but the model file."""
+
+    def __init__(self, model_file: str) -> None:
+        super().__init__(model_file)
+
+
+class _Llama2Tokenizer(_PieceTokenizer):
+    """Llama2Tokenizer: a text begins with BOS."""
+
+    def __init__(self, model_file: str) -> None:
+        super().__init__(model_file)
+
+    def tokenize(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
+        before = [self.bos] if bos else []
+        return before + self._pieces.encode(text) + ([self.eos] if eos else [])
+
+    def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
+        return surround(super().tokenize_batch(texts), [self.bos], [])
+
+
+class _SentencePieceTokenizer(_PieceTokenizer):
+    """SentencePieceTokenizer: the model's pieces, then special tokens BERT and T5 need.
+
+    ``<CLS> <SEP> <EOD> <MASK>``, the names of PAD, BOS, EOS (the model's, where it has them) and
+    ``<extra_id_N>`` get ids after the pieces.  In a text these words mean the special id.
+    """
+
+    def __init__(self, model_file: str, vocab_extra_ids: int = 0) -> None:
+        super().__init__(model_file, vocab_extra_ids)
+        model = self._pieces
+        control = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
+        self._names = {role: f"<{role.upper()}>" for role in ("cls", "sep", "eod", "mask")}
+        self._names |= {
+            role: model.id_to_piece(index) if index >= 0 else f"<{role.upper()}>"
+            for role, index in control.items()
+        }
+        self._extra = [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]
+        vocab = dict(super().vocab)
+        for token in (*self._names.values(), *self._extra):
+            vocab.setdefault(token, len(vocab))
+        self._vocab = vocab
+        special = sorted((*self._names.values(), *self._extra), key=len, reverse=True)
+        self._special = frozenset(vocab[token] for token in special)
+        self._split = re.compile("(" + "|".join(map(re.escape, special)) + ")")
+
+    @classmethod
+    def build(cls, spec: TokenizerSpec) -> _SentencePieceTokenizer:
+        """From the command line: --tokenizer-model and --vocab-extra-ids."""
+        return cls(spec.need("tokenizer_model"), spec.vocab_extra_ids)
+
+    def tokenize(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for index, part in enumerate(self._split.split(text)):
+            if index % 2:
+                ids.append(self._vocab[part])
+            elif part:
+                ids += self._pieces.encode(part)
+        return ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
+        batch = super().tokenize_batch(texts)
+        special = [i for i, text in enumerate(texts) if self._split.search(text)]
+        if not special:
+            return batch
+        ends = batch.lengths.cumsum()
+        rows = [batch.ids[end - n : end] for end, n in zip(ends, batch.lengths, strict=True)]
+        for i in special:
+            rows[i] = self.tokenize(texts[i])
+        return pack(rows)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        parts: list[str] = []
+        run: list[int] = []
+        for index in ids:
+            if index in self._special:
+                parts += [self._pieces.decode(run)] if run else []
+                parts.append(self.inv_vocab[index])
+                run = []
+            else:
+                run.append(int(index))
+        parts += [self._pieces.decode(run)] if run else []
+        return " ".join(parts)
+
+    def offsets(self, ids: Sequence[int], text: str) -> list[int]:
+        if self._split.search(text):
+            raise MissingToken(f"{self.name} keeps no offsets in a text with special tokens")
+        return super().offsets(ids, text)
+
+    @property
+    def vocab(self) -> Mapping[str, int]:
+        return self._vocab
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._vocab)
+
+    @property
+    def cls(self) -> int:
+        return self._vocab[self._names["cls"]]
+
+    @property
+    def sep(self) -> int:
+        return self._vocab[self._names["sep"]]
+
+    @property
+    def mask(self) -> int:
+        return self._vocab[self._names["mask"]]
+
+    @property
+    def eod(self) -> int:
+        return self._vocab[self._names["eod"]]
+
+    @property
+    def pad(self) -> int:
+        return self._vocab[self._names["pad"]]
+
+    @property
+    def bos(self) -> int:
+        return self._vocab[self._names["bos"]]
+
+    @property
+    def eos(self) -> int:
+        return self._vocab[self._names["eos"]]
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int]:
+        """The ids of ``<extra_id_0>``, ``<extra_id_1>``, ..."""
+        return [self._vocab[token] for token in self._extra]

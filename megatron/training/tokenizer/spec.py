@@ -1,0 +1,44 @@
+"""What is needed to build a tokenizer, and no more."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.config.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSpec:
+    """The tokenizer options of the command line."""
+
+    tokenizer_type: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    tokenizer_model: str | None = None
+    vocab_size: int | None = None
+    vocab_extra_ids: int = 0
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    tiktoken_special_tokens: Sequence[str] | None = None
+
+    @classmethod
+    def of(cls, source: object) -> TokenizerSpec:
+        """Pick the fields out of a namespace or a config; what it lacks keeps the default."""
+        if dataclasses.is_dataclass(source):
+            names = {f.name for f in dataclasses.fields(source)}
+            values = {name: getattr(source, name) for name in names}
+        else:
+            values = vars(source)
+        known = {f.name for f in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def need(self, field: str) -> Any:
+        """The value of ``field``, which this type of tokenizer cannot do without."""
+        value = getattr(self, field)
+        if value is None:
+            flag = "--" + field.replace("_", "-")
+            raise ConfigError(f"--tokenizer-type {self.tokenizer_type} needs {flag}; give {flag}")
+        return value
