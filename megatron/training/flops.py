@@ -1,0 +1,103 @@
+"""Model FLOPs: what a step computes by the mathematics of the model, not what the device executes.
+
+Counted are matrix multiplications (two operations per multiply-add), forward once and backward
+twice.  Recomputation, norms, softmax and the optimizer are not.
+
+Two counts exist.  They differ in attention alone:
+- `num_floating_point_operations` is Megatron-LM's formula, behind "throughput per GPU": a query
+  meets half of the sequence.
+- `causal_model_flops` is behind "MFU": query i meets exactly the i + 1 keys that the causal mask
+  leaves, fewer under a sliding window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.run import RunConfig
+
+FORWARD_AND_BACKWARD = 3
+MULTIPLY_ADD = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlops:
+    """FLOPs of training on one batch, split by where they arise."""
+
+    linear: float  # products with weights: projections, MLP, logits
+    attention: float  # queries with keys, and scores with values
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.linear + self.attention
+
+
+def num_floating_point_operations(
+    config: RunConfig, batch_size: int, padded_vocab_size: int
+) -> float:
+    """FLOPs of a step on ``batch_size`` samples by Megatron-LM's formula."""
+    seq_length = _seq_length(config)
+    keys = [seq_length / 2] * config.model.num_layers
+    return _model_flops(config.model, batch_size * seq_length, padded_vocab_size, keys).total
+
+
+def causal_model_flops(config: RunConfig, batch_size: int, padded_vocab_size: int) -> ModelFlops:
+    """FLOPs of a step on ``batch_size`` samples with attention counted under its mask."""
+    seq_length = _seq_length(config)
+    keys = [
+        mean_keys_per_query(seq_length, window_of_layer(config.model, layer_index))
+        for layer_index in range(config.model.num_layers)
+    ]
+    return _model_flops(config.model, batch_size * seq_length, padded_vocab_size, keys)
+
+
+def mean_keys_per_query(seq_length: int, window: int | None = None) -> float:
+    """Keys a query meets on average: itself and what stands before it, at most ``window``."""
+    window = seq_length if window is None else min(window, seq_length)
+    growing = window * (window + 1) / 2  # queries that do not fill the window yet
+    return (growing + (seq_length - window) * window) / seq_length
+
+
+def window_of_layer(model: TransformerConfig, layer_index: int) -> int | None:
+    """Keys in the sliding window of a layer, the query's own among them; None without one."""
+    if model.window_size is None or model.window_size[0] < 0:
+        return None
+    skip = model.window_attn_skip_freq
+    if isinstance(skip, int):
+        is_windowed = (layer_index + 1) % skip != 0
+    else:
+        is_windowed = skip is None or bool(skip[layer_index])
+    return model.window_size[0] + 1 if is_windowed else None
+
+
+def _model_flops(
+    model: TransformerConfig,
+    num_tokens: int,
+    padded_vocab_size: int,
+    keys_per_query: Iterable[float],  # one number per layer
+) -> ModelFlops:
+    """Per token and layer, with h = hidden, a = heads, g = query groups, d = kv channels:
+
+    q and output projection 2*h*a*d, k and v 2*h*g*d, MLP 2 or (gated) 3 times h*ffn,
+    scores and their product with the values 2*a*d*keys; per token h*vocabulary.
+    """
+    heads_width = model.num_attention_heads * model.kv_channels
+    groups_width = model.num_query_groups * model.kv_channels
+    mlp_matrices = 3 if model.gated_linear_unit else 2
+    weights_per_layer = model.hidden_size * (
+        2 * heads_width + 2 * groups_width + mlp_matrices * model.ffn_hidden_size
+    )
+    weights = model.num_layers * weights_per_layer + model.hidden_size * padded_vocab_size
+    scale = FORWARD_AND_BACKWARD * MULTIPLY_ADD * num_tokens
+    return ModelFlops(
+        linear=float(scale * weights),
+        attention=float(scale * 2 * heads_width * sum(keys_per_query)),
+    )
+
+
+def _seq_length(config: RunConfig) -> int:
+    assert config.data.seq_length is not None, "resolve() has checked --seq-length"
+    return config.data.seq_length

@@ -1,0 +1,121 @@
+"""Model FLOPs against the reference's number, a hand count and torch's own counter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.device_peak import device_peak, known_peak
+from megatron.training.flops import (
+    causal_model_flops,
+    mean_keys_per_query,
+    num_floating_point_operations,
+    window_of_layer,
+)
+from tests.unit.callbacks.helpers import run_config
+
+# Counter of Megatron-LM core_v0.14 after 5 steps of 8 samples: 2 layers, hidden 32, 4 heads,
+# sequence 64, padded vocabulary 512.
+REFERENCE_FLOPS = 692060160.0
+
+
+def test_the_throughput_formula_gives_the_reference_number() -> None:
+    assert num_floating_point_operations(run_config(), 5 * 8, 512) == REFERENCE_FLOPS
+
+
+def test_grouped_queries_wide_heads_and_gates_are_counted() -> None:
+    config = run_config(
+        "--group-query-attention --num-query-groups 2 --kv-channels 16 --swiglu "
+        "--ffn-hidden-size 96 --num-layers 3"
+    )
+    per_token_and_layer = 2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 96 + 2 * 64 * 32
+    expected = 6 * 64 * (3 * per_token_and_layer + 32 * 512)
+    assert num_floating_point_operations(config, 1, 512) == expected
+
+
+def test_a_causal_query_meets_itself_and_what_stands_before_it() -> None:
+    by_hand = sum(i + 1 for i in range(10)) / 10
+    assert mean_keys_per_query(10) == by_hand
+    assert mean_keys_per_query(10, window=3) == (1 + 2 + 8 * 3) / 10
+    assert mean_keys_per_query(10, window=99) == by_hand
+
+
+def test_layers_with_a_sliding_window_count_fewer_keys() -> None:
+    sizes = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 1}
+    model = TransformerConfig(**sizes, window_size=(15, 0), window_attn_skip_freq=2)
+    assert [window_of_layer(model, i) for i in range(4)] == [16, None, 16, None]
+    model = TransformerConfig(**sizes, window_size=(15, 0), window_attn_skip_freq=(1, 0, 0, 1))
+    assert [window_of_layer(model, i) for i in range(4)] == [16, None, None, 16]
+    model = TransformerConfig(**sizes, window_size=(15, 0))
+    assert [window_of_layer(model, i) for i in range(4)] == [16] * 4
+    assert window_of_layer(TransformerConfig(**sizes, window_size=(-1, 0)), 0) is None
+
+
+class _Layer(nn.Module):
+    """Attention with grouped queries and a gated MLP, every product written out."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.heads, self.groups = config.num_attention_heads, config.num_query_groups
+        self.head_dim = config.kv_channels
+        h = config.hidden_size
+        self.q = nn.Linear(h, self.heads * self.head_dim)
+        self.kv = nn.Linear(h, 2 * self.groups * self.head_dim)
+        self.out = nn.Linear(self.heads * self.head_dim, h)
+        self.up = nn.Linear(h, 2 * config.ffn_hidden_size)
+        self.down = nn.Linear(config.ffn_hidden_size, h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q = self.q(x).view(b, s, self.heads, self.head_dim).transpose(1, 2)
+        k, v = self.kv(x).view(b, s, 2 * self.groups, self.head_dim).transpose(1, 2).chunk(2, 1)
+        k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
+        scores = q @ k.transpose(2, 3) + torch.full((s, s), -torch.inf).triu(1)
+        x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1))
+        gate, up = self.up(x).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def test_torchs_counter_agrees_on_a_plain_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the counter would set it
+    config = run_config(
+        "--group-query-attention --num-query-groups 2 --swiglu --num-layers 3 --seq-length 48"
+    )
+    vocab, batch, seq = 256, 2, 48
+    embedding = nn.Embedding(vocab, config.model.hidden_size)
+    layers = [_Layer(config.model) for _ in range(config.model.num_layers)]
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        x = embedding(tokens)
+        for layer in layers:
+            x = layer(x)
+        (x @ embedding.weight.t()).sum().backward()
+    counted = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+    counted_attention = counted.pop("aten.bmm")
+    flops = causal_model_flops(config, batch, vocab)
+    assert flops.linear == pytest.approx(sum(counted.values()), rel=0.01)
+    # The plain path multiplies the whole square; the mask leaves (s + 1) / 2 keys of s.
+    assert flops.attention == pytest.approx(counted_attention * (seq + 1) / 2 / seq, rel=0.01)
+    assert flops.total == flops.linear + flops.attention
+
+
+def test_a_gpu_is_known_by_a_part_of_its_name() -> None:
+    assert known_peak("NVIDIA A100-SXM4-80GB") == 312e12
+    assert known_peak("NVIDIA H200") == known_peak("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert known_peak("NVIDIA H100 PCIe") == 756e12
+    assert known_peak("Some GPU of tomorrow") is None
+
+
+def test_an_unknown_device_is_measured_and_says_so() -> None:
+    peak = device_peak(torch.float32)
+    assert peak.flops_per_s > 1e6
+    assert peak.source == "measured rate of a 1024^3 float32 product on cpu"
