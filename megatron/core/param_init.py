@@ -1,0 +1,182 @@
+"""Initial weights as a pure function of seed, global parameter name and global element index.
+
+Element ``i`` of a parameter is lane ``i % 4`` of Philox-4x32-10 at counter ``i // 4`` under a key
+that is a hash of the seed and the name.  The integers are the same on every device; the normal
+variates made of them (Box-Muller in float64, then rounded to the parameter's dtype) are the same
+on one kind of device and within one unit in the last place between kinds.  A rank draws its own
+shard only, and gets the numbers that one process would have at those places.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import device
+from megatron.core.param_info import ParamInfo, info_of, set_info
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+# Elements drawn at a time: the dozen temporaries of 8 bytes stay in a CPU's cache.
+_CHUNK_CPU = 1 << 15
+_CHUNK_GPU = 1 << 24
+_SEED_ATTRIBUTE = "_initialized_with_seed"
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter starts.  Calling it fills a tensor from torch's own generator instead.
+
+    The call is for modules that are handed an ``init_method`` and know no parameter records.
+    """
+
+    kind: str = "normal"  # zeros, ones, normal, xavier_uniform
+    std: float = 0.0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if self.kind == "normal":
+            return nn.init.normal_(tensor, std=self.std)
+        if self.kind == "xavier_uniform":
+            return nn.init.xavier_uniform_(tensor)
+        return nn.init.constant_(tensor, {"zeros": 0.0, "ones": 1.0}[self.kind])
+
+
+def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, info: ParamInfo) -> nn.Parameter:
+    """Memory for a parameter, on this process's device or on meta under ``torch.device("meta")``.
+
+    Its values come later, from `initialize_parameters`.
+    """
+    is_meta = torch.get_default_device().type == "meta"
+    where = torch.device("meta") if is_meta else device.current()
+    param = nn.Parameter(torch.empty(shape, dtype=dtype, device=where))
+    set_info(param, info)
+    return param
+
+
+def initialize_parameters(model: nn.Module, seed: int, *, random: bool = True) -> None:
+    """Fill every described parameter of ``model``; at once when this seed filled it already.
+
+    ``random=False`` skips what would be drawn and still writes the constants.  Parameters without
+    a record keep the values their module gave them; those on meta are left alone.
+    """
+    if model.__dict__.get(_SEED_ATTRIBUTE) == seed:
+        return
+    complete = True
+    for param in model.parameters():
+        info = info_of(param)
+        if param.is_meta:
+            complete = False
+        elif info.name and (random or info.init in ("zeros", "ones")):
+            fill_parameter(param, info, seed)
+    if complete and random:
+        model.__dict__[_SEED_ATTRIBUTE] = seed
+
+
+@torch.no_grad()
+def fill_parameter(param: Tensor, info: ParamInfo, seed: int) -> None:
+    """Write this rank's part of the global parameter that ``info`` describes; padding is zero."""
+    if info.init in ("zeros", "ones"):
+        param.zero_()
+        if info.init == "ones":
+            for local, _ in _pieces(param, info):
+                local.fill_(1.0)
+        return
+    assert info.name, "a parameter that is drawn needs a name: name_parameters comes first"
+    shares = info.slices(tuple(param.shape))
+    covered = sum(local.stop - local.start for local, _ in shares)
+    if covered != param.shape[info.shard_dim or 0]:
+        param.zero_()
+    key = _key(seed, info.name)
+    for local, starts in _pieces(param, info):
+        _fill_rows(local, starts, key, info)
+
+
+def _pieces(param: Tensor, info: ParamInfo) -> list[tuple[Tensor, Tensor]]:
+    """Parts of ``param`` as [rows, width] views, with the global index where each row starts."""
+    dim = info.shard_dim or 0
+    shape = info.global_shape
+    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
+    view = param.view(outer, param.shape[dim], inner)
+    rows = torch.arange(outer, dtype=torch.int64, device=param.device) * (shape[dim] * inner)
+    return [
+        (view[:, local].reshape(outer, -1) if outer == 1 else view[:, local], rows + at * inner)
+        for local, at in ((lo, gl.start) for lo, gl in info.slices(tuple(param.shape)))
+    ]
+
+
+def _fill_rows(target: Tensor, starts: Tensor, key: tuple[int, int], info: ParamInfo) -> None:
+    """Draw ``target`` [rows, ...]; row r holds the elements from global index ``starts[r]`` on."""
+    chunk = _CHUNK_GPU if device.is_cuda(target.device) else _CHUNK_CPU
+    width = math.prod(target.shape[1:])
+    rows_at_once = max(1, chunk // max(width, 1))
+    for row in range(0, target.shape[0], rows_at_once):
+        part, at = target[row : row + rows_at_once], starts[row : row + rows_at_once]
+        if width <= chunk:
+            part.copy_(_draw(at, width, key, info).view(part.shape))
+            continue
+        flat = part.view(-1)  # one long row, cut into pieces
+        for column in range(0, width, chunk):
+            piece = flat[column : column + chunk]
+            piece.copy_(_draw(at + column, piece.numel(), key, info)[0])
+
+
+def _draw(starts: Tensor, width: int, key: tuple[int, int], info: ParamInfo) -> Tensor:
+    """[rows, width] float64: elements ``starts[r]``, ``starts[r] + 1``, ... of the parameter."""
+    aligned = width % 4 == 0 and not bool((starts % 4).any())
+    counters_per_row = width // 4 + (0 if aligned else 2)
+    counters = (starts // 4)[:, None] + torch.arange(counters_per_row, device=starts.device)
+    values = _distribute(philox(counters.view(-1), key), info).view(len(starts), -1)
+    if aligned:
+        return values
+    columns = (starts % 4)[:, None] + torch.arange(width, device=starts.device)
+    return values.gather(1, columns)
+
+
+def _distribute(words: tuple[Tensor, ...], info: ParamInfo) -> Tensor:
+    """Four random words a counter -> four float64 variates a counter, in lane order."""
+    out = torch.empty(*words[0].shape, 4, dtype=torch.float64, device=words[0].device)
+    scale = 2.0**-32
+    if info.init == "xavier_uniform":
+        fan_out, fan_in = info.global_shape[0], math.prod(info.global_shape[1:])
+        bound = math.sqrt(6.0 / (fan_in + fan_out))
+        for lane, word in enumerate(words):
+            torch.mul(word.double().add_(0.5), 2 * bound * scale, out=out[..., lane])
+        return out.sub_(bound)
+    assert info.init == "normal", f"no way to draw {info.init!r}"
+    for lane in (0, 2):
+        # word + 1/2 keeps the logarithm finite; the largest variate is 6.8 deviations
+        radius = words[lane].double().add_(0.5).mul_(scale).log_().mul_(-2 * info.init_std**2)
+        radius.sqrt_()
+        angle = words[lane + 1].double().mul_(2 * math.pi * scale)
+        torch.mul(radius, angle.cos(), out=out[..., lane])
+        torch.mul(radius, angle.sin_(), out=out[..., lane + 1])
+    return out
+
+
+def philox(counters: Tensor, key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox-4x32-10: four words of 32 bits for each counter, all kept in int64.
+
+    Products wrap modulo 2^64 and words are masked when they are next used, so that the same
+    integers come out on every device.
+    """
+    key0, key1 = key
+    word0, word1 = counters & _MASK, counters >> 32
+    word2 = word3 = torch.zeros_like(counters)
+    for _ in range(_ROUNDS):
+        product0, product1 = word0 * _MULTIPLIERS[0], word2 * _MULTIPLIERS[1]
+        word0 = (product1 >> 32).bitwise_xor_(word1).bitwise_xor_(key0).bitwise_and_(_MASK)
+        word2 = (product0 >> 32).bitwise_xor_(word3).bitwise_xor_(key1).bitwise_and_(_MASK)
+        word1, word3 = product1, product0
+        key0, key1 = (key0 + _KEY_STEPS[0]) & _MASK, (key1 + _KEY_STEPS[1]) & _MASK
+    return word0, word1.bitwise_and_(_MASK), word2, word3.bitwise_and_(_MASK)
+
+
+def _key(seed: int, name: str) -> tuple[int, int]:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

@@ -1,0 +1,115 @@
+"""Cross entropy over logits whose vocabulary is divided over tensor-parallel ranks.
+
+``v`` true vocabulary, ``p`` padded; a rank holds p/tp columns.  Columns of padding never enter
+the softmax, so the loss does not depend on how far a layout pads.  Collectives: one max and one
+sum over the group forward, none backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.tensor_parallel.layers import check_token_ids
+
+
+def true_columns(local_columns: int, vocab_size: int | None, group: ProcessGroup) -> int:
+    """How many of this rank's columns are true ids; ``vocab_size`` None means all."""
+    if vocab_size is None:
+        return local_columns
+    return min(max(vocab_size - group.rank() * local_columns, 0), local_columns)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        label_smoothing: float,
+        group: ProcessGroup,
+        vocab_size: int | None,
+    ) -> Tensor:
+        columns = true_columns(logits.shape[-1], vocab_size, group)
+        true_logits = logits[..., :columns].float()
+        total_columns = vocab_size or logits.shape[-1] * group.size()
+        index, is_mine = _local_index(target, logits.shape[-1], columns, group)
+
+        highest = _row_max(true_logits)
+        if group.size() > 1:
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        shifted = true_logits - highest.unsqueeze(-1)
+        at_target = _at(shifted, index, is_mine)
+        sums = torch.stack([shifted.exp().sum(-1), at_target, shifted.sum(-1)])
+        if group.size() > 1:
+            dist.all_reduce(sums, group=group)
+        log_sum = sums[0].log()
+        loss = log_sum - sums[1]
+        if label_smoothing:
+            loss = (1 - label_smoothing) * loss
+            loss += label_smoothing * (log_sum - sums[2] / total_columns)
+        is_ignored = target < 0
+        ctx.save_for_backward(logits, highest + log_sum, index, is_mine, is_ignored)
+        ctx.columns, ctx.smoothing, ctx.total_columns = columns, label_smoothing, total_columns
+        return loss.masked_fill(is_ignored, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, log_sum_exp, index, is_mine, is_ignored = ctx.saved_tensors
+        grad = grad.masked_fill(is_ignored, 0).unsqueeze(-1)
+        share = (logits[..., : ctx.columns].float() - log_sum_exp.unsqueeze(-1)).exp_()
+        if ctx.columns:
+            minus_target = -(1 - ctx.smoothing) * is_mine.to(share.dtype)
+            share.scatter_add_(-1, index.unsqueeze(-1), minus_target.unsqueeze(-1))
+        if ctx.smoothing:
+            share -= ctx.smoothing / ctx.total_columns
+        share *= grad
+        if ctx.columns == logits.shape[-1]:
+            return share.to(logits.dtype), None, None, None, None
+        grad_logits = torch.zeros_like(logits)
+        grad_logits[..., : ctx.columns] = share
+        return grad_logits, None, None, None, None
+
+
+def _local_index(
+    target: Tensor, local_columns: int, columns: int, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Column of each target here (0 where another rank has it), and whether it is here."""
+    index = target - group.rank() * local_columns
+    is_mine = (index >= 0) & (index < columns)
+    return index.masked_fill(~is_mine, 0), is_mine
+
+
+def _row_max(x: Tensor) -> Tensor:
+    """Max of the last dim; -inf for a rank that holds nothing but padding."""
+    return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], float("-inf"))
+
+
+def _at(x: Tensor, index: Tensor, is_mine: Tensor) -> Tensor:
+    if not x.shape[-1]:
+        return torch.zeros_like(x.sum(-1))
+    return x.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~is_mine, 0)
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    tp_group: ProcessGroup,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Loss of each token in float32: logits [..., p/tp], target [...] -> [...].
+
+    ``vocab_size`` is the true size where the logits carry padding.  A negative target costs
+    nothing and has no gradient.
+    """
+    limit = vocab_size or vocab_parallel_logits.shape[-1] * tp_group.size()
+    check_token_ids(target.clamp_min(0), limit)
+    return _VocabParallelCrossEntropy.apply(
+        vocab_parallel_logits, target, label_smoothing, tp_group, vocab_size
+    )

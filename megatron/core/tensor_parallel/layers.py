@@ -1,0 +1,325 @@
+"""Linear layers and the word embedding, cut over a tensor-parallel group.
+
+Shapes: ``s`` tokens, ``b`` sequences, ``i``/``o`` input and output width, ``x/tp`` this rank's
+share of ``x``; ``s/tp`` appears only under sequence parallelism (SP).
+
+    column   [s, b, i]    -> [s, b, o/tp]    weight [o/tp, i]
+    row      [s, b, i/tp] -> [s, b, o]       weight [o, i/tp]
+
+Collectives, in order: a column layer all-gathers its input before the matmul under SP; backward it
+gathers the input again while the input gradient is computed, then reduces that gradient
+(all-reduce, or reduce-scatter under SP) while the weight gradient is computed.  A row layer
+reduces its output (all-reduce, or reduce-scatter under SP).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.core import device
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.param_info import ParamInfo
+from megatron.core.param_init import Init, new_parameter
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_first_dim,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+
+
+class LayerConfig(Protocol):
+    """What these layers read of a config."""
+
+    @property
+    def params_dtype(self) -> torch.dtype: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+
+
+def share_of(size: int, group: ProcessGroup, what: str) -> int:
+    """``size`` divided over ``group``; ``what`` names the size in the error."""
+    if size % group.size():
+        raise ConfigError(
+            f"{what} {size} is not a multiple of --tensor-model-parallel-size {group.size()}"
+        )
+    return size // group.size()
+
+
+class _ColumnMatmul(torch.autograd.Function):
+    """x W^T + b with the communication of a column layer hidden behind its matmuls."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: ProcessGroup,
+        sequence_parallel: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        total_x = all_gather_first_dim(x, group) if sequence_parallel else x
+        return F.linear(total_x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        gathering, total_x = None, x
+        if ctx.sequence_parallel and needs_weight:
+            total_x = x.new_empty((x.shape[0] * ctx.group.size(), *x.shape[1:]))
+            gathering = dist.all_gather_into_tensor(
+                total_x, x.contiguous(), group=ctx.group, async_op=True
+            )
+        reducing, grad_x, partial_grad_x = None, None, None
+        if needs_x:
+            partial_grad_x = grad.matmul(weight)
+            reducing, grad_x = _start_reduction(partial_grad_x, ctx.group, ctx.sequence_parallel)
+        grad_weight = grad_bias = None
+        if needs_weight:
+            if gathering is not None:
+                gathering.wait()
+            grad_weight = grad.flatten(0, -2).t().matmul(total_x.flatten(0, -2))
+        if needs_bias:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        if reducing is not None:
+            reducing.wait()
+        del partial_grad_x  # kept until the reduction had read it
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _start_reduction(
+    grad: Tensor, group: ProcessGroup, sequence_parallel: bool
+) -> tuple[dist.Work | None, Tensor]:
+    """Begin to sum ``grad`` over the group: the work to wait for, and where the sum will be."""
+    if not sequence_parallel:
+        return dist.all_reduce(grad, group=group, async_op=True), grad
+    total = grad.new_empty((grad.shape[0] // group.size(), *grad.shape[1:]))
+    return dist.reduce_scatter_tensor(total, grad, group=group, async_op=True), total
+
+
+class ColumnParallelLinear(nn.Module):
+    """``y = x W^T + b`` with the outputs divided over ``tp_group``.
+
+    Returns (y, bias): the bias is None unless ``skip_bias_add`` leaves its addition to the caller.
+    ``num_blocks`` tells how many equal matrices lie behind each other in the output (gate and up).
+    With ``skip_weight_param_allocation`` the caller passes the weight to every call.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: LayerConfig,
+        init_method: Init,
+        tp_group: ProcessGroup,
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        skip_weight_param_allocation: bool = False,
+        num_blocks: int = 1,
+        unpadded_output_size: int | None = None,
+        is_expert: bool = False,
+    ) -> None:
+        super().__init__()
+        local_size = share_of(output_size, tp_group, "output size")
+        self.tp_group = tp_group
+        self.input_size, self.output_size = input_size, output_size
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.sequence_parallel = config.sequence_parallel and tp_group.size() > 1
+        info = ParamInfo(
+            global_shape=(unpadded_output_size or output_size, input_size),
+            shard_dim=0,
+            shard_index=tp_group.rank(),
+            shard_count=tp_group.size(),
+            num_blocks=num_blocks,
+            init=init_method.kind,
+            init_std=init_method.std,
+            is_expert=is_expert,
+        )
+        self.weight: nn.Parameter | None = None
+        self.bias: nn.Parameter | None = None
+        if not skip_weight_param_allocation:
+            self.weight = new_parameter((local_size, input_size), config.params_dtype, info)
+        if bias:
+            info = ParamInfo(
+                global_shape=info.global_shape[:1],
+                shard_dim=0,
+                shard_index=info.shard_index,
+                shard_count=info.shard_count,
+                num_blocks=num_blocks,
+                is_expert=is_expert,
+            )
+            self.bias = new_parameter((local_size,), config.params_dtype, info)
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s, b, i] -> [s, b, o/tp], or [s, b, o] where the output is gathered."""
+        weight = self.weight if weight is None else weight
+        assert weight is not None, "this layer has no weight of its own: pass one"
+        bias = None if self.skip_bias_add else self.bias
+        if self.tp_group.size() == 1:
+            y = F.linear(x, weight, bias)
+        else:
+            y = _ColumnMatmul.apply(x, weight, bias, self.tp_group, self.sequence_parallel)
+        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        if gather:
+            y = gather_from_tensor_model_parallel_region(y, self.tp_group)
+        return y, self.bias if self.skip_bias_add else None
+
+    def extra_repr(self) -> str:
+        """Global sizes and this rank's share."""
+        tp = self.tp_group
+        return f"{self.input_size}, {self.output_size}, rank {tp.rank()} of {tp.size()}"
+
+
+class RowParallelLinear(nn.Module):
+    """``y = x W^T + b`` with the inputs divided over ``tp_group``.
+
+    Returns (y, bias): the bias is None unless ``skip_bias_add`` leaves its addition, which comes
+    after the sum over ranks, to the caller.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: LayerConfig,
+        init_method: Init,
+        tp_group: ProcessGroup,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        is_expert: bool = False,
+    ) -> None:
+        super().__init__()
+        local_size = share_of(input_size, tp_group, "input size")
+        self.tp_group = tp_group
+        self.input_size, self.output_size = input_size, output_size
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        self.sequence_parallel = config.sequence_parallel and tp_group.size() > 1
+        info = ParamInfo(
+            global_shape=(output_size, input_size),
+            shard_dim=1,
+            shard_index=tp_group.rank(),
+            shard_count=tp_group.size(),
+            init=init_method.kind,
+            init_std=init_method.std,
+            is_expert=is_expert,
+        )
+        self.weight = new_parameter((output_size, local_size), config.params_dtype, info)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            # Added after the reduction: under SP each rank sees the gradient of its tokens only.
+            info = ParamInfo(
+                global_shape=(output_size,),
+                is_expert=is_expert,
+                sequence_parallel=self.sequence_parallel,
+            )
+            self.bias = new_parameter((output_size,), config.params_dtype, info)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[s, b, i/tp] -> [s, b, o], or [s/tp, b, o] under sequence parallelism."""
+        if not self.input_is_parallel:
+            assert not self.sequence_parallel, "sequence parallelism needs a parallel input"
+            x = scatter_to_tensor_model_parallel_region(x, self.tp_group)
+        if self.tp_group.size() == 1 and not self.skip_bias_add:
+            return F.linear(x, self.weight, self.bias), None
+        y = F.linear(x, self.weight)
+        if self.sequence_parallel:
+            y = reduce_scatter_to_sequence_parallel_region(y, self.tp_group)
+        else:
+            y = reduce_from_tensor_model_parallel_region(y, self.tp_group)
+        if self.skip_bias_add or self.bias is None:
+            return y, self.bias
+        return y + self.bias, None
+
+    def extra_repr(self) -> str:
+        """Global sizes and this rank's share."""
+        tp = self.tp_group
+        return f"{self.input_size}, {self.output_size}, rank {tp.rank()} of {tp.size()}"
+
+
+def check_token_ids(token_ids: Tensor, num_tokens: int) -> None:
+    """Raise DataError unless all ids are in [0, num_tokens); on a GPU the device asserts later."""
+    if token_ids.is_meta:
+        return
+    fits = ((token_ids >= 0) & (token_ids < num_tokens)).all()
+    if device.is_cuda(token_ids.device):
+        torch._assert_async(fits, f"a token id is outside the vocabulary of {num_tokens}")
+    elif not fits:
+        low, high = int(token_ids.min()), int(token_ids.max())
+        raise DataError(
+            f"token ids from {low} to {high} do not fit a vocabulary of {num_tokens}: "
+            "the data was made with another tokenizer, or --vocab-size is too small"
+        )
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of an embedding table, the vocabulary divided over ``tp_group``.
+
+    ``num_embeddings`` counts padding rows, ``num_tokens`` (default: all) the true ones; an id
+    that is not below ``num_tokens`` is an error in every layout.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        config: LayerConfig,
+        init_method: Init,
+        tp_group: ProcessGroup,
+        num_tokens: int | None = None,
+        reduce_scatter_embeddings: bool = False,
+    ) -> None:
+        super().__init__()
+        self.tp_group = tp_group
+        self.num_embeddings, self.num_tokens = num_embeddings, num_tokens or num_embeddings
+        self.reduce_scatter_embeddings = reduce_scatter_embeddings
+        self.local_size = share_of(num_embeddings, tp_group, "padded vocabulary size")
+        info = ParamInfo(
+            global_shape=(self.num_tokens, embedding_dim),
+            shard_dim=0,
+            shard_index=tp_group.rank(),
+            shard_count=tp_group.size(),
+            init=init_method.kind,
+            init_std=init_method.std,
+            is_embedding_or_output=True,
+        )
+        self.weight = new_parameter((self.local_size, embedding_dim), config.params_dtype, info)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[b, s] -> [b, s, h]; with ``reduce_scatter_embeddings`` [s/tp, b, h]."""
+        check_token_ids(token_ids, self.num_tokens)
+        if self.tp_group.size() == 1:
+            y = F.embedding(token_ids, self.weight)
+            return y.transpose(0, 1).contiguous() if self.reduce_scatter_embeddings else y
+        local_ids = token_ids - self.tp_group.rank() * self.local_size
+        foreign = (local_ids < 0) | (local_ids >= self.local_size)
+        y = F.embedding(local_ids.masked_fill(foreign, 0), self.weight)
+        y = y.masked_fill(foreign.unsqueeze(-1), 0)
+        if self.reduce_scatter_embeddings:
+            y = y.transpose(0, 1).contiguous()
+            return reduce_scatter_to_sequence_parallel_region(y, self.tp_group)
+        return reduce_from_tensor_model_parallel_region(y, self.tp_group)
+
+    def extra_repr(self) -> str:
+        """Global sizes and this rank's share."""
+        tp = self.tp_group
+        return f"{self.num_tokens} of {self.num_embeddings} rows, rank {tp.rank()} of {tp.size()}"

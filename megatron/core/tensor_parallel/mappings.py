@@ -1,0 +1,202 @@
+"""Collectives of tensor parallelism with their gradients.
+
+``s`` tokens, ``b`` sequences, ``h`` width; ``x/tp`` is the share of ``x`` that this rank holds.
+The group is always given; in a group of one rank every function returns its input.
+
+    region pair           forward                                   backward
+    copy                  nothing                                   all-reduce
+    reduce                all-reduce                                nothing
+    gather  last dim      all-gather            [.., h/tp] -> [.., h]   keep own slice
+    scatter last dim      keep own slice        [.., h] -> [.., h/tp]   all-gather
+    gather  sequence      all-gather            [s/tp, ..] -> [s, ..]   reduce-scatter or slice
+    scatter sequence      keep own slice        [s, ..] -> [s/tp, ..]   all-gather
+    reduce-scatter seq.   reduce-scatter        [s, ..] -> [s/tp, ..]   all-gather
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# -- plain collectives, no gradient ---------------------------------------------------------
+
+
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the group, in a new tensor."""
+    if group.size() == 1:
+        return x
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def all_gather_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[n, ...] of every rank, one behind the other: [n * size, ...]."""
+    if group.size() == 1:
+        return x
+    out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def all_gather_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[..., n] of every rank, side by side: [..., n * size]."""
+    if group.size() == 1:
+        return x
+    parts = x.new_empty((group.size(), *x.shape))
+    dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
+    return parts.movedim(0, -2).flatten(-2)
+
+
+def reduce_scatter_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the group, of which this rank keeps its slice: [n, ...] -> [n / size, ...]."""
+    if group.size() == 1:
+        return x
+    out = x.new_empty((_share(x.shape[0], group), *x.shape[1:]))
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def slice_of_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part of dim 0; a view."""
+    share = _share(x.shape[0], group)
+    return x.narrow(0, group.rank() * share, share)
+
+
+def slice_of_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part of the last dim; a view."""
+    share = _share(x.shape[-1], group)
+    return x.narrow(-1, group.rank() * share, share)
+
+
+def _share(size: int, group: ProcessGroup) -> int:
+    assert size % group.size() == 0, f"size {size} cannot be cut for {group.size()} ranks"
+    return size // group.size()
+
+
+# -- with gradients -------------------------------------------------------------------------
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherLastDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather_last_dim(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return slice_of_last_dim(grad, ctx.group), None
+
+
+class _ScatterLastDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return slice_of_last_dim(x, group).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather_last_dim(grad, ctx.group), None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, grad_is_partial: bool) -> Tensor:
+        ctx.group, ctx.grad_is_partial = group, grad_is_partial
+        return all_gather_first_dim(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.grad_is_partial:
+            return reduce_scatter_first_dim(grad, ctx.group), None, None
+        return slice_of_first_dim(grad, ctx.group), None, None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return slice_of_first_dim(x, group).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather_first_dim(grad, ctx.group), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return reduce_scatter_first_dim(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather_first_dim(grad, ctx.group), None
+
+
+def copy_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Identity; all ranks used the same input, so backward sums their gradients."""
+    return x if group.size() == 1 else _Copy.apply(x, group)
+
+
+def reduce_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum of the terms that the ranks hold; the gradient passes unchanged."""
+    return x if group.size() == 1 else _Reduce.apply(x, group)
+
+
+def gather_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[..., h/tp] -> [..., h]; backward keeps this rank's slice."""
+    return x if group.size() == 1 else _GatherLastDim.apply(x, group)
+
+
+def scatter_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[..., h] -> [..., h/tp]; backward gathers the slices."""
+    return x if group.size() == 1 else _ScatterLastDim.apply(x, group)
+
+
+def gather_from_sequence_parallel_region(
+    x: Tensor, tensor_parallel_output_grad: bool = True, *, group: ProcessGroup
+) -> Tensor:
+    """[s/tp, ...] -> [s, ...].
+
+    With ``tensor_parallel_output_grad`` each rank's gradient is one term and backward sums them
+    (reduce-scatter); without, all ranks have the whole gradient and keep their slice.
+    """
+    if group.size() == 1:
+        return x
+    return _GatherSequence.apply(x, group, tensor_parallel_output_grad)
+
+
+def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[s, ...] -> [s/tp, ...]; no communication forward, backward gathers the slices."""
+    return x if group.size() == 1 else _ScatterSequence.apply(x, group)
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks, each keeping its slice: [s, ...] -> [s/tp, ...]."""
+    return x if group.size() == 1 else _ReduceScatterSequence.apply(x, group)

@@ -1,0 +1,276 @@
+"""Random number streams by name, and recomputation that replays them.
+
+Dropout in a region that all tensor-parallel ranks hold alike draws from the default stream, which
+is the same on all of them; in a region cut over the ranks it draws from the model-parallel stream,
+which differs.  A stream is a saved state of the device's default generator, swapped in for the
+length of a ``with`` block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core import device, parallel_state
+from megatron.core.tensor_parallel.mappings import all_gather_first_dim
+
+MODEL_PARALLEL_STREAM = "model-parallel-rng"
+DATA_PARALLEL_STREAM = "data-parallel-rng"
+EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
+# Distances between the seeds of the streams: fixed, because checkpoints continue them.
+_TENSOR_OFFSET = 2718
+_EXPERT_OFFSET = 1024
+
+
+class RNGStatesTracker:
+    """Named streams of random numbers on this process's device."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, Tensor] = {}
+        self._seeds: dict[str, int] = {}
+
+    def reset(self) -> None:
+        """Forget all streams."""
+        self._states, self._seeds = {}, {}
+
+    def is_initialized(self) -> bool:
+        """Whether there is any stream."""
+        return bool(self._states)
+
+    def get_states(self) -> dict[str, Tensor]:
+        """A copy of every stream's state, for a checkpoint."""
+        return {name: state.clone() for name, state in self._states.items()}
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        """Continue the streams of a checkpoint."""
+        self._states = {name: state.clone() for name, state in states.items()}
+
+    def add(self, name: str, seed: int) -> None:
+        """Begin stream ``name``.  Two streams never share a seed."""
+        assert seed not in self._seeds.values(), f"seed {seed} is taken by another stream"
+        assert name not in self._states, f"stream {name} exists"
+        before = device.rng_state()
+        device.manual_seed(seed)
+        self._states[name], self._seeds[name] = device.rng_state(), seed
+        device.set_rng_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
+        """Draw from stream ``name`` inside the block."""
+        assert name in self._states, f"no stream {name}: model_parallel_seed comes first"
+        before = device.rng_state()
+        device.set_rng_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = device.rng_state()
+            device.set_rng_state(before)
+
+
+CudaRNGStatesTracker = RNGStatesTracker  # the name that scripts know
+_tracker = RNGStatesTracker()
+
+
+def get_rng_tracker() -> RNGStatesTracker:
+    """The streams of this process."""
+    return _tracker
+
+
+get_cuda_rng_tracker = get_rng_tracker
+
+
+def model_parallel_seed(
+    seed: int, *, tp_rank: int, ep_rank: int = 0, expert_tp_rank: int = 0
+) -> None:
+    """Seed the default stream alike, and the named streams apart, for this rank."""
+    _tracker.reset()
+    device.manual_seed(seed)
+    _tracker.add(DATA_PARALLEL_STREAM, seed)
+    _tracker.add(MODEL_PARALLEL_STREAM, seed + _TENSOR_OFFSET + tp_rank)
+    _tracker.add(EXPERT_PARALLEL_STREAM, seed + _EXPERT_OFFSET + 100 * ep_rank + expert_tp_rank)
+
+
+def model_parallel_cuda_manual_seed(
+    seed: int,
+    te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+) -> None:
+    """`model_parallel_seed` for scripts; the kinds of tracker make no difference here."""
+    del te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng
+    groups = parallel_state.current()
+    model_parallel_seed(
+        seed,
+        tp_rank=groups.tp.rank(),
+        ep_rank=groups.ep.rank(),
+        expert_tp_rank=groups.expt_tp.rank(),
+    )
+
+
+@contextlib.contextmanager
+def fork_if(condition: bool, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
+    """`RNGStatesTracker.fork` where ``condition`` holds and streams exist."""
+    with _tracker.fork(name) if condition and _tracker.is_initialized() else _nothing():
+        yield
+
+
+def _nothing() -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+# -- recomputation --------------------------------------------------------------------------
+
+_States = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def _all_rng_states() -> _States:
+    return torch.get_rng_state(), device.rng_state(), _tracker.get_states()
+
+
+def _set_all_rng_states(states: _States) -> None:
+    torch.set_rng_state(states[0])
+    device.set_rng_state(states[1])
+    _tracker.set_states(states[2])
+
+
+@contextlib.contextmanager
+def _replayed(states: _States) -> Iterator[None]:
+    """Draw inside the block what was drawn after ``states``, and leave no trace."""
+    now = _all_rng_states()
+    _set_all_rng_states(states)
+    try:
+        yield
+    finally:
+        _set_all_rng_states(now)
+
+
+class _Checkpoint(torch.autograd.Function):
+    """Run without keeping activations; run again, with them, when the gradient comes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[..., Any], group: ProcessGroup | None, *args: Any
+    ) -> Any:
+        ctx.function, ctx.group, ctx.states = function, group, _all_rng_states()
+        ctx.other_args = [None if torch.is_tensor(a) else a for a in args]
+        ctx.is_tensor = [torch.is_tensor(a) for a in args]
+        tensors = [a for a in args if torch.is_tensor(a)]
+        if group is not None:
+            ctx.first_shape = tensors[0].shape
+            tensors[0] = _own_part(tensors[0], group)
+        ctx.save_for_backward(*tensors)
+        with torch.no_grad():
+            return function(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        tensors = list(ctx.saved_tensors)
+        if ctx.group is not None:
+            tensors[0] = all_gather_first_dim(tensors[0], ctx.group).view(ctx.first_shape)
+        needs = ctx.needs_input_grad[2:]
+        rest = iter(tensors)
+        args = [
+            next(rest).detach().requires_grad_(needs[i]) if is_tensor else ctx.other_args[i]
+            for i, is_tensor in enumerate(ctx.is_tensor)
+        ]
+        with torch.enable_grad(), _replayed(ctx.states):
+            outputs = ctx.function(*args)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if _takes_gradient(o)]
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        return None, None, *(a.grad if torch.is_tensor(a) else None for a in args)
+
+
+def _takes_gradient(output: Any) -> bool:
+    return torch.is_tensor(output) and output.requires_grad
+
+
+def _own_part(x: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's share of the elements of ``x``, in memory of its own."""
+    assert x.numel() % group.size() == 0, f"{x.numel()} elements for {group.size()} ranks"
+    return x.contiguous().view(group.size(), -1)[group.rank()].clone()
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    distribute_saved_activations: bool,
+    *args: Any,
+    tp_group: ProcessGroup | None = None,
+) -> Any:
+    """``function(*args)``, computed again in backward instead of keeping its activations.
+
+    Random streams are replayed.  With ``distribute_saved_activations`` each rank of ``tp_group``
+    keeps its share of the first tensor only; backward is then collective over the group.
+    """
+    assert not distribute_saved_activations or tp_group is not None, "which group shares it?"
+    group = tp_group if distribute_saved_activations else None
+    if group is not None and group.size() == 1:
+        group = None
+    return _Checkpoint.apply(function, group, *args)
+
+
+class CheckpointWithoutOutput:
+    """Compute ``y = function(x)``, drop ``y`` after its last use, compute it again for backward.
+
+    Use: ``y = c.checkpoint(function, x)``; ``z = next_op(y)``;
+    ``c.discard_output_and_register_recompute(z)``.  The memory of ``y`` comes back just before the
+    gradient of ``z`` is used, so it serves for what ``next_op`` saved.
+    """
+
+    def __init__(self) -> None:
+        self._context: Any = None
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run ``function`` without keeping its activations."""
+        result = _CheckpointWithoutOutput.apply(function, self, *args)
+        self._outputs = result if isinstance(result, tuple) else (result,)
+        return result
+
+    def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
+        """Free the output now; fill it again when the gradient of ``hook_tensor`` arrives."""
+        if not hook_tensor.requires_grad:
+            return
+        for output in self._outputs:
+            output.untyped_storage().resize_(0)
+        hook_tensor.register_hook(self._recompute)
+
+    def _recompute(self, _grad: Tensor) -> None:
+        context = self._context
+        args = [
+            a.detach().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a
+            for a in context.args
+        ]
+        with torch.enable_grad(), _replayed(context.states):
+            again = context.function(*args)
+        again = again if isinstance(again, tuple) else (again,)
+        for old, new in zip(self._outputs, again, strict=True):
+            size = new.untyped_storage().nbytes()
+            with torch.no_grad():
+                old.untyped_storage().resize_(size)
+                old.untyped_storage().copy_(new.untyped_storage())
+        context.again, context.args = again, args
+        self._outputs, self._context = (), None
+
+
+class _CheckpointWithoutOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[..., Any], owner: CheckpointWithoutOutput, *args: Any
+    ) -> Any:
+        ctx.function, ctx.states, ctx.args = function, _all_rng_states(), list(args)
+        owner._context = ctx
+        with torch.no_grad():
+            return function(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        torch.autograd.backward(ctx.again, grads)
+        found = tuple(a.grad if torch.is_tensor(a) else None for a in ctx.args)
+        ctx.again = ctx.args = None
+        return None, None, *found
