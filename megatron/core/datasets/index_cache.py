@@ -51,8 +51,9 @@ def build_once(path: str, load: Callable[[], T | None], build: Callable[[], T]) 
         with _try_lock(lock_path) as locked:
             if (result := load()) is not None:
                 return result
-            if _read_text(error_path) != error_before:
-                raise DataError(f"{path} was not built: {_read_text(error_path)}")
+            error = _read_text(error_path)
+            if error is not None and error != error_before:
+                raise DataError(f"{path} was not built: {error}")
             if locked:
                 return _build(build, error_path)
         now_s = time.monotonic()
@@ -102,7 +103,8 @@ def _try_lock(lock_path: str) -> Iterator[bool]:
         try:
             yield True
         finally:
-            os.remove(lock_path)
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(lock_path)
     finally:
         os.close(descriptor)
 
@@ -175,7 +177,8 @@ def save_array(path: str, array: np.ndarray) -> None:
 def load_array(path: str) -> np.ndarray | None:
     """Map a .npy file; None if it is missing or damaged."""
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        # a plain array on the map: indexing np.memmap itself is slow
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except FileNotFoundError:
         return None
     except (ValueError, OSError, EOFError) as error:

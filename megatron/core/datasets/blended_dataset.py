@@ -1,0 +1,163 @@
+"""Several datasets drawn from in proportion to weights, always the one furthest behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.config.errors import DataError
+from megatron.core.datasets import helpers
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.index_cache import (
+    build_once,
+    load_array,
+    save_array,
+    warn_once,
+    write_atomically,
+)
+from megatron.core.datasets.megatron_dataset import (
+    MegatronDataset,
+    describe,
+    description_hash,
+)
+from megatron.core.datasets.utils import normalize
+
+logger = logging.getLogger(__name__)
+
+_MOST_DATASETS = np.iinfo(np.int16).max  # dataset_index is i16
+_PIECE = 1 << 20
+
+
+class BlendedDataset(torch.utils.data.Dataset):
+    """``size`` samples by ``weights``; without size, every sample of every dataset once.
+
+    Without size the weights are the numbers of samples.  Items carry ``dataset_id``.  DataError if
+    a dataset would have to give more samples than it has.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[MegatronDataset],
+        weights: Sequence[float] | Sequence[int],
+        size: int | None,
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        assert 0 < len(datasets) <= _MOST_DATASETS, f"{len(datasets)} datasets in a blend"
+        assert len(datasets) == len(weights), f"{len(datasets)} datasets, {len(weights)} weights"
+        assert len({dataset.index_split for dataset in datasets}) == 1, "datasets of one split"
+        assert all(weight > 0 for weight in weights), f"weights above 0, not {list(weights)}"
+        self.datasets = list(datasets)
+        self.split = datasets[0].index_split
+        self.weights = list(weights) if size is None else normalize(weights)
+        self.size = size
+        self.config = config
+        self.unique_identifiers = OrderedDict[str, Any](
+            {
+                "class": type(self).__name__,
+                "datasets": [dataset.unique_identifiers for dataset in self.datasets],
+                "split": self.split.name,
+                "weights": self.weights,
+                "size": size,
+            }
+        )
+        self.unique_description = describe(self.unique_identifiers)
+        self.unique_description_hash = description_hash(self.unique_description)
+        self.dataset_index, self.dataset_sample_index = self._load_or_build()
+        self._check_supply()
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+        if idx is None:
+            return {"dataset_id": 0, **self.datasets[0][None]}
+        dataset_id = int(self.dataset_index[idx])
+        sample = self.datasets[dataset_id][int(self.dataset_sample_index[idx])]
+        return {"dataset_id": dataset_id, **sample}
+
+    def _check_supply(self) -> None:
+        taken = np.zeros(len(self.datasets), np.int64)
+        for at in range(0, len(self), _PIECE):  # bincount copies what it counts
+            part = self.dataset_index[at : at + _PIECE]
+            taken += np.bincount(part, minlength=len(self.datasets))
+        for dataset, weight, wanted in zip(
+            self.datasets, self.weights, taken.tolist(), strict=True
+        ):
+            if wanted > len(dataset):
+                raise DataError(
+                    f"the {self.split.name} blend takes {wanted} samples from "
+                    f"{dataset.dataset_path} (weight {weight:g}), which offers {len(dataset)}: "
+                    "raise --mid-level-dataset-surplus "
+                    f"(now {self.config.mid_level_dataset_surplus:g})"
+                )
+            logger.info(
+                "the %s blend takes %d of %d samples from %s",
+                self.split.name,
+                wanted,
+                len(dataset),
+                dataset.dataset_path,
+            )
+
+    def _load_or_build(self) -> tuple[np.ndarray, np.ndarray]:
+        """From the cache if --data-cache-path names one.  No collective."""
+        directory = self.config.path_to_cache
+        if directory is None:
+            return self._build()
+        stem = f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}"
+        prefix = os.path.join(directory, stem)
+
+        def build() -> tuple[np.ndarray, np.ndarray]:
+            built = self._build()
+            text = self.unique_description.encode("utf-8")
+            for name, array in zip(_ARRAYS, built, strict=True):
+                save_array(f"{prefix}-{name}.npy", array)
+            write_atomically(f"{prefix}-description.txt", lambda file: file.write(text))
+            return self._load(prefix) or built
+
+        return build_once(prefix, lambda: self._load(prefix), build)
+
+    def _load(self, prefix: str) -> tuple[np.ndarray, np.ndarray] | None:
+        if not os.path.exists(f"{prefix}-description.txt"):
+            return None
+        loaded = [load_array(f"{prefix}-{name}.npy") for name in _ARRAYS]
+        dataset_index, dataset_sample_index = loaded
+        if dataset_index is None or dataset_sample_index is None:
+            return None
+        size = sum(self.weights) if self.size is None else self.size
+        fits = (
+            dataset_index.dtype == np.int16
+            and dataset_sample_index.dtype == np.int64
+            and dataset_index.shape == dataset_sample_index.shape == (size,)
+        )
+        if not fits:
+            warn_once(f"{prefix}-*.npy belong to another blend and are built again")
+        return (dataset_index, dataset_sample_index) if fits else None
+
+    def _build(self) -> tuple[np.ndarray, np.ndarray]:
+        size = int(sum(self.weights)) if self.size is None else self.size
+        dataset_index = np.zeros(size, np.int16)
+        dataset_sample_index = np.zeros(size, np.int64)
+        if self.size is None:
+            sizes = np.array(self.weights, np.int64)
+            helpers.build_exhaustive_blending_indices(
+                dataset_index, dataset_sample_index, sizes, len(sizes)
+            )
+        else:
+            helpers.build_blending_indices(
+                dataset_index,
+                dataset_sample_index,
+                np.array(self.weights),
+                len(self.weights),
+                size,
+                False,
+            )
+        return dataset_index, dataset_sample_index
+
+
+_ARRAYS = ("dataset_index", "dataset_sample_index")

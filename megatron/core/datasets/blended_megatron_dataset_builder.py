@@ -1,0 +1,179 @@
+"""From a config to the train, validation and test set: splits, blends, sizes.
+
+Nothing here is a collective.  Ranks that build read the same files and get the same samples; where
+index arrays are missing one process makes them and the others wait for the files.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    BlendedMegatronDatasetConfig,
+    SplitMatrix,
+)
+from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
+from megatron.core.datasets.utils import Blend, Split, normalize
+
+logger = logging.getLogger(__name__)
+
+Sizes = Sequence[int | None]  # samples of train, valid and test
+TopLevelDataset = MegatronDataset | BlendedDataset | list[MegatronDataset] | None
+
+
+class BlendedMegatronDatasetBuilder:
+    """Builds datasets of class ``cls`` with at least ``sizes`` samples.
+
+    A size of None is one pass over the data, 0 no dataset.  Where ``is_built_on_rank()`` is False
+    all three are None.
+    """
+
+    def __init__(
+        self,
+        cls: type[MegatronDataset],
+        sizes: Sizes,
+        is_built_on_rank: Callable[[], bool],
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        assert len(sizes) == len(Split), f"{len(sizes)} sizes for {len(Split)} splits"
+        self.cls = cls
+        self.sizes: list[int | None] = list(sizes)
+        self.is_built_on_rank = is_built_on_rank
+        self.config = config
+        if config.full_validation:
+            self.sizes[Split.valid.value] = None
+
+    def build(self) -> list[TopLevelDataset]:
+        """[train, valid, test], each a dataset, a BlendedDataset, or None.
+
+        With ``multiple_validation_sets`` valid is a list of datasets.  DataError if a split that
+        is asked for is empty, or a file is missing or damaged.
+        """
+        if not self.is_built_on_rank():
+            return [None] * len(Split)
+        config = self.config
+        if config.mock:
+            assert config.split_matrix is not None
+            return list(self._build_prefix(None, config.split_matrix, self.sizes))
+        if config.blend is not None:
+            assert config.split_matrix is not None
+            return self._build_blend(config.blend, config.split_matrix)
+        assert config.blend_per_split is not None
+        built: list[TopLevelDataset] = [None] * len(Split)
+        for i, blend in enumerate(config.blend_per_split):
+            if blend is None:
+                logger.info("no data is given for the %s split", Split(i).name)
+                continue
+            whole: SplitMatrix = [None] * len(Split)
+            whole[i] = (0.0, 1.0)
+            built[i] = self._build_blend(blend, whole)[i]
+        return built
+
+    def _build_blend(self, blend: Blend, split: SplitMatrix) -> list[TopLevelDataset]:
+        prefixes, weights = blend
+        if len(prefixes) == 1 and weights is None:
+            built: list[TopLevelDataset] = list(self._build_prefix(prefixes[0], split, self.sizes))
+            return [self._as_asked(i, [dataset]) if dataset else None
+                    for i, dataset in enumerate(built)]  # fmt: skip
+        if weights is not None:
+            weights = normalize(weights)
+            surplus = self.config.mid_level_dataset_surplus
+            sizes = [self._sizes_of(weight, surplus) for weight in weights]
+        else:
+            sizes = [[None if size != 0 else 0 for size in self.sizes] for _ in prefixes]
+        per_prefix = self._build_prefixes(prefixes, split, sizes)
+        per_split = list(zip(*per_prefix, strict=True))
+        return [
+            self._blend_split(i, [d for d in per_split[i] if d is not None], weights)
+            if split[i] is not None and self.sizes[i] != 0
+            else None
+            for i in range(len(Split))
+        ]
+
+    def _as_asked(self, split: int, datasets: list[Any]) -> Any:
+        """A list where validation sets stay apart, else the one dataset."""
+        is_list = self.config.multiple_validation_sets and split == Split.valid.value
+        return datasets if is_list else datasets[0]
+
+    def _sizes_of(self, weight: float, surplus: float) -> list[int | None]:
+        """Samples of one dataset of a blend; the surplus is for the greedy order of blending."""
+        if None in self.sizes:
+            raise ConfigError(
+                "--full-validation reads every set once, which leaves no room for weights: "
+                "leave them out, or give validation data of its own with --valid-data-path"
+            )
+        return [
+            ceil(ceil(size * weight) * (1 + surplus)) for size in self.sizes if size is not None
+        ]
+
+    def _blend_split(
+        self, i: int, datasets: list[MegatronDataset], weights: list[float] | None
+    ) -> TopLevelDataset:
+        if self.config.multiple_validation_sets and i == Split.valid.value:
+            return datasets
+        size = self.sizes[i]
+        if weights is not None:
+            assert size is not None
+            total = sum(ceil(size * weight) for weight in weights)
+            return BlendedDataset(datasets, weights, total, self.config)
+        counts = [len(dataset) for dataset in datasets]
+        if size is not None and size > sum(counts):
+            logger.warning(
+                "the %s data paths have no weights, so each is read once: %d samples, of %d asked "
+                "for; give weights to repeat data",
+                Split(i).name,
+                sum(counts),
+                size,
+            )
+        total_or_all = None if size is None else min(size, sum(counts))
+        return BlendedDataset(datasets, counts, total_or_all, self.config)
+
+    def _build_prefixes(
+        self, prefixes: list[str], split: SplitMatrix, sizes: Sequence[Sizes]
+    ) -> list[list[MegatronDataset | None]]:
+        """Every dataset of a blend, several at a time with --num-dataset-builder-threads."""
+        threads = self.config.num_dataset_builder_threads
+        if threads <= 1 or len(prefixes) == 1:
+            return [self._build_prefix(p, split, s) for p, s in zip(prefixes, sizes, strict=True)]
+        with ThreadPoolExecutor(max_workers=threads) as pool:
+            futures = [
+                pool.submit(self._build_prefix, prefix, split, size)
+                for prefix, size in zip(prefixes, sizes, strict=True)
+            ]
+            return [future.result() for future in futures]
+
+    def _build_prefix(
+        self, prefix: str | None, split: SplitMatrix, sizes: Sizes
+    ) -> list[MegatronDataset | None]:
+        source = self.cls.build_low_level_dataset(prefix, self.config)
+        return [self._build_split(source, prefix, i, split[i], sizes[i]) for i in range(len(Split))]
+
+    def _build_split(
+        self,
+        source: LowLevelDataset,
+        prefix: str | None,
+        i: int,
+        fractions: tuple[float, float] | None,
+        size: int | None,
+    ) -> MegatronDataset | None:
+        if fractions is None or size == 0:
+            return None
+        count = self.cls.numel_low_level_dataset(source)
+        begin, end = (int(round(fraction * float(count))) for fraction in fractions)
+        if begin == end:
+            wanted = "one pass" if size is None else f"{size} samples"
+            raise DataError(
+                f"the {Split(i).name} split of {prefix} is empty: its share of {count} sequences "
+                f"is {begin} to {end} (--split {self.config.split}), and {wanted} are asked for; "
+                "give it a larger share, data of its own, or no use (--eval-iters 0)"
+            )
+        indices = np.arange(begin, end, dtype=np.int32)
+        return self.cls(source, prefix, indices, size, Split(i), self.config)

@@ -1,0 +1,300 @@
+"""Documents cut into samples of fixed length for left-to-right models.
+
+A sample is ``sequence_length`` tokens and, with the extra token, the label of the last one; it
+crosses document boundaries.  Which tokens it holds depends on data, seed and sample number alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.gpt_indices import SampleRequest, load_or_build_indices
+from megatron.core.datasets.gpt_masks import causal_mask, get_ltor_masks_and_position_ids
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
+from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path
+from megatron.core.datasets.utils import Split
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
+    """How documents become samples, and what is told the model of document boundaries."""
+
+    reset_position_ids: bool | None = None  # positions restart after an end-of-document token
+    reset_attention_mask: bool | None = None  # tokens do not see earlier documents
+    eod_mask_loss: bool | None = None  # what follows an end-of-document token bears no loss
+    create_attention_mask: bool = True
+    drop_last_partial_validation_sequence: bool = True
+    add_extra_token_to_sequence: bool = True
+    object_storage_cache_path: str | None = None  # a local directory for remote .idx files
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reset_attention_mask and not self.create_attention_mask:
+            raise ConfigError(
+                "--reset-attention-mask needs the attention mask that "
+                "--no-create-attention-mask-in-dataloader leaves out: give one of the two"
+            )
+
+
+class GPTDataset(MegatronDataset):
+    """Samples of one split of an indexed dataset as dictionaries of tensors.
+
+    tokens, labels i64 [s], loss_mask f32 [s], position_ids i64 [s], and attention_mask bool
+    [1, s, s] (True = hidden) if it is created.  ``dataset[None]`` is a sample without loss, for
+    filling up batches.
+    """
+
+    config: GPTDatasetConfig
+    dataset: IndexedDataset
+
+    def __init__(
+        self,
+        indexed_dataset: LowLevelDataset,
+        dataset_path: str | None,
+        indexed_indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(
+            indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
+        )
+        tokenizer = config.tokenizer
+        self._eod: int | None = None
+        if config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss:
+            self._eod = tokenizer.eod
+        self._vocab_size: int = tokenizer.vocab_size
+        self._pad = self._loss_free_pad(tokenizer)
+        self._constant_masks = self._eod is None  # equal for all samples: made once
+        self._masks: dict[str, torch.Tensor] = {}
+        self._num_read = config.sequence_length + int(config.add_extra_token_to_sequence)
+        indices = self._build_document_sample_shuffle_indices()
+        self.document_index, self.sample_index, self.shuffle_index = indices
+
+    @staticmethod
+    def _loss_free_pad(tokenizer: Any) -> int | None:
+        """The padding id, whose prediction bears no loss; None if there is none of its own."""
+        pad = getattr(tokenizer, "pad", None)
+        if pad is None or pad < 0 or pad == getattr(tokenizer, "eod", None):
+            return None
+        return pad
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
+        """Sequences, not documents: splits are made of sequences."""
+        assert isinstance(low_level_dataset, IndexedDataset)
+        return len(low_level_dataset)
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: BlendedMegatronDatasetConfig
+    ) -> LowLevelDataset:
+        """Open the .bin/.idx pair, local or in object storage."""
+        assert dataset_path is not None
+        assert isinstance(config, GPTDatasetConfig)
+        cache = config.object_storage_cache_path
+        storage = ObjectStorageConfig(cache) if cache else None
+        return IndexedDataset(
+            dataset_path,
+            multimodal=False,
+            mmap=config.mmap_bin_files,
+            object_storage_config=storage,
+        )
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+        text, num_real = self._read_sample(0 if idx is None else int(idx))
+        tensor = torch.from_numpy(text)
+        s = self.config.sequence_length
+        tokens = tensor[:s]
+        if self.config.add_extra_token_to_sequence:
+            labels, num_labels = tensor[1:], num_real - 1
+        else:
+            labels, num_labels = torch.roll(tensor, -1), num_real - 1
+            labels[-1] = 0
+        masks = dict(self._masks_of(tokens))
+        has_pad = self._pad is not None and bool((text[1:] == self._pad).any())
+        if idx is None or num_labels < s or has_pad:
+            masks["loss_mask"] = self._without_padding(masks["loss_mask"], labels, num_labels)
+            if idx is None:
+                masks["loss_mask"].zero_()
+        return {"tokens": tokens, "labels": labels, **masks}
+
+    def _without_padding(
+        self, loss_mask: torch.Tensor, labels: torch.Tensor, num_labels: int
+    ) -> torch.Tensor:
+        loss_mask = loss_mask.clone()
+        loss_mask[num_labels:] = 0.0
+        if self._pad is not None:
+            loss_mask[labels == self._pad] = 0.0
+        return loss_mask
+
+    def _masks_of(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self._constant_masks and self._masks:
+            return self._masks
+        config = self.config
+        s = config.sequence_length
+        if self._constant_masks:
+            self._masks = {"loss_mask": torch.ones(s), "position_ids": torch.arange(s)}
+            if config.create_attention_mask:
+                self._masks["attention_mask"] = causal_mask(s)
+            return self._masks
+        assert self._eod is not None
+        attention_mask, loss_mask, position_ids = get_ltor_masks_and_position_ids(
+            tokens,
+            self._eod,
+            bool(config.reset_position_ids),
+            bool(config.reset_attention_mask),
+            bool(config.eod_mask_loss),
+            config.create_attention_mask,
+        )
+        masks = {"loss_mask": loss_mask, "position_ids": position_ids}
+        if attention_mask is not None:
+            masks["attention_mask"] = attention_mask
+        return masks
+
+    def _read_sample(self, idx: int) -> tuple[np.ndarray, int]:
+        """Token ids i64 [s (+ 1)] and how many of them are data; the rest is filled with 0."""
+        text, _ = self._query_document_sample_shuffle_indices(idx)
+        num_real = len(text)
+        # one comparison finds ids above the vocabulary and, as large unsigned numbers, below 0
+        if num_real and text.view(np.uint64).max() >= self._vocab_size:
+            raise self._outside_vocabulary(idx, text)
+        if num_real < self._num_read:
+            text = np.concatenate((text, np.zeros(self._num_read - num_real, np.int64)))
+        return text, num_real
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids i64 of sample ``idx`` (fewer at the very end), and the sequences it touches."""
+        sample = int(self.shuffle_index[idx])
+        (first, first_offset), (last, last_offset) = self.sample_index[sample : sample + 2].tolist()
+        documents = self.document_index[first : last + 1]
+        text = np.empty(self._num_read, np.int64)
+        stop = last_offset + int(self.config.add_extra_token_to_sequence)
+        filled = 0
+        for document in documents[:-1].tolist():
+            piece = self.dataset.get(document, first_offset)
+            text[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            first_offset = 0
+        piece = self.dataset.get(int(documents[-1]), first_offset, stop - first_offset)
+        text[filled : filled + len(piece)] = piece
+        return text[: filled + len(piece)], documents
+
+    def _outside_vocabulary(self, idx: int, text: np.ndarray) -> DataError:
+        _, sequences = self._query_document_sample_shuffle_indices(idx)
+        wrong = next(int(t) for t in text if not 0 <= t < self._vocab_size)
+        holder = next(s for s in sequences.tolist() if wrong in self.dataset.get(s))
+        return DataError(
+            f"{self.dataset_path}.bin, sequence {holder}: token id {wrong} lies outside the "
+            f"vocabulary of {self._vocab_size}: train with the tokenizer that the data was "
+            "preprocessed with"
+        )
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The index arrays, from the cache or built; see ``gpt_indices.py``.  No collective."""
+        config = self.config
+        drops = self.index_split != Split.valid or config.drop_last_partial_validation_sequence
+        request = SampleRequest(
+            source=f"the {self.index_split.name} split of {self.dataset_path}",
+            indices=self.indices,
+            sequence_lengths=self.dataset.sequence_lengths,
+            num_samples=self.num_samples,
+            sequence_length=config.sequence_length,
+            random_seed=config.random_seed,
+            drop_last_partial_sequence=drops,
+            add_extra_token_to_sequence=config.add_extra_token_to_sequence,
+        )
+        built = load_or_build_indices(request, self._cache_prefix(), self.unique_description)
+        logger.info(
+            "%s: %d samples, %d tokens an epoch, %d epochs",
+            request.source,
+            len(built.shuffle_index),
+            built.tokens_per_epoch,
+            built.num_epochs,
+        )
+        return built.document_index, built.sample_index, built.shuffle_index
+
+    def _cache_prefix(self) -> str:
+        name = type(self).__name__
+        directory = self.config.path_to_cache
+        if directory is None:
+            if is_object_storage_path(self.dataset.path_prefix):
+                raise DataError(
+                    f"{self.dataset.path_prefix} lies in object storage: name a local directory "
+                    "for its index with --data-cache-path"
+                )
+            directory = os.path.join(self.dataset.path_prefix, "cache", f"{name}_indices")
+        stem = f"{self.unique_description_hash}-{name}-{self.index_split.name}"
+        return os.path.join(directory, stem)
+
+
+class _MadeUp(Iterable):
+    """What a mock dataset reads from: nothing."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class MockGPTDataset(GPTDataset):
+    """Made-up samples that can be learned: documents count upwards from a random id.
+
+    A sample depends on seed, split and its number alone; it needs no file and no memory.
+    Ids lie inside any vocabulary; documents end with the end-of-document token.
+    """
+
+    _MEAN_DOCUMENT_LENGTH = 256
+    _SAMPLES_WITHOUT_REQUEST = 128
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
+        """Enough for every split to have a share."""
+        return 1_000_000
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: BlendedMegatronDatasetConfig
+    ) -> LowLevelDataset:
+        """Nothing to open."""
+        return _MadeUp()
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        empty = np.empty(0, np.int32)
+        return empty, empty, empty
+
+    def __len__(self) -> int:
+        return self._SAMPLES_WITHOUT_REQUEST if self.num_samples is None else self.num_samples
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        if not 0 <= idx < len(self):
+            raise IndexError(f"sample {idx} of {len(self)}")
+        n, eod = self._num_read, self.config.tokenizer.eod
+        key = (self.config.random_seed * len(Split) + self.index_split.value, idx)
+        random = np.random.Generator(np.random.Philox(key=np.array(key, np.uint64)))
+        ends = random.random(n) * self._MEAN_DOCUMENT_LENGTH < 1.0
+        document = np.zeros(n, np.int64)
+        np.cumsum(ends[:-1], out=document[1:])
+        usable = max(1, self._vocab_size - 1)  # all ids but the end-of-document token
+        firsts = random.integers(usable, size=int(document[-1]) + 1)
+        starts = np.concatenate(([0], np.flatnonzero(ends[:-1]) + 1))
+        text = (firsts[document] + np.arange(n) - starts[document]) % usable
+        text += text >= eod
+        text[ends] = eod
+        return np.minimum(text, self._vocab_size - 1), document

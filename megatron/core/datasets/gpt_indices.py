@@ -1,0 +1,255 @@
+"""Which tokens make up which sample: the three index arrays of a GPT dataset, and their cache.
+
+document_index i32[E]: sequences in the order they are read, all epochs in a row, shuffled.
+sample_index [n+1, 2]: position in document_index and token offset where each sample starts.
+shuffle_index u32[n]: the order in which samples are handed out.
+Arrays, file names and random draws are a file format: equal requests give equal bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.core.config.errors import DataError
+from megatron.core.datasets import helpers
+from megatron.core.datasets.index_cache import (
+    build_once,
+    load_array,
+    save_array,
+    warn_once,
+    write_atomically,
+)
+
+logger = logging.getLogger(__name__)
+
+# The last epoch is shuffled apart when less of it than this is needed: else many of the samples
+# needed would be replaced by ones seen before.
+_SEPARATE_BELOW = 0.80
+_CHECKED_SAMPLES = 32
+_PIECE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest:
+    """How samples are cut from the sequences ``indices`` of a source."""
+
+    source: str  # path prefix and split, for messages
+    indices: np.ndarray  # i32, rising
+    sequence_lengths: np.ndarray  # i32, of the whole source
+    num_samples: int | None  # at least so many; None for one epoch
+    sequence_length: int
+    random_seed: int
+    drop_last_partial_sequence: bool = True
+    add_extra_token_to_sequence: bool = True
+
+    @property
+    def extra(self) -> int:
+        """Tokens a sample reads beyond its length: the label of the last one."""
+        return int(self.add_extra_token_to_sequence)
+
+
+@dataclass(frozen=True)
+class GPTIndices:
+    """See the head of this file for the arrays."""
+
+    document_index: np.ndarray
+    sample_index: np.ndarray
+    shuffle_index: np.ndarray
+    num_epochs: int
+    tokens_per_epoch: int
+
+
+def build_indices(request: SampleRequest) -> GPTIndices:
+    """Build the arrays in memory.
+
+    DataError if the split holds no tokens, or, when one epoch is asked for, not one sample.
+    """
+    tokens_per_epoch = count_tokens(request.sequence_lengths, request.indices)
+    num_epochs = _num_epochs(request, tokens_per_epoch)
+    samples_before_last, is_last_apart = _last_epoch(request, num_epochs, tokens_per_epoch)
+    random_state = np.random.RandomState(request.random_seed)
+    document_index = _document_index(request.indices, num_epochs, is_last_apart, random_state)
+    sample_index = helpers.build_sample_idx(
+        request.sequence_lengths,
+        document_index,
+        request.sequence_length,
+        num_epochs,
+        tokens_per_epoch,
+        request.drop_last_partial_sequence,
+        request.add_extra_token_to_sequence,
+    )
+    num_samples = len(sample_index) - 1
+    if num_samples < 1:
+        raise DataError(
+            f"{request.source} holds {tokens_per_epoch} tokens, too few for one sample of "
+            f"{request.sequence_length}: give it more data or a larger share in --split"
+        )
+    first_part = samples_before_last if is_last_apart else num_samples
+    shuffle_index = _shuffle_index(first_part, num_samples, random_state)
+    return GPTIndices(document_index, sample_index, shuffle_index, num_epochs, tokens_per_epoch)
+
+
+def count_tokens(sequence_lengths: np.ndarray, indices: np.ndarray) -> int:
+    """Tokens in the sequences ``indices``; memory is constant."""
+    if len(indices) == 0:
+        return 0
+    first, last = int(indices[0]), int(indices[-1])
+    if last - first + 1 == len(indices):  # a range, as the builder makes it: no gathering
+        return int(sequence_lengths[first : last + 1].sum(dtype=np.int64))
+    parts = (indices[at : at + _PIECE] for at in range(0, len(indices), _PIECE))
+    return sum(int(sequence_lengths[part].sum(dtype=np.int64)) for part in parts)
+
+
+def _num_epochs(request: SampleRequest, tokens_per_epoch: int) -> int:
+    if tokens_per_epoch == 0:
+        raise DataError(
+            f"{request.source} holds no tokens ({len(request.indices)} sequences, all empty): "
+            "give it more data or a larger share in --split"
+        )
+    if request.num_samples is None:
+        return 1
+    wanted = request.num_samples * request.sequence_length + request.extra
+    return max(1, -(-wanted // tokens_per_epoch))
+
+
+def _last_epoch(request: SampleRequest, num_epochs: int, tokens_per_epoch: int) -> tuple[int, bool]:
+    """Samples of all epochs but the last, and whether the last is shuffled apart from them."""
+    if num_epochs == 1 or request.num_samples is None:
+        return 0, False
+    before = ((num_epochs - 1) * tokens_per_epoch - request.extra) // request.sequence_length
+    per_epoch = (tokens_per_epoch - request.extra) // request.sequence_length
+    from_last = request.num_samples - before
+    return before, from_last < int(_SEPARATE_BELOW * per_epoch)
+
+
+def _document_index(
+    indices: np.ndarray, num_epochs: int, is_last_apart: bool, random_state: np.random.RandomState
+) -> np.ndarray:
+    """Shuffled in one piece, or all epochs but the last and then the last."""
+    document_index = np.tile(np.asarray(indices, np.int32), num_epochs)
+    cut = len(indices) * (num_epochs - 1) if is_last_apart else len(document_index)
+    helpers.shuffle(document_index[:cut], random_state)
+    if is_last_apart:
+        helpers.shuffle(document_index[cut:], random_state)
+    return document_index
+
+
+def _shuffle_index(
+    first_part: int, num_samples: int, random_state: np.random.RandomState
+) -> np.ndarray:
+    fits = num_samples < np.iinfo(np.uint32).max - 1
+    shuffle_index = np.arange(num_samples, dtype=np.uint32 if fits else np.int64)
+    helpers.shuffle(shuffle_index[:first_part], random_state)
+    if first_part != num_samples:
+        helpers.shuffle(shuffle_index[first_part:], random_state)
+    return shuffle_index
+
+
+def load_or_build_indices(
+    request: SampleRequest, path_prefix: str | None, description: str
+) -> GPTIndices:
+    """The arrays from the cache files ``path_prefix-*``, made by one process if they are missing.
+
+    Without ``path_prefix`` nothing is cached.  Damaged files, and files that belong to another
+    version of the data, are built again.  Not a collective.
+    """
+    if path_prefix is None:
+        return build_indices(request)
+
+    def load() -> GPTIndices | None:
+        return _load(request, path_prefix, description)
+
+    def build() -> GPTIndices:
+        started_at_s = time.perf_counter()
+        built = build_indices(request)
+        _save(built, path_prefix, description)
+        elapsed_s = time.perf_counter() - started_at_s
+        logger.info("built the index of %s in %.2f s", request.source, elapsed_s)
+        return _load(request, path_prefix, description) or built  # mapped: shared by all ranks
+
+    return build_once(path_prefix, load, build)
+
+
+_ARRAYS = ("document_index", "sample_index", "shuffle_index")
+
+
+def _save(built: GPTIndices, path_prefix: str, description: str) -> None:
+    """The description comes last: with it the cache is complete."""
+    text_path = f"{path_prefix}-description.txt"
+    if os.path.exists(text_path):
+        os.remove(text_path)
+    arrays = (built.document_index, built.sample_index, built.shuffle_index)
+    for name, array in zip(_ARRAYS, arrays, strict=True):
+        save_array(f"{path_prefix}-{name}.npy", array)
+    write_atomically(text_path, lambda file: file.write(description.encode("utf-8")))
+
+
+def _load(request: SampleRequest, path_prefix: str, description: str) -> GPTIndices | None:
+    try:
+        with open(f"{path_prefix}-description.txt", encoding="utf-8") as file:
+            is_same = file.read() == description
+    except FileNotFoundError:
+        return None
+    loaded = [load_array(f"{path_prefix}-{name}.npy") for name in _ARRAYS]
+    document_index, sample_index, shuffle_index = loaded
+    if document_index is None or sample_index is None or shuffle_index is None:
+        return None
+    tokens_per_epoch = count_tokens(request.sequence_lengths, request.indices)
+    found = GPTIndices(
+        document_index,
+        sample_index,
+        shuffle_index,
+        len(document_index) // max(1, len(request.indices)),
+        tokens_per_epoch,
+    )
+    if not is_same or not _fits(found, request):
+        warn_once(f"{path_prefix}-*.npy belong to other data and are built again")
+        return None
+    return found
+
+
+def _fits(found: GPTIndices, request: SampleRequest) -> bool:
+    """Whether cached arrays can have come from this request: shapes, and a few samples recounted.
+
+    A cache left from a file of the same name but other contents does not pass; the cost does not
+    grow with the data.
+    """
+    documents, samples = found.document_index, found.sample_index
+    has_shapes = (
+        documents.dtype == np.int32
+        and documents.ndim == 1
+        and len(documents) == found.num_epochs * len(request.indices)
+        and samples.dtype in (np.int32, np.int64)
+        and samples.ndim == 2
+        and samples.shape[1] == 2
+        and found.shuffle_index.dtype in (np.uint32, np.int64)
+        and found.shuffle_index.shape == (len(samples) - 1,)
+        and found.num_epochs == _num_epochs(request, found.tokens_per_epoch)
+    )
+    if not has_shapes or len(samples) < 2:
+        return False
+    num_tokens = found.num_epochs * found.tokens_per_epoch - request.extra
+    num_full = num_tokens // request.sequence_length
+    is_cut = not request.drop_last_partial_sequence and num_tokens % request.sequence_length > 0
+    if len(samples) - 1 != num_full + is_cut:
+        return False
+    checked = np.linspace(0, num_full - 1, min(num_full, _CHECKED_SAMPLES)).astype(np.int64)
+    return all(_spans_one_sample(found, request, int(n)) for n in checked)
+
+
+def _spans_one_sample(found: GPTIndices, request: SampleRequest, n: int) -> bool:
+    (first, first_offset), (last, last_offset) = found.sample_index[n : n + 2].tolist()
+    if not 0 <= first <= last < len(found.document_index):
+        return False
+    documents = found.document_index[first : last + 1]
+    low, high = int(request.indices[0]), int(request.indices[-1])
+    if documents.min() < low or documents.max() > high:
+        return False
+    lengths = request.sequence_lengths[documents]
+    num_tokens = int(lengths[:-1].sum(dtype=np.int64)) - first_offset + last_offset
+    return num_tokens == request.sequence_length and last_offset + request.extra <= lengths[-1]

@@ -1,0 +1,55 @@
+"""Loss mask, attention mask and positions of left-to-right samples.
+
+``s`` sequence length, ``...`` any leading dimensions (a batch, or none).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def get_ltor_masks_and_position_ids(
+    data: Tensor,
+    eod_token: int,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+    eod_mask_loss: bool,
+    create_attention_mask: bool = True,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """(attention_mask, loss_mask, position_ids) of input tokens ``data`` [..., s].
+
+    attention_mask bool [..., 1, s, s] or None, True where attention is forbidden; loss_mask f32
+    [..., s]; position_ids i64 [..., s].  The end-of-document token belongs to the document it
+    ends: with the resets, positions restart after it and later tokens do not see it.
+    """
+    position_ids = torch.arange(data.shape[-1], device=data.device).expand(data.shape)
+    is_eod = data == eod_token
+    loss_mask = torch.ones(data.shape, device=data.device)
+    if eod_mask_loss:
+        loss_mask = loss_mask.masked_fill(is_eod, 0.0)
+    attention_mask = causal_mask(data.shape[-1], data.device) if create_attention_mask else None
+    if attention_mask is not None:
+        attention_mask = attention_mask.expand(*data.shape[:-1], *attention_mask.shape)
+    if attention_mask is not None and reset_attention_mask:
+        document = document_of_token(is_eod)
+        other_document = document.unsqueeze(-1) != document.unsqueeze(-2)
+        attention_mask = attention_mask | other_document.unsqueeze(-3)
+    if reset_position_ids:
+        starts = torch.zeros_like(position_ids)
+        starts[..., 1:] = torch.where(is_eod[..., :-1], position_ids[..., 1:], 0)
+        position_ids = position_ids - starts.cummax(dim=-1).values
+    return attention_mask, loss_mask, position_ids.contiguous()
+
+
+def causal_mask(sequence_length: int, device: torch.device | None = None) -> Tensor:
+    """bool [1, s, s], True above the diagonal: what attention must not see."""
+    ones = torch.ones(1, sequence_length, sequence_length, dtype=torch.bool, device=device)
+    return ones.triu(diagonal=1)
+
+
+def document_of_token(is_eod: Tensor) -> Tensor:
+    """i64 [..., s]: how many documents ended before each token."""
+    ended = torch.zeros_like(is_eod, dtype=torch.int64)
+    ended[..., 1:] = is_eod[..., :-1]
+    return ended.cumsum(dim=-1)

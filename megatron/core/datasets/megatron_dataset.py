@@ -1,0 +1,89 @@
+"""The base of datasets that cut samples from a low-level dataset."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
+
+LowLevelDataset = IndexedDataset | Iterable
+
+
+class MegatronDataset(ABC, torch.utils.data.Dataset):
+    """Samples of one split of one source.
+
+    ``indices`` are the elements of the low-level dataset that belong to the split.  The
+    description of what was asked for, and its md5, name the index cache: both are part of a file
+    format.
+    """
+
+    def __init__(
+        self,
+        dataset: LowLevelDataset,
+        dataset_path: str | None,
+        indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        self.dataset = dataset
+        self.dataset_path = dataset_path
+        self.indices = indices
+        self.num_samples = num_samples  # at least so many; None for one pass over the data
+        self.index_split = index_split
+        self.config = config
+        self.unique_identifiers = OrderedDict[str, Any](
+            {
+                "class": type(self).__name__,
+                "dataset_path": dataset_path,
+                "num_samples": num_samples,
+                "index_split": index_split.name,
+            }
+        )
+        for name in self._key_config_attributes():
+            self.unique_identifiers[name] = getattr(config, name)
+        self.unique_description = describe(self.unique_identifiers)
+        self.unique_description_hash = description_hash(self.unique_description)
+
+    @staticmethod
+    @abstractmethod
+    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
+        """How many elements are divided among the splits."""
+
+    @staticmethod
+    @abstractmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: BlendedMegatronDatasetConfig
+    ) -> LowLevelDataset:
+        """Open the source."""
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        """Fields of the config that decide what the samples are; the order is part of the md5."""
+        return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, idx: int | None) -> dict[str, Any]: ...
+
+
+def describe(unique_identifiers: OrderedDict[str, Any]) -> str:
+    """The text that goes into description.txt and, hashed, into the names of cache files."""
+    return json.dumps(unique_identifiers, indent=4, default=lambda part: part.unique_identifiers)
+
+
+def description_hash(description: str) -> str:
+    """The md5 that cache files are named after."""
+    return hashlib.md5(description.encode("utf-8"), usedforsecurity=False).hexdigest()
