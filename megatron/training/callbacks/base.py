@@ -8,12 +8,12 @@ The loop knows nothing of logs, profilers or exit conditions.  It calls, on ever
       on_eval_end                       after each evaluation of one data set, also outside the loop
       on_checkpoint                     after a checkpoint was saved, scheduled or deleted
     on_train_end                        after the last step, however the loop was ended
-    on_exception                        instead of on_train_end, on the rank that raised
+    close                               at the very end, also after an exception
 
 Callbacks are called in the order of the list; the built-in ones stand in the order in which their
-effects must come (`megatron.training.callbacks.builtin`).  What several ranks do together inside a
+effects must come (`megatron.training.callbacks.default`).  What several ranks do together inside a
 hook (a reduction, a barrier) must not depend on anything but the configuration and the iteration:
-hooks are called on all ranks in the same order.  ``on_exception`` may not talk to other ranks.
+hooks are called on all ranks in the same order.  ``close`` may not talk to other ranks.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Callback:
         """A checkpoint was saved, scheduled, finalized or deleted."""
 
     def on_train_end(self, run: Runtime) -> None:
-        """The loop is over: close what was opened."""
+        """The loop is over; a last evaluation may follow."""
 
-    def on_exception(self, run: Runtime, error: BaseException) -> None:
-        """This rank raised ``error`` in the loop; no other rank takes part."""
+    def close(self) -> None:
+        """Give back what was opened.  Other ranks may be gone already."""
 
 
 class CallbackList(Callback):
@@ -110,6 +110,6 @@ class CallbackList(Callback):
         for callback in self._callbacks:
             callback.on_train_end(run)
 
-    def on_exception(self, run: Runtime, error: BaseException) -> None:
+    def close(self) -> None:
         for callback in self._callbacks:
-            callback.on_exception(run, error)
+            callback.close()
