@@ -14,6 +14,7 @@ class BpeRules:
     tokenizer_json: str
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
+    added_tokens: tuple[str, ...] = ()  # words found in a text before it is cut
 
 
 def without_post_processor(tokenizer_json: str) -> str:

@@ -86,7 +86,8 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
             return None
         prefix, suffix = around[: starts[0]], around[starts[0] + len(body) :]
         rules = without_post_processor(self._library.to_str())
-        return BpeRules(rules, tuple(prefix), tuple(suffix))
+        added = self._library.get_added_tokens_decoder().values()
+        return BpeRules(rules, tuple(prefix), tuple(suffix), tuple(t.content for t in added))
 
     @cached_property
     def vocab(self) -> Mapping[str, int]:

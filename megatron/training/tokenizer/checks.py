@@ -1,0 +1,124 @@
+"""Traps of tokenizers and token files, caught before a model is built.
+
+Each check raises ConfigError or DataError with the values and the cure, and does nothing else;
+none is a collective.  They read a bounded part of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken
+from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint
+from megatron.training.tokenizer.null import _NullTokenizer
+
+_SAMPLED_SEQUENCES = 256  # spread evenly over the file
+_SAMPLED_OBJECTS = 16  # the same in object storage, where each is a request
+_SAMPLED_TOKENS = 1 << 22
+_LONGEST_SAMPLE = 1 << 16  # tokens at the end of a sequence that are looked at
+
+
+def check_eod(tokenizer: MegatronTokenizer, wanted_by: str) -> int:
+    """The EOD id; ConfigError naming ``wanted_by`` if the tokenizer has none."""
+    try:
+        return tokenizer.eod
+    except MissingToken as error:
+        raise ConfigError(f"{wanted_by} needs the id that ends a document: {error}") from error
+
+
+def check_pad_is_not_eod(tokenizer: MegatronTokenizer, wanted_by: str) -> None:
+    """PAD must differ from EOD where padding is kept out of the loss: EOD would go with it."""
+    try:
+        pad, eod = tokenizer.pad, tokenizer.eod
+    except MissingToken:
+        return
+    if pad == eod:
+        raise ConfigError(
+            f"{wanted_by}: {tokenizer.name} has one id, {pad}, for PAD and for EOD, so a model "
+            "whose padding is masked never learns to stop; give the tokenizer a PAD of its own"
+        )
+
+
+def check_vocab(tokenizer: MegatronTokenizer, padded_vocab_size: int) -> None:
+    """Every id of the tokenizer must have a row in the embedding."""
+    largest = max(tokenizer.vocab.values(), default=-1)
+    needed = max(largest + 1, tokenizer.vocab_size)
+    if needed > padded_vocab_size:
+        raise ConfigError(
+            f"--padded-vocab-size {padded_vocab_size} is fewer than the {needed} ids of "
+            f"{tokenizer.name}; raise it to at least {needed}, or leave it out"
+        )
+
+
+def check_same_tokenizer(prefix: str, tokenizer: MegatronTokenizer) -> None:
+    """The data must come from the run's tokenizer, where ``prefix.tokenizer.json`` says which.
+
+    NullTokenizer makes no claim on text and goes with any data.
+    """
+    written = read_fingerprint(prefix)
+    if written is None or isinstance(tokenizer, _NullTokenizer):
+        return
+    asked = Fingerprint.of(tokenizer)
+    if written.sha256 != asked.sha256:
+        raise DataError(
+            f"{prefix} was written with {written}, this run has {asked}: give this run the same "
+            f"tokenizer files, or preprocess the data again (removing {prefix}.tokenizer.json "
+            "skips this check)"
+        )
+
+
+def check_data_ids(dataset: IndexedDataset, padded_vocab_size: int) -> None:
+    """No id in a sample of the data may lie outside the vocabulary."""
+    for tokens in _sample(dataset):
+        largest, smallest = int(tokens.max(initial=-1)), int(tokens.min(initial=0))
+        if largest >= padded_vocab_size or smallest < 0:
+            wrong = largest if largest >= padded_vocab_size else smallest
+            raise DataError(
+                f"{dataset.path_prefix} holds the id {wrong}, the vocabulary has ids 0 to "
+                f"{padded_vocab_size - 1}: the data is of another tokenizer; preprocess it again"
+            )
+
+
+def check_data_has_eod(dataset: IndexedDataset, eod: int, flags: Sequence[str]) -> None:
+    """Flags that act at document ends have no effect on data without EOD: say so at once."""
+    if flags and not any(np.any(tokens == eod) for tokens in _sample(dataset)):
+        raise DataError(
+            f"{' '.join(flags)} act at the end of documents (id {eod}), and a sample of "
+            f"{dataset.path_prefix} has none; preprocess it with --append-eod, or leave the flags "
+            "out"
+        )
+
+
+def check_data(
+    dataset: IndexedDataset,
+    tokenizer: MegatronTokenizer,
+    padded_vocab_size: int,
+    eod_flags: Sequence[str] = (),
+) -> None:
+    """All checks of one data set at the start of training.
+
+    ``eod_flags`` are those given of --reset-position-ids, --reset-attention-mask and
+    --eod-mask-loss.
+    """
+    check_same_tokenizer(dataset.path_prefix, tokenizer)
+    check_data_ids(dataset, padded_vocab_size)
+    if eod_flags:
+        check_data_has_eod(dataset, check_eod(tokenizer, " ".join(eod_flags)), eod_flags)
+
+
+def _sample(dataset: IndexedDataset) -> Iterator[np.ndarray]:
+    """The ends of evenly spaced sequences, up to some million tokens."""
+    limit = _SAMPLED_SEQUENCES if dataset.object_storage_config is None else _SAMPLED_OBJECTS
+    count = min(len(dataset), limit)
+    left = _SAMPLED_TOKENS
+    for index in np.linspace(0, len(dataset) - 1, count).astype(np.int64):
+        length = int(dataset.sequence_lengths[index])
+        taken = min(length, _LONGEST_SAMPLE)
+        yield dataset.get(int(index), offset=length - taken, length=taken)
+        left -= taken
+        if left <= 0:
+            return

@@ -1,0 +1,127 @@
+"""The fastest library that gives a tokenizer's own ids.
+
+``gigatoken`` and ``tiktoken`` run the rules of a byte-level BPE many times faster than the library
+that owns them.  Each is compared with the owner before it is used, on a sample of the texts and
+on a probe of Unicode and of the special tokens; any difference switches it off with a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.optional import why_missing
+from megatron.training.tokenizer.base import MegatronTokenizer, TokenBatch
+from megatron.training.tokenizer.bpe_rules import BpeRules
+from megatron.training.tokenizer.fast_gigatoken import GigatokenEncoder
+from megatron.training.tokenizer.fast_tiktoken import TiktokenEncoder
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "gigatoken", "tiktoken", "owner")
+_PROBE_STRIDE = 64  # code points; scripts are assigned in blocks
+_LAST_ASSIGNED = 0x33480  # nothing but private and tag characters above
+_CHARACTERS_PER_TEXT = 32
+
+
+class TextEncoder(Protocol):
+    """Texts to ids, many at once."""
+
+    name: str
+
+    def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
+        """Text by text what the tokenizer's ``tokenize`` gives."""
+
+
+class OwnerEncoder:
+    """The library that owns the tokenizer."""
+
+    name = "owner"
+
+    def __init__(self, tokenizer: MegatronTokenizer) -> None:
+        self.encode_batch = tokenizer.tokenize_batch
+
+
+def choose_encoder(
+    tokenizer: MegatronTokenizer, sample: Sequence[str], backend: str = "auto"
+) -> TextEncoder:
+    """The first of gigatoken, tiktoken and the owner that is here and gives the owner's ids.
+
+    A ``backend`` other than auto asks for one of them; ConfigError if it cannot be had.
+    """
+    if backend == "owner":
+        return OwnerEncoder(tokenizer)
+    rules = tokenizer.bpe_rules()
+    names = ("gigatoken", "tiktoken") if backend == "auto" else (backend,)
+    for name in names:
+        reason = _why_not(name, rules)
+        encoder = None if reason or rules is None else _load(name, tokenizer, rules)
+        reason = reason or (None if encoder else f"{name} cannot run these rules")
+        if encoder is not None and (text := first_difference(tokenizer, encoder, sample, rules)):
+            reason = f"{name} gives other ids than the tokenizer's own library, for {text!r}"
+            logger.warning("%s; it is switched off", reason)
+        elif encoder is not None:
+            return encoder
+        if backend != "auto":
+            raise ConfigError(f"--tokenizer-backend {backend}: {reason}; use auto or owner")
+    return OwnerEncoder(tokenizer)
+
+
+def first_difference(
+    tokenizer: MegatronTokenizer, encoder: TextEncoder, sample: Sequence[str], rules: BpeRules
+) -> str | None:
+    """The start of the first text whose ids differ from the owner's; None if none does."""
+    texts = [*probe_texts(rules.added_tokens), *sample]
+    wanted, found = tokenizer.tokenize_batch(texts), encoder.encode_batch(texts)
+    if np.array_equal(wanted.lengths, found.lengths) and np.array_equal(wanted.ids, found.ids):
+        return None
+    for text in texts:
+        if not np.array_equal(
+            tokenizer.tokenize_batch([text]).ids, encoder.encode_batch([text]).ids
+        ):
+            return text[:80]
+    return texts[0][:80]
+
+
+def probe_texts(added_tokens: Iterable[str]) -> list[str]:
+    """Texts on which two tokenizers differ that cut text at other places.
+
+    A character of every run of one Unicode category stands between letters, between digits and
+    alone; then the special tokens in a text, and long runs.
+    """
+    characters = _one_of_each_kind()
+    texts = [
+        "".join(f"a{c}b {c} 1{c}2  {c}{c}\n" for c in characters[i : i + _CHARACTERS_PER_TEXT])
+        for i in range(0, len(characters), _CHARACTERS_PER_TEXT)
+    ]
+    texts += [f"a{token}b {token} c{token}{token}" for token in added_tokens]
+    texts += ["", " ", "\n\n \r\n\t ", " " * 200 + "x", "x" * 700, "=" * 300, "0123456789" * 20]
+    return [*texts, "don't I'LL we'Re it'S CamelCase HTTPServer 3.14e-10 https://a.b/c?d=e#f_g"]
+
+
+def _one_of_each_kind() -> list[str]:
+    found = []
+    kind = ""
+    for code in [*range(0xD800), *range(0xE000, _LAST_ASSIGNED)]:
+        category = unicodedata.category(chr(code))
+        if category != kind or code % _PROBE_STRIDE == 0:
+            found.append(chr(code))
+        kind = category
+    return found
+
+
+def _why_not(name: str, rules: BpeRules | None) -> str | None:
+    if rules is None:
+        return "this tokenizer is no byte-level BPE of a tokenizer.json"
+    return why_missing(name)
+
+
+def _load(name: str, tokenizer: MegatronTokenizer, rules: BpeRules) -> TextEncoder | None:
+    if name == "gigatoken":
+        return GigatokenEncoder.load(rules)
+    return TiktokenEncoder.load(rules, tokenizer)
