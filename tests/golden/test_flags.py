@@ -52,9 +52,7 @@ def test_dests_and_actions_are_the_reference_ones(actions: dict[str, argparse.Ac
 
 
 def test_defaults_differ_only_where_the_table_says(actions: dict[str, argparse.Action]) -> None:
-    changed = {
-        g["dest"] for g in GOLDEN if plain(actions[g["flags"][0]].default) != g["default"]
-    }
+    changed = {g["dest"] for g in GOLDEN if plain(actions[g["flags"][0]].default) != g["default"]}
     assert changed == set(CHANGED_DEFAULTS)
 
 

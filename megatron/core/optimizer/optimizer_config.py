@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.config import states
 from megatron.core.config.option import option
 
 
@@ -11,50 +12,183 @@ from megatron.core.config.option import option
 class OptimizerConfig:
     """The optimizer, its numbers and its precision."""
 
-    weight_decay: float = option(0.01, "", group="regularization")
-    clip_grad: float = option(1.0, "", group="regularization")
-    adam_beta1: float = option(0.9, "", group="regularization")
-    adam_beta2: float = option(0.999, "", group="regularization")
-    adam_eps: float = option(1e-08, "", group="regularization")
-    sgd_momentum: float = option(0.9, "", group="regularization")
-    optimizer: str = option("adam", "", group="training", choices=("adam", "sgd"))
-    optimizer_cpu_offload: bool = option(False, "", group="training")
-    optimizer_offload_fraction: float = option(1.0, "", group="training")
-    use_torch_optimizer_for_cpu_offload: bool = option(False, "", group="training")
-    overlap_cpu_optimizer_d2h_h2d: bool = option(False, "", group="training")
-    pin_cpu_grads: bool = option(True, "", group="training")
-    pin_cpu_params: bool = option(True, "", group="training")
-    lr: float | None = option(None, "", group="learning rate")
-    min_lr: float = option(0.0, "", group="learning rate")
-    decoupled_lr: float | None = option(None, "", group="learning rate")
-    decoupled_min_lr: float | None = option(None, "", group="learning rate")
-    loss_scale: float | None = option(None, "", group="mixed precision")
-    initial_loss_scale: float = option(4294967296.0, "", group="mixed precision")
-    min_loss_scale: float = option(1.0, "", group="mixed precision")
-    loss_scale_window: float = option(1000.0, "", group="mixed precision")
-    hysteresis: int = option(2, "", group="mixed precision")
-    reuse_grad_buf_for_mxfp8_param_ag: bool = option(False, "", group="mixed precision")
-    overlap_param_gather_with_optimizer_step: bool = option(False, "", group="distributed")
-    use_distributed_optimizer: bool = option(False, "", group="distributed")
-    log_num_zeros_in_grad: bool = option(False, "", group="logging")
+    weight_decay: float = option(
+        0.01,
+        "Share of each weight that decays per step, times the learning rate.",
+        group="regularization",
+    )
+    clip_grad: float = option(
+        1.0,
+        "Largest global norm of the gradient; 0 turns clipping off.",
+        group="regularization",
+    )
+    adam_beta1: float = option(
+        0.9,
+        "Decay of Adam's mean of gradients.",
+        group="regularization",
+    )
+    adam_beta2: float = option(
+        0.999,
+        "Decay of Adam's mean of squared gradients.",
+        group="regularization",
+    )
+    adam_eps: float = option(
+        1e-08,
+        "Added to the denominator of Adam's step.",
+        group="regularization",
+    )
+    sgd_momentum: float = option(
+        0.9,
+        "Momentum of plain gradient descent.",
+        group="regularization",
+    )
+    optimizer: str = option(
+        "adam",
+        "Optimizer: Adam with decoupled weight decay, or gradient descent with momentum.",
+        group="training",
+        choices=("adam", "sgd"),
+    )
+    optimizer_cpu_offload: bool = option(
+        False,
+        "Keep optimizer state in host memory and step there.",
+        group="training",
+        refused=states.OFFLOAD,
+    )
+    optimizer_offload_fraction: float = option(
+        1.0,
+        "Share of the optimizer state kept in host memory, 0 to 1.",
+        group="training",
+        ignored=states.only_with("--optimizer-cpu-offload"),
+    )
+    use_torch_optimizer_for_cpu_offload: bool = option(
+        False,
+        "Step on the host with PyTorch's own optimizer.",
+        group="training",
+        ignored=states.only_with("--optimizer-cpu-offload"),
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = option(
+        False,
+        "Overlap copies between host and device with the step on the host.",
+        group="training",
+        ignored=states.only_with("--optimizer-cpu-offload"),
+    )
+    pin_cpu_grads: bool = option(
+        True,
+        "Do not pin the host copies of gradients.",
+        group="training",
+        ignored=states.only_with("--optimizer-cpu-offload"),
+    )
+    pin_cpu_params: bool = option(
+        True,
+        "Do not pin the host copies of parameters.",
+        group="training",
+        ignored=states.only_with("--optimizer-cpu-offload"),
+    )
+    lr: float | None = option(
+        None,
+        "Peak learning rate.",
+        group="learning rate",
+    )
+    min_lr: float = option(
+        0.0,
+        "Learning rate that is never undercut after warm-up.",
+        group="learning rate",
+    )
+    decoupled_lr: float | None = option(
+        None,
+        "Peak learning rate of word embeddings and output layer.",
+        group="learning rate",
+    )
+    decoupled_min_lr: float | None = option(
+        None,
+        "Lower bound of --decoupled-lr's schedule.",
+        group="learning rate",
+    )
+    loss_scale: float | None = option(
+        None,
+        "Constant loss scale; a power of 2. Without it the scale adapts under --fp16.",
+        group="mixed precision",
+    )
+    initial_loss_scale: float = option(
+        4294967296.0,
+        "Loss scale that the adaptive one starts from.",
+        group="mixed precision",
+    )
+    min_loss_scale: float = option(
+        1.0,
+        "Smallest adaptive loss scale; overflow there ends the run.",
+        group="mixed precision",
+    )
+    loss_scale_window: float = option(
+        1000.0,
+        "Steps without overflow after which the adaptive loss scale doubles.",
+        group="mixed precision",
+    )
+    hysteresis: int = option(
+        2,
+        "Overflows after which the adaptive loss scale halves.",
+        group="mixed precision",
+    )
+    reuse_grad_buf_for_mxfp8_param_ag: bool = option(
+        False,
+        "Gather mxfp8 parameters through the gradient buffer.",
+        group="mixed precision",
+        ignored=states.only_with("--fp8-format"),
+    )
+    overlap_param_gather_with_optimizer_step: bool = option(
+        False,
+        "Gather the first chunk's parameters during the optimizer step.",
+        group="distributed",
+        ignored=states.only_with("--use-distributed-optimizer"),
+    )
+    use_distributed_optimizer: bool = option(
+        False,
+        "Shard the optimizer over the replicas.",
+        group="distributed",
+        refused=states.DISTRIBUTED_OPTIMIZER,
+    )
+    log_num_zeros_in_grad: bool = option(
+        False,
+        "Log how many elements of the gradient are zero.",
+        group="logging",
+    )
     barrier_with_L1_time: bool = option(
         True,
-        "",
+        "Do not wait for all ranks before a timer of level 1 starts.",
         group="logging",
         flag="--no-barrier-with-level-1-timing",
     )
-    use_precision_aware_optimizer: bool = option(False, "", group="experimental")
-    main_grads_dtype: str = option("fp32", "", group="experimental", choices=("fp32", "bf16"))
-    main_params_dtype: str = option("fp32", "", group="experimental", choices=("fp32", "fp16"))
+    use_precision_aware_optimizer: bool = option(
+        False,
+        "Let the optimizer keep its state below fp32.",
+        group="experimental",
+        refused=states.LOW_PRECISION_STATE,
+    )
+    main_grads_dtype: str = option(
+        "fp32",
+        "Number format of main gradients.",
+        group="experimental",
+        choices=("fp32", "bf16"),
+        refused=states.LOW_PRECISION_STATE,
+    )
+    main_params_dtype: str = option(
+        "fp32",
+        "Number format of main parameters.",
+        group="experimental",
+        choices=("fp32", "fp16"),
+        refused=states.LOW_PRECISION_STATE,
+    )
     exp_avg_dtype: str = option(
         "fp32",
-        "",
+        "Number format of Adam's mean of gradients.",
         group="experimental",
         choices=("fp32", "fp16", "bf16", "fp8"),
+        refused=states.LOW_PRECISION_STATE,
     )
     exp_avg_sq_dtype: str = option(
         "fp32",
-        "",
+        "Number format of Adam's mean of squared gradients.",
         group="experimental",
         choices=("fp32", "fp16", "bf16", "fp8"),
+        refused=states.LOW_PRECISION_STATE,
     )

@@ -11,8 +11,28 @@ from megatron.core.config.option import option
 class ValidationConfig:
     """When and on what the model is evaluated."""
 
-    full_validation: bool = option(False, "", group="validation")
-    multiple_validation_sets: bool = option(False, "", group="validation")
-    eval_iters: int = option(100, "", group="validation")
-    eval_interval: int = option(1000, "", group="validation")
-    skip_train: bool = option(False, "", group="validation")
+    full_validation: bool = option(
+        False,
+        "Go through the whole validation set at each evaluation.",
+        group="validation",
+    )
+    multiple_validation_sets: bool = option(
+        False,
+        "Evaluate on each data set of --valid-data-path or the blend apart.",
+        group="validation",
+    )
+    eval_iters: int = option(
+        100,
+        "Batches of an evaluation.",
+        group="validation",
+    )
+    eval_interval: int = option(
+        1000,
+        "Steps between evaluations.",
+        group="validation",
+    )
+    skip_train: bool = option(
+        False,
+        "Only evaluate, on the loaded weights.",
+        group="validation",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.config import states
 from megatron.core.config.option import option
 from megatron.core.config.parse import int_pair, layer_pattern, member_of
 from megatron.core.enums import AttnBackend
@@ -13,26 +14,61 @@ from megatron.core.enums import AttnBackend
 class AttentionConfig:
     """Heads, windows, softmax and rotary details of attention."""
 
-    num_attention_heads: int = option(0, "", group="network size", default=None)
+    num_attention_heads: int = option(
+        0,
+        "Query heads of each attention layer.",
+        group="network size",
+        default=None,
+    )
     attention_backend: AttnBackend = option(
         AttnBackend.auto,
-        "",
+        "Implementation of the attention core: flash, fused, unfused (plain), local (plain,"
+        " of the local layers) or auto.",
         group="network size",
         choices=tuple(AttnBackend),
         parse=member_of(AttnBackend),
     )
-    kv_channels: int = option(None, "", group="network size")
-    num_query_groups: int = option(None, "", group="network size", default=1)
-    relative_attention_num_buckets: int = option(32, "", group="network size")
-    relative_attention_max_distance: int = option(128, "", group="network size")
-    rotary_interleaved: bool = option(False, "", group="network size")
+    kv_channels: int = option(
+        None,
+        "Width of one attention head; the hidden size over the number of heads if not given.",
+        group="network size",
+    )
+    num_query_groups: int = option(
+        None,
+        "Key and value heads with --group-query-attention; 1 is multi-query attention.",
+        group="network size",
+        default=1,
+    )
+    relative_attention_num_buckets: int = option(
+        32,
+        "Buckets of distances with --position-embedding-type relative.",
+        group="network size",
+        ignored=states.only_with("--position-embedding-type relative"),
+    )
+    relative_attention_max_distance: int = option(
+        128,
+        "Distance in tokens from which relative positions share a bucket.",
+        group="network size",
+        ignored=states.only_with("--position-embedding-type relative"),
+    )
+    rotary_interleaved: bool = option(
+        False,
+        "Rotate neighbouring pairs of channels instead of the two halves of a head.",
+        group="network size",
+    )
     no_rope_freq: int | tuple[int, ...] | None = option(
         None,
-        "",
+        "Layers without rotation: every Nth, or a list such as ([0]*3+[1])*2 where 1 skips it.",
         group="network size",
         parse=layer_pattern,
     )
-    mrope_section: tuple[int, ...] | None = option(None, "", group="network size", nargs="+")
+    mrope_section: tuple[int, ...] | None = option(
+        None,
+        "Channels of a head for time, height and width positions.",
+        group="network size",
+        nargs="+",
+        refused=states.MULTIMODAL,
+    )
     window_size: tuple[int, int] | None = option(
         None,
         "Sliding window: keys a query sees to its left and to its right, as LEFT,RIGHT; "
@@ -74,12 +110,53 @@ class AttentionConfig:
         "LongRoPE: tokens of the context that the model was first trained with.",
         group="network size",
     )
-    attention_dropout: float = option(0.1, "", group="regularization")
-    rope_type: str | None = option(None, "", group="training", choices=("rope", "yarn"))
-    use_flash_attn: bool = option(False, "", group="training")
-    add_qkv_bias: bool = option(False, "", group="training")
-    apply_query_key_layer_scaling: bool = option(False, "", group="mixed precision")
-    attention_softmax_in_fp32: bool = option(False, "", group="mixed precision")
-    qk_layernorm: bool = option(False, "", group="vision")
-    qk_l2_norm: bool = option(False, "", group="vision")
-    flash_decode: bool = option(False, "", group="inference")
+    attention_dropout: float = option(
+        0.1,
+        "Probability of dropping an attention weight.",
+        group="regularization",
+    )
+    rope_type: str | None = option(
+        None,
+        "Kind of rotation inside latent attention.",
+        group="training",
+        choices=("rope", "yarn"),
+        ignored=states.only_with("--multi-latent-attention"),
+    )
+    use_flash_attn: bool = option(
+        False,
+        "Old spelling of --attention-backend flash.",
+        group="training",
+    )
+    add_qkv_bias: bool = option(
+        False,
+        "Keep the bias of the query, key and value projection under --disable-bias-linear.",
+        group="training",
+    )
+    apply_query_key_layer_scaling: bool = option(
+        False,
+        "Divide attention scores by the layer number before the softmax and multiply inside"
+        " it, against overflow in fp16.",
+        group="mixed precision",
+    )
+    attention_softmax_in_fp32: bool = option(
+        False,
+        "Compute the attention softmax in fp32.",
+        group="mixed precision",
+    )
+    qk_layernorm: bool = option(
+        False,
+        "Normalise queries and keys of each head before attention.",
+        group="vision",
+    )
+    qk_l2_norm: bool = option(
+        False,
+        "Divide queries and keys of each head by their root mean square.",
+        group="vision",
+    )
+    flash_decode: bool = option(
+        False,
+        "Use flash decoding while generating.",
+        group="inference",
+        refused="flash decoding is not in this version; drop the flag: generation attends "
+        "through --attention-backend",
+    )

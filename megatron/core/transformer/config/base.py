@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.config import states
 from megatron.core.config.option import option
 
 
@@ -11,29 +12,44 @@ from megatron.core.config.option import option
 class BaseConfig:
     """Depth, width, norms and initialisation of a transformer."""
 
-    num_layers: int = option(0, "", group="network size", default=None)
-    hidden_size: int = option(0, "", group="network size", default=None)
+    num_layers: int = option(
+        0,
+        "Transformer layers of the model.",
+        group="network size",
+        default=None,
+    )
+    hidden_size: int = option(
+        0,
+        "Width of the residual stream.",
+        group="network size",
+        default=None,
+    )
     normalization: str = option(
         "LayerNorm",
-        "",
+        "Kind of the normalisation layers.",
         group="network size",
         choices=("LayerNorm", "RMSNorm"),
     )
     layernorm_epsilon: float = option(
         1e-05,
-        "",
+        "Added to the variance inside the normalisation layers.",
         group="network size",
         flag="--norm-epsilon",
         dest="norm_epsilon",
     )
     layernorm_zero_centered_gamma: bool = option(
         False,
-        "",
+        "Store normalisation weights as their distance from 1, so that weight decay pulls "
+        "towards 1.",
         group="network size",
         flag="--apply-layernorm-1p",
         dest="apply_layernorm_1p",
     )
-    apply_residual_connection_post_layernorm: bool = option(False, "", group="network size")
+    apply_residual_connection_post_layernorm: bool = option(
+        False,
+        "Branch the residual off behind the input normalisation instead of before it.",
+        group="network size",
+    )
     layer_norm_placement: str = option(
         "pre",
         "Where a sublayer is normalised: its input (pre), its output (post) or both (sandwich).",
@@ -50,37 +66,95 @@ class BaseConfig:
         "Squash the output logits smoothly into plus or minus this value.",
         group="network size",
     )
-    multi_latent_attention: bool = option(False, "", group="network size")
-    mtp_num_layers: int | None = option(None, "", group="network size")
-    mtp_loss_scaling_factor: float = option(0.1, "", group="network size")
-    hidden_dropout: float = option(0.1, "", group="regularization")
-    calculate_per_token_loss: bool = option(False, "", group="training")
-    init_method_std: float = option(0.02, "", group="initialization")
-    embedding_init_method_std: float = option(None, "", group="initialization")
-    init_method_xavier_uniform: bool = option(False, "", group="initialization")
-    fp32_residual_connection: bool = option(False, "", group="mixed precision")
-    test_mode: bool = option(False, "", group="validation")
+    multi_latent_attention: bool = option(
+        False,
+        "Compress keys and values into one small latent vector per token.",
+        group="network size",
+        refused=states.LATENT_ATTENTION,
+    )
+    mtp_num_layers: int | None = option(
+        None,
+        "Extra heads that predict tokens further ahead.",
+        group="network size",
+        refused=states.MULTI_TOKEN,
+    )
+    mtp_loss_scaling_factor: float = option(
+        0.1,
+        "Weight of the loss of the extra prediction heads.",
+        group="network size",
+        ignored=states.only_with("--mtp-num-layers"),
+    )
+    hidden_dropout: float = option(
+        0.1,
+        "Probability of dropping a channel of a sublayer's output.",
+        group="regularization",
+    )
+    calculate_per_token_loss: bool = option(
+        False,
+        "Average the loss over all tokens of the global batch instead of micro-batch by "
+        "micro-batch.",
+        group="training",
+    )
+    init_method_std: float = option(
+        0.02,
+        "Standard deviation of initial weights.",
+        group="initialization",
+    )
+    embedding_init_method_std: float = option(
+        None,
+        "Standard deviation of initial word embeddings; that of the weights if not given.",
+        group="initialization",
+    )
+    init_method_xavier_uniform: bool = option(
+        False,
+        "Draw initial weights uniformly by Xavier's rule.",
+        group="initialization",
+    )
+    fp32_residual_connection: bool = option(
+        False,
+        "Keep the residual stream in fp32.",
+        group="mixed precision",
+    )
+    test_mode: bool = option(
+        False,
+        "Mark a run as a test of the reference.",
+        group="validation",
+        ignored="nothing behaves otherwise in a test",
+    )
     heterogeneous_layers_config_path: str | None = option(
         None,
-        "",
+        "JSON file with the shape of each layer, in the Llama-Nemotron form.",
         group="heterogeneous architecture",
+        refused=states.HETEROGENEOUS,
     )
     heterogeneous_layers_config_encoded_json: str | None = option(
         None,
-        "",
+        "The text of --heterogeneous-layers-config-path itself.",
         group="heterogeneous architecture",
+        refused=states.HETEROGENEOUS,
     )
     symmetric_ar_type: str | None = option(
         None,
-        "",
+        "All-reduce over symmetric memory while generating.",
         group="inference",
         choices=("two_shot", "one_shot", "multimem_all_reduce", None),
+        refused="symmetric memory is not in this version; drop the flag",
     )
-    nccl_all_reduce_for_prefill: bool = option(False, "", group="inference")
-    mlp_chunks_for_prefill: int = option(1, "", group="inference")
+    nccl_all_reduce_for_prefill: bool = option(
+        False,
+        "Use NCCL for prompts where --symmetric-ar-type serves tokens.",
+        group="inference",
+        ignored=states.only_with("--symmetric-ar-type"),
+    )
+    mlp_chunks_for_prefill: int = option(
+        1,
+        "Parts that a prompt's MLP is computed in, to save memory.",
+        group="inference",
+        ignored="generation computes the MLP in one part",
+    )
     transformer_impl: str = option(
         "transformer_engine",
-        "",
+        "Layers of Transformer Engine where it is installed, or our own (local).",
         group="Transformer-Engine",
         choices=("local", "transformer_engine"),
     )
@@ -89,19 +163,61 @@ class BaseConfig:
         "Stop if Transformer Engine cannot be used, instead of running our own layers.",
         group="Transformer-Engine",
     )
-    te_rng_tracker: bool = option(False, "", group="Transformer-Engine")
-    inference_rng_tracker: bool = option(False, "", group="Transformer-Engine")
-    mamba_state_dim: int = option(128, "", group="experimental")
-    mamba_head_dim: int = option(64, "", group="experimental")
-    mamba_num_groups: int = option(8, "", group="experimental")
-    mamba_num_heads: int | None = option(None, "", group="experimental")
-    is_hybrid_model: bool = option(False, "", group="experimental")
+    te_rng_tracker: bool = option(
+        False,
+        "Keep random state the way Transformer Engine does.",
+        group="Transformer-Engine",
+        ignored=states.only_with("--enable-cuda-graph"),
+    )
+    inference_rng_tracker: bool = option(
+        False,
+        "Keep random state the way generation under CUDA graphs needs.",
+        group="Transformer-Engine",
+        ignored=states.only_with("--enable-cuda-graph"),
+    )
+    mamba_state_dim: int = option(
+        128,
+        "Width of the state of a Mamba layer.",
+        group="experimental",
+        ignored=states.only_with("--is-hybrid-model"),
+    )
+    mamba_head_dim: int = option(
+        64,
+        "Width of a head of a Mamba layer.",
+        group="experimental",
+        ignored=states.only_with("--is-hybrid-model"),
+    )
+    mamba_num_groups: int = option(
+        8,
+        "Groups of a Mamba layer that share state projections.",
+        group="experimental",
+        ignored=states.only_with("--is-hybrid-model"),
+    )
+    mamba_num_heads: int | None = option(
+        None,
+        "Heads of a Mamba layer.",
+        group="experimental",
+        ignored=states.only_with("--is-hybrid-model"),
+    )
+    is_hybrid_model: bool = option(
+        False,
+        "The model mixes Mamba and attention layers.",
+        group="experimental",
+        refused=states.HYBRID,
+    )
     use_mamba_mem_eff_path: bool = option(
         True,
-        "",
+        "Do not use the memory-saving fused Mamba path.",
         group="experimental",
         inverted=True,
         flag="--disable-mamba-mem-eff-path",
         dest="disable_mamba_mem_eff_path",
+        ignored=states.only_with("--is-hybrid-model"),
     )
-    config_logger_dir: str = option("", "", group="config logger")
+    config_logger_dir: str = option(
+        "",
+        "Directory for the settings of each module as it is built.",
+        group="config logger",
+        refused="settings of single modules are not written; --save writes the whole "
+        "configuration as config.yaml beside each checkpoint",
+    )

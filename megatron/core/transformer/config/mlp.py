@@ -11,5 +11,15 @@ from megatron.core.config.option import option
 class MLPConfig:
     """Width, activation and bias of the MLP."""
 
-    ffn_hidden_size: int = option(None, "", group="network size")
-    add_bias_linear: bool = option(True, "", group="training", flag="--disable-bias-linear")
+    ffn_hidden_size: int = option(
+        None,
+        "Inner width of the MLP; 4 times the hidden size, or 8/3 of it in multiples of 64 "
+        "with --swiglu, if not given.",
+        group="network size",
+    )
+    add_bias_linear: bool = option(
+        True,
+        "Drop the biases of the linear layers.",
+        group="training",
+        flag="--disable-bias-linear",
+    )

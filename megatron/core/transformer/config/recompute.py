@@ -13,11 +13,32 @@ class RecomputeConfig:
 
     recompute_granularity: str | None = option(
         None,
-        "",
+        "What backward computes again instead of keeping: whole layers (full) or costly "
+        "parts (selective).",
         group="training",
         choices=("full", "selective"),
     )
-    distribute_saved_activations: bool = option(False, "", group="training")
-    recompute_method: str | None = option(None, "", group="training", choices=("uniform", "block"))
-    recompute_num_layers: int | None = option(None, "", group="training")
-    recompute_modules: tuple[str, ...] | None = option(None, "", group="training", nargs="*")
+    distribute_saved_activations: bool = option(
+        False,
+        "Keep each saved layer input cut over the tensor-parallel ranks.",
+        group="training",
+    )
+    recompute_method: str | None = option(
+        None,
+        "Which layers full recomputation covers: uniform chunks or the first ones of each "
+        "stage (block).",
+        group="training",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = option(
+        None,
+        "Layers in a chunk (uniform) or layers recomputed per stage (block).",
+        group="training",
+    )
+    recompute_modules: tuple[str, ...] | None = option(
+        None,
+        "Parts of a layer that selective recomputation covers, such as core_attn, mlp and "
+        "layernorm.",
+        group="training",
+        nargs="*",
+    )

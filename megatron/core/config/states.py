@@ -1,0 +1,80 @@
+"""Sentences for flags that this version refuses or takes without effect.
+
+A feature that is added later deletes its line here and the ``refused=`` or ``ignored=`` that names
+it.  A sentence follows the flag: "--flag value: <sentence>" or "--flag is without effect: ...".
+"""
+
+from __future__ import annotations
+
+
+def only_with(flag: str) -> str:
+    """For a flag that adjusts a feature which is refused by its own flag."""
+    return f"it only adjusts {flag}, which is not in this version"
+
+
+# ---- refused: not in this version ----------------------------------------------------------
+PIPELINE = (
+    "pipeline parallelism is not in this version; leave --pipeline-model-parallel-size at 1 and "
+    "raise --tensor-model-parallel-size or the number of replicas instead"
+)
+CONTEXT = "context parallelism is not in this version; drop the flag"
+EXPERTS = "mixture of experts is not in this version; drop the flag to train a dense model"
+LATENT_ATTENTION = (
+    "latent attention is not in this version; --group-query-attention also shrinks the keys and "
+    "values"
+)
+MULTI_TOKEN = "multi-token prediction is not in this version; drop the flag"
+DISTRIBUTED_OPTIMIZER = (
+    "sharding the optimizer over data-parallel ranks is not in this version; drop the flag: every "
+    "rank then keeps the whole optimizer"
+)
+FSDP = (
+    "sharding parameters over data-parallel ranks is not in this version; drop the flag and use "
+    "--tensor-model-parallel-size if the model does not fit"
+)
+OFFLOAD = "keeping the optimizer in host memory is not in this version; drop the flag"
+LOW_PRECISION_STATE = (
+    "optimizer state below fp32 is not in this version; drop the flag: state stays fp32"
+)
+FP8 = "fp8 is not in this version; use --bf16"
+CUDA_GRAPHS = "CUDA graphs are not in this version; drop the flag"
+TP_OVERLAP = (
+    "overlap of tensor-parallel communication through Transformer Engine's buffers is not in this "
+    "version; drop the flag"
+)
+ASYNC_SAVE = "saving in the background is not in this version; drop the flag: saves are waited for"
+NON_PERSISTENT = (
+    "short-lived checkpoints are not in this version; use --save-interval with "
+    "--save-retain-interval to keep few of them"
+)
+OTHER_FORMAT = "only --ckpt-format safetensors_dist is in this version"
+CONVERT = "converting between checkpoint formats is not in this version; drop the flag"
+ENCODER_DECODER = "BERT and T5 are not in this version; drop the flag"
+HYBRID = "Mamba and hybrid models are not in this version; drop the flag"
+RETRO = "retrieval-augmented models are not in this version; drop the flag"
+HETEROGENEOUS = "layers of differing shape are not in this version; drop the flag"
+SERVING = "dynamic batching is not in this version; drop the flag"
+MULTIMODAL = "models of images and text are not in this version; drop the flag"
+SFT = "fine-tuning on conversations is not in this version; drop the flag"
+RERUN = (
+    "re-running a suspicious step is not in this version; drop the flag: a NaN loss or gradient "
+    "stops the run and names step and rank"
+)
+STRAGGLER = "straggler detection is not in this version; drop the flag"
+RESTART = (
+    "restart inside the process is not in this version; drop the flag: torchrun --max-restarts "
+    "starts the whole job again"
+)
+FT_PACKAGE = "the fault-tolerance package is not used in this version; drop the flag"
+
+# ---- refused: not part of this project -----------------------------------------------------
+LEGACY_MODELS = "the legacy models are not part of this project; drop the flag"
+VISION = "vision classification, inpainting and DINO are not part of this project; drop the flag"
+RETRIEVER = "ICT and REALM retrieval models are not part of this project; drop the flag"
+KITCHEN = "the kitchen package is not public and not part of this project; drop the flag"
+
+# ---- without effect ------------------------------------------------------------------------
+NO_KERNEL = "kernels are chosen by what runs here; the result does not depend on the choice"
+OLD_SPELLING = "it has been without effect in the reference for a long time"
+ONE_LOGGER = "nothing is ever reported to one logger here"
+ALWAYS_SO = "it is always so here"
