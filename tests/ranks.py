@@ -58,10 +58,7 @@ class _Rank:
     stack_file: Path
     result: bytes | None = None
     error: str | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self.result is None and self.error is None
+    has_ended: bool = False
 
 
 def run_ranks(
@@ -152,6 +149,7 @@ def _rank_main(job: _Job, sender: Connection) -> None:
             world_size=job.world_size,
             timeout=timedelta(seconds=job.timeout_s),
         )
+        _meet(store, job, "connected")
         fn, args = pickle.loads(job.payload)
         report = (True, pickle.dumps(fn(job.rank, job.world_size, *args)))
     except BaseException:  # also SystemExit, and errors torch derives from BaseException
@@ -159,8 +157,16 @@ def _rank_main(job: _Job, sender: Connection) -> None:
     sender.send(report)
     if not report[0]:
         os._exit(1)  # no farewell to peers that may be stuck
+    _meet(store, job, "done")
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _meet(store: dist.Store, job: _Job, where: str) -> None:
+    """Wait for all ranks: one that leaves early cuts the connections of those still connecting."""
+    if store.add(f"{where}/count", 1) == job.world_size:
+        store.set(where, "all")
+    store.wait([where], timedelta(seconds=job.timeout_s))
 
 
 def _prepare_process(job: _Job) -> None:
@@ -182,30 +188,34 @@ def _prepare_process(job: _Job) -> None:
 
 
 def _collect(ranks: list[_Rank], timeout_s: float) -> None:
-    """Wait until every rank has reported, or the grace after the first failure is over."""
+    """Wait until every rank has ended, or the grace after the first failure is over."""
     deadline_s = time.monotonic() + timeout_s + 5  # ranks end themselves before that
-    while open_ranks := [rank for rank in ranks if rank.is_open]:
-        # A report wakes us by the pipe, a death without one by the process's sentinel.
-        waiting: dict[Any, _Rank] = {rank.receiver: rank for rank in open_ranks}
-        waiting |= {rank.process.sentinel: rank for rank in open_ranks}
-        ready = wait(list(waiting), timeout=deadline_s - time.monotonic())
+    while not all(rank.has_ended for rank in ranks):
+        # A report wakes us by the pipe, an end by the process's sentinel.
+        waiting: dict[Any, _Rank] = {r.process.sentinel: r for r in ranks if not r.has_ended}
+        waiting |= {r.receiver: r for r in ranks if r.result is None and r.error is None}
+        ready = wait(list(waiting), timeout=max(0, deadline_s - time.monotonic()))
         if not ready:
             if not any(rank.error for rank in ranks):
-                for rank in open_ranks:
+                for rank in waiting.values():
                     rank.error = f"was not done after {timeout_s} s"
             return
-        for rank in {id(waiting[item]): waiting[item] for item in ready}.values():
-            _receive(rank, timeout_s)
+        for item in ready:
+            if isinstance(item, Connection):
+                _receive(waiting[item])
+        for item in ready:
+            if not isinstance(item, Connection):
+                _bury(waiting[item], timeout_s)
         if any(rank.error for rank in ranks):
             deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
 
 
-def _receive(rank: _Rank, timeout_s: float) -> None:
-    """Take the rank's report, or say how it died."""
+def _receive(rank: _Rank) -> None:
+    """Take the rank's report, if it sent a whole one."""
     try:
         is_result, report = rank.receiver.recv()
-    except EOFError:
-        rank.error = _cause_of_death(rank, timeout_s)
+    except (EOFError, OSError):
+        rank.process.join()
         return
     if is_result:
         rank.result = report
@@ -213,15 +223,24 @@ def _receive(rank: _Rank, timeout_s: float) -> None:
         rank.error = f"failed:\n{report}"
 
 
-def _cause_of_death(rank: _Rank, timeout_s: float) -> str:
+def _bury(rank: _Rank, timeout_s: float) -> None:
+    """Note that the process has ended, and how if it was not the end of a good rank."""
+    if rank.result is None and rank.error is None and rank.receiver.poll():
+        _receive(rank)
     rank.process.join()
+    rank.has_ended = True
+    if rank.error is None and (rank.result is None or rank.process.exitcode != 0):
+        rank.error = _cause_of_death(rank, timeout_s)
+
+
+def _cause_of_death(rank: _Rank, timeout_s: float) -> str:
     code = rank.process.exitcode or 0
     if code < 0:
         return f"was killed by signal {-code} ({signal.Signals(-code).name})"
     stack = rank.stack_file.read_text() if rank.stack_file.exists() else ""
     if stack:
         return f"was not done after {timeout_s} s:\n{stack}"
-    return f"ended without a result, exit code {code}"
+    return f"ended {'after' if rank.result else 'without'} a result, exit code {code}"
 
 
 def _importance(error: str) -> tuple[bool, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import signal
 from pathlib import Path
@@ -93,3 +94,13 @@ def test_ranks_see_the_environment_of_the_caller(monkeypatch: pytest.MonkeyPatch
 
 def test_the_fork_server_has_run_no_torch_operation():
     assert run_ranks(_num_threads_of_server, 1, backend="gloo") == [1]
+
+
+def _crash_at_exit(rank: int, world_size: int) -> None:
+    end = (os.getpid(), signal.SIGSEGV)
+    multiprocessing.util.Finalize(None, os.kill, end, exitpriority=1)
+
+
+def test_a_rank_that_crashes_after_its_result_fails():
+    with pytest.raises(AssertionError, match=r"killed by signal 11 \(SIGSEGV\)"):
+        run_ranks(_crash_at_exit, 1, backend="gloo")

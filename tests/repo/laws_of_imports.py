@@ -1,0 +1,153 @@
+"""Who may import whom.  Each law yields sentences; an empty law is kept.
+
+Package directions of megatron.core, narrowest first: the base (files directly in core, and
+config), then what stands on it.  parallel_state and global_vars are for doors: public entries
+that scripts call without handing over groups or a run.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from tests.repo.source import Source, functions
+
+BASE = {"base", "config"}
+_LOWER = BASE | {"dist_checkpointing"}
+_MIDDLE = _LOWER | {"fusions", "tensor_parallel", "transformer", "ssm"}
+_UPPER = _MIDDLE | {"extensions", "models"}
+
+# Package of megatron/core -> what it may import of megatron/core, besides itself.
+MAY_IMPORT = {
+    "base": BASE,
+    "config": BASE,
+    "fusions": BASE,
+    "datasets": BASE,
+    "dist_checkpointing": BASE,
+    "pipeline_parallel": BASE,
+    "tensor_parallel": _LOWER | {"fusions"},
+    "distributed": _LOWER,
+    "optimizer": _LOWER | {"distributed"},
+    "transformer": _LOWER | {"fusions", "tensor_parallel"},
+    "ssm": _LOWER | {"fusions", "tensor_parallel", "transformer"},
+    "extensions": _MIDDLE,
+    "models": _MIDDLE | {"extensions"},
+    "quantization": _UPPER,
+    "inference": _UPPER | {"quantization"},
+    "export": _UPPER | {"quantization"},
+}
+
+# Public entries that scripts written for the reference call without groups or a run.
+DOORS = {
+    "megatron.core.parallel_state": {
+        "megatron/core/models/gpt/gpt_model.py",
+        "megatron/core/models/bert/bert_model.py",
+        "megatron/core/models/T5/t5_model.py",
+        "megatron/core/distributed/distributed_data_parallel.py",
+        "megatron/core/optimizer/__init__.py",
+        "megatron/core/pipeline_parallel/schedules.py",
+        "megatron/core/tensor_parallel/random.py",
+        "megatron/training/initialize.py",  # installs it
+        "megatron/training/utils.py",  # the reference's helpers for scripts
+        "megatron/training/batch.py",  # get_batch_on_this_*_rank for scripts
+    },
+    "megatron.training.global_vars": {
+        "megatron/training/__init__.py",
+        "megatron/training/initialize.py",  # installs it
+        "megatron/training/training.py",
+        "megatron/training/utils.py",
+        "megatron/training/batch.py",
+    },
+}
+
+# Arithmetic and settings: they import no torch, so that tools start at once.
+PURE = (
+    "megatron/core/config/",
+    "megatron/core/rank_grid.py",
+    "megatron/core/optional.py",
+    "megatron/core/lazy.py",
+    "megatron/training/config/",
+)
+
+
+def package_of(module: str) -> str | None:
+    """Room of a megatron.core module in the table; None for everything else."""
+    parts = module.split(".")
+    if parts[:2] != ["megatron", "core"] or len(parts) < 3:
+        return None
+    return parts[2] if parts[2] in MAY_IMPORT else "base"
+
+
+def core_packages_keep_their_direction(source: Source) -> Iterator[str]:
+    """A package of core imports only what the table gives it."""
+    here = package_of(source.module)
+    if here is None:
+        return
+    is_package = len(source.path.split("/")) > 3
+    if is_package and here == "base":
+        yield f"package {source.path.split('/')[2]} has no row in the table of directions"
+        return
+    for line, name in source.imports():
+        there = package_of(name)
+        if there and there != here and there not in MAY_IMPORT[here]:
+            yield f"{line}: {here} must not import {name}"
+
+
+def imports_point_downwards(source: Source) -> Iterator[str]:
+    """Core knows no application, megatron no scripts, nobody the tests."""
+    forbidden = {"tests", "examples", "benchmarks"} - {source.path.split("/")[0]}
+    if source.is_under("megatron"):
+        forbidden |= {"tools", "pretrain_gpt", "pretrain_bert", "pretrain_t5", "pretrain_mamba"}
+    if source.path.startswith("megatron/core/"):
+        forbidden |= {"megatron.training", "megatron.post_training"}
+    if source.is_under("tests"):
+        return
+    for line, name in source.imports():
+        if any(name == top or name.startswith(f"{top}.") for top in forbidden):
+            yield f"{line}: must not import {name}"
+
+
+def only_doors_read_global_state(source: Source) -> Iterator[str]:
+    """The two files with global state are imported by doors, and by scripts."""
+    if not source.is_under("megatron"):
+        return
+    for line, name in source.imports():
+        for home, doors in DOORS.items():
+            is_home = name == home or name.startswith(f"{home}.")
+            if is_home and source.path not in doors and source.module != home:
+                yield f"{line}: imports {home}; it is no door, so it is handed what it needs"
+
+
+def pure_modules_import_no_torch(source: Source) -> Iterator[str]:
+    """Settings and arithmetic start without torch."""
+    if source.path.startswith(PURE):
+        for line, name in source.imports():
+            if name == "torch" or name.startswith("torch."):
+                yield f"{line}: imports {name}"
+
+
+def imports_stand_at_the_top(source: Source) -> Iterator[str]:
+    """No import inside a function: a hidden edge of the import graph.
+
+    Free are core/optional.py, a module's ``__getattr__``, ``main()`` of an entry point, and
+    benchmarks, whose contenders each import only what they measure.
+    """
+    if source.is_under("tests", "benchmarks") or source.path == "megatron/core/optional.py":
+        return
+    is_entry_point = not source.is_under("megatron")
+    for name, function in functions(source.tree):
+        outermost = name.split(".")[0]
+        if outermost == "__getattr__" or (is_entry_point and outermost == "main"):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                yield f"{node.lineno}: import inside {name}"
+
+
+LAWS = [
+    core_packages_keep_their_direction,
+    imports_point_downwards,
+    only_doors_read_global_state,
+    pure_modules_import_no_torch,
+    imports_stand_at_the_top,
+]
