@@ -116,7 +116,9 @@ def flat_boxes(
     row = prod(shape[1:])
     first_whole, end_whole = -(-start // row), stop // row
 
-    def part_of_row(r: int, begin: int, end: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    def part_of_row(
+        r: int, begin: int, end: int
+    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         for offset, box in flat_boxes(shape[1:], begin - r * row, end - r * row):
             yield (r, *offset), (1, *box)
 

@@ -1,0 +1,233 @@
+"""Publishing a checkpoint so that a kill at any moment leaves a whole one.  No torch, one process.
+
+Order, and what a kill after each step leaves:
+
+1. sweep leftovers, check free space, make ``iter_N.tmp-{attempt}``   the previous checkpoint
+2. all ranks write and fsync their files there                        the previous one
+3. index, common values, then the manifest, all fsynced               the previous one
+4. a published folder of this step is moved to ``.old-``              it, until step 5
+5. rename to ``iter_N``, fsync the directory                          the new one
+6. replace the tracker: temporary file, fsync, rename, fsync          the new one
+7. retention: rename to ``.del-``, then delete                        the new one
+
+Nothing is ever written into a published folder.  What is left over is swept by the next save of
+the same or a later step.  Which folder is loaded is decided in `folders`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.folders import (
+    TRACKER,
+    Found,
+    folder_name,
+    leftovers,
+    published,
+)
+from megatron.core.dist_checkpointing.manifest import (
+    COMMON,
+    CONFIG,
+    INDEX,
+    FileEntry,
+    Manifest,
+    check_size,
+    write_json,
+    write_manifest,
+    write_text,
+)
+from megatron.core.faults import fault_point
+
+# Room for the JSON files and the file system's own records, beside the tensors.
+_SPARE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A checkpoint that is being written into ``folder``."""
+
+    root: Path
+    iteration: int
+    attempt: str
+    folder: Path
+    sequence: int
+    tracker_before: list[Any] | None
+    previous: Found | None  # the newest published one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What rank 0 adds when all ranks have written their files."""
+
+    index: Mapping[str, Any]
+    common: Mapping[str, Any]
+    layout: Mapping[str, Any]
+    files: Mapping[str, FileEntry]  # of all ranks
+    config_text: str | None = None
+
+
+@cache
+def attempt_id() -> str:
+    """Names this start of the program: no two starts write into the same folder."""
+    return f"{time.time_ns():x}-{secrets.token_hex(4)}"
+
+
+def begin(root: Path, iteration: int, num_bytes: int, attempt: str) -> Pending:
+    """Sweep leftovers and make the folder to write into.
+
+    Raises OSError, and CheckpointError when the file system has fewer than ``num_bytes`` free.
+    """
+    fault_point("save.begin", step=iteration)
+    root.mkdir(parents=True, exist_ok=True)
+    sweep(root, iteration)
+    _check_space(root, num_bytes)
+    order = published(root)
+    newest = max((f.manifest.sequence for f in order if f.manifest), default=0)
+    folder = _beside(root / folder_name(iteration), "tmp", attempt)
+    folder.mkdir()
+    return Pending(
+        root=root,
+        iteration=iteration,
+        attempt=attempt,
+        folder=folder,
+        sequence=newest + 1,
+        tracker_before=_tracker_as_found(root),
+        previous=order[0] if order else None,
+    )
+
+
+def publish(pending: Pending, parts: Parts) -> Path:
+    """Complete the folder, give it its final name, replace the tracker; returns the final path.
+
+    Raises OSError, and CheckpointDamaged if a rank's file is not there as reported.  After an
+    error nothing is published, unless the message is about the tracker.
+    """
+    step = pending.iteration
+    final = pending.root / folder_name(step)
+    _complete(pending, parts)
+    fault_point("save.before_rename", step=step)
+    displaced = _beside(final, "old", pending.attempt)
+    if final.exists():
+        final.rename(displaced)
+        fault_point("save.displaced", step=step)
+    pending.folder.rename(final)
+    fault_point("save.after_rename", step=step)
+    fsync_folder(pending.root)
+    set_tracker(pending.root, str(step), pending.attempt, step)
+    fault_point("save.after_tracker", step=step)
+    shutil.rmtree(displaced, ignore_errors=True)
+    return final
+
+
+def abandon(pending: Pending) -> None:
+    """Remove what was written; what cannot be removed is swept later."""
+    shutil.rmtree(pending.folder, ignore_errors=True)
+
+
+def retire(folder: Path, attempt: str, step: int) -> bool:
+    """Delete a published checkpoint; False for a link, which is kept.
+
+    Renamed first: a delete that is killed half-way leaves rubbish, not half a checkpoint.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    doomed = _beside(folder, "del", attempt)
+    fault_point("save.before_delete", step=step)
+    folder.rename(doomed)
+    fault_point("save.in_delete", step=step)
+    shutil.rmtree(doomed, ignore_errors=True)
+    return True
+
+
+def set_tracker(root: Path, text: str, attempt: str, step: int) -> None:
+    """Replace the tracker file; a reader sees the old or the new one, whole."""
+    temporary = root / f"{TRACKER}.tmp-{attempt}"
+    write_text(temporary, text)
+    fault_point("save.before_tracker", step=step)
+    temporary.rename(root / TRACKER)
+    fsync_folder(root)
+
+
+def sweep(root: Path, iteration: int) -> None:
+    """Remove what killed saves up to ``iteration`` and killed deletes left in ``root``.
+
+    A checkpoint that was moved aside for one that never came gets its name back.
+    """
+    for path, step, kind in leftovers(root):
+        final = root / folder_name(step)
+        if kind == "old" and not final.exists():
+            path.rename(final)
+        elif kind != "tmp" or step <= iteration:
+            shutil.rmtree(path, ignore_errors=True)
+    for path in root.glob(f"{TRACKER}.tmp-*"):
+        path.unlink(missing_ok=True)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _complete(pending: Pending, parts: Parts) -> None:
+    """Write what is missing in the folder, the manifest last."""
+    files = dict(parts.files)
+    for name, entry in files.items():
+        check_size(pending.folder, name, entry)
+    files[INDEX] = write_json(pending.folder / INDEX, parts.index)
+    files[COMMON] = write_json(pending.folder / COMMON, parts.common)
+    if parts.config_text is not None:
+        files[CONFIG] = write_text(pending.folder / CONFIG, parts.config_text)
+    fault_point("save.before_manifest", step=pending.iteration)
+    write_manifest(
+        pending.folder,
+        Manifest(
+            iteration=pending.iteration,
+            sequence=pending.sequence,
+            attempt=pending.attempt,
+            published_at_ns=time.time_ns(),
+            tracker_before=pending.tracker_before,
+            layout=parts.layout,
+            files=files,
+        ),
+    )
+    fsync_folder(pending.folder)
+
+
+def _check_space(root: Path, num_bytes: int) -> None:
+    stats = os.statvfs(root)
+    free = stats.f_bavail * stats.f_frsize
+    if free < num_bytes + _SPARE_BYTES:
+        raise CheckpointError(
+            f"{root} has {_human(free)} free and the checkpoint needs "
+            f"{_human(num_bytes + _SPARE_BYTES)}: free space, or keep fewer checkpoints with "
+            "--save-retain-interval"
+        )
+
+
+def _human(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"
+
+
+def _tracker_as_found(root: Path) -> list[Any] | None:
+    path = root / TRACKER
+    try:
+        return [path.read_text(errors="replace").strip(), path.stat().st_mtime_ns]
+    except FileNotFoundError:
+        return None
+
+
+def _beside(folder: Path, kind: str, attempt: str) -> Path:
+    return folder.with_name(f"{folder.name}.{kind}-{attempt}")

@@ -1,0 +1,279 @@
+"""Saving and loading over all ranks: every rank ends with the same folder, or the same error.
+
+Order of collectives, save: gather sizes, broadcast the folder; write; gather reports, broadcast
+the verdict.  Load: gather differences, broadcast the verdict; read; the same again.  A rank that
+fails takes part in them and says why, so nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.collectives import broadcast_json, gather_json, rank_in
+from megatron.core.dist_checkpointing.folders import Found
+from megatron.core.dist_checkpointing.format import RankReport, merge_index, write_rank_files
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, FileEntry
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
+from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
+from megatron.core.dist_checkpointing.validation import (
+    Differences,
+    check_strictness,
+    compare_keys,
+    judge,
+    shorten,
+)
+from megatron.core.faults import InjectedFault, fault_point
+
+# What a rank reports instead of leaving the others in a collective.
+_REPORTED = (OSError, MemoryError, CheckpointError, InjectedFault)
+
+
+class SaveFailed(CheckpointError):
+    """A rank could not save, so nothing was published; the previous checkpoint is whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What a checkpoint is made of, on one rank.  ``common`` and the last two count on rank 0."""
+
+    tensors: Sequence[ShardedTensor]
+    rank_state: Mapping[str, Any] | None = None
+    common: Mapping[str, Any] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    config_text: str | None = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A published folder, and on rank 0 the checkpoint that was the newest before it."""
+
+    folder: Path
+    attempt: str
+    previous: Found | None
+
+
+def save(
+    root: Path,
+    iteration: int,
+    contents: Contents,
+    group: ProcessGroup | None,
+    *,
+    share_work: bool = True,
+) -> Saved:
+    """Publish a checkpoint of ``iteration`` in ``root``.  Collective over ``group``.
+
+    ``group`` spans all ranks, None is a world of one.  ``share_work``: data-parallel replicas
+    share the writing.  Raises SaveFailed on every rank if any rank fails.
+    """
+    mine = to_write(contents.tensors, share_work)
+    pending, folder, attempt = _begin(root, iteration, mine, group)
+    report, error = _write(folder, iteration, attempt, mine, contents, group)
+    reports = gather_json({"report": asdict(report), "error": error}, group)
+    verdict = None
+    if reports is not None:
+        assert pending is not None
+        verdict = _finish(pending, reports, contents)
+    verdict = broadcast_json(verdict, group)
+    if verdict["error"]:
+        raise SaveFailed(_save_failed(root, iteration, verdict["error"]))
+    return Saved(Path(verdict["folder"]), attempt, pending.previous if pending else None)
+
+
+def _begin(
+    root: Path, iteration: int, mine: Sequence[ShardedTensor], group: ProcessGroup | None
+) -> tuple[commit.Pending | None, Path, str]:
+    """Let rank 0 make the folder: the pending save (rank 0 only), the folder, the attempt."""
+    sizes = gather_json(sum(tensor.num_bytes for tensor in mine), group)
+    pending: commit.Pending | None = None
+    answer: dict[str, Any] = {}
+    if sizes is not None:
+        try:
+            pending = commit.begin(root, iteration, sum(sizes), commit.attempt_id())
+            answer = {"folder": str(pending.folder), "attempt": pending.attempt}
+        except _REPORTED as error:
+            answer = {"error": _reason(error)}
+    answer = broadcast_json(answer, group)
+    if "error" in answer:
+        raise SaveFailed(_save_failed(root, iteration, answer["error"]))
+    return pending, Path(answer["folder"]), answer["attempt"]
+
+
+def _write(
+    folder: Path,
+    iteration: int,
+    attempt: str,
+    mine: Sequence[ShardedTensor],
+    contents: Contents,
+    group: ProcessGroup | None,
+) -> tuple[RankReport, str | None]:
+    """Write this rank's files: what was written, or why not."""
+    try:
+        fault_point("save.write", step=iteration)
+        report = write_rank_files(
+            folder,
+            rank_in(group),
+            mine,
+            contents.rank_state,
+            iteration=iteration,
+            attempt=attempt,
+        )
+        fault_point("save.written", step=iteration)
+    except _REPORTED as error:
+        return RankReport({}, {}), _reason(error)
+    return report, None
+
+
+def _finish(
+    pending: commit.Pending, reports: Sequence[Mapping[str, Any]], contents: Contents
+) -> dict[str, str | None]:
+    """On rank 0: publish if all ranks wrote, else remove."""
+    errors = [f"rank {r}: {report['error']}" for r, report in enumerate(reports) if report["error"]]
+    if errors:
+        commit.abandon(pending)
+        return {"error": shorten(errors)}
+    files = {
+        name: FileEntry(**entry)
+        for report in reports
+        for name, entry in report["report"]["files"].items()
+    }
+    try:
+        parts = commit.Parts(
+            index=merge_index([report["report"]["tensors"] for report in reports]),
+            common=contents.common,
+            layout=contents.layout,
+            files=files,
+            config_text=contents.config_text,
+        )
+        return {"folder": str(commit.publish(pending, parts)), "error": None}
+    except _REPORTED as error:
+        commit.abandon(pending)
+        return {"error": f"rank 0: {_reason(error)}"}
+
+
+def load(
+    folder: Path,
+    wanted: Sequence[ShardedTensor],
+    group: ProcessGroup | None,
+    *,
+    strictness: str = "raise_all",
+    leave_out: tuple[str, ...] = (),
+    cast: bool = False,
+) -> Differences:
+    """Fill the views of ``wanted`` from the checkpoint in ``folder``, from whatever layout.
+
+    Collective over ``group``, which spans all ranks; None is a world of one.  Keys that begin with
+    a prefix in ``leave_out`` may be in the checkpoint unused.  ``cast`` allows another dtype.
+    Raises on every rank alike: CheckpointDamaged for files that are not what was written,
+    CheckpointError for tensors that do not fit.  After an error in reading, ``wanted`` is filled
+    in part.
+    """
+    check_strictness(strictness)
+    reader, plan = _plan(folder, wanted, cast)
+    agreed = _agree(folder, plan, group, strictness, leave_out)
+    assert reader is not None
+    error: CheckpointError | None = None
+    with reader:
+        try:
+            for tensor in wanted:
+                fault_point("load.tensor")
+                if tensor.key in reader.tensors:
+                    reader.load(tensor, cast=cast)
+        except CheckpointError as problem:
+            error = problem
+        except OSError as problem:
+            error = CheckpointDamaged(f"{folder}: {_reason(problem)}")
+    together(error, group)
+    return agreed
+
+
+def together(error: CheckpointError | None, group: ProcessGroup | None) -> None:
+    """Raise on every rank what any rank found, the lowest rank's first.  Collective."""
+    report = None if error is None else [isinstance(error, CheckpointDamaged), str(error)]
+    reports = gather_json(report, group)
+    first = next(filter(None, reports), None) if reports is not None else None
+    found = broadcast_json(first, group)
+    if found:
+        raise (CheckpointDamaged if found[0] else CheckpointError)(found[1])
+
+
+def _plan(
+    folder: Path, wanted: Sequence[ShardedTensor], cast: bool
+) -> tuple[CheckpointReader | None, dict[str, Any]]:
+    """Open the checkpoint and compare: what rank 0 has to know for its verdict."""
+    try:
+        reader = CheckpointReader(folder)
+    except (CheckpointError, OSError) as error:
+        damaged = not isinstance(error, CheckpointError) or isinstance(error, CheckpointDamaged)
+        return None, {"error": [damaged, _reason(error)]}
+    problems = []
+    for tensor in wanted:
+        stored = reader.tensors.get(tensor.key)
+        problem = stored and mismatch(tensor, stored, cast=cast)
+        if problem:
+            problems.append(problem)
+    keys = [t.key for t in wanted if t.replica is not None and t.replica.index == 0]
+    return reader, {"problems": problems, "wanted": keys, "stored": list(reader.tensors)}
+
+
+def _agree(
+    folder: Path,
+    plan: dict[str, Any],
+    group: ProcessGroup | None,
+    strictness: str,
+    leave_out: tuple[str, ...],
+) -> Differences:
+    """Compare over all ranks; the differences that may be let pass, or an error everywhere."""
+    stored = plan.pop("stored", [])
+    plans = gather_json(plan, group)
+    verdict: dict[str, Any] | None = None
+    if plans is not None:
+        verdict = _verdict(folder, plans, stored, strictness, leave_out)
+    verdict = broadcast_json(verdict, group)
+    assert verdict is not None
+    if verdict["error"]:
+        is_damaged, message = verdict["error"]
+        raise (CheckpointDamaged if is_damaged else CheckpointError)(message)
+    return Differences(tuple(verdict["absent"]), tuple(verdict["unused"]))
+
+
+def _verdict(
+    folder: Path,
+    plans: Sequence[Mapping[str, Any]],
+    stored: Sequence[str],
+    strictness: str,
+    leave_out: tuple[str, ...],
+) -> dict[str, Any]:
+    """On rank 0: what is wrong, or which differences are let pass."""
+    for plan in plans:
+        if "error" in plan:
+            return {"error": plan["error"]}
+    problems = sorted({problem for plan in plans for problem in plan["problems"]})
+    if problems:
+        text = f"{folder} does not fit this run: {shorten(problems)}"
+        if any("has dtype" in problem for problem in problems):
+            text += "; --load-cast-dtype converts"
+        return {"error": [False, text]}
+    relevant = [key for key in stored if not key.startswith(leave_out)] if leave_out else stored
+    differences = compare_keys((key for plan in plans for key in plan["wanted"]), relevant)
+    problem = judge(differences, strictness, folder)
+    if problem:
+        return {"error": [False, problem]}
+    return {"error": None, **asdict(differences)}
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _save_failed(root: Path, iteration: int, reason: str) -> str:
+    return (
+        f"the checkpoint of iteration {iteration} was not saved in {root}: {reason}; "
+        "earlier checkpoints are whole"
+    )
