@@ -1,0 +1,55 @@
+"""What rank 0 prints before training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.training.printing import print_rank_0
+from megatron.training.runtime import Runtime
+
+_NAME_WIDTH = 48
+
+
+def print_arguments(values: Mapping[str, Any]) -> None:
+    """All arguments in alphabetical order, one a line; on rank 0."""
+    print_rank_0("\n".join(argument_lines(values)))
+
+
+def argument_lines(values: Mapping[str, Any]) -> list[str]:
+    """The lines of `print_arguments`, with the rules around them."""
+    lines = [f"  {name} {'.' * (_NAME_WIDTH - len(name))} {values[name]}" for name in values]
+    return [
+        "------------------------ arguments ------------------------",
+        *sorted(lines, key=str.lower),
+        "-------------------- end of arguments ---------------------",
+    ]
+
+
+def print_layout(run: Runtime) -> None:
+    """How the world is cut up, on rank 0."""
+    model = run.config.model
+    print_rank_0(
+        f"using world size: {run.config.world_size}, "
+        f"data-parallel size: {run.config.data_parallel_size}, "
+        f"context-parallel size: {model.context_parallel_size}, "
+        f"hierarchical context-parallel sizes: {model.hierarchical_context_parallel_sizes}, "
+        f"tensor-model-parallel size: {model.tensor_model_parallel_size}, "
+        f"pipeline-model-parallel size: {model.pipeline_model_parallel_size}"
+    )
+    if model.virtual_pipeline_model_parallel_size is not None:
+        print_rank_0(
+            "Number of virtual stages per pipeline stage: "
+            f"{model.virtual_pipeline_model_parallel_size}"
+        )
+    print_rank_0(f"using {model.params_dtype} for parameters ...")
+
+
+def print_datetime(label: str) -> None:
+    """The time on rank 0 when all ranks have come here.  Collective over all ranks."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+    print_rank_0(f"[{label}] datetime: {time.strftime('%Y-%m-%d %H:%M:%S')} ")
