@@ -1,0 +1,51 @@
+"""A cache for a fixed batch of sequences that grow together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class StaticInferenceContext:
+    """Keys and values of ``max_batch_size`` sequences of up to ``max_sequence_length`` tokens.
+
+    Memory for a layer is taken when the layer first stores something.
+    """
+
+    def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
+        self.max_batch_size = max_batch_size
+        self.max_sequence_length = max_sequence_length
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens kept for each sequence."""
+        return self._num_tokens
+
+    def append(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep [s, b, g, d] of a layer; returns keys and values of all [t + s, b, g, d]."""
+        if layer_index not in self._layers:
+            self._layers[layer_index] = (self._memory(key), self._memory(value))
+        keys, values = self._layers[layer_index]
+        stop = self._num_tokens + key.size(0)
+        if stop > self.max_sequence_length:
+            raise ValueError(
+                f"{stop} tokens do not fit into a cache of {self.max_sequence_length} a sequence"
+            )
+        batch = key.size(1)
+        keys[self._num_tokens : stop, :batch] = key
+        values[self._num_tokens : stop, :batch] = value
+        return keys[:stop, :batch], values[:stop, :batch]
+
+    def advance(self, num_new_tokens: int) -> None:
+        """Count the tokens of a finished forward pass."""
+        self._num_tokens += num_new_tokens
+
+    def reset(self) -> None:
+        """Forget all tokens, keep the memory."""
+        self._num_tokens = 0
+
+    def _memory(self, like: Tensor) -> Tensor:
+        size = (self.max_sequence_length, self.max_batch_size, *like.shape[2:])
+        return torch.empty(size, dtype=like.dtype, device=like.device)

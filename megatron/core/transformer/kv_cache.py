@@ -1,0 +1,31 @@
+"""What attention asks of a cache of keys and values; `megatron.core.inference` has the caches.
+
+Shapes: ``s`` new tokens, ``t`` tokens kept before, ``b`` sequences, ``g`` local key/value heads,
+``d`` head width.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class KVCache(Protocol):
+    """Keys and values of the tokens seen so far, for all layers of this stage."""
+
+    @property
+    def num_tokens(self) -> int:
+        """``t``: tokens kept for each sequence, the position of the first new one."""
+        ...
+
+    def append(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep [s, b, g, d] of a layer; returns keys and values of all [t + s, b, g, d].
+
+        ``num_tokens`` grows when the caller is done with all layers (`advance`), not here.
+        """
+        ...
+
+    def advance(self, num_new_tokens: int) -> None:
+        """Count the tokens of a finished forward pass."""
+        ...

@@ -1,0 +1,18 @@
+"""The application: flags, set-up, the loop, callbacks, checkpoints, tokenizers."""
+
+from megatron.core.lazy import lazy_exports
+
+_GLOBALS = ("get_args", "get_tokenizer", "get_timers", "get_tensorboard_writer", "get_wandb_writer")
+_UTILS = ("print_rank_0", "print_rank_last", "is_last_rank", "is_rank0")
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        **dict.fromkeys(_GLOBALS, "megatron.training.global_vars"),
+        **dict.fromkeys(_UTILS, "megatron.training.utils"),
+        "initialize_megatron": "megatron.training.initialize",
+        "pretrain": "megatron.training.training",
+        "get_model": "megatron.training.setup",
+        "get_train_valid_test_num_samples": "megatron.training.setup",
+    },
+)

@@ -1,0 +1,64 @@
+"""A micro-batch for this rank: the first tensor-parallel rank reads, the others receive.
+
+Shapes: ``b`` micro-batch size, ``s`` sequence length.  Collective over the tensor-parallel group,
+one broadcast a tensor, in the order of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core import device, parallel_state
+from megatron.training import global_vars
+from megatron.training.config.run import RunConfig
+
+_DTYPES = {
+    "tokens": torch.int64,
+    "labels": torch.int64,
+    "loss_mask": torch.float32,
+    "attention_mask": torch.bool,
+    "position_ids": torch.int64,
+}
+
+
+def load_batch(
+    data_iterator: Iterator[dict[str, Tensor]] | None,
+    config: RunConfig,
+    tp_group: dist.ProcessGroup,
+) -> dict[str, Tensor | None]:
+    """tokens, labels, loss_mask, position_ids [b, s]; attention_mask [b, 1, s, s] or None."""
+    target = device.current()
+    b, s = config.training.micro_batch_size, config.data.seq_length
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_DTYPES, (b, s))
+    shapes["attention_mask"] = (b, 1, s, s)
+    with_mask = config.data.create_attention_mask_in_dataloader
+    batch: dict[str, Tensor | None] = dict.fromkeys(_DTYPES)
+    reads = tp_group.rank() == 0
+    item = next(data_iterator) if reads and data_iterator is not None else {}
+    for key, dtype in _DTYPES.items():
+        if key == "attention_mask" and not with_mask:
+            continue
+        if reads:
+            tensor = item[key].to(target, non_blocking=True)
+        else:
+            tensor = torch.empty(shapes[key], dtype=dtype, device=target)
+        if tp_group.size() > 1:
+            dist.broadcast(tensor, dist.get_global_rank(tp_group, 0), group=tp_group)
+        batch[key] = tensor
+    return batch
+
+
+def get_batch_on_this_tp_rank(data_iterator: Any) -> dict[str, Tensor | None]:
+    """`load_batch` for scripts that pass nothing but the iterator."""
+    return load_batch(data_iterator, global_vars.get_run().config, parallel_state.current().tp)
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """This rank's share of the sequence: all of it, since a sequence lies on one rank."""
+    assert parallel_state.get_context_parallel_world_size() == 1
+    return batch

@@ -1,0 +1,126 @@
+"""From data flags to iterators of micro-batches.
+
+The stream of global samples is a function of data, seed and sample index; a rank takes its share
+by (consumed samples, micro-batch size, data-parallel rank).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from megatron.core import device
+from megatron.core.config.errors import DataError
+from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
+from megatron.core.datasets.utils import get_blend_from_list
+from megatron.training.config.data import DataConfig
+from megatron.training.printing import print_rank_0
+from megatron.training.runtime import Runtime
+
+Provider = Callable[[Sequence[int | None]], tuple[Any, Any, Any]]
+
+
+def get_blend_and_blend_per_split(data: DataConfig) -> tuple[Any, Any]:
+    """(blend, None), (None, [train, valid, test]) or (None, None) from the data flags."""
+    if data.data_path or data.data_args_path:
+        words = data.data_path or _words(data.data_args_path, "--data-args-path")
+        return get_blend_from_list(list(words)), None
+    if data.per_split_data_args_path:
+        text = _read(data.per_split_data_args_path, "--per-split-data-args-path")
+        per_split = json.loads(text)
+        return None, [get_blend_from_list(per_split.get(s)) for s in ("train", "valid", "test")]
+    paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    if any(paths):
+        return None, [get_blend_from_list(list(p) if p else None) for p in paths]
+    return None, None
+
+
+def train_valid_test_num_samples(run: Runtime) -> tuple[int | None, int | None, int | None]:
+    """How many samples each set must offer; None is one whole pass."""
+    config, batch = run.config, run.batches.full_global_batch_size
+    validation = config.validation
+    train = config.training.train_samples or run.train_iters * batch
+    passes = run.train_iters // validation.eval_interval + 1
+    valid = None if validation.full_validation else passes * validation.eval_iters * batch
+    return train, valid, validation.eval_iters * batch
+
+
+def build_data(run: Runtime, provider: Provider) -> None:
+    """Fill the iterators of ``run``.
+
+    Index building may take long on the first rank; the others poll for its files, no collective
+    is open meanwhile.
+    """
+    sizes = train_valid_test_num_samples(run)
+    print_rank_0(" > datasets target sizes (minimum size):")
+    for name, size in zip(("train:     ", "validation:", "test:      "), sizes, strict=True):
+        print_rank_0(f"    {name} {size}")
+    if run.config.data.dataloader_type == "external":
+        _take_external(run, provider(sizes))
+        return
+    train, valid, test = provider(sizes)
+    if not run.config.validation.skip_train:
+        loader = make_loader(run, train, run.state.consumed_train_samples)
+        run.train_data = iter(loader) if loader is not None else None
+    sets = list(valid) if isinstance(valid, list | tuple) else [valid]
+    evaluates = run.config.validation.eval_iters > 0 or run.config.validation.full_validation
+    found = [s for s in sets if s is not None and evaluates]
+    num_valid, num_test = _agree(run, len(found), int(test is not None and evaluates))
+    run.valid_loaders = [make_loader(run, s, 0) for s in found] or [None] * num_valid
+    run.test_loader = make_loader(run, test, 0)
+    run.has_test_set = bool(num_test)
+
+
+def _agree(run: Runtime, *counts: int) -> list[int]:
+    """What the reading rank found.  Collective over tp; the ranks that do not read hold None."""
+    if run.groups.tp.size() == 1:
+        return list(counts)
+    agreed = torch.tensor(counts, device=device.current())
+    dist.broadcast(agreed, dist.get_global_rank(run.groups.tp, 0), group=run.groups.tp)
+    return [int(n) for n in agreed]
+
+
+def make_loader(run: Runtime, dataset: Dataset[Any] | None, consumed: int) -> Any:
+    """Micro-batches of this data-parallel rank from sample ``consumed`` on; None without data."""
+    if dataset is None:
+        return None
+    config, dp = run.config, run.groups.dp
+    return build_data_loader(
+        dataset,
+        consumed,
+        DataLoaderConfig(
+            micro_batch_size=config.training.micro_batch_size,
+            data_parallel_rank=dp.rank(),
+            data_parallel_size=dp.size(),
+            dataloader_type=config.data.dataloader_type or "single",
+            num_workers=config.data.num_workers,
+            pin_memory=device.is_cuda(),
+            seed=config.training.seed,
+        ),
+    )
+
+
+def _take_external(run: Runtime, loaders: tuple[Any, Any, Any]) -> None:
+    train, valid, test = loaders
+    run.train_data = iter(train) if train is not None else None
+    run.valid_loaders = [valid] if valid is not None else []
+    run.test_loader = test
+    run.has_test_set = test is not None
+
+
+def _words(path: str | None, flag: str) -> list[str]:
+    assert path is not None
+    return _read(path, flag).split()
+
+
+def _read(path: str, flag: str) -> str:
+    file = Path(path)
+    if not file.is_file():
+        raise DataError(f"{flag} {path}: no such file; give a file that lists the data prefixes")
+    return file.read_text()

@@ -1,0 +1,169 @@
+"""Start-up: flags to a checked configuration, then device, process groups and seeds.
+
+Order of collectives: the rendezvous of the default group, then one creation per group of the
+layout, the same on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.core import device, parallel_state
+from megatron.core.config.errors import ConfigError
+from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    create_process_groups,
+    make_grids,
+)
+from megatron.core.tensor_parallel.random import model_parallel_seed
+from megatron.core.timers import Timers
+from megatron.training import global_vars
+from megatron.training.arguments.check_only import check_only
+from megatron.training.arguments.parser import parse_args
+from megatron.training.arguments.resolve import resolve
+from megatron.training.checkpointing import apply_checkpoint_args
+from megatron.training.config.run import RunConfig
+from megatron.training.log_setup import setup_logging
+from megatron.training.printing import print_rank_0, world_size
+from megatron.training.runtime import Runtime
+
+ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+_PROCESS_STARTED_AT_S = time.time()
+
+
+def configure(
+    extra_args_provider: ExtraArgs | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    argv: Sequence[str] | None = None,
+) -> RunConfig:
+    """Parse and check the command line; talks to nobody.
+
+    Raises ConfigError with every conflict.  Under --check-only prints the layout and ends the
+    program.
+    """
+    namespace = parse_args(extra_args_provider, argv=argv, args_defaults=args_defaults)
+    if namespace.check_only:
+        raise SystemExit(check_only(namespace))
+    if namespace.use_checkpoint_args:
+        apply_checkpoint_args(namespace)
+    config = resolve(namespace, world_size())
+    for warning in config.warnings:
+        print_rank_0(f"WARNING: {warning}")
+    return config
+
+
+def start(config: RunConfig) -> Runtime:
+    """Choose the device, create the groups, seed.  Collective over all ranks."""
+    setup_logging(config.logging.logging_level)
+    local_rank = int(os.environ.get("LOCAL_RANK", config.distributed.local_rank))
+    try:
+        device.choose(config.distributed.device, local_rank)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    _init_default_group(config)
+    groups = _create_groups(config)
+    parallel_state.install(groups)
+    run = Runtime(
+        config=config,
+        groups=groups,
+        timers=Timers(config.logging.timing_log_level, config.logging.timing_log_option),
+        batches=NumMicroBatchesCalculator.from_config(config.training, config.data_parallel_size),
+        started_at_s=_PROCESS_STARTED_AT_S,
+    )
+    global_vars.set_run(run)
+    _set_seeds(config, groups)
+    if config.model.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+    return run
+
+
+def initialize_megatron(
+    extra_args_provider: ExtraArgs | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    ignore_unknown_args: bool = False,
+    allow_no_cuda: bool = True,
+    skip_mpu_initialization: bool = False,
+    get_embedding_ranks: object = None,
+    get_position_embedding_ranks: object = None,
+    parsed_args: object = None,
+    store: object = None,
+) -> None:
+    """Start-up for scripts that drive the library themselves.  Collective.
+
+    A GPU is never needed (``allow_no_cuda``); which ranks hold the embedding follows from the
+    layout.
+    """
+    del ignore_unknown_args, allow_no_cuda, skip_mpu_initialization
+    del get_embedding_ranks, get_position_embedding_ranks, parsed_args, store
+    start(configure(extra_args_provider, args_defaults))
+
+
+def shut_down() -> None:
+    """Forget the run and destroy the process groups, before the interpreter goes down."""
+    global_vars.set_run(None)
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _init_default_group(config: RunConfig) -> None:
+    if dist.is_initialized():
+        return
+    backend = config.distributed.distributed_backend or device.default_backend()
+    timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
+    print_rank_0("> initializing torch distributed ...")
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:  # no launcher: a world of one needs no rendezvous
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
+
+
+def _create_groups(config: RunConfig) -> ProcessGroupCollection:
+    m = config.model
+    dense, expert = make_grids(
+        dist.get_world_size(),
+        tp=m.tensor_model_parallel_size,
+        pp=m.pipeline_model_parallel_size,
+        cp=m.context_parallel_size,
+        ep=m.expert_model_parallel_size,
+        expt_tp=m.expert_tensor_parallel_size,
+        order="tp-cp-ep-pp-dp" if config.distributed.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+    )
+    timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
+    groups = create_process_groups(dense, expert, timeout=timeout)
+    print_rank_0(f"> initialized tensor model parallel with size {m.tensor_model_parallel_size}")
+    print_rank_0(
+        f"> initialized pipeline model parallel with size {m.pipeline_model_parallel_size}"
+    )
+    return groups
+
+
+def _set_seeds(config: RunConfig, groups: ProcessGroupCollection) -> None:
+    """Streams for dropout and the data loader; initial weights need only ``seed`` itself."""
+    seed = config.training.seed + 100 * groups.pp.rank()
+    if config.training.data_parallel_random_init:
+        seed += 10 * groups.dp.rank()
+    print_rank_0(f"> setting random seeds to {config.training.seed} ...")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    model_parallel_seed(seed, tp_rank=groups.tp.rank())
+
+
+def fail(error: Exception) -> None:
+    """Say what went wrong in one sentence, without a traceback."""
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,26 @@
+"""The loop.  Everything but the step itself is a callback."""
+
+from __future__ import annotations
+
+from megatron.training.flops import num_floating_point_operations
+from megatron.training.runtime import Runtime
+from megatron.training.step import train_step
+
+
+def train(run: Runtime) -> None:
+    """Run optimizer steps until the state, a signal or a callback says stop.
+
+    Collective over all ranks.
+    """
+    for chunk in run.model_chunks:
+        chunk.train()
+    run.callbacks.on_train_start(run)
+    while not run.finished():
+        run.callbacks.on_step_start(run)
+        result = train_step(run)
+        flops = num_floating_point_operations(
+            run.config, result.batch_size, run.padded_vocab_size
+        )
+        run.state.advance(result, flops)
+        run.callbacks.on_step_end(run, result)
+    run.callbacks.on_train_end(run)

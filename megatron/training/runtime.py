@@ -1,0 +1,58 @@
+"""Runtime: the live objects of a run, filled in the order of set-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.timers import Timers
+from megatron.training.callbacks.base import CallbackList
+from megatron.training.config.run import RunConfig
+from megatron.training.state import TrainState
+
+
+@dataclass
+class Runtime:
+    """What the loop, the step and the callbacks work on."""
+
+    config: RunConfig
+    groups: ProcessGroupCollection
+    timers: Timers
+    batches: NumMicroBatchesCalculator
+    started_at_s: float  # time.time() of the process start
+    state: TrainState = field(default_factory=TrainState)
+    tokenizer: Any = None
+    padded_vocab_size: int = 0
+    model_chunks: list[nn.Module] = field(default_factory=list)  # wrapped in DDP
+    optimizer: Any = None
+    scheduler: Any = None
+    forward_step_func: Callable[..., Any] | None = None
+    process_non_loss_data_func: Callable[..., Any] | None = None
+    non_loss_data_func: Callable[..., Any] | None = None
+    train_data: Iterator[Any] | None = None
+    # one loader per validation set; a fresh iterator is made for every pass
+    valid_loaders: list[Any] = field(default_factory=list)
+    test_loader: Any = None
+    has_test_set: bool = False  # the same on all ranks
+    callbacks: CallbackList = field(default_factory=CallbackList)
+    train_iters: int = 0  # derived from --train-samples where that is given
+
+    @property
+    def is_rank_0(self) -> bool:
+        """Whether this rank speaks at start-up."""
+        return dist.get_rank() == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        """Whether this rank prints the training line and writes TensorBoard."""
+        return dist.get_rank() == dist.get_world_size() - 1
+
+    def finished(self) -> bool:
+        """Whether the loop ends before another step."""
+        return self.state.stop_reason is not None or self.state.iteration >= self.train_iters

@@ -1,0 +1,112 @@
+"""Set-up between start-up and the loop: tokenizer, model, wrappers, optimizer, scheduler."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core import device
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.param_info import info_of, name_parameters
+from megatron.core.param_init import initialize_parameters
+from megatron.core.transformer.module import Float16Module
+from megatron.training import data
+from megatron.training.global_vars import get_run
+from megatron.training.printing import print_rank_0
+from megatron.training.runtime import Runtime
+from megatron.training.schedule import build_scheduler
+from megatron.training.tokenizer import (
+    TokenizerSpec,
+    create_tokenizer,
+    padded_vocab_size,
+    padding_message,
+)
+
+ModelProvider = Callable[..., nn.Module]
+
+
+def setup_tokenizer(run: Runtime) -> None:
+    """Build the tokenizer and settle the padded vocabulary size."""
+    print_rank_0(f"> building {run.config.tokenizer.tokenizer_type} tokenizer ...")
+    run.tokenizer = create_tokenizer(TokenizerSpec.of(run.config.tokenizer))
+    asked = run.config.tokenizer.padded_vocab_size
+    if asked is not None:
+        run.padded_vocab_size = asked
+        return
+    vocab_size = run.tokenizer.vocab_size
+    run.padded_vocab_size = padded_vocab_size(
+        vocab_size,
+        run.config.language_model.make_vocab_size_divisible_by,
+        run.config.model.tensor_model_parallel_size,
+    )
+    print_rank_0(padding_message(vocab_size, run.padded_vocab_size))
+
+
+def build_model(run: Runtime, model_provider: ModelProvider, *, wrap: bool = True) -> None:
+    """Fill ``run.model_chunks``: built on the device, initialised, in the run's precision."""
+    config, groups = run.config, run.groups
+    stage: dict[str, Any] = {
+        "pre_process": groups.is_first_stage,
+        "post_process": groups.is_last_stage,
+    }
+    if "vp_stage" in inspect.signature(model_provider).parameters:
+        stage["vp_stage"] = None
+    with torch.device(device.current()):
+        model = model_provider(**stage)
+    name_parameters(model)
+    if config.model.perform_initialization:
+        initialize_parameters(model, config.training.seed)
+    _print_number_of_parameters(run, model)
+    if config.model.fp16 or config.model.bf16:
+        model = Float16Module(config.model, model)
+    if wrap:
+        model = DistributedDataParallel(
+            config=config.model, ddp_config=config.ddp, module=model, pg_collection=groups
+        )
+        if config.training.data_parallel_random_init:
+            model.broadcast_params()
+    run.model_chunks = [model]
+
+
+def build_optimizer(run: Runtime) -> None:
+    """Fill ``run.optimizer`` and ``run.scheduler``."""
+    run.optimizer = get_megatron_optimizer(
+        run.config.optimizer, run.model_chunks, pg_collection=run.groups
+    )
+    run.scheduler = build_scheduler(run)
+
+
+def get_model(
+    model_provider_func: ModelProvider, model_type: object = None, wrap_with_ddp: bool = True
+) -> list[nn.Module]:
+    """The model chunks of this rank, for scripts that bring their own loop.  Collective."""
+    del model_type
+    run = get_run()
+    build_model(run, model_provider_func, wrap=wrap_with_ddp)
+    return run.model_chunks
+
+
+def get_train_valid_test_num_samples() -> tuple[int | None, int | None, int | None]:
+    """How many samples each set must offer."""
+    return data.train_valid_test_num_samples(get_run())
+
+
+def _print_number_of_parameters(run: Runtime, model: nn.Module) -> None:
+    if run.groups.dp.rank() == 0 and run.groups.cp.rank() == 0:
+        number = sum(p.numel() for p in model.parameters())
+        tp, pp = run.groups.tp.rank(), run.groups.pp.rank()
+        print(
+            f" > number of parameters on (tensor, pipeline) model parallel rank "
+            f"({tp}, {pp}): {number}",
+            flush=True,
+        )
+
+
+def parameter_names(run: Runtime) -> list[str]:
+    """Layout-free names of this rank's parameters."""
+    return [info_of(p).name for chunk in run.model_chunks for p in chunk.parameters()]

@@ -1,0 +1,135 @@
+"""One optimizer step.
+
+Order of collectives: what forward and backward need (tensor parallel), the gradient reduction of
+the data-parallel wrapper, the norm inside the optimizer, then the reported losses over dp_cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.faults import fault_point
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.pipeline_parallel.step_hooks import StepHooks
+from megatron.training.params_norm import calc_params_l2_norm
+from megatron.training.runtime import Runtime
+from megatron.training.state import StepResult
+
+
+def train_step(run: Runtime) -> StepResult:
+    """Forward, backward and update on one global batch.  Collective over all ranks.
+
+    Raises NonFiniteError when a loss or gradient is not finite and the run checks for it.
+    """
+    config = run.config
+    iteration = run.state.iteration + 1
+    fault_point("step.before", step=iteration)
+    num_microbatches = run.batches.num_microbatches(run.state.consumed_train_samples)
+    batch_size = run.batches.global_batch_size(run.state.consumed_train_samples)
+    for chunk in run.model_chunks:
+        chunk.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    losses = forward_backward(run, run.train_data, num_microbatches, forward_only=False)
+    if config.training.empty_unused_memory_level >= 1:
+        device.empty_cache()
+
+    if iteration in config.training.iterations_to_skip:
+        updated, grad_norm, num_zeros = False, None, None
+        run.state.skipped_train_samples += batch_size
+    else:
+        run.timers("optimizer", log_level=1).start(barrier=config.optimizer.barrier_with_L1_time)
+        updated, grad_norm, num_zeros = run.optimizer.step()
+        run.timers("optimizer").stop()
+    if updated:
+        run.scheduler.step(increment=batch_size)
+    if config.training.empty_unused_memory_level >= 2:
+        device.empty_cache()
+
+    reduced = reduce_losses(losses, run.groups.dp_cp) if run.groups.is_last_stage else {}
+    lr, decoupled_lr = run.scheduler.current_learning_rates()
+    return StepResult(
+        losses=reduced,
+        grad_norm=grad_norm,
+        num_zeros=num_zeros,
+        params_norm=_params_norm(run, iteration),
+        learning_rate=lr,
+        decoupled_learning_rate=decoupled_lr,
+        loss_scale=float(run.optimizer.get_loss_scale()),
+        skipped=not updated,
+        nan=not updated and any(_not_finite(loss) for loss in reduced.values()),
+        batch_size=batch_size,
+        num_tokens=batch_size * config.data.seq_length,
+    )
+
+
+def forward_backward(
+    run: Runtime, data_iterator: object, num_microbatches: int, *, forward_only: bool
+) -> list[dict[str, Tensor]]:
+    """Run the schedule; returns the reported dictionary of each micro-batch (last stage)."""
+    hooks = StepHooks(
+        grad_scale_func=run.optimizer.scale_loss if run.optimizer is not None else None,
+        finalize_model_grads_func=finalize_model_grads,
+        timers=run.timers,
+    )
+    return get_forward_backward_func()(
+        forward_step_func=run.forward_step_func,
+        data_iterator=data_iterator,
+        model=run.model_chunks,
+        num_microbatches=num_microbatches,
+        seq_length=run.config.data.seq_length,
+        micro_batch_size=run.config.training.micro_batch_size,
+        decoder_seq_length=run.config.data.decoder_seq_length,
+        forward_only=forward_only,
+        config=run.config.model,
+        groups=run.groups,
+        hooks=hooks,
+    )
+
+
+def reduce_losses(
+    reported: Iterable[dict[str, Tensor]], group: dist.ProcessGroup
+) -> dict[str, Tensor]:
+    """One number per loss key from what each micro-batch reported.
+
+    A pair [sum, count] becomes sum over sum, over micro-batches and replicas; a single value is
+    averaged over micro-batches only.  Collective over ``group``.
+    """
+    totals = sum_losses(reported)
+    return {key: _finish(total, group) for key, total in totals.items()}
+
+
+def sum_losses(reported: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Per key [sum, count] over micro-batches; the count of a single value is negative."""
+    totals: dict[str, Tensor] = {}
+    for losses in reported:
+        for key, value in losses.items():
+            flat = value.detach().reshape(-1).to(torch.float32)
+            pair = flat if flat.numel() == 2 else torch.stack([flat[0], flat.new_tensor(-1.0)])
+            totals[key] = totals[key] + pair if key in totals else pair
+    return totals
+
+
+def _finish(total: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if total[1] < 0:
+        return total[0] / -total[1]
+    if group.size() > 1:
+        total = total.clone()
+        dist.all_reduce(total, group=group)
+    return total[0] / total[1].clamp(min=1)
+
+
+def _not_finite(loss: Tensor | float) -> bool:
+    return not bool(torch.isfinite(torch.as_tensor(loss)).all())
+
+
+def _params_norm(run: Runtime, iteration: int) -> float | None:
+    logging = run.config.logging
+    if not logging.log_params_norm or iteration % logging.log_interval:
+        return None
+    return calc_params_l2_norm(run.model_chunks, run.groups)

@@ -1,0 +1,104 @@
+"""pretrain(): from a command line to a trained model."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron.core.config.errors import MegatronError
+from megatron.core.enums import ModelType
+from megatron.training import data, evaluate, setup
+from megatron.training.callbacks.default import default_callbacks
+from megatron.training.checkpoint_io import load, save_if_due_at_end
+from megatron.training.failure_watch import failure_watch
+from megatron.training.initialize import configure, fail, shut_down, start
+from megatron.training.loop import train
+from megatron.training.printing import print_rank_0
+from megatron.training.runtime import Runtime
+from megatron.training.schedule import number_of_train_iters
+from megatron.training.startup_log import print_arguments, print_datetime
+
+
+def pretrain(
+    train_valid_test_dataset_provider: data.Provider,
+    model_provider: setup.ModelProvider,
+    model_type: ModelType,
+    forward_step_func: Callable[..., Any],
+    process_non_loss_data_func: Callable[..., Any] | None = None,
+    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+    get_embedding_ranks: object = None,
+    get_position_embedding_ranks: object = None,
+    non_loss_data_func: Callable[..., Any] | None = None,
+    store: object = None,
+) -> None:
+    """Parse the command line, set up, train, evaluate.  Collective over all ranks.
+
+    The providers are called once; ``forward_step_func(data_iterator, model)`` returns the output
+    and a function from it to the loss.  A user's mistake ends the program with one sentence and
+    status 1, an exception on any rank ends all ranks.
+    """
+    del model_type, get_embedding_ranks, get_position_embedding_ranks, store  # the layout says it
+    try:
+        config = configure(extra_args_provider, args_defaults)
+        run = start(config)
+    except MegatronError as error:
+        fail(error)
+        raise SystemExit(1) from None
+    try:
+        with failure_watch():
+            run.forward_step_func = forward_step_func
+            run.process_non_loss_data_func = process_non_loss_data_func
+            run.non_loss_data_func = non_loss_data_func
+            _prepare(run, model_provider, train_valid_test_dataset_provider)
+            _train_and_evaluate(run)
+    except MegatronError as error:
+        fail(error)
+        raise SystemExit(1) from None
+    finally:
+        run.callbacks.close()
+        shut_down()
+
+
+def _prepare(run: Runtime, model_provider: setup.ModelProvider, provider: data.Provider) -> None:
+    run.train_iters = number_of_train_iters(run.config, run.batches)
+    print_arguments(run)
+    setup.setup_tokenizer(run)
+    print_datetime("after megatron is initialized")
+    run.timers("model-and-optimizer-setup", log_level=0).start(barrier=True)
+    setup.build_model(run, model_provider)
+    if not run.config.validation.skip_train:
+        setup.build_optimizer(run)
+    load(run)
+    run.timers("model-and-optimizer-setup").stop()
+    print_datetime("after model, optimizer, and learning rate scheduler are built")
+    run.timers("train/valid/test-data-iterators-setup", log_level=0).start(barrier=True)
+    data.build_data(run, provider)
+    run.timers("train/valid/test-data-iterators-setup").stop()
+    print_datetime("after dataloaders are built")
+    print_rank_0("done with setup ...")
+    run.timers.log(
+        ["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"], barrier=True
+    )
+    run.callbacks = default_callbacks(run)
+
+
+def _train_and_evaluate(run: Runtime) -> None:
+    skip_train = run.config.validation.skip_train
+    if skip_train:
+        print_rank_0("skipping training (--skip-train is on) ...")
+    else:
+        print_rank_0("training ...")
+        print_datetime("before the start of training step")
+        train(run)
+        if run.state.stop_reason is not None:
+            print_datetime(run.state.stop_reason)
+            return
+        print_datetime("after training is done")
+        save_if_due_at_end(run)
+    for result in evaluate.evaluate_all(run, is_final=True):
+        run.callbacks.on_eval_end(run, result)
+    if run.has_test_set:
+        result = evaluate.evaluate(run, run.test_loader, split="test", is_final=True)
+        run.callbacks.on_eval_end(run, result)

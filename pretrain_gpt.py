@@ -1,0 +1,73 @@
+"""Pretrain GPT: the model, a micro-batch and the loss; everything else is `pretrain`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.training.batch import load_batch
+from megatron.training.global_vars import get_run
+from megatron.training.gpt import build_gpt_datasets, build_gpt_model
+from megatron.training.training import pretrain
+
+
+def model_provider(
+    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+) -> GPTModel:
+    """This rank's stage of the model."""
+    run = get_run()
+    return build_gpt_model(
+        run.config,
+        vocab_size=run.tokenizer.vocab_size,
+        padded_vocab_size=run.padded_vocab_size,
+        groups=run.groups,
+        pre_process=pre_process,
+        post_process=post_process,
+    )
+
+
+def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of the token losses [b, s], the number of tokens that carry loss, and what is logged."""
+    mask = loss_mask.reshape(-1).float()
+    loss = torch.sum(losses.reshape(-1).float() * mask)
+    num_tokens = mask.sum()
+    reported = torch.stack([loss.detach(), num_tokens])
+    return loss, num_tokens.to(torch.int), {"lm loss": reported}
+
+
+def forward_step(data_iterator: Iterator[Any] | None, model: GPTModel) -> tuple[Tensor, Any]:
+    """Token losses of one micro-batch, and the function that turns them into the loss."""
+    run = get_run()
+    run.timers("batch-generator", log_level=2).start()
+    batch = load_batch(data_iterator, run.config, run.groups.tp)
+    run.timers("batch-generator").stop()
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return losses, partial(loss_func, batch["loss_mask"])
+
+
+def train_valid_test_datasets_provider(num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:
+    """Train, validation and test set."""
+    return build_gpt_datasets(get_run(), num_samples)
+
+
+if __name__ == "__main__":
+    train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+    pretrain(
+        train_valid_test_datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+    )

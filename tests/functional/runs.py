@@ -1,0 +1,52 @@
+"""Whole training runs on forked ranks: the real command line, the real loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pretrain_gpt
+from megatron.core.enums import ModelType
+from megatron.training.training import pretrain
+from tests.ranks import run_ranks
+
+TINY = (
+    "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
+    "--min-lr 1e-4 --lr-decay-style cosine --train-iters 6 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 100 --hidden-dropout 0 --attention-dropout 0 "
+    "--log-interval 1 --eval-interval 1000 --eval-iters 1 --num-workers 0 "
+    "--no-create-attention-mask-in-dataloader"
+).split()
+
+
+def run_gpt(
+    folder: Path, *flags: str, world_size: int = 1, base: Sequence[str] = TINY, **options: Any
+) -> list[dict[str, Any]]:
+    """Train on ``world_size`` ranks; returns the metrics that the run wrote, a dict a line."""
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = folder / "metrics.jsonl"
+    argv = [*base, "--metrics-file", str(metrics), *flags]
+    run_ranks(train_gpt, world_size, argv, **options)
+    return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
+    """pretrain_gpt.py's main on an initialised default group."""
+    with mock.patch("sys.argv", ["pretrain_gpt.py", *argv]):
+        provider = pretrain_gpt.train_valid_test_datasets_provider
+        pretrain(
+            provider,
+            pretrain_gpt.model_provider,
+            ModelType.encoder_or_decoder,
+            pretrain_gpt.forward_step,
+            args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+        )
+
+
+def losses(metrics: Sequence[dict[str, Any]], key: str = "lm loss") -> list[float]:
+    """The training losses in order."""
+    return [line[key] for line in metrics if key in line]
