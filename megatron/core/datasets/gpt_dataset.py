@@ -288,13 +288,14 @@ class MockGPTDataset(GPTDataset):
         n, eod = self._num_read, self.config.tokenizer.eod
         key = (self.config.random_seed * len(Split) + self.index_split.value, idx)
         random = np.random.Generator(np.random.Philox(key=np.array(key, np.uint64)))
-        ends = random.random(n) * self._MEAN_DOCUMENT_LENGTH < 1.0
-        document = np.zeros(n, np.int64)
-        np.cumsum(ends[:-1], out=document[1:])
+        is_end = random.random(n, np.float32) * self._MEAN_DOCUMENT_LENGTH < 1.0
+        ends = np.flatnonzero(is_end)
+        starts = np.concatenate(([0], ends + 1))
         usable = max(1, self._vocab_size - 1)  # all ids but the end-of-document token
-        firsts = random.integers(usable, size=int(document[-1]) + 1)
-        starts = np.concatenate(([0], np.flatnonzero(ends[:-1]) + 1))
-        text = (firsts[document] + np.arange(n) - starts[document]) % usable
+        firsts = random.integers(usable, size=len(starts))
+        lengths = np.diff(starts, append=n)  # 0 for a document that would start after the sample
+        text = np.arange(n) + np.repeat(firsts - starts, lengths)
+        text %= usable
         text += text >= eod
         text[ends] = eod
-        return np.minimum(text, self._vocab_size - 1), document
+        return np.minimum(text, self._vocab_size - 1), starts

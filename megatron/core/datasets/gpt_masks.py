@@ -23,7 +23,6 @@ def get_ltor_masks_and_position_ids(
     [..., s]; position_ids i64 [..., s].  The end-of-document token belongs to the document it
     ends: with the resets, positions restart after it and later tokens do not see it.
     """
-    position_ids = torch.arange(data.shape[-1], device=data.device).expand(data.shape)
     is_eod = data == eod_token
     loss_mask = torch.ones(data.shape, device=data.device)
     if eod_mask_loss:
@@ -36,10 +35,19 @@ def get_ltor_masks_and_position_ids(
         other_document = document.unsqueeze(-1) != document.unsqueeze(-2)
         attention_mask = attention_mask | other_document.unsqueeze(-3)
     if reset_position_ids:
-        starts = torch.zeros_like(position_ids)
-        starts[..., 1:] = torch.where(is_eod[..., :-1], position_ids[..., 1:], 0)
-        position_ids = position_ids - starts.cummax(dim=-1).values
-    return attention_mask, loss_mask, position_ids.contiguous()
+        position_ids = _positions_in_document(is_eod)
+    else:
+        place = torch.arange(data.shape[-1], device=data.device)
+        position_ids = place.expand(data.shape).contiguous()
+    return attention_mask, loss_mask, position_ids
+
+
+def _positions_in_document(is_eod: Tensor) -> Tensor:
+    """i64 [..., s]: tokens between the start of the document and each token."""
+    place = torch.arange(is_eod.shape[-1], device=is_eod.device)
+    starts = torch.zeros(is_eod.shape, dtype=torch.int64, device=is_eod.device)
+    torch.mul(is_eod[..., :-1], place[1:], out=starts[..., 1:])
+    return place - starts.cummax(dim=-1).values
 
 
 def causal_mask(sequence_length: int, device: torch.device | None = None) -> Tensor:

@@ -47,8 +47,18 @@ class _FileReader:
         self._bin_path = bin_path
 
     def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
-        with open(self._bin_path, "rb", buffering=0) as file:
-            return np.fromfile(file, dtype, count, offset=offset)
+        sequence = np.empty(count, dtype)
+        buffer = memoryview(sequence).cast("B")
+        descriptor = os.open(self._bin_path, os.O_RDONLY)
+        try:
+            while buffer:  # one call reads at most 2 GiB
+                num_bytes = os.preadv(descriptor, [buffer], offset)
+                if num_bytes == 0:
+                    raise DataError(f"{self._bin_path} was cut short meanwhile: copy it again")
+                buffer, offset = buffer[num_bytes:], offset + num_bytes
+        finally:
+            os.close(descriptor)
+        return sequence
 
 
 class _ObjectStorageReader:
