@@ -83,7 +83,8 @@ def copy_weights(model: nn.Module, shape: Shape) -> None:
         "embedding.position_embeddings.weight": w.get("wpe"),
     }
     for i in range(shape.layers):
-        qkv = w[f"{i}.qkv"].view(3, shape.heads, d, -1).transpose(0, 1).reshape(3 * shape.hidden, -1)
+        by_part = w[f"{i}.qkv"].view(3, shape.heads, d, shape.hidden)
+        qkv = by_part.transpose(0, 1).reshape(3 * shape.hidden, shape.hidden)
         prefix = f"decoder.layers.{i}."
         names[prefix + "self_attention.linear_qkv.weight"] = qkv
         names[prefix + "self_attention.linear_proj.weight"] = w[f"{i}.proj"]

@@ -129,7 +129,8 @@ def report(args: argparse.Namespace, found: dict[str, dict[str, list[float]]]) -
     clock = "CPU time" if args.threads == 1 else "wall time"
     print(f"{args.shape} {args.dtype}, {args.threads} thread(s), {clock}, median of "
           f"{len(next(iter(found.values()))['step_s'])} steps")
-    print(f"{'contender':16} {'tokens/s/core':>14} {'ours/it':>8} {'of floor':>9} {'peak MiB':>9}  loss")
+    print(f"{'contender':16} {'tokens/s/core':>14} {'ours/it':>8} {'of floor':>9} {'peak MiB':>9} "
+          " loss")
     rows = {}
     for name, f in found.items():
         gap = loss_gap(found.get("ours", f)["losses"], f["losses"]) if name != "floor" else 0.0

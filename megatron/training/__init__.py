@@ -12,7 +12,7 @@ __getattr__ = lazy_exports(
         **dict.fromkeys(_UTILS, "megatron.training.utils"),
         "initialize_megatron": "megatron.training.initialize",
         "pretrain": "megatron.training.training",
-        "get_model": "megatron.training.setup",
-        "get_train_valid_test_num_samples": "megatron.training.setup",
+        "get_model": "megatron.training.utils",
+        "get_train_valid_test_num_samples": "megatron.training.utils",
     },
 )

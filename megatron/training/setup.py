@@ -12,11 +12,9 @@ from torch import nn
 from megatron.core import device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.param_info import info_of, name_parameters
+from megatron.core.param_info import name_parameters
 from megatron.core.param_init import initialize_parameters
 from megatron.core.transformer.module import Float16Module
-from megatron.training import data
-from megatron.training.global_vars import get_run
 from megatron.training.printing import print_rank_0
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import build_scheduler
@@ -81,21 +79,6 @@ def build_optimizer(run: Runtime) -> None:
     run.scheduler = build_scheduler(run)
 
 
-def get_model(
-    model_provider_func: ModelProvider, model_type: object = None, wrap_with_ddp: bool = True
-) -> list[nn.Module]:
-    """The model chunks of this rank, for scripts that bring their own loop.  Collective."""
-    del model_type
-    run = get_run()
-    build_model(run, model_provider_func, wrap=wrap_with_ddp)
-    return run.model_chunks
-
-
-def get_train_valid_test_num_samples() -> tuple[int | None, int | None, int | None]:
-    """How many samples each set must offer."""
-    return data.train_valid_test_num_samples(get_run())
-
-
 def _print_number_of_parameters(run: Runtime, model: nn.Module) -> None:
     if run.groups.dp.rank() == 0 and run.groups.cp.rank() == 0:
         number = sum(p.numel() for p in model.parameters())
@@ -105,8 +88,3 @@ def _print_number_of_parameters(run: Runtime, model: nn.Module) -> None:
             f"({tp}, {pp}): {number}",
             flush=True,
         )
-
-
-def parameter_names(run: Runtime) -> list[str]:
-    """Layout-free names of this rank's parameters."""
-    return [info_of(p).name for chunk in run.model_chunks for p in chunk.parameters()]
