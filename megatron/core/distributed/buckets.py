@@ -1,0 +1,99 @@
+"""Which parameter lies where in a gradient buffer, and which stretch is reduced at once.
+
+Pure arithmetic in elements.  Parameters are given in the order of the model; they are laid out
+backwards, so that the first bucket is the first that a backward pass completes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+PARAM_ALIGNMENT = 64  # a parameter starts on a 128-byte line, also in 16 bits
+BUCKET_ALIGNMENT = 128  # of every rank's share of a bucket
+HIGH_BUS_BANDWIDTH_ALIGNMENT = 2**16  # collectives run fastest on multiples of this
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Elements ``start`` to ``stop`` of the buffer; ``params`` are indices in model order."""
+
+    start: int
+    stop: int
+    params: tuple[int, ...]  # in the order of the buffer
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """``spans[i]`` holds parameter i; what no span covers is padding."""
+
+    spans: tuple[tuple[int, int], ...]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def numel(self) -> int:
+        """Length of the buffer with its padding."""
+        return self.buckets[-1].stop if self.buckets else 0
+
+
+def plan_buffer(
+    numels: Sequence[int],
+    bucket_size: int | None,
+    *,
+    param_alignment: int = 1,
+    bucket_multiple: int = 1,
+) -> BufferLayout:
+    """Lay out parameters of ``numels`` elements and close a bucket at ``bucket_size`` or more.
+
+    None is one bucket.  A parameter is never cut; a bucket's length is a multiple of
+    ``bucket_multiple``.
+
+    >>> plan_buffer([4, 3, 5], 6).buckets
+    (Bucket(start=0, stop=8, params=(2, 1)), Bucket(start=8, stop=12, params=(0,)))
+    """
+    spans: list[tuple[int, int]] = [(0, 0)] * len(numels)
+    buckets: list[Bucket] = []
+    start = end = filled = 0
+    members: list[int] = []
+    for index in reversed(range(len(numels))):
+        begin = _round_up(end, param_alignment)
+        end = begin + numels[index]
+        spans[index] = (begin, end)
+        members.append(index)
+        filled += numels[index]
+        if index == 0 or (bucket_size is not None and filled >= bucket_size):
+            end = start + _round_up(end - start, bucket_multiple)
+            buckets.append(Bucket(start, end, tuple(members)))
+            start, filled, members = end, 0, []
+    return BufferLayout(tuple(spans), tuple(buckets))
+
+
+def bucket_multiple(group_size: int, *, for_high_bus_bandwidth: bool) -> int:
+    """What a bucket's length divides by, so that ``group_size`` ranks can share it evenly."""
+    unit = lcm(group_size, BUCKET_ALIGNMENT)
+    return lcm(unit, HIGH_BUS_BANDWIDTH_ALIGNMENT) if for_high_bus_bandwidth else unit
+
+
+def target_bucket_size(
+    *,
+    asked: int | None,
+    num_buckets: int | None,
+    total_numel: int,
+    group_size: int,
+    is_overlapped: bool,
+) -> int | None:
+    """Elements at which a bucket closes; None: one bucket holds everything.
+
+    Without overlap there is nothing to gain from several.  By default a bucket grows with the
+    group, since a ring's latency does.
+    """
+    if not is_overlapped:
+        return None
+    if num_buckets is not None:
+        return -(-total_numel // num_buckets)
+    return max(40_000_000, 1_000_000 * group_size) if asked is None else asked
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

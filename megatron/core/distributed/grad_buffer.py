@@ -1,0 +1,188 @@
+"""Contiguous gradients, reduced over data-parallel ranks bucket by bucket.
+
+``param.main_grad`` is a view of the buffer.  A gradient arrives there in one of two ways:
+
+- through autograd: `GradSlot.take` copies the first one of a step (so the buffer needs no
+  zeroing) and adds later ones;
+- straight from a layer that adds its weight gradient to ``param.main_grad`` and then sets
+  ``param.grad_added_to_main_grad``.  Such a layer returns a tensor of any content as the gradient,
+  which tells autograd that the parameter is done; the tensor is dropped.  A parameter with a
+  second use (a tied embedding) must not come this way.
+
+Collectives: one all-reduce per bucket over the bucket's group, started by the wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.core import device
+from megatron.core.config.errors import NonFiniteError
+from megatron.core.distributed.buckets import BufferLayout
+from megatron.core.distributed.non_finite import non_finite_gradients
+
+# Elements converted at a time when a 16-bit gradient is added to a 32-bit sum on the CPU: torch's
+# mixed addition takes 7 times as long as a conversion and an addition that stay in the cache.
+_CHUNK = 2**18
+
+
+def gradient_of(param: nn.Parameter) -> Tensor | None:
+    """Where the gradient of ``param`` is summed up; None while there is none."""
+    main_grad = getattr(param, "main_grad", None)
+    return param.grad if main_grad is None else main_grad
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What happens to a bucket: multiplied by ``factor``, then summed over ``group``."""
+
+    group: ProcessGroup
+    factor: float
+    average_in_collective: bool  # the collective divides by the group's size
+    check_for_nan: bool
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether gradients change at all."""
+        return self.group.size() > 1 or self.factor != 1.0
+
+
+class GradSlot:
+    """The place of one parameter's gradient."""
+
+    def __init__(self, param: nn.Parameter, name: str, main_grad: Tensor) -> None:
+        self.param = param
+        self.name = name
+        self.main_grad = main_grad
+        self.is_stale = False  # main_grad holds the last step's numbers
+        self._came_through_autograd = False
+        param.main_grad = main_grad
+        param.grad_added_to_main_grad = False
+
+    def take(self) -> None:
+        """Account for the gradient that autograd has just finished."""
+        param = self.param
+        if param.grad_added_to_main_grad:
+            assert not self._came_through_autograd, f"{self.name} comes now this way, now that"
+            param.grad_added_to_main_grad = False
+        elif param.grad is not None:
+            self._came_through_autograd = True
+            if self.is_stale:
+                self.main_grad.copy_(param.grad)
+            else:
+                add_into(self.main_grad, param.grad)
+            self.is_stale = False
+        param.grad = None
+
+    def reset(self) -> None:
+        """Begin a step.  Only layers that add to ``main_grad`` themselves need zeros."""
+        self.param.grad = None
+        self.param.grad_added_to_main_grad = False
+        if self._came_through_autograd:
+            self.is_stale = True
+        else:
+            self.main_grad.zero_()
+
+    def fill(self) -> None:
+        """A parameter without a gradient in this step counts as zero."""
+        if self.is_stale:
+            self.main_grad.zero_()
+            self.is_stale = False
+
+
+class GradBucket:
+    """A stretch of the buffer that is reduced by one collective."""
+
+    def __init__(self, data: Tensor, slots: Sequence[GradSlot], reduction: Reduction) -> None:
+        self.data = data
+        self.slots = tuple(slots)
+        self.reduction = reduction
+        self.is_started = False
+        self._missing = set(self.slots)  # not yet finished by this step's last backward pass
+        self._work: Any = None
+        self._is_finite: Tensor | None = None
+
+    def mark_ready(self, slot: GradSlot) -> bool:
+        """Backward is done with a parameter; whether it was the last."""
+        self._missing.discard(slot)
+        return self.is_ready
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether backward has finished all parameters."""
+        return not self._missing
+
+    def start(self) -> None:
+        """Scale, and start the all-reduce without waiting for it."""
+        assert not self.is_started, "a bucket is reduced once a step"
+        self.is_started = True
+        for slot in self.slots:
+            slot.fill()
+        reduction, size = self.reduction, self.reduction.group.size()
+        if reduction.check_for_nan and size > 1:
+            # The sum stays on the device; `finish` looks at it once the collective is under way.
+            self._is_finite = torch.isfinite(self.data.sum(dtype=torch.float32))
+        average = reduction.average_in_collective and size > 1
+        factor = reduction.factor * size if average else reduction.factor
+        if factor != 1.0:
+            self.data.mul_(factor)
+        if size > 1:
+            op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+            self._work = dist.all_reduce(self.data, op=op, group=reduction.group, async_op=True)
+
+    def finish(self) -> None:
+        """Wait for the all-reduce.  Raises NonFiniteError when this rank put in a NaN."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._is_finite is not None and not self._is_finite:
+            culprits = non_finite_gradients((s.name, s.main_grad) for s in self.slots)
+            raise NonFiniteError(f"{culprits}, met before reducing over data-parallel ranks")
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self.is_started = False
+        self._missing = set(self.slots)
+        self._is_finite = None
+        for slot in self.slots:
+            slot.reset()
+
+
+class GradBuffer:
+    """The gradients of ``params`` in one tensor, cut into ``buckets``.  Starts at zero."""
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter]],
+        layout: BufferLayout,
+        grad_dtype: torch.dtype,
+        reduction: Reduction,
+    ) -> None:
+        self.layout = layout
+        self.data = torch.zeros(layout.numel, dtype=grad_dtype, device=params[0][1].device)
+        self.slots = [
+            GradSlot(param, name, self.data[start:stop].view(param.shape))
+            for (name, param), (start, stop) in zip(params, layout.spans, strict=True)
+        ]
+        self.buckets = [
+            GradBucket(self.data[b.start : b.stop], [self.slots[i] for i in b.params], reduction)
+            for b in layout.buckets
+        ]
+
+
+def add_into(total: Tensor, grad: Tensor) -> None:
+    """``total += grad`` for equal shapes and any two dtypes; ``total`` is contiguous."""
+    if total.dtype == grad.dtype or device.is_cuda(total.device):
+        total.add_(grad)
+        return
+    scratch = torch.empty(min(_CHUNK, grad.numel()), dtype=total.dtype, device=total.device)
+    flat = grad.reshape(-1)
+    for part, more in zip(total.view(-1).split(_CHUNK), flat.split(_CHUNK), strict=True):
+        part.add_(scratch[: more.numel()].copy_(more))

@@ -1,0 +1,3 @@
+"""Fixtures of this directory."""
+
+from tests.unit.distributed.alone import alone as alone
