@@ -5,6 +5,7 @@ The loop knows nothing of logs, profilers or exit conditions.  It calls, on ever
     on_train_start                      after set-up and loading, before the first step
       on_step_start                     before the micro-batches of a step
       on_step_end                       after the update; state.iteration is already advanced
+      on_pause, on_resume               around an evaluation or a save between steps
       on_eval_end                       after each evaluation of one data set, also outside the loop
       on_checkpoint                     after a checkpoint was saved, scheduled or deleted
     on_train_end                        after the last step, however the loop was ended
@@ -19,12 +20,15 @@ hooks are called on all ranks in the same order.  ``close`` may not talk to othe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from megatron.training.runtime import Runtime
     from megatron.training.state import StepResult
+
+PauseReason = Literal["evaluation", "checkpoint"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,12 @@ class Callback:
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         """A step is done and counted: ``run.state.iteration`` is its number, from 1."""
 
+    def on_pause(self, run: Runtime, reason: PauseReason) -> None:
+        """Training stands still until `on_resume`."""
+
+    def on_resume(self, run: Runtime, reason: PauseReason) -> None:
+        """Training goes on."""
+
     def on_eval_end(self, run: Runtime, result: EvalResult) -> None:
         """One data set was evaluated."""
 
@@ -68,6 +78,10 @@ class Callback:
 
     def close(self) -> None:
         """Give back what was opened.  Other ranks may be gone already."""
+
+    def writers(self) -> Mapping[str, Any]:
+        """What this rank writes to, for scripts that log themselves: tensorboard, wandb."""
+        return {}
 
 
 class CallbackList(Callback):
@@ -98,6 +112,15 @@ class CallbackList(Callback):
         for callback in self._callbacks:
             callback.on_step_end(run, result)
 
+    @contextmanager
+    def paused(self, run: Runtime, reason: PauseReason) -> Iterator[None]:
+        """Around what happens between two steps, so that it does not count as training time."""
+        for callback in self._callbacks:
+            callback.on_pause(run, reason)
+        yield
+        for callback in self._callbacks:
+            callback.on_resume(run, reason)
+
     def on_eval_end(self, run: Runtime, result: EvalResult) -> None:
         for callback in self._callbacks:
             callback.on_eval_end(run, result)
@@ -113,3 +136,14 @@ class CallbackList(Callback):
     def close(self) -> None:
         for callback in self._callbacks:
             callback.close()
+
+    def writers(self) -> Mapping[str, Any]:
+        return {name: w for callback in self._callbacks for name, w in callback.writers().items()}
+
+    def tensorboard_writer(self) -> Any:
+        """The SummaryWriter of this rank, or None."""
+        return self.writers().get("tensorboard")
+
+    def wandb_writer(self) -> Any:
+        """The wandb module with a run started, or None."""
+        return self.writers().get("wandb")
