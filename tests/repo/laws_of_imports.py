@@ -54,6 +54,7 @@ DOORS = {
     "megatron.training.global_vars": {
         "megatron/training/__init__.py",
         "megatron/training/initialize.py",  # installs it
+        "megatron/training/setup.py",  # get_model() and its like, for scripts
         "megatron/training/training.py",
         "megatron/training/utils.py",
         "megatron/training/batch.py",

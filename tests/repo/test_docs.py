@@ -1,0 +1,46 @@
+"""Generated pages are current; what the pages name exists."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.repo.source import ROOT
+from tools import features, tree
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
+
+
+def test_the_tree_page_is_current():
+    assert tree.TARGET.read_text() == tree.render(), "run make tree"
+
+
+def test_the_table_of_features_is_current():
+    assert features.table() in features.README.read_text(), "run make tree"
+
+
+def test_every_feature_names_its_area_and_one_sentence():
+    for area, sentence in features.collect():
+        assert area and sentence, f"feature({area!r}): write 'Area: sentence'"
+        assert "|" not in sentence
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_to_files_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    dead = [to for to in links if "://" not in to and not (page.parent / to).exists()]
+    assert not dead, f"{page.name} links to {dead}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_files_named_in_code_spans_exist(page):
+    named = re.findall(r"`((?:megatron|tools|tests|examples|docs)/[\w./-]+\.\w+)`", page.read_text())
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing, f"{page.name} names {missing}"
+
+
+def test_a_sentence_ends_at_its_full_stop(tmp_path):
+    path = tmp_path / "x.py"
+    path.write_text('"""Reads .bin files of e.g. GPT, fast.  More."""\n')
+    assert tree.first_sentence(path) == "Reads .bin files of e.g. GPT, fast"

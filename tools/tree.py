@@ -1,0 +1,90 @@
+"""Write docs/tree.md: every file of the project with the first sentence it says about itself.
+
+python tools/tree.py            write it
+python tools/tree.py --check    exit 1 if it is not current
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "docs/tree.md"
+FOLDERS = ("megatron", "tools", "examples", "benchmarks", "tests")
+HEAD = """# The tree
+
+Every file and what it is for, from its own first sentence. Written by `tools/tree.py`
+(`make tree`); change the file, not this page.
+"""
+
+
+def main() -> int:
+    """Write or check the page; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only say whether it is current")
+    page = render()
+    if parser.parse_args().check:
+        is_current = TARGET.exists() and TARGET.read_text() == page
+        print("docs/tree.md is current" if is_current else "docs/tree.md is old: run make tree")
+        return 0 if is_current else 1
+    TARGET.parent.mkdir(exist_ok=True)
+    TARGET.write_text(page)
+    return 0
+
+
+def render() -> str:
+    """The page."""
+    lines = [HEAD, "```"]
+    shown: set[Path] = set()
+    for path in described_files():
+        relative = path.relative_to(ROOT)
+        for folder in reversed(relative.parents[:-1]):
+            if folder not in shown:
+                shown.add(folder)
+                lines.append(f"{'  ' * (len(folder.parts) - 1)}{folder.name}/")
+        indented = "  " * (len(relative.parts) - 1) + relative.name
+        lines.append(f"{indented:<46} {first_sentence(path)}".rstrip())
+    return "\n".join([*lines, "```", ""])
+
+
+def described_files() -> Iterator[Path]:
+    """Python, C++ and shell files in tree order, files of a folder before its folders."""
+    yield from sorted(ROOT.glob("*.py"))
+    for folder in FOLDERS:
+        yield from _walk(ROOT / folder)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    if not folder.is_dir() or folder.name == "__pycache__":
+        return
+    entries = sorted(folder.iterdir())
+    for path in entries:
+        if path.suffix in {".py", ".cpp", ".sh"} and path.stat().st_size:
+            yield path
+    for path in entries:
+        yield from _walk(path)
+
+
+def first_sentence(path: Path) -> str:
+    """What the file says about itself, up to its first full stop or colon."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        comment = ast.get_docstring(ast.parse(text)) or ""
+    else:
+        rows = [row for row in text.splitlines() if not row.startswith("#!")]
+        taken = []
+        for row in rows:
+            if not row.startswith(("#", "//")):
+                break
+            taken.append(row.lstrip("#/ "))
+        comment = "\n".join(taken)
+    paragraph = " ".join(comment.split("\n\n")[0].split())
+    return re.split(r"(?<=[^.A-Z])\.(?:\s|$)|;\s", paragraph)[0]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
