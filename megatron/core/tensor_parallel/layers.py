@@ -130,9 +130,10 @@ class ColumnParallelLinear(nn.Module):
         num_blocks: int = 1,
         unpadded_output_size: int | None = None,
         is_expert: bool = False,
+        is_embedding_or_output: bool = False,
     ) -> None:
         super().__init__()
-        local_size = share_of(output_size, tp_group, "output size")
+        local_size = num_blocks * share_of(output_size // num_blocks, tp_group, "output size")
         self.tp_group = tp_group
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
@@ -146,6 +147,7 @@ class ColumnParallelLinear(nn.Module):
             init=init_method.kind,
             init_std=init_method.std,
             is_expert=is_expert,
+            is_embedding_or_output=is_embedding_or_output,
         )
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None

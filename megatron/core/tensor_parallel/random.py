@@ -211,6 +211,10 @@ def checkpoint(
     group = tp_group if distribute_saved_activations else None
     if group is not None and group.size() == 1:
         group = None
+    if torch.is_grad_enabled() and not any(_takes_gradient(a) for a in args):
+        # Without one input that takes a gradient the parameters inside would get none.
+        first = next(i for i, a in enumerate(args) if torch.is_tensor(a))
+        args = (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])
     return _Checkpoint.apply(function, group, *args)
 
 

@@ -6,6 +6,7 @@ afterwards (``dataclasses.replace`` makes a varied copy).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.param_init import Init
 from megatron.core.transformer.config.attention import AttentionConfig
 from megatron.core.transformer.config.base import BaseConfig
 from megatron.core.transformer.config.cuda_graph import CudaGraphConfig
@@ -49,6 +51,28 @@ class TransformerConfig(
     fp16: bool = False
     bf16: bool = False
 
+    @property
+    def init_method(self) -> Init:
+        """Initial values of a matrix."""
+        if self.init_method_xavier_uniform:
+            return Init("xavier_uniform")
+        return Init("normal", self.init_method_std)
+
+    @property
+    def output_layer_init_method(self) -> Init:
+        """Initial values of a matrix that writes into the residual stream."""
+        if self.init_method_xavier_uniform:
+            return Init("xavier_uniform")
+        return Init("normal", self.init_method_std / math.sqrt(2 * self.num_layers))
+
+    @property
+    def embedding_init_method(self) -> Init:
+        """Initial values of an embedding."""
+        if self.init_method_xavier_uniform and self.embedding_init_method_std is None:
+            return Init("xavier_uniform")
+        std = self.embedding_init_method_std
+        return Init("normal", self.init_method_std if std is None else std)
+
     def __post_init__(self) -> None:
         fill = object.__setattr__
         if self.ffn_hidden_size is None:
@@ -61,5 +85,3 @@ class TransformerConfig(
             fill(self, "expert_tensor_parallel_size", self.tensor_model_parallel_size)
         if self.apply_query_key_layer_scaling:
             fill(self, "attention_softmax_in_fp32", True)
-        if self.embedding_init_method_std is None:
-            fill(self, "embedding_init_method_std", self.init_method_std)

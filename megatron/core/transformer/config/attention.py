@@ -88,6 +88,11 @@ class AttentionConfig:
         "Squash the attention logits smoothly into plus or minus this value.",
         group="network size",
     )
+    softmax_scale: float | None = option(
+        None,
+        "Factor on the attention scores; one over the root of the head width if not given.",
+        group="network size",
+    )
     qk_layernorm_full_width: bool = option(
         False,
         "Normalise queries and keys over all heads at once instead of head by head.",

@@ -42,3 +42,10 @@ class RecomputeConfig:
         group="training",
         nargs="*",
     )
+
+    @property
+    def modules_to_recompute(self) -> tuple[str, ...]:
+        """Parts of a layer that selective recomputation covers; none under another kind."""
+        if self.recompute_granularity != "selective":
+            return ()
+        return ("core_attn",) if self.recompute_modules is None else self.recompute_modules

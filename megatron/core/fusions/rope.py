@@ -1,0 +1,79 @@
+"""Rotary positions applied to queries or keys.
+
+``s`` tokens, ``b`` sequences, ``n`` heads, ``d`` head width, ``r`` <= d rotated width.  Pair i of
+the rotated part is (x[i], x[i + r/2]), or (x[2i], x[2i + 1]) where interleaved; it turns by the
+angle whose cosine and sine are given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """Cosines and sines [s, 1 or b, 1, r/2] of the angle of each pair at each position."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    def to(self, dtype: torch.dtype) -> RotaryTable:
+        """The same in ``dtype``."""
+        return RotaryTable(self.cos.to(dtype), self.sin.to(dtype), self.interleaved)
+
+
+def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return x[..., 0:width:2], x[..., 1:width:2]
+    half = width // 2
+    return x[..., :half], x[..., half:width]
+
+
+def apply_rotary_reference(x: Tensor, table: RotaryTable) -> Tensor:
+    """[s, b, n, d] -> [s, b, n, d] in plain torch."""
+    width = 2 * table.cos.shape[-1]
+    first, second = _pairs(x, width, table.interleaved)
+    turned = (
+        first * table.cos - second * table.sin,
+        second * table.cos + first * table.sin,
+    )
+    rotated = torch.stack(turned, -1).flatten(-2) if table.interleaved else torch.cat(turned, -1)
+    return torch.cat((rotated, x[..., width:]), -1)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
+    """Rotate by the angle times ``sign``; four passes over half of ``x``, no temporaries."""
+    width = 2 * cos.shape[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    first, second = _pairs(x, width, interleaved)
+    out_first, out_second = _pairs(out, width, interleaved)
+    torch.mul(first, cos, out=out_first)
+    torch.mul(second, cos, out=out_second)
+    out_first.addcmul_(second, sin, value=-sign)
+    out_second.addcmul_(first, sin, value=sign)
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
+    return out
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _turn(x, cos, sin, interleaved, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, ctx.interleaved, -1), None, None, None
+
+
+def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
+    """[s, b, n, d] -> [s, b, n, d], contiguous."""
+    return _Rotary.apply(x, table.cos, table.sin, table.interleaved)

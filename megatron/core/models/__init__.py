@@ -1,0 +1,1 @@
+"""Complete models, one directory each."""

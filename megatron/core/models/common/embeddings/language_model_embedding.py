@@ -1,0 +1,101 @@
+"""Words and learned positions -> the first hidden states.
+
+``s`` tokens, ``b`` sequences, ``h`` width.  Under sequence parallelism each rank ends with its
+slice of the tokens: the words' partial sums are reduce-scattered, and positions are looked up for
+the slice alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.param_info import ParamInfo
+from megatron.core.param_init import new_parameter
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import slice_of_first_dim
+from megatron.core.tensor_parallel.random import fork_if
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for each position."""
+
+    def __init__(self, config: TransformerConfig, num_positions: int, *, is_cut: bool) -> None:
+        """``is_cut``: each tensor-parallel rank sees other tokens, so its gradient is partial."""
+        super().__init__()
+        init = config.embedding_init_method
+        info = ParamInfo(
+            global_shape=(num_positions, config.hidden_size),
+            init=init.kind,
+            init_std=init.std,
+            sequence_parallel=is_cut,
+        )
+        self.weight = new_parameter(info.global_shape, config.params_dtype, info)
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """[..., s] -> [..., s, h].  Raises IndexError beyond the last position (on the CPU)."""
+        return F.embedding(position_ids, self.weight)
+
+
+class LanguageModelEmbedding(MegatronModule):
+    """[b, s] token ids -> [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        max_sequence_length: int,
+        position_embedding_type: str = "learned_absolute",
+        *,
+        tp_group: ProcessGroup,
+        num_tokens: int | None = None,
+        scatter_to_sequence_parallel: bool = True,
+    ) -> None:
+        """``vocab_size`` counts padding rows, ``num_tokens`` does not."""
+        super().__init__(config)
+        self.tp_group = tp_group
+        self.is_cut = (
+            config.sequence_parallel and scatter_to_sequence_parallel and tp_group.size() > 1
+        )
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.embedding_init_method,
+            tp_group=tp_group,
+            num_tokens=num_tokens,
+            reduce_scatter_embeddings=self.is_cut,
+        )
+        self.position_embeddings: PositionEmbedding | None = None
+        if position_embedding_type == "learned_absolute":
+            self.position_embeddings = PositionEmbedding(
+                config, max_sequence_length, is_cut=self.is_cut
+            )
+        scale = config.embedding_scale
+        self.scale = math.sqrt(config.hidden_size) if scale == 0 else scale
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+        """[b, s] ids and positions -> [s, b, h] (or [s/tp, b, h])"""
+        hidden = self.word_embeddings(input_ids)
+        if not self.is_cut:
+            hidden = hidden.transpose(0, 1)
+        if self.scale is not None:
+            hidden = hidden * self.scale
+        if self.position_embeddings is not None:
+            assert position_ids is not None, "learned positions need position_ids"
+            ids = position_ids.transpose(0, 1)
+            if self.is_cut:
+                ids = slice_of_first_dim(ids, self.tp_group)
+            hidden = hidden + self.position_embeddings(ids)
+        hidden = hidden.contiguous()
+        if self.config.fp32_residual_connection:
+            hidden = hidden.float()
+        if self.training and self.config.hidden_dropout > 0:
+            with fork_if(self.is_cut):
+                hidden = F.dropout(hidden, self.config.hidden_dropout)
+        return hidden

@@ -1,0 +1,3 @@
+"""The GPT family."""
+
+from megatron.core.models.gpt.gpt_model import GPTModel as GPTModel

@@ -1,0 +1,249 @@
+"""GPTModel: embedding, decoder layers, output layer; or the part of them that a stage holds.
+
+``s`` tokens, ``b`` sequences, ``h`` width, ``v`` vocabulary, ``x/tp`` this rank's share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import device, parallel_state
+from megatron.core.config.errors import ConfigError
+from megatron.core.fusions.rope import RotaryTable
+from megatron.core.models.common.embeddings.language_model_embedding import (
+    LanguageModelEmbedding,
+)
+from megatron.core.models.common.language_module import (
+    LanguageModule,
+    mark_as_copy_of_embedding,
+)
+from megatron.core.packed_seq_params import PackedSeqParams, position_in_sequence
+from megatron.core.param_info import name_parameters
+from megatron.core.param_init import initialize_parameters
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes, is_causal_mask
+from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.rope import RopeScaling, RotaryEmbedding
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+POSITION_TYPES = ("learned_absolute", "rope", "alibi", "none")
+
+
+class GPTModel(LanguageModule):
+    """A decoder-only language model."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        scatter_embedding_sequence_parallel: bool = True,
+        seq_len_interpolation_factor: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        *,
+        unpadded_vocab_size: int | None = None,
+    ) -> None:
+        """``vocab_size`` counts padding rows; ``unpadded_vocab_size`` (None: the same) does not."""
+        groups = parallel_state.current() if pg_collection is None else pg_collection
+        super().__init__(config, groups, unpadded_vocab_size)
+        if position_embedding_type not in POSITION_TYPES:
+            raise ConfigError(
+                f"--position-embedding-type {position_embedding_type} is not one of "
+                f"{', '.join(POSITION_TYPES)}"
+            )
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.fp16_lm_cross_entropy, self.parallel_output = fp16_lm_cross_entropy, parallel_output
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.position_embedding_type = position_embedding_type
+        if pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config,
+                vocab_size,
+                max_sequence_length,
+                position_embedding_type,
+                tp_group=groups.tp,
+                num_tokens=unpadded_vocab_size,
+                scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
+            )
+        self.rotary_pos_emb: RotaryEmbedding | None = None
+        if position_embedding_type == "rope":
+            self.rotary_pos_emb = RotaryEmbedding(
+                config.kv_channels,
+                rotary_percent,
+                config.rotary_interleaved,
+                seq_len_interpolation_factor,
+                rotary_base,
+                rope_scaling,
+                rope_scaling_factor,
+                scaling=_longrope(config, max_sequence_length),
+            )
+        self.decoder = TransformerBlock(
+            config,
+            transformer_layer_spec,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        if post_process:
+            self.output_layer = self._build_output_layer()
+        self._name_and_fill_parameters()
+
+    def _build_output_layer(self) -> ColumnParallelLinear:
+        is_tied = self.share_embeddings_and_output_weights
+        layer = ColumnParallelLinear(
+            self.config.hidden_size,
+            self.vocab_size,
+            config=self.config,
+            init_method=self.config.embedding_init_method if is_tied else self.config.init_method,
+            tp_group=self.tp_group,
+            bias=False,
+            skip_weight_param_allocation=is_tied and self.pre_process,
+            unpadded_output_size=self.num_tokens,
+            is_embedding_or_output=True,
+        )
+        if is_tied and not self.pre_process:
+            mark_as_copy_of_embedding(layer)
+        return layer
+
+    def _name_and_fill_parameters(self) -> None:
+        """Write the global names, and the values that the default random seed gives them."""
+        first = self.decoder.layer_range.start
+        rename = {
+            f"decoder.layers.{i}.": f"decoder.layers.{first + i}."
+            for i in range(len(self.decoder.layers))
+        }
+        if self.share_embeddings_and_output_weights:
+            rename["output_layer.weight"] = "embedding.word_embeddings.weight"
+        name_parameters(self, rename)
+        random = self.config.perform_initialization
+        initialize_parameters(self, torch.initial_seed(), random=random)
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """What the previous stage computed."""
+        is_list = isinstance(input_tensor, list)
+        self.decoder.set_input_tensor(input_tensor[0] if is_list else input_tensor)
+
+    def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
+        """The word embedding of the first stage, or the output weight of the last."""
+        if self.pre_process:
+            return self.embedding.word_embeddings.weight
+        return self.output_layer.weight if self.post_process else None
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        inference_context: KVCache | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        extra_block_kwargs: dict[str, Any] | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor:
+        """ids and positions [b, s] -> loss of each token [b, s], or logits [b, s, v].
+
+        ``attention_mask`` [b, 1, s, s] is True where a key is hidden.  Logits are divided over
+        ranks, [b, s, v/tp], unless gathering is asked for here or by ``parallel_output``.  With
+        ``inference_context`` they are gathered and those of the last token.  Stages without the
+        output layer return hidden states.  ``loss_mask`` is the caller's to apply.
+        """
+        del loss_mask
+        hidden: Tensor | None = decoder_input
+        if hidden is None and self.pre_process:
+            hidden = self.embedding(input_ids, position_ids)
+        if attention_mask is not None and not device.is_cuda(attention_mask.device):
+            # Plain causality has faster ways; on a GPU the comparison would wait for the device.
+            attention_mask = None if is_causal_mask(attention_mask) else attention_mask
+        offset = 0 if inference_context is None else inference_context.num_tokens
+        num_tokens = input_ids.shape[1]
+        hidden = self.decoder(
+            hidden,
+            attention_mask,
+            inference_context=inference_context,
+            rotary_pos_emb=self._rotary_table(num_tokens, offset, packed_seq_params),
+            attention_bias=self._attention_bias(num_tokens, offset),
+            packed_seq_params=packed_seq_params,
+            **(extra_block_kwargs or {}),
+        )
+        if not self.post_process:
+            return hidden
+        if labels is not None:
+            return self._loss(hidden, labels)
+        if inference_context is not None:
+            hidden, runtime_gather_output = hidden[-1:], True
+        gather = runtime_gather_output
+        gather = not self.parallel_output if gather is None else gather
+        logits, _ = self.output_layer(hidden, self._output_weight(), runtime_gather_output=gather)
+        return self.finish_logits(logits, is_gathered=gather)
+
+    def _output_weight(self) -> Tensor | None:
+        is_tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if is_tied else None
+
+    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        logits, _ = self.output_layer(hidden, self._output_weight(), runtime_gather_output=False)
+        return self.compute_language_model_loss(labels, self.cap(logits))
+
+    def _rotary_table(
+        self, num_tokens: int, offset: int, packed: PackedSeqParams | None
+    ) -> RotaryTable | None:
+        if self.rotary_pos_emb is None:
+            return None
+        dtype = self.config.params_dtype
+        if packed is not None and packed.cu_seqlens_q is not None:
+            positions = position_in_sequence(packed.cu_seqlens_q, num_tokens)
+            return self.rotary_pos_emb.table_at(positions, num_tokens, dtype)
+        return self.rotary_pos_emb.table(num_tokens, offset, dtype)
+
+    def _attention_bias(self, num_tokens: int, offset: int) -> Tensor | None:
+        if self.position_embedding_type != "alibi":
+            return None
+        slopes = alibi_slopes(self.config.num_attention_heads).to(device.current())
+        mine = slopes.chunk(self.tp_group.size())[self.tp_group.rank()]
+        return alibi_bias(mine, num_tokens, offset + num_tokens)
+
+
+def _longrope(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:
+    """LongRoPE where the config has its factors."""
+    short, long = config.longrope_short_factor, config.longrope_long_factor
+    original = config.longrope_original_max_position_embeddings
+    if short is None and long is None:
+        return None
+    if short is None or long is None or original is None:
+        raise ConfigError(
+            "LongRoPE needs --longrope-short-factor, --longrope-long-factor and "
+            "--longrope-original-max-position-embeddings together"
+        )
+    return RopeScaling(
+        kind="longrope",
+        factor=max_sequence_length / original,
+        original_max_positions=original,
+        short_factors=short,
+        long_factors=long,
+    )

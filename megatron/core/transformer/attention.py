@@ -1,0 +1,164 @@
+"""Attention around its core: projections, norms of queries and keys, rotation, cache.
+
+``s`` tokens, ``b`` sequences, ``h`` width, ``n`` query heads, ``g`` key/value heads, ``d`` head
+width; ``x/tp`` this rank's share.  The projection's output is interleaved by group: the n/g query
+heads of a group, its key, its value, then the next group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.enums import AttnMaskType
+from megatron.core.fusions.rope import RotaryTable, apply_rotary
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import share_of
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.norms import l2_norm
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class SelfAttentionSubmodules:
+    """Slots of self attention."""
+
+    linear_qkv: ModuleSpec | type | None = None
+    core_attention: ModuleSpec | type | None = None
+    linear_proj: ModuleSpec | type | None = None
+    q_layernorm: ModuleSpec | type | None = None
+    k_layernorm: ModuleSpec | type | None = None
+
+
+def layer_has_rope(config: TransformerConfig, layer_index: int) -> bool:
+    """Whether layer ``layer_index`` (from 0) rotates its queries and keys."""
+    skip = config.no_rope_freq
+    if skip is None or skip == 0:
+        return True
+    if isinstance(skip, int):
+        return (layer_index + 1) % skip != 0
+    return not skip[layer_index]
+
+
+class SelfAttention(MegatronModule):
+    """Self attention with its heads divided over the tensor-parallel group."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """``layer_number`` counts from 1 over the whole model."""
+        super().__init__(config)
+        tp_group = pg_collection.tp
+        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
+        self.head_dim: int = config.kv_channels
+        self.local_groups = share_of(config.num_query_groups, tp_group, "--num-query-groups")
+        self.heads_per_group = config.num_attention_heads // config.num_query_groups
+        self.has_rope = layer_has_rope(config, layer_number - 1)
+        query_width = config.num_attention_heads * self.head_dim
+        key_width = config.num_query_groups * self.head_dim
+        offered = {"tp_group": tp_group, "pg_collection": pg_collection}
+        self.linear_qkv = build_module(
+            submodules.linear_qkv,
+            config.hidden_size,
+            query_width + 2 * key_width,
+            config=config,
+            init_method=config.init_method,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            offered=offered,
+        )
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            offered={**offered, "attention_type": "self"},
+        )
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            query_width,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            skip_bias_add=tp_group.size() > 1,  # alone, the bias rides in the matmul
+            offered=offered,
+        )
+        self.q_layernorm = self._build_norm(submodules.q_layernorm, query_width, offered)
+        self.k_layernorm = self._build_norm(submodules.k_layernorm, key_width, offered)
+        self.recomputes_core = "core_attn" in config.modules_to_recompute
+
+    def _build_norm(
+        self, spec: ModuleSpec | type | None, width: int, offered: dict[str, Any]
+    ) -> Any:
+        if spec is None:
+            return None
+        is_cut = offered["tp_group"].size() > 1  # each rank normalises heads of its own
+        return build_module(
+            spec,
+            config=self.config,
+            hidden_size=width if self.config.qk_layernorm_full_width else self.head_dim,
+            eps=self.config.layernorm_epsilon,
+            offered={**offered, "has_partial_gradient": is_cut},
+        )
+
+    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, h] -> query [s, b, n/tp, d], key and value [s, b, g/tp, d]; views where possible."""
+        mixed, bias = self.linear_qkv(hidden_states)
+        assert bias is None, "the projection adds its bias itself"
+        mixed = mixed.unflatten(-1, (self.local_groups, -1))
+        width = self.head_dim
+        query, key, value = mixed.split([self.heads_per_group * width, width, width], -1)
+        query = query.unflatten(-1, (-1, width)).flatten(2, 3)
+        if self.q_layernorm is not None:
+            query = self.q_layernorm(query)
+        if self.k_layernorm is not None:
+            key = self.k_layernorm(key)
+        return query, key, value
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        inference_context: KVCache | None = None,
+        rotary_pos_emb: RotaryTable | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s, b, h] -> [s, b, h] and the bias that is still to be added, if any."""
+        query, key, value = self.project(hidden_states)
+        if rotary_pos_emb is not None and self.has_rope:
+            query, key = apply_rotary(query, rotary_pos_emb), apply_rotary(key, rotary_pos_emb)
+        if self.config.qk_l2_norm and self.has_rope:
+            query, key = l2_norm(query), l2_norm(key)
+        if inference_context is not None:
+            key, value = inference_context.append(self.layer_number - 1, key, value)
+
+        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.core_attention(
+                q,
+                k,
+                v,
+                attention_mask,
+                attn_mask_type=self.attn_mask_type,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+            )
+
+        if self.recomputes_core and self.training:
+            context = checkpoint(core, False, query, key, value)
+        else:
+            context = core(query, key, value)
+        return self.linear_proj(context)

@@ -1,0 +1,127 @@
+"""Which implementation of the attention core runs, and why the others do not.
+
+``flash``, ``fused`` (cuDNN) and ``efficient`` are kernels behind torch's
+scaled_dot_product_attention; ``plain`` is the formula in torch operations, which can do everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from megatron.core import device
+from megatron.core.config.errors import ConfigError
+from megatron.core.enums import AttnBackend
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "fused": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+PLAIN = "plain"
+NAMES = (*KERNELS, PLAIN)
+_CANDIDATES = {
+    AttnBackend.auto: NAMES,
+    AttnBackend.flash: ("flash",),
+    AttnBackend.fused: ("fused", "efficient"),
+    AttnBackend.unfused: (PLAIN,),
+    AttnBackend.local: (PLAIN,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRequest:
+    """What one call of attention needs."""
+
+    is_cuda: bool
+    dtype: torch.dtype
+    head_dim: int
+    has_mask: bool = False  # more than causality
+    has_bias: bool = False
+    has_dropout: bool = False
+    has_softcap: bool = False
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """A row of the start-up table."""
+
+    name: str
+    is_chosen: bool
+    reason: str
+
+
+@lru_cache
+def refusal(name: str, request: AttentionRequest) -> str | None:
+    """Why ``name`` cannot serve ``request``; None when it can."""
+    if name == PLAIN:
+        return None
+    if request.has_softcap:
+        return "it has no soft cap on scores"
+    if not request.is_cuda:
+        if name != "flash":
+            return "it needs a GPU"
+        return "it has no dropout on the CPU" if request.has_dropout else None
+    if name in ("flash", "fused"):
+        if request.dtype not in (torch.float16, torch.bfloat16):
+            return f"it has no kernel for {str(request.dtype).removeprefix('torch.')}"
+        if request.head_dim > (256 if name == "flash" else 128):
+            return f"heads of {request.head_dim} are too wide"
+    if name == "flash" and (request.has_mask or request.has_bias):
+        return "it takes no mask beyond causality"
+    return None
+
+
+@lru_cache
+def choose(wanted: AttnBackend, request: AttentionRequest) -> tuple[str, ...]:
+    """The implementations that may serve ``request``: kernels, or the plain one alone.
+
+    Raises ConfigError when ``wanted`` names kernels and none of them can.
+    """
+    reasons = {name: refusal(name, request) for name in _CANDIDATES[wanted]}
+    able = tuple(name for name, reason in reasons.items() if reason is None)
+    if not able:
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise ConfigError(
+            f"--attention-backend {wanted.name} cannot run this model ({why}); use auto"
+        )
+    kernels = tuple(name for name in able if name != PLAIN)
+    return kernels or (PLAIN,)
+
+
+def attention_report(wanted: AttnBackend, request: AttentionRequest) -> list[BackendChoice]:
+    """For each implementation, whether it runs and why, for the table printed at start-up."""
+    chosen = choose(wanted, request)
+    rows = []
+    for name in NAMES:
+        reason = refusal(name, request)
+        if reason is None and name not in _CANDIDATES[wanted]:
+            reason = f"--attention-backend {wanted.name} leaves it out"
+        elif reason is None and name == PLAIN and name not in chosen:
+            reason = "a kernel can do it"
+        rows.append(BackendChoice(name, name in chosen, reason or "chosen"))
+    return rows
+
+
+def request_of(
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    has_mask: bool = False,
+    has_bias: bool = False,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+) -> AttentionRequest:
+    """The request of a model on this process's device."""
+    return AttentionRequest(
+        is_cuda=device.is_cuda(),
+        dtype=dtype,
+        head_dim=head_dim,
+        has_mask=has_mask,
+        has_bias=has_bias,
+        has_dropout=dropout > 0,
+        has_softcap=softcap is not None,
+    )

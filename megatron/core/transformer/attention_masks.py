@@ -1,0 +1,109 @@
+"""Which keys a query may see, and biases that depend on their distance.
+
+Masks are bool and True where the key is visible, of shape broadcastable to [b, n, q, k]; the last
+query stands at the last key, so that a cache of earlier keys comes first.  A mask that a caller
+hands to the model is the other way round: True where the key is hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron.core.packed_seq_params import PackedSeqParams, sequence_index
+from megatron.core.transformer.config.attention import AttentionConfig
+
+Window = tuple[int, int]
+
+
+def window_of_layer(config: AttentionConfig, layer_index: int) -> Window | None:
+    """How far to the left and right layer ``layer_index`` (from 0) sees; None: everywhere."""
+    skip = config.window_attn_skip_freq
+    if isinstance(skip, int):
+        is_windowed = (layer_index + 1) % skip != 0
+    else:
+        is_windowed = skip is None or bool(skip[layer_index])
+    return config.window_size if is_windowed else None
+
+
+@lru_cache(maxsize=16)
+def band(num_queries: int, num_keys: int, left: int, right: int, device: torch.device) -> Tensor:
+    """Keys from ``left`` before to ``right`` after the query; -1 is no limit: [q, k]."""
+    query = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
+    key = torch.arange(num_keys, device=device).unsqueeze(0)
+    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    if left >= 0:
+        seen &= key >= query - left
+    if right >= 0:
+        seen &= key <= query + right
+    return seen
+
+
+def same_document(packed: PackedSeqParams, num_queries: int, num_keys: int) -> Tensor:
+    """Queries and keys of one packed sequence: [q, k]."""
+    assert packed.cu_seqlens_q is not None, "packed sequences come with cu_seqlens_q"
+    cu_keys = packed.cu_seqlens_kv if packed.cu_seqlens_kv is not None else packed.cu_seqlens_q
+    query = sequence_index(packed.cu_seqlens_q, num_queries)
+    return query.unsqueeze(1) == sequence_index(cu_keys, num_keys).unsqueeze(0)
+
+
+def visible_keys(
+    query: Tensor,
+    key: Tensor,
+    *,
+    is_causal: bool,
+    window: Window | None = None,
+    hidden: Tensor | None = None,
+    packed: PackedSeqParams | None = None,
+) -> tuple[Tensor | None, bool]:
+    """The mask that attention needs beside plain causality, and whether that is all it needs.
+
+    query [q, b, n, d], key [k, b, n, d].  (None, True): causal and nothing else, one query for
+    each key.  (None, False): everything is visible.  (mask, False): the mask says it all.
+    """
+    num_queries, num_keys = query.shape[0], key.shape[0]
+    left, right = window or (-1, -1)
+    if is_causal:
+        right = 0 if right < 0 else min(right, 0)
+    if left >= num_keys - 1:
+        left = -1
+    has_more = hidden is not None or packed is not None or left >= 0
+    if not has_more and (right < 0 or num_queries == 1 and right == 0):
+        return None, False
+    if not has_more and right == 0 and num_queries == num_keys:
+        return None, True
+    mask = band(num_queries, num_keys, left, right, query.device)
+    if packed is not None:
+        mask = mask & same_document(packed, num_queries, num_keys)
+    if hidden is not None:
+        mask = mask & ~hidden
+    return mask, False
+
+
+def is_causal_mask(hidden: Tensor) -> bool:
+    """Whether ``hidden`` [.., s, s] hides later keys and nothing else."""
+    size = hidden.shape[-1]
+    if hidden.shape[-2] != size:
+        return False
+    return not bool((hidden == band(size, size, -1, 0, hidden.device)).any())
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """How fast each head's attention falls with distance: [n] float32."""
+
+    def of_power_of_two(n: int) -> list[float]:
+        return [2 ** (-8 * (i + 1) / n) for i in range(n)]
+
+    below = 2 ** math.floor(math.log2(num_heads))
+    more = of_power_of_two(2 * below)[::2][: num_heads - below]
+    return torch.tensor(of_power_of_two(below) + more)
+
+
+def alibi_bias(slopes: Tensor, num_queries: int, num_keys: int) -> Tensor:
+    """-slope * distance for keys at or before the query: [1, n, q, k] float32."""
+    query = torch.arange(num_keys - num_queries, num_keys, device=slopes.device).unsqueeze(1)
+    distance = (query - torch.arange(num_keys, device=slopes.device)).abs()
+    return (-slopes[:, None, None] * distance).unsqueeze(0)

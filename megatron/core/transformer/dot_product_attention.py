@@ -1,0 +1,166 @@
+"""softmax(q k^T / sqrt(d)) v: the plain formula, and torch's kernels for it.
+
+``q`` queries, ``k`` keys, ``b`` sequences, ``n`` local heads, ``g`` local key/value heads
+(n a multiple of g), ``d`` head width.  Inputs [q or k, b, n or g, d], output [q, b, n d].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from megatron.core import device
+from megatron.core.enums import AttnMaskType
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import fork_if
+from megatron.core.transformer.attention_backends import (
+    KERNELS,
+    PLAIN,
+    AttentionRequest,
+    choose,
+)
+from megatron.core.transformer.attention_masks import visible_keys, window_of_layer
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class DotProductAttention(MegatronModule):
+    """The attention core.  Which implementation runs is chosen for each kind of call."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+    ) -> None:
+        """``layer_number`` counts from 1."""
+        super().__init__(config)
+        self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softcap = config.attn_logit_softcapping
+        self.window = window_of_layer(config, layer_number - 1)
+        scale = config.softmax_scale if softmax_scale is None else softmax_scale
+        self.scale = 1 / math.sqrt(config.kv_channels) if scale is None else scale
+        # Scores of deep layers are divided by the depth before the softmax and multiplied inside
+        # it: the same result, and fp16 scores do not overflow.
+        self.depth_scale = layer_number if config.apply_query_key_layer_scaling else 1
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d].
+
+        ``attention_mask`` is True where a key is hidden; ``attention_bias`` [1, n, q, k] is added
+        to the scores.  Both hold beside causality.
+        """
+        mask, is_causal = visible_keys(
+            query,
+            key,
+            is_causal=(attn_mask_type or self.attn_mask_type) in _CAUSAL,
+            window=self.window,
+            hidden=attention_mask,
+            packed=packed_seq_params,
+        )
+        dropout = self.dropout if self.training else 0.0
+        request = AttentionRequest(
+            is_cuda=device.is_cuda(query.device),
+            dtype=query.dtype,
+            head_dim=query.shape[-1],
+            has_mask=mask is not None,
+            has_bias=attention_bias is not None,
+            has_dropout=dropout > 0,
+            has_softcap=self.softcap is not None,
+        )
+        names = choose(self.config.attention_backend, request)
+        q_bnsd, k_bnsd, v_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        with fork_if(dropout > 0):
+            if PLAIN in names:
+                out = self._plain(q_bnsd, k_bnsd, v_bnsd, mask, is_causal, attention_bias, dropout)
+            else:
+                out = self._kernel(
+                    names, (q_bnsd, k_bnsd, v_bnsd), mask, is_causal, attention_bias, dropout
+                )
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _kernel(
+        self,
+        names: tuple[str, ...],
+        qkv: tuple[Tensor, Tensor, Tensor],
+        mask: Tensor | None,
+        is_causal: bool,
+        bias: Tensor | None,
+        dropout: float,
+    ) -> Tensor:
+        query, key, value = qkv
+        if bias is not None:
+            bias = bias.to(query.dtype)
+            mask = _combine(bias, mask, is_causal, query.shape[-2])
+            is_causal = False
+        options: dict[str, Any] = {
+            "attn_mask": mask,
+            "dropout_p": dropout,
+            "is_causal": is_causal,
+            "scale": self.scale,
+            "enable_gqa": query.shape[1] != key.shape[1],
+        }
+        if not device.is_cuda(query.device):
+            return F.scaled_dot_product_attention(query, key, value, **options)
+        with sdpa_kernel([KERNELS[name] for name in names]):
+            return F.scaled_dot_product_attention(query, key, value, **options)
+
+    def _plain(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        is_causal: bool,
+        bias: Tensor | None,
+        dropout: float,
+    ) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1:
+            key = key.repeat_interleave(groups, dim=1)
+            value = value.repeat_interleave(groups, dim=1)
+        scores = torch.matmul(query * (self.scale / self.depth_scale), key.transpose(-1, -2))
+        if self.config.attention_softmax_in_fp32:
+            scores = scores.float()
+        if self.depth_scale != 1:
+            scores = scores * self.depth_scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if bias is not None:
+            scores = scores + bias.to(scores.dtype)
+        if is_causal:
+            size = scores.shape[-1]
+            mask = torch.ones(size, size, dtype=torch.bool, device=scores.device).tril_()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        probs = scores.softmax(-1).to(value.dtype)
+        if dropout > 0:
+            probs = F.dropout(probs, dropout)
+        return torch.matmul(probs, value)
+
+
+def _combine(bias: Tensor, mask: Tensor | None, is_causal: bool, num_queries: int) -> Tensor:
+    """One float mask of a bias, a bool mask and causality."""
+    if is_causal:
+        mask = torch.ones(num_queries, num_queries, dtype=torch.bool, device=bias.device).tril_()
+    return bias if mask is None else bias.masked_fill(~mask, float("-inf"))

@@ -1,0 +1,85 @@
+"""The MLP of a layer: widen, activate, narrow.
+
+``f`` is the inner width.  Plain: [s, b, h] -> [.., f/tp] -> act -> [s, b, h].  Gated: the first
+matrix gives gate and up, [.., 2 f/tp], and the middle is act(gate) * up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.fusions.bias_swiglu import swiglu
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MLPSubmodules:
+    """Slots of the MLP."""
+
+    linear_fc1: ModuleSpec | type | None = None
+    linear_fc2: ModuleSpec | type | None = None
+
+
+class MLP(MegatronModule):
+    """Dense or gated MLP, the inner width divided over ``tp_group``."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        *,
+        tp_group: ProcessGroup,
+        is_expert: bool = False,
+        input_size: int | None = None,
+        ffn_hidden_size: int | None = None,
+    ) -> None:
+        super().__init__(config)
+        input_size = input_size or config.hidden_size
+        ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
+        num_blocks = 2 if config.gated_linear_unit else 1
+        common: dict[str, Any] = {
+            "config": config,
+            "bias": config.add_bias_linear,
+            "offered": {"tp_group": tp_group, "is_expert": is_expert, "num_blocks": num_blocks},
+        }
+        self.linear_fc1 = build_module(
+            submodules.linear_fc1,
+            input_size,
+            num_blocks * ffn_hidden_size,
+            init_method=config.init_method,
+            **common,
+        )
+        common["offered"] = {"tp_group": tp_group, "is_expert": is_expert}
+        self.linear_fc2 = build_module(
+            submodules.linear_fc2,
+            ffn_hidden_size,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            skip_bias_add=tp_group.size() > 1,  # alone, the bias rides in the matmul
+            **common,
+        )
+        # The fused GELU of the reference is its tanh form; its checkpoints were trained with it.
+        self.is_tanh_gelu = config.bias_activation_fusion and config.activation_func is F.gelu
+
+    def activate(self, x: Tensor) -> Tensor:
+        """[.., f/tp] -> [.., f/tp], or [.., 2 f/tp] -> [.., f/tp] where gated."""
+        act = self.config.activation_func
+        if not self.config.gated_linear_unit:
+            return F.gelu(x, approximate="tanh") if self.is_tanh_gelu else act(x)
+        if act is F.silu:
+            return swiglu(x)
+        gate, up = x.chunk(2, -1)
+        return (F.gelu(gate, approximate="tanh") if self.is_tanh_gelu else act(gate)) * up
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[s, b, h] -> [s, b, h] and the bias that is still to be added, if any."""
+        inner, bias = self.linear_fc1(hidden_states)
+        assert bias is None, "the first matrix adds its bias itself"
+        return self.linear_fc2(self.activate(inner))

@@ -1,0 +1,65 @@
+"""Base class of models, and the wrapper that runs one in half precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class MegatronModule(nn.Module):
+    """A module that was built from ``config``."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
+        """What a checkpoint holds of this module."""
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+
+def _convert(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``convert`` to the float tensors in nested tuples, lists and dicts."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_convert(v, convert) for v in value)
+    if isinstance(value, dict):
+        return {k: _convert(v, convert) for k, v in value.items()}
+    return convert(value) if torch.is_tensor(value) and value.is_floating_point() else value
+
+
+class Float16Module(MegatronModule):
+    """A model in bf16 or fp16: float32 goes in at the first stage and comes out at the last."""
+
+    def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
+        super().__init__(config)
+        assert config.fp16 != config.bf16, "exactly one of fp16 and bf16"
+        self.dtype = torch.float16 if config.fp16 else torch.bfloat16
+        self.module = module.to(self.dtype)
+        parts = vars(module)
+        self.pre_process: bool = parts.get("pre_process", True)
+        self.post_process: bool = parts.get("post_process", True)
+        self.vp_stage: int | None = parts.get("vp_stage")
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Hand the previous stage's output to the model."""
+        self.module.set_input_tensor(input_tensor)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's forward; outputs of the last stage are float32."""
+        if self.pre_process:
+            inputs = _convert(inputs, lambda t: t.to(self.dtype) if t.dtype.itemsize == 4 else t)
+        outputs = self.module(*inputs, **kwargs)
+        return _convert(outputs, lambda t: t.float()) if self.post_process else outputs
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, without this wrapper's prefix."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """The model's own."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)

@@ -1,0 +1,115 @@
+"""LayerNorm and RMSNorm over the last dim, with statistics in float32.
+
+Replicated over tensor-parallel ranks; where each rank normalises other tokens (sequence
+parallelism) or other heads, the gradient it finds is one term of a sum, which the parameter's
+record says.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.param_info import ParamInfo
+from megatron.core.param_init import new_parameter
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class Norm(nn.Module):
+    """The norm that ``config.normalization`` names.  The output has the parameters' dtype.
+
+    With ``layernorm_zero_centered_gamma`` the weight is stored as its distance from one.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        has_partial_gradient: bool | None = None,
+        normalization: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.is_rms = (normalization or config.normalization) == "RMSNorm"
+        self.eps, self.is_zero_centered = eps, config.layernorm_zero_centered_gamma
+        if has_partial_gradient is None:
+            has_partial_gradient = config.sequence_parallel
+        shape = (hidden_size,)
+        weight = ParamInfo(
+            global_shape=shape,
+            init="zeros" if self.is_zero_centered else "ones",
+            sequence_parallel=has_partial_gradient,
+        )
+        bias = ParamInfo(global_shape=shape, sequence_parallel=has_partial_gradient)
+        self.weight = new_parameter(shape, config.params_dtype, weight)
+        self.bias: nn.Parameter | None = None
+        if not self.is_rms:
+            self.bias = new_parameter(shape, config.params_dtype, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]"""
+        weight, bias = self.weight, self.bias
+        if self.is_zero_centered:
+            weight = weight + 1
+        dtype = weight.dtype
+        if x.dtype != dtype:  # a float32 residual stream
+            weight = weight.to(x.dtype)
+            bias = None if bias is None else bias.to(x.dtype)
+        shape = (x.shape[-1],)
+        if self.is_rms:
+            y = F.rms_norm(x, shape, weight, self.eps)
+        else:
+            y = F.layer_norm(x, shape, weight, bias, self.eps)
+        return y.to(dtype)
+
+    def extra_repr(self) -> str:
+        """Kind and width."""
+        return f"{'RMSNorm' if self.is_rms else 'LayerNorm'}, {self.weight.shape[0]}"
+
+
+WrappedTorchNorm = FusedLayerNorm = Norm
+
+
+class HeadsWideRMSNorm(nn.Module):
+    """RMSNorm over all heads together, the heads divided over ``tp_group``.
+
+    Collective when the group is larger than one: the sum of squares, forward and backward.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, tp_group: ProcessGroup
+    ) -> None:
+        super().__init__()
+        self.tp_group, self.hidden_size, self.eps = tp_group, hidden_size, eps
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+        info = ParamInfo(
+            global_shape=(hidden_size,),
+            shard_dim=0,
+            shard_index=tp_group.rank(),
+            shard_count=tp_group.size(),
+            init="zeros" if self.is_zero_centered else "ones",
+        )
+        shape = (hidden_size // tp_group.size(),)
+        self.weight = new_parameter(shape, config.params_dtype, info)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., n/tp, d] -> [..., n/tp, d]"""
+        flat = x.flatten(-2).float()
+        squares = flat.square().sum(-1, keepdim=True)
+        squares = reduce_from_tensor_model_parallel_region(squares, self.tp_group)
+        squares = copy_to_tensor_model_parallel_region(squares, self.tp_group)
+        y = (flat * torch.rsqrt(squares / self.hidden_size + self.eps)).to(x.dtype)
+        weight = self.weight + 1 if self.is_zero_centered else self.weight
+        return (y * weight).view(x.shape)
+
+
+def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """``x`` over its root mean square in the last dim; no parameters."""
+    return F.rms_norm(x, (x.shape[-1],), None, eps)

@@ -1,0 +1,65 @@
+"""A model is described by specs: which class fills which slot, built when its layer is built."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.config.errors import ConfigError
+
+
+@dataclass
+class ModuleSpec:
+    """A class, or where to import it from; its fixed arguments; the specs of its own slots."""
+
+    module: Callable[..., Any] | type | tuple[str, ...]
+    params: dict[str, Any] = field(default_factory=dict)
+    submodules: Any = None
+
+
+def import_module(module_path: tuple[str, ...] | list[str]) -> Any:
+    """The object ``(module, name)`` names."""
+    if len(module_path) != 2:
+        raise ConfigError(f"--spec takes a module and a name in it, not {list(module_path)}")
+    path, name = module_path
+    try:
+        return getattr(importlib.import_module(path), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--spec {path} {name} cannot be imported: {error}") from error
+
+
+def get_module(spec_or_module: ModuleSpec | Callable[..., Any] | type) -> Any:
+    """The class or function that a spec stands for."""
+    module = spec_or_module.module if isinstance(spec_or_module, ModuleSpec) else spec_or_module
+    return import_module(module) if isinstance(module, tuple) else module
+
+
+def build_module(
+    spec_or_module: ModuleSpec | Callable[..., Any] | type,
+    *args: Any,
+    offered: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Build what a slot asks for; a plain function is returned as it is.
+
+    ``offered`` are arguments that the module gets if its constructor names them (process groups,
+    which not every module needs); ``kwargs`` it must take.
+    """
+    module = get_module(spec_or_module)
+    if isinstance(module, types.FunctionType):
+        return module
+    if isinstance(spec_or_module, ModuleSpec):
+        kwargs |= spec_or_module.params
+        if spec_or_module.submodules is not None:
+            kwargs["submodules"] = spec_or_module.submodules
+    if offered:
+        names = inspect.signature(module).parameters
+        kwargs |= {k: v for k, v in offered.items() if k in names and k not in kwargs}
+    try:
+        return module(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"while building {module.__name__}: {error}") from error

@@ -1,0 +1,146 @@
+"""The layers of one pipeline stage, and which of them are computed again in backward.
+
+Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.fusions.rope import RotaryTable
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.layer_layout import layer_range
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class TransformerBlockSubmodules:
+    """A spec for each layer of the whole model, and the class of the last norm."""
+
+    layer_specs: list[ModuleSpec] | None = None
+    layer_norm: ModuleSpec | type | None = None
+
+
+def block_submodules(
+    config: TransformerConfig, spec: TransformerBlockSubmodules | ModuleSpec
+) -> TransformerBlockSubmodules:
+    """What ``spec`` says of every layer: one spec of a layer stands for all of them."""
+    if isinstance(spec, ModuleSpec):
+        if isinstance(spec.submodules, TransformerBlockSubmodules):
+            return spec.submodules
+        return TransformerBlockSubmodules([spec] * config.num_layers, Norm)
+    return spec
+
+
+class TransformerBlock(MegatronModule):
+    """A stack of layers; the last stage ends with a norm."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: TransformerBlockSubmodules | ModuleSpec,
+        post_layer_norm: bool = True,
+        pre_process: bool = True,
+        post_process: bool = True,
+        *,
+        pg_collection: ProcessGroupCollection,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.pre_process, self.post_process = pre_process, post_process
+        self.tp_group = pg_collection.tp
+        self.input_tensor: Tensor | None = None
+        submodules = block_submodules(config, spec)
+        specs = submodules.layer_specs or []
+        pp_group = pg_collection.pp
+        self.layer_range = layer_range(
+            config, pp_rank=pp_group.rank(), num_ranks=pp_group.size(), vp_stage=vp_stage
+        )
+        if len(specs) == config.num_layers:
+            specs = [specs[i] for i in self.layer_range]
+        if len(specs) != len(self.layer_range):
+            raise ConfigError(
+                f"the spec describes {len(specs)} layers, --num-layers is {config.num_layers} "
+                f"and this stage has {len(self.layer_range)}"
+            )
+        offered = {"pg_collection": pg_collection, "tp_group": pg_collection.tp}
+        self.layers = nn.ModuleList(
+            build_module(s, config=config, layer_number=i + 1, offered=offered)
+            for i, s in zip(self.layer_range, specs, strict=True)
+        )
+        self.final_layernorm: nn.Module | None = None
+        if post_process and post_layer_norm and submodules.layer_norm is not None:
+            size, eps = config.hidden_size, config.layernorm_epsilon
+            self.final_layernorm = build_module(
+                submodules.layer_norm, config=config, hidden_size=size, eps=eps
+            )
+
+    def set_input_tensor(self, input_tensor: Tensor) -> None:
+        """What the previous stage computed, used in place of an argument."""
+        self.input_tensor = input_tensor
+
+    def forward(
+        self,
+        hidden_states: Tensor | None,
+        attention_mask: Tensor | None = None,
+        *,
+        inference_context: KVCache | None = None,
+        rotary_pos_emb: RotaryTable | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """[s, b, h] -> [s, b, h]"""
+        if not self.pre_process:
+            hidden_states = self.input_tensor
+        assert hidden_states is not None, "a later stage needs set_input_tensor"
+        shared = {
+            "attention_mask": attention_mask,
+            "inference_context": inference_context,
+            "rotary_pos_emb": rotary_pos_emb,
+            "attention_bias": attention_bias,
+            "packed_seq_params": packed_seq_params,
+        }
+        if self.config.recompute_granularity == "full" and self.training:
+            hidden_states = self._run_checkpointed(hidden_states, shared)
+        else:
+            hidden_states = self._run(hidden_states, shared, 0, len(self.layers))
+        if self.final_layernorm is not None:
+            hidden_states = self.final_layernorm(hidden_states)
+        return hidden_states
+
+    def _run(self, hidden_states: Tensor, shared: dict[str, Any], start: int, stop: int) -> Tensor:
+        for i in range(start, stop):
+            hidden_states, _ = self.layers[i](hidden_states, **shared)
+        return hidden_states
+
+    def _run_checkpointed(self, hidden_states: Tensor, shared: dict[str, Any]) -> Tensor:
+        """Keep the input of each chunk of layers; ``block`` covers the first layers only."""
+        config, end = self.config, len(self.layers)
+        size = config.recompute_num_layers or 1
+        if config.recompute_method == "block":
+            covered, size = min(size, end), 1
+        else:
+            covered = end
+        for start in range(0, covered, size):
+            stop = min(start + size, covered)
+
+            def chunk(x: Tensor, start: int = start, stop: int = stop) -> Tensor:
+                return self._run(x, shared, start, stop)
+
+            hidden_states = checkpoint(
+                chunk,
+                config.distribute_saved_activations,
+                hidden_states,
+                tp_group=self.tp_group,
+            )
+        return self._run(hidden_states, shared, covered, end)

@@ -1,0 +1,158 @@
+"""One layer: norm, attention, residual, norm, MLP, residual; every part a slot.
+
+Hidden states are [s, b, h], or [s/tp, b, h] between the parts under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.fusions.rope import RotaryTable
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint, fork_if
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+WithBias = tuple[Tensor, Tensor | None]
+
+
+@dataclass
+class TransformerLayerSubmodules:
+    """Slots of a layer.  The ``post_`` norms act on what a part adds to the residual."""
+
+    input_layernorm: Any = IdentityOp
+    self_attention: Any = IdentityOp
+    self_attn_bda: Any = IdentityFuncOp
+    post_self_attn_layernorm: Any = IdentityOp
+    pre_mlp_layernorm: Any = IdentityOp
+    mlp: Any = IdentityOp
+    mlp_bda: Any = IdentityFuncOp
+    post_mlp_layernorm: Any = IdentityOp
+    sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
+
+
+class TransformerLayer(MegatronModule):
+    """Self attention and MLP, each added to the residual stream."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        layer_number: int = 1,
+        hidden_dropout: float | None = None,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """``layer_number`` counts from 1 over the whole model."""
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
+        self.is_sequence_cut = config.sequence_parallel and pg_collection.tp.size() > 1
+        offered = {
+            "pg_collection": pg_collection,
+            "tp_group": pg_collection.tp,
+            "layer_number": layer_number,
+        }
+
+        def norm(spec: ModuleSpec | type) -> Any:
+            size, eps = config.hidden_size, config.layernorm_epsilon
+            return build_module(spec, config=config, hidden_size=size, eps=eps)
+
+        self.input_layernorm = norm(submodules.input_layernorm)
+        self.self_attention = build_module(
+            submodules.self_attention, config=config, offered=offered
+        )
+        self.self_attn_bda = build_module(submodules.self_attn_bda)
+        self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
+        self.pre_mlp_layernorm = norm(submodules.pre_mlp_layernorm)
+        self.mlp = build_module(submodules.mlp, config=config, offered=offered)
+        self.mlp_bda = build_module(submodules.mlp_bda)
+        self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
+        # A norm's output that is the residual too cannot be dropped.
+        self.recomputes_norms = (
+            "layernorm" in config.modules_to_recompute
+            and not config.apply_residual_connection_post_layernorm
+        )
+        self.recomputes_mlp = "mlp" in config.modules_to_recompute
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        *,
+        inference_context: KVCache | None = None,
+        rotary_pos_emb: RotaryTable | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s, b, h] -> [s, b, h]; ``context`` is handed on for the layers of an encoder-decoder."""
+        norm = _NormCall(self.input_layernorm, self.recomputes_norms and self.training)
+        normed = norm(hidden_states)
+        attended = self.self_attention(
+            normed,
+            attention_mask,
+            inference_context=inference_context,
+            rotary_pos_emb=rotary_pos_emb,
+            attention_bias=attention_bias,
+            packed_seq_params=packed_seq_params,
+        )
+        norm.is_used_by(attended)
+        residual = self._residual(hidden_states, normed)
+        attended = _normed(self.post_self_attn_layernorm, attended)
+        hidden_states = self._add(self.self_attn_bda, attended, residual)
+
+        norm = _NormCall(self.pre_mlp_layernorm, self.recomputes_norms and self.training)
+        normed = norm(hidden_states)
+        widened = self._run_mlp(normed)
+        norm.is_used_by(widened)
+        residual = self._residual(hidden_states, normed)
+        widened = _normed(self.post_mlp_layernorm, widened)
+        return self._add(self.mlp_bda, widened, residual), context
+
+    def _run_mlp(self, normed: Tensor) -> WithBias:
+        if self.recomputes_mlp and self.training:
+            return checkpoint(self.mlp, False, normed)
+        return self.mlp(normed)
+
+    def _residual(self, stream: Tensor, normed: Tensor) -> Tensor:
+        residual = normed if self.config.apply_residual_connection_post_layernorm else stream
+        return residual.float() if self.config.fp32_residual_connection else residual
+
+    def _add(self, bda: Any, x_with_bias: WithBias, residual: Tensor) -> Tensor:
+        """The residual stream after a part; ranks drop other tokens where the sequence is cut."""
+        drops = self.training and self.hidden_dropout > 0
+        with fork_if(drops and self.is_sequence_cut):
+            add = bda(self.training, self.config.bias_dropout_fusion)
+            return add(x_with_bias, residual, self.hidden_dropout)
+
+
+class _NormCall:
+    """A norm whose output may be dropped after its use and computed again for backward."""
+
+    def __init__(self, norm: Any, recompute: bool) -> None:
+        self.norm = norm
+        recompute = recompute and not isinstance(norm, IdentityOp)
+        self.memory = CheckpointWithoutOutput() if recompute else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.norm(x) if self.memory is None else self.memory.checkpoint(self.norm, x)
+
+    def is_used_by(self, result: WithBias) -> None:
+        if self.memory is not None:
+            self.memory.discard_output_and_register_recompute(result[0])
+
+
+def _normed(norm: Any, x_with_bias: WithBias) -> WithBias:
+    """``norm`` of the whole of what a part adds, its bias included."""
+    if isinstance(norm, IdentityOp):
+        return x_with_bias
+    x, bias = x_with_bias
+    return norm(x if bias is None else x + bias), None
