@@ -20,7 +20,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,6 +40,7 @@ from megatron.core.dist_checkpointing.manifest import (
     INDEX,
     FileEntry,
     Manifest,
+    adopt_file,
     check_size,
     write_json,
     write_manifest,
@@ -72,7 +73,7 @@ class Parts:
     common: Mapping[str, Any]
     layout: Mapping[str, Any]
     files: Mapping[str, FileEntry]  # of all ranks
-    config_text: str | None = None
+    write_config: Callable[[Path], object] | None = None  # writes the resolved configuration
 
 
 @cache
@@ -188,8 +189,9 @@ def _complete(pending: Pending, parts: Parts) -> None:
         check_size(pending.folder, name, entry)
     files[INDEX] = write_json(pending.folder / INDEX, parts.index)
     files[COMMON] = write_json(pending.folder / COMMON, parts.common)
-    if parts.config_text is not None:
-        files[CONFIG] = write_text(pending.folder / CONFIG, parts.config_text)
+    if parts.write_config is not None:
+        parts.write_config(pending.folder / CONFIG)
+        files[CONFIG] = adopt_file(pending.folder / CONFIG)
     fault_point("save.before_manifest", step=pending.iteration)
     write_manifest(
         pending.folder,

@@ -7,7 +7,7 @@ fails takes part in them and says why, so nobody waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,16 @@ class SaveFailed(CheckpointError):
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a checkpoint is made of, on one rank.  ``common`` and the last two count on rank 0."""
+    """What a checkpoint is made of, on one rank.  ``common`` and what follows count on rank 0.
+
+    ``write_config(path)`` writes the resolved configuration to ``path``.
+    """
 
     tensors: Sequence[ShardedTensor]
     rank_state: Mapping[str, Any] | None = None
     common: Mapping[str, Any] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
-    config_text: str | None = None
+    write_config: Callable[[Path], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def _finish(
             common=contents.common,
             layout=contents.layout,
             files=files,
-            config_text=contents.config_text,
+            write_config=contents.write_config,
         )
         return {"folder": str(commit.publish(pending, parts)), "error": None}
     except _REPORTED as error:

@@ -1,0 +1,115 @@
+"""--use-checkpoint-args: the model's shape and tokenizer come from the checkpoint.
+
+Runs before the command line is checked, before there is a process group, on every rank alike: it
+reads JSON files only.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron.core.config.errors import ConfigError
+from megatron.training.checkpointing.paths import find, read_content, usable
+from megatron.training.printing import print_rank_0
+
+# Taken from the checkpoint whatever the command line says: another value is another model.
+FORCED = (
+    "num_query_groups",
+    "group_query_attention",
+    "position_embedding_type",
+    "add_position_embedding",
+    "use_rotary_position_embeddings",
+    "rotary_base",
+    "rotary_percent",
+    "rotary_interleaved",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "squared_relu",
+    "swiglu",
+    "untie_embeddings_and_output_weights",
+    "apply_layernorm_1p",
+    "normalization",
+    "apply_query_key_layer_scaling",
+    "attention_dropout",
+    "hidden_dropout",
+    "spec",
+    "num_experts",
+    "moe_layer_freq",
+    "moe_router_topk",
+    "moe_token_dispatcher_type",
+    "moe_router_pre_softmax",
+    "moe_grouped_gemm",
+    "moe_shared_expert_intermediate_size",
+    "moe_ffn_hidden_size",
+    "is_hybrid_model",
+    "tokenizer_type",
+    "tiktoken_pattern",
+)
+FORCED_PREFIXES = ("hybrid_", "mamba_", "heterogeneous_")
+FORCED_PARALLEL = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+# Taken where the command line says nothing.
+IF_UNSET = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "seq_length",
+    "num_attention_heads",
+    "kv_channels",
+    "max_position_embeddings",
+    "padded_vocab_size",
+    "vocab_size",
+    "vocab_file",
+    "merge_file",
+)
+
+
+def apply_checkpoint_args(
+    namespace: argparse.Namespace, load_dir: str | None = None
+) -> Mapping[str, Any] | None:
+    """Set what decides the model from the checkpoint in ``load_dir`` (default: ``--load``).
+
+    Returns the checkpoint's command line (dest -> value); None, and changes nothing, if there is
+    no checkpoint yet.  Raises ConfigError without ``--load``, CheckpointError for a checkpoint
+    that cannot be read.
+    """
+    directory = load_dir or namespace.load
+    if directory is None:
+        raise ConfigError("--use-checkpoint-args needs --load: which checkpoint?")
+    choice = find(directory, namespace.ckpt_step)
+    if choice is None:
+        print_rank_0(f"{directory} holds no checkpoint: the command line is used as it is")
+        return None
+    asked = read_content(usable(choice.found)).asked
+    for name in _forced(namespace, asked):
+        _set(namespace, name, asked)
+    for name in IF_UNSET:
+        if vars(namespace).get(name) is None:
+            _set(namespace, name, asked)
+    return asked
+
+
+def _forced(namespace: argparse.Namespace, asked: Mapping[str, Any]) -> Iterable[str]:
+    yield from FORCED
+    yield from (name for name in asked if name.startswith(FORCED_PREFIXES))
+    if namespace.use_tokenizer_model_from_checkpoint_args:
+        yield "tokenizer_model"
+    if namespace.use_mp_args_from_checkpoint_args:
+        yield from FORCED_PARALLEL
+
+
+def _set(namespace: argparse.Namespace, name: str, asked: Mapping[str, Any]) -> None:
+    """Take ``name`` over, where both sides know it and the checkpoint has a value."""
+    values = vars(namespace)
+    if name not in values or asked.get(name) is None or values[name] == asked[name]:
+        return
+    print_rank_0(f"Setting {name} to {asked[name]} from checkpoint")
+    values[name] = asked[name]

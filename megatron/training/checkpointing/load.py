@@ -1,0 +1,270 @@
+"""Loading a run, in whatever layout it was saved.
+
+Order of collectives: rank 0 chooses the folder and reads what is no tensor (broadcast); then
+`serialization.load`; then each rank's random states (gather, broadcast).  Every rank ends with the
+same result or the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.collectives import broadcast_json
+from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, Choice
+from megatron.core.dist_checkpointing.manifest import (
+    CheckpointDamaged,
+    check_size,
+    rank_state_name,
+)
+from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.dist_checkpointing.serialization import load, together
+from megatron.core.dist_checkpointing.validation import Differences
+from megatron.training.checkpointing.paths import find, is_same_directory, read_content
+from megatron.training.checkpointing.rng_state import set_rng_state
+from megatron.training.checkpointing.run_tensors import (
+    OPTIMIZER_PREFIX,
+    RunParts,
+    main_param_tensors,
+    model_tensors,
+    optimizer_tensors,
+)
+from megatron.training.checkpointing.save import layout_of
+from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.printing import print_rank_0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What came out of a checkpoint besides the tensors, which are in the model already."""
+
+    folder: Path
+    iteration: int  # to go on from: 0 when only weights were wanted
+    counters: Mapping[str, Any] = field(default_factory=dict)  # as saved; empty with iteration 0
+    asked: Mapping[str, Any] = field(default_factory=dict)  # command line of the run that saved
+    differences: Differences = Differences()  # what --dist-ckpt-strictness let pass
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Which parts of a checkpoint this run takes."""
+
+    root: str
+    counters: bool
+    optimizer: bool
+    rng: bool
+    kind: str  # " release" or empty, for the message
+
+
+def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
+    """Fill model, optimizer, scheduler and random states.  Collective over all ranks.
+
+    None if there is nothing to load: without ``--load``, or where ``--load`` names the directory
+    that this run saves to and nothing was saved yet.  Raises CheckpointError on every rank alike,
+    CheckpointDamaged if a published checkpoint is not what was written.
+    """
+    world = parts.groups.world
+    wanted, folders, note = _choose(config, parts, world)
+    if wanted is None:
+        return None
+    if note:
+        print_rank_0(f"NOTE: {wanted.root}: {note}")
+    for position, folder in enumerate(folders):
+        try:
+            return _load_folder(config, parts, wanted, Path(folder))
+        except CheckpointDamaged as error:
+            if not config.load_newest_valid:
+                raise CheckpointDamaged(
+                    f"{error}; --load-newest-valid goes on from the newest checkpoint that is whole"
+                ) from None
+            if position == len(folders) - 1:
+                raise CheckpointDamaged(f"{error}; there is no older checkpoint") from None
+            print_rank_0(f"WARNING: {error}; trying the checkpoint before it")
+    raise AssertionError("at least one folder was chosen")
+
+
+def _choose(
+    config: CheckpointConfig, parts: RunParts, world: ProcessGroup
+) -> tuple[_Wanted | None, list[str], str | None]:
+    """What to take from where: the folders to try in order, and a note.  Same on all ranks."""
+    answer: dict[str, Any] = {}
+    error: CheckpointError | None = None
+    if world.rank() == 0:
+        try:
+            answer = _choose_here(config)
+        except CheckpointError as problem:
+            error = problem
+    together(error, world)
+    answer = broadcast_json(answer, world)
+    if not answer:
+        return None, [], None
+    weights_only = answer["finetune"] or answer["release"]
+    has_optimizer = parts.optimizer is not None
+    wanted = _Wanted(
+        root=answer["root"],
+        counters=not weights_only,
+        optimizer=has_optimizer and not weights_only and not config.no_load_optim,
+        rng=not weights_only and not config.no_load_rng,
+        kind=f" {RELEASE}" if answer["release"] else "",
+    )
+    return wanted, answer["folders"], answer["note"]
+
+
+def _choose_here(config: CheckpointConfig) -> dict[str, Any]:
+    """The choice as JSON; empty if the run starts from random weights."""
+    choice = find(config.load, config.ckpt_step)
+    if choice is not None:
+        assert config.load is not None
+        return _answer(config.load, choice, config.finetune)
+    if config.pretrained_checkpoint is not None:
+        choice = find(config.pretrained_checkpoint, None)
+        if choice is None:
+            raise CheckpointError(
+                f"--pretrained-checkpoint {config.pretrained_checkpoint} holds no checkpoint"
+            )
+        return _answer(config.pretrained_checkpoint, choice, finetune=True)
+    if config.load is None:
+        if config.exit_on_missing_checkpoint:
+            raise CheckpointError("--exit-on-missing-checkpoint: --load is not given")
+        return {}
+    if config.exit_on_missing_checkpoint:
+        raise CheckpointError(f"--exit-on-missing-checkpoint: {config.load} holds no checkpoint")
+    if not is_same_directory(config.load, config.save):
+        raise CheckpointError(
+            f"--load {config.load} holds no checkpoint: correct the path, or drop --load to start "
+            "from random weights (a new run may name its own --save directory)"
+        )
+    print(
+        f"WARNING: could not find the metadata file {Path(config.load) / TRACKER}\n"
+        "    will not load any checkpoints and will start from random",
+        flush=True,
+    )
+    return {}
+
+
+def _answer(root: str, choice: Choice, finetune: bool) -> dict[str, Any]:
+    return {
+        "root": root,
+        "folders": [str(found.folder) for found in (choice.found, *choice.older)],
+        "note": choice.note,
+        "finetune": finetune,
+        "release": choice.found.folder.name == RELEASE,
+    }
+
+
+def _load_folder(
+    config: CheckpointConfig, parts: RunParts, wanted: _Wanted, folder: Path
+) -> Loaded:
+    """Load one folder: all of it, or an error on all ranks."""
+    world = parts.groups.world
+    common = _read_common(folder, wanted, world)
+    at = f" at iteration {common['iteration']}" if wanted.counters else ""
+    print_rank_0(f" loading{wanted.kind} distributed checkpoint from {wanted.root}{at}")
+    print_rank_0(f" checkpoint version {common['checkpoint_version']}")
+    tensors = model_tensors(parts)
+    if wanted.optimizer:
+        tensors += optimizer_tensors(parts)
+    elif config.load_main_params_from_ckpt:
+        tensors += main_param_tensors(parts)
+    differences = load(
+        folder,
+        tensors,
+        world,
+        strictness=config.dist_ckpt_strictness,
+        leave_out=() if wanted.optimizer else (OPTIMIZER_PREFIX,),
+        cast=bool(config.load_main_params_from_ckpt),
+    )
+    states = _read_rng_states(folder, parts) if wanted.rng else None
+    _take_over(config, parts, wanted, common)
+    if states is not None:
+        set_rng_state(states)
+    iteration = common["iteration"] if wanted.counters else 0
+    tp, pp = parts.groups.tp, parts.groups.pp
+    print_rank_0(
+        f"  successfully loaded checkpoint from {wanted.root} "
+        f"[ t {tp.rank() + 1}/{tp.size()}, p {pp.rank() + 1}/{pp.size()} ] "
+        f"at iteration {iteration}"
+    )
+    return Loaded(
+        folder=folder,
+        iteration=iteration,
+        counters=common["counters"] if wanted.counters else {},
+        asked=common["args"],
+        differences=differences,
+    )
+
+
+def _read_common(folder: Path, wanted: _Wanted, world: ProcessGroup) -> dict[str, Any]:
+    """What is no tensor, once rank 0 found the folder complete.  The same on all ranks."""
+    common: dict[str, Any] = {}
+    error: CheckpointError | None = None
+    if world.rank() == 0:
+        try:
+            common = _check_folder(folder, wanted)
+        except CheckpointError as problem:
+            error = problem
+        except OSError as problem:
+            error = CheckpointDamaged(f"{folder}: {problem}")
+    together(error, world)
+    answer: dict[str, Any] = broadcast_json(common, world)
+    return answer
+
+
+def _check_folder(folder: Path, wanted: _Wanted) -> dict[str, Any]:
+    """Common values of a folder whose files all have the right size."""
+    content = read_content(folder)
+    for name, entry in content.manifest.files.items():
+        check_size(folder, name, entry)
+    if wanted.optimizer and content.common["optimizer"] is None:
+        raise CheckpointError(
+            f"{folder} holds no optimizer state (it was saved with --no-save-optim): "
+            "use --no-load-optim or --finetune"
+        )
+    if wanted.rng and rank_state_name(0) not in content.manifest.files:
+        raise CheckpointError(
+            f"{folder} holds no random state (it was saved with --no-save-rng): "
+            "use --no-load-rng or --finetune"
+        )
+    return dict(content.common)
+
+
+def _read_rng_states(folder: Path, parts: RunParts) -> dict[str, Any] | None:
+    """This rank's random states; None if the ranks of the checkpoint are not those of this run."""
+    state: dict[str, Any] | None = None
+    error: CheckpointError | None = None
+    try:
+        with CheckpointReader(folder) as reader:
+            if reader.manifest.layout == layout_of(parts.groups):
+                state = reader.rank_state(parts.groups.world.rank())
+    except CheckpointError as problem:
+        error = problem
+    except OSError as problem:
+        error = CheckpointDamaged(f"{folder}: {problem}")
+    together(error, parts.groups.world)
+    if state is None:
+        print_rank_0(
+            "NOTE: random states are not taken over: the checkpoint was written in another layout"
+        )
+        return None
+    states: dict[str, Any] = state["rng_state"]
+    return states
+
+
+def _take_over(
+    config: CheckpointConfig, parts: RunParts, wanted: _Wanted, common: Mapping[str, Any]
+) -> None:
+    """Give optimizer and scheduler what is no tensor."""
+    if parts.optimizer is None:
+        return
+    if not wanted.optimizer:
+        if not config.load_main_params_from_ckpt:
+            parts.optimizer.reload_model_params()
+        return
+    parts.optimizer.load_scalar_state(common["optimizer"])
+    if parts.scheduler is not None and common["opt_param_scheduler"] is not None:
+        parts.scheduler.load_state_dict(common["opt_param_scheduler"])

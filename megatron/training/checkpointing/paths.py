@@ -1,0 +1,111 @@
+"""Which checkpoint a directory means, and what a folder holds.  One process, no collectives.
+
+Directory names and the tracker file are the reference's; `megatron.core.dist_checkpointing.folders`
+says how the folder is chosen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.folders import TRACKER, Choice, Found, choose, folder_name
+from megatron.core.dist_checkpointing.manifest import (
+    COMMON,
+    FORMAT,
+    MANIFEST,
+    CheckpointDamaged,
+    Manifest,
+    read_checked,
+    read_manifest,
+)
+
+
+@dataclass(frozen=True)
+class CheckpointContent:
+    """A checkpoint folder as far as JSON tells: enough to build the model that fits it.
+
+    The tensors are read with ``CheckpointReader(folder)``.
+    """
+
+    folder: Path
+    iteration: int
+    asked: Mapping[str, Any]  # the command line of the run that wrote it, dest -> value
+    common: Mapping[str, Any]
+    manifest: Manifest
+
+
+def open_checkpoint(directory: str | Path, step: int | None = None) -> CheckpointContent:
+    """The checkpoint that ``directory`` means: a folder itself, or the one its tracker names.
+
+    Raises CheckpointError if there is none, it is of another format, or it is damaged.
+    """
+    path = Path(directory)
+    if (path / MANIFEST).exists():
+        return read_content(path)
+    choice = choose(path, step=step)
+    if choice is None:
+        raise CheckpointError(f"{path} holds no checkpoint: no {TRACKER}, no iter_* folder")
+    return read_content(usable(choice.found))
+
+
+def usable(found: Found) -> Path:
+    """The folder of ``found`` if it can be read; else raises why not."""
+    if found.problem is not None:
+        raise found.problem
+    if found.manifest is None:
+        raise unreadable(found.folder)
+    return found.folder
+
+
+def unreadable(folder: Path) -> CheckpointError:
+    """What is the matter with a folder that has no manifest of ours."""
+    other = other_format(folder)
+    if other is None:
+        return CheckpointDamaged(f"{folder / MANIFEST} is missing")
+    return CheckpointError(
+        f"{folder} is a checkpoint of format {other}: this version reads {FORMAT}"
+    )
+
+
+def read_content(folder: Path) -> CheckpointContent:
+    """Manifest and common values of a folder.  Raises CheckpointError, CheckpointDamaged."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise unreadable(folder)
+    common = json.loads(read_checked(folder, COMMON, manifest))
+    return CheckpointContent(folder, manifest.iteration, common["args"], common, manifest)
+
+
+def other_format(folder: Path) -> str | None:
+    """The reference's format that ``folder`` is in, None if it is in none of them."""
+    if (folder / MANIFEST).exists():
+        backend = json.loads((folder / MANIFEST).read_bytes()).get("sharded_backend")
+        return str(backend)
+    if any(folder.glob("mp_rank_0*")):
+        return "torch"
+    return "torch_dcp" if (folder / ".metadata").exists() else None
+
+
+def find(directory: str | None, step: int | None) -> Choice | None:
+    """The checkpoint that ``--load directory --ckpt-step step`` means; None if there is none."""
+    return None if directory is None else choose(Path(directory), step=step)
+
+
+def is_same_directory(a: str | None, b: str | None) -> bool:
+    """Whether two options name one directory, however they are spelt."""
+    return a is not None and b is not None and Path(a).resolve() == Path(b).resolve()
+
+
+def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
+    """The file that says which iteration was saved last."""
+    return str(Path(checkpoints_path) / TRACKER)
+
+
+def checkpoint_folder(checkpoints_path: str, iteration: int, release: bool = False) -> str:
+    """The folder of an iteration."""
+    return str(Path(checkpoints_path) / folder_name(None if release else iteration))

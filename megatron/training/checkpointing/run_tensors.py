@@ -1,0 +1,106 @@
+"""The tensors of a run under their layout-free keys: weights, and the optimizer's state.
+
+A weight has its global name as key; ``optimizer.state.exp_avg.<name>`` is its first moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_param, replica_of
+from megatron.core.param_info import ParamInfo, info_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+OPTIMIZER_PREFIX = "optimizer."
+_STATE_PREFIX = f"{OPTIMIZER_PREFIX}state."
+
+
+class Stateful(Protocol):
+    """A scheduler: its state is JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class CheckpointableOptimizer(Protocol):
+    """What an optimizer offers to be saved in any layout."""
+
+    def named_state(self) -> Iterable[tuple[str, ParamInfo, Mapping[str, Tensor]]]:
+        """Per parameter: global name, record, live state tensors of its local shape."""
+
+    def scalar_state(self) -> dict[str, Any]:
+        """Steps, loss scale and whatever else is one value for all ranks, as JSON."""
+
+    def load_scalar_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `scalar_state` returned, after the tensors were filled."""
+
+    def reload_model_params(self) -> None:
+        """Copy the weights to the main parameters, after only weights were loaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """The live objects that a checkpoint is made from and loaded into."""
+
+    model_chunks: Sequence[nn.Module]
+    groups: ProcessGroupCollection
+    optimizer: CheckpointableOptimizer | None = None
+    scheduler: Stateful | None = None
+
+
+def model_tensors(parts: RunParts) -> list[ShardedTensor]:
+    """Weights and persistent buffers of this rank."""
+    return [
+        from_param(name, info, tensor, replica_of(info, parts.groups))
+        for name, info, tensor in _named_tensors(parts.model_chunks)
+    ]
+
+
+def optimizer_tensors(parts: RunParts) -> list[ShardedTensor]:
+    """State of the optimizer on this rank."""
+    if parts.optimizer is None:
+        return []
+    return [
+        from_param(f"{_STATE_PREFIX}{kind}.{name}", info, tensor, replica_of(info, parts.groups))
+        for name, info, state in parts.optimizer.named_state()
+        for kind, tensor in state.items()
+    ]
+
+
+def main_param_tensors(parts: RunParts) -> list[ShardedTensor]:
+    """The optimizer's main parameters under the keys of the weights."""
+    if parts.optimizer is None:
+        return []
+    return [
+        from_param(name, info, state["fp32_param"], replica_of(info, parts.groups))
+        for name, info, state in parts.optimizer.named_state()
+        if "fp32_param" in state
+    ]
+
+
+def _named_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, ParamInfo, Tensor]]:
+    """Global name, record and values; a tensor that two modules share comes once."""
+    seen: set[int] = set()
+    for chunk in chunks:
+        for local_name, tensor in (*chunk.named_parameters(), *_persistent_buffers(chunk)):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                info = info_of(cast(nn.Parameter, tensor))  # a buffer may have a record too
+                yield info.name or _without_wrappers(local_name), info, tensor
+
+
+def _without_wrappers(name: str) -> str:
+    """Wrappers (data parallelism, half precision) hold the model as ``module``."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _persistent_buffers(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    kept = chunk.state_dict(keep_vars=True)
+    return ((name, buffer) for name, buffer in chunk.named_buffers() if name in kept)
