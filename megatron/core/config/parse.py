@@ -29,7 +29,7 @@ def member_of(members: type[enum.Enum]) -> Callable[[str], Any]:
 
 def int_pair(text: str) -> tuple[int, int]:
     """``128,0`` or ``(128, 0)``."""
-    match = re.fullmatch(r"\s*\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?\s*", text)
+    match = re.fullmatch(r"\s*[(\[]?\s*(-?\d+)\s*,\s*(-?\d+)\s*[)\]]?\s*", text)
     if match is None:
         raise ValueError("two whole numbers as in 128,0 are needed")
     return int(match[1]), int(match[2])

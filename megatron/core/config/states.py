@@ -75,6 +75,6 @@ KITCHEN = "the kitchen package is not public and not part of this project; drop 
 
 # ---- without effect ------------------------------------------------------------------------
 NO_KERNEL = "kernels are chosen by what runs here; the result does not depend on the choice"
-OLD_SPELLING = "it has been without effect in the reference for a long time"
+OLD_SPELLING = "the reference does nothing with it either"
 ONE_LOGGER = "nothing is ever reported to one logger here"
 ALWAYS_SO = "it is always so here"

@@ -52,6 +52,15 @@ def precision(ns: Namespace) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 overrules --accumulate-allreduce-grads-in-fp32"
 
 
+def pipeline(ns: Namespace) -> Iterator[str]:
+    """Without virtual stages there is nothing to overlap transfers with."""
+    ns.virtual_pipeline_model_parallel_size = None
+    ns.overlap_p2p_comm = ns.align_param_gather = False
+    if ns.microbatch_group_size_per_vp_stage is None:
+        ns.microbatch_group_size_per_vp_stage = ns.pipeline_model_parallel_size
+    yield from ()
+
+
 def depth(ns: Namespace) -> Iterator[str]:
     """--num-layers and --encoder-num-layers name the same number."""
     if ns.num_layers is None:
@@ -61,10 +70,12 @@ def depth(ns: Namespace) -> Iterator[str]:
 
 
 def sequence_lengths(ns: Namespace) -> Iterator[str]:
-    """--seq-length and --encoder-seq-length name the same number."""
+    """--seq-length and --encoder-seq-length name one number; positions reach as far."""
     if ns.seq_length is None:
         ns.seq_length = ns.encoder_seq_length
     ns.encoder_seq_length = ns.seq_length
+    if ns.max_position_embeddings is None:
+        ns.max_position_embeddings = ns.seq_length
     yield from ()
 
 
@@ -157,6 +168,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     data_parallel_size,
     parallel_degrees,
     precision,
+    pipeline,
     depth,
     sequence_lengths,
     widths,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +52,16 @@ GROUPS = (
     "sft",
     "device and checks",
 )
+
+
+_METAVAR: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
+
+
+def _metavar(kind: Any, opt: Option) -> str:
+    if opt.choices is None:
+        return _METAVAR.get(kind, "VALUE")
+    names = [c.name if isinstance(c, enum.Enum) else str(c) for c in opt.choices if c is not None]
+    return "{" + ",".join(names) + "}"
 
 
 def groups_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -102,6 +113,7 @@ def add_options(
             spelling["type"] = opt.parse or value_type(hints[f.name])
             spelling["nargs"] = opt.nargs
             spelling["choices"] = opt.choices
+            spelling["metavar"] = _metavar(spelling["type"], opt)
         groups[opt.group].add_argument(flag_of(f, opt), *opt.aliases, **spelling)
 
 

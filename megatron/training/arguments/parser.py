@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from megatron.training.arguments.config_file import read_config_file, set_defaults_from
+from megatron.training.arguments.describe import help_line
 from megatron.training.arguments.options import add_options, groups_of
 from megatron.training.arguments.sections import ALL_CLASSES
 
@@ -25,6 +27,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
         self.problems: list[str] = []
+
+    def read_value(self, action: argparse.Action, text: str) -> Any:
+        """One word as ``action`` reads it; a mistake is noted and gives None."""
+        value = self._get_value(action, text)
+        self._check_value(action, value)
+        return value
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         parse = self._registry_get("type", action.type, action.type)
@@ -42,6 +50,11 @@ class Parser(argparse.ArgumentParser):
         hint = f" (did you mean {near[0]}?)" if near else ""
         known = ", ".join(str(c) for c in action.choices if c is not None)
         self.problems.append(f"{_name(action)} {value}: not one of {known}{hint}")
+
+    def unknown_dest(self, key: str) -> str:
+        """A sentence for a key of a file that is no flag."""
+        near = difflib.get_close_matches(key, [action.dest for action in self._actions], n=1)
+        return f"{key} is not a flag" + (f": did you mean {near[0]}?" if near else "")
 
     def unknown(self, words: Sequence[str]) -> list[str]:
         """A sentence for each flag among ``words`` that no section declares."""
@@ -70,10 +83,13 @@ def _name(action: argparse.Action) -> str:
 
 def build_parser(extra_args_provider: ExtraArgsProvider | None = None) -> Parser:
     """A parser of all flags, grouped as the reference groups them."""
-    parser = Parser(description="Train large transformers.", add_help=True)
+    parser = Parser(
+        description="Train large transformers. Switches are off unless given.",
+        usage="%(prog)s [flags]",
+    )
     groups = groups_of(parser)
     for config_class in ALL_CLASSES:
-        add_options(groups, config_class)
+        add_options(groups, config_class, help_line)
     if extra_args_provider is not None:
         extended = extra_args_provider(parser)
         if isinstance(extended, Parser):
@@ -91,18 +107,32 @@ def parse_args(
     argv: Sequence[str] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> argparse.Namespace:
-    """The command line as a namespace.  A mistake ends the program with status 2.
+    """The command line as a namespace, on top of --yaml-cfg's file.
+
+    A mistake ends the program with status 2; ConfigError is raised for a file that cannot be read.
 
     ``args_defaults`` (dest -> value) are a program's own defaults for values that are None.
     """
+    words = sys.argv[1:] if argv is None else argv
     parser = build_parser(extra_args_provider)
-    args, rest = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    path = _yaml_cfg(words)
+    if path is not None:
+        set_defaults_from(parser, read_config_file(path), path)
+    args, rest = parser.parse_known_args(words)
     if not ignore_unknown_args:
         parser.problems.extend(parser.unknown(rest))
     if parser.problems:
         parser.error("")
     vars(args)[PARSE_WARNINGS] = apply_defaults(args, args_defaults or {})
     return args
+
+
+def _yaml_cfg(words: Sequence[str]) -> str | None:
+    """The value of --yaml-cfg, which has to be read before all others."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--yaml-cfg", default=None, nargs="?")
+    path: str | None = finder.parse_known_args(words)[0].yaml_cfg
+    return path
 
 
 def apply_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:

@@ -7,25 +7,83 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import Option, dest_of, flag_of, options_of
-from megatron.training.arguments.checks import parallel, required
+from megatron.training.arguments.checks import (
+    batch,
+    checkpoint,
+    data,
+    logging,
+    model,
+    optimizer,
+    parallel,
+    positions,
+    precision,
+    ranges,
+    recompute,
+    required,
+    schedule,
+)
 from megatron.training.arguments.derive import DERIVATIONS
 from megatron.training.arguments.options import namespace_default, read_config
 from megatron.training.arguments.parser import PARSE_WARNINGS
 from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS
+from megatron.training.arguments.without_effect import without_effect
 from megatron.training.config.run import RunConfig
 
 Check = Callable[[RunConfig], Iterator[str]]
 
-CHECKS: tuple[Check, ...] = (*required.CHECKS, *parallel.CHECKS)
+CHECKS: tuple[Check, ...] = (
+    *required.CHECKS,
+    *ranges.CHECKS,
+    *parallel.CHECKS,
+    *batch.CHECKS,
+    *model.CHECKS,
+    *positions.CHECKS,
+    *recompute.CHECKS,
+    *precision.CHECKS,
+    *optimizer.CHECKS,
+    *schedule.CHECKS,
+    *data.CHECKS,
+    *checkpoint.CHECKS,
+    *logging.CHECKS,
+)
+
+
+# What the launcher said, in namespaces of scripts written for the reference.
+_LAUNCH = frozenset({"rank", "world_size"})
+
+# Fields of sections that no flag sets and a derivation fills.
+DERIVED_FIELDS = frozenset(
+    {
+        "gated_linear_unit",
+        "activation_func",
+        "bias_activation_fusion",
+        "params_dtype",
+        "pipeline_dtype",
+        "virtual_pipeline_model_parallel_size",
+        "fp16",
+        "bf16",
+    }
+)
+
+
+@cache
+def flags_and_defaults() -> dict[str, tuple[str, Any]]:
+    """dest -> flag and value when it is not given."""
+    return {
+        dest_of(f, opt): (flag_of(f, opt), namespace_default(f, opt))
+        for cls in ALL_CLASSES
+        for f, opt in options_of(cls)
+    }
 
 
 def known_dests() -> frozenset[str]:
     """The dests of all declared flags."""
-    return frozenset(dest_of(f, opt) for cls in ALL_CLASSES for f, opt in options_of(cls))
+    return frozenset(flags_and_defaults())
 
 
 def states(args: Namespace) -> tuple[list[str], list[str]]:
@@ -67,7 +125,8 @@ def resolve(
     ns.world_size = world_size
     for derive in DERIVATIONS:
         warnings.extend(derive(ns))
-    known = known_dests()
+    warnings.extend(without_effect(ns, flags_and_defaults(), given))
+    known = known_dests() | _LAUNCH
     if extra is None:
         extra = {dest: value for dest, value in given.items() if dest not in known}
     run = assemble(

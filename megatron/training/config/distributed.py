@@ -54,7 +54,7 @@ class DistributedConfig:
         "Let the program make process groups later.",
         group="distributed",
         parse=strict_bool,
-        ignored=states.OLD_SPELLING,
+        ignored="process groups are made at start-up",
     )
     use_sharp: bool = option(
         False,

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from megatron.training.config.run import RunConfig
+
+
+def degrees_are_positive(run: RunConfig) -> Iterator[str]:
+    """A degree counts ranks."""
+    for flag, degree in (
+        ("--tensor-model-parallel-size", run.model.tensor_model_parallel_size),
+        ("--pipeline-model-parallel-size", run.model.pipeline_model_parallel_size),
+        ("--context-parallel-size", run.model.context_parallel_size),
+        ("--expert-model-parallel-size", run.model.expert_model_parallel_size),
+        ("--expert-tensor-parallel-size", run.model.expert_tensor_parallel_size),
+    ):
+        if degree is not None and degree < 1:
+            yield f"{flag} {degree}: at least 1 is needed"
 
 
 def degrees_fit_the_world(run: RunConfig) -> Iterator[str]:
@@ -15,11 +29,28 @@ def degrees_fit_the_world(run: RunConfig) -> Iterator[str]:
         m.pipeline_model_parallel_size,
         m.context_parallel_size,
     )
-    if run.world_size % (tp * pp * cp):
+    replica = tp * pp * cp
+    if min(tp, pp, cp) >= 1 and run.world_size % replica:
         yield (
             f"{run.world_size} ranks cannot be cut into replicas of --tensor-model-parallel-size "
             f"{tp} x --pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = "
-            f"{tp * pp * cp}: start a multiple of {tp * pp * cp} ranks"
+            f"{replica}: start a multiple of {replica} ranks"
+        )
+
+
+def expert_degrees_fit_the_world(run: RunConfig) -> Iterator[str]:
+    """The experts' layout has other sizes but the same ranks and the same pipeline."""
+    m = run.model
+    etp, ep, pp = (
+        m.expert_tensor_parallel_size or 1,
+        m.expert_model_parallel_size,
+        m.pipeline_model_parallel_size,
+    )
+    if ep > 1 and min(etp, pp) >= 1 and run.world_size % (etp * ep * pp):
+        yield (
+            f"{run.world_size} ranks cannot be cut into --expert-tensor-parallel-size {etp} x "
+            f"--expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp} = "
+            f"{etp * ep * pp}"
         )
 
 
@@ -29,10 +60,113 @@ def heads_fit_tensor_parallel(run: RunConfig) -> Iterator[str]:
     tp = m.tensor_model_parallel_size
     for flag, count in (
         ("--num-attention-heads", m.num_attention_heads),
-        ("--num-query-groups", m.num_query_groups),
+        ("--num-query-groups", m.num_query_groups if run.asked["group_query_attention"] else 0),
     ):
-        if count % tp:
-            yield f"{flag} {count} is not a multiple of --tensor-model-parallel-size {tp}"
+        if tp >= 1 and count % tp:
+            yield (
+                f"{flag} {count} cannot be dealt out to --tensor-model-parallel-size {tp}: use a "
+                "divisor of it"
+            )
 
 
-CHECKS = (degrees_fit_the_world, heads_fit_tensor_parallel)
+def mlp_fits_tensor_parallel(run: RunConfig) -> Iterator[str]:
+    """The inner width of the MLP is cut evenly."""
+    inner, tp = run.model.ffn_hidden_size, run.model.tensor_model_parallel_size
+    if tp >= 1 and inner % tp:
+        yield (
+            f"--ffn-hidden-size {inner} is not a multiple of --tensor-model-parallel-size {tp}: "
+            "change one of them"
+        )
+
+
+def sequence_fits_sequence_parallel(run: RunConfig) -> Iterator[str]:
+    """Sequence parallelism cuts the sequence evenly over the tensor-parallel ranks."""
+    seq, m = run.data.seq_length or 0, run.model
+    tp = m.tensor_model_parallel_size
+    if m.sequence_parallel and tp >= 1 and seq % tp:
+        yield (
+            f"--seq-length {seq} is not a multiple of --tensor-model-parallel-size {tp}, as "
+            "--sequence-parallel needs: change one of them or drop --sequence-parallel"
+        )
+
+
+def sequence_fits_context_parallel(run: RunConfig) -> Iterator[str]:
+    """Each rank holds two chunks of the sequence, one early and one late."""
+    seq, cp = run.data.seq_length or 0, run.model.context_parallel_size
+    if cp > 1 and seq % (2 * cp):
+        yield (
+            f"--seq-length {seq} is not a multiple of 2 x --context-parallel-size {cp} = "
+            f"{2 * cp}: change one of them"
+        )
+
+
+def context_levels_multiply(run: RunConfig) -> Iterator[str]:
+    """The levels of a two-level exchange make up the whole."""
+    levels, cp = run.model.hierarchical_context_parallel_sizes, run.model.context_parallel_size
+    if levels is not None and prod(levels) != cp:
+        product = " x ".join(str(n) for n in levels)
+        yield (
+            f"--hierarchical-context-parallel-sizes {product} = {prod(levels)} differs from "
+            f"--context-parallel-size {cp}"
+        )
+
+
+def layers_fit_the_pipeline(run: RunConfig) -> Iterator[str]:
+    """Without a layout of one's own the stages have equally many slots."""
+    m = run.model
+    pp = m.pipeline_model_parallel_size
+    uneven = (
+        m.decoder_first_pipeline_num_layers,
+        m.decoder_last_pipeline_num_layers,
+        m.pipeline_model_parallel_layout,
+    )
+    if pp <= 1 or any(choice is not None for choice in uneven):
+        return
+    extra = m.account_for_embedding_in_pipeline_split + m.account_for_loss_in_pipeline_split
+    if (m.num_layers + extra) % pp:
+        counted = f" (+{extra} for embedding and loss)" if extra else ""
+        yield (
+            f"--num-layers {m.num_layers}{counted} is not a multiple of "
+            f"--pipeline-model-parallel-size {pp}: set --decoder-first-pipeline-num-layers or "
+            "--decoder-last-pipeline-num-layers"
+        )
+
+
+def rank_order_suits_experts(run: RunConfig) -> Iterator[str]:
+    """Pipeline before data in the rank order needs one data-parallel size for all layers."""
+    m = run.model
+    pp = m.pipeline_model_parallel_size
+    expert_dp = run.world_size // max(
+        1, (m.expert_tensor_parallel_size or 1) * m.expert_model_parallel_size * pp
+    )
+    dp = run.data_parallel_size * m.context_parallel_size
+    if run.distributed.use_tp_pp_dp_mapping and pp > 1 and expert_dp != dp:
+        yield (
+            f"--use-tp-pp-dp-mapping needs as many replicas of experts ({expert_dp}) as of the "
+            f"other layers ({dp}): drop it or change --expert-model-parallel-size"
+        )
+
+
+def backend_suits_the_device(run: RunConfig) -> Iterator[str]:
+    """NCCL talks between GPUs only."""
+    d = run.distributed
+    if d.device == "cpu" and d.distributed_backend == "nccl":
+        yield (
+            "--distributed-backend nccl needs GPUs and --device is cpu: use gloo, or leave "
+            "--distributed-backend out"
+        )
+
+
+CHECKS = (
+    degrees_are_positive,
+    degrees_fit_the_world,
+    expert_degrees_fit_the_world,
+    heads_fit_tensor_parallel,
+    mlp_fits_tensor_parallel,
+    sequence_fits_sequence_parallel,
+    sequence_fits_context_parallel,
+    context_levels_multiply,
+    layers_fit_the_pipeline,
+    rank_order_suits_experts,
+    backend_suits_the_device,
+)

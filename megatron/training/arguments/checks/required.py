@@ -15,11 +15,43 @@ def shape_is_given(run: RunConfig) -> Iterator[str]:
         ("--hidden-size", m.hidden_size),
         ("--num-attention-heads", m.num_attention_heads),
         ("--seq-length", run.data.seq_length),
-        ("--max-position-embeddings", run.language_model.max_position_embeddings),
         ("--micro-batch-size", run.training.micro_batch_size),
     ):
         if not value:
             yield f"{flag} is required"
 
 
-CHECKS = (shape_is_given,)
+def training_has_a_length(run: RunConfig) -> Iterator[str]:
+    """Steps or samples, and a learning rate, unless nothing is trained."""
+    t = run.training
+    if run.validation.skip_train:
+        return
+    if t.train_iters is None and t.train_samples is None:
+        yield "--train-iters or --train-samples is required (or --skip-train)"
+    if run.optimizer.lr is None:
+        yield "--lr is required (or --skip-train)"
+
+
+def tokenizer_has_its_files(run: RunConfig) -> Iterator[str]:
+    """Each kind of tokenizer is made from files of its own."""
+    t = run.tokenizer
+    files = {"--vocab-file": t.vocab_file, "--merge-file": t.merge_file}
+    model, size = {"--tokenizer-model": t.tokenizer_model}, {"--vocab-size": t.vocab_size}
+    needed = {
+        "GPT2BPETokenizer": files,
+        "BertWordPieceLowerCase": {"--vocab-file": t.vocab_file},
+        "BertWordPieceCase": {"--vocab-file": t.vocab_file},
+        "SentencePieceTokenizer": model,
+        "GPTSentencePieceTokenizer": model,
+        "HuggingFaceTokenizer": model,
+        "Llama2Tokenizer": model,
+        "TikTokenizer": model,
+        "NullTokenizer": size,
+        "NullMultimodalTokenizer": size,
+    }.get(t.tokenizer_type or "", {})
+    missing = [flag for flag, value in needed.items() if value is None]
+    if missing:
+        yield f"--tokenizer-type {t.tokenizer_type} needs {' and '.join(missing)}"
+
+
+CHECKS = (shape_is_given, training_has_a_length, tokenizer_has_its_files)

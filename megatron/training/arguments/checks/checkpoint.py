@@ -1,0 +1,65 @@
+"""Rules about saving and loading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.run import RunConfig
+
+
+def saving_knows_when(run: RunConfig) -> Iterator[str]:
+    """Old checkpoints are dropped between those that are kept."""
+    c = run.checkpoint
+    if c.save_interval is not None and c.save is None:
+        yield f"--save-interval {c.save_interval} needs --save"
+    if c.save_retain_interval is None:
+        return
+    if c.save_interval is None or c.save_retain_interval % max(1, c.save_interval):
+        yield (
+            f"--save-retain-interval {c.save_retain_interval} is not a multiple of "
+            f"--save-interval {c.save_interval}"
+        )
+
+
+def loading_knows_where(run: RunConfig) -> Iterator[str]:
+    """What is taken from a checkpoint needs one."""
+    c = run.checkpoint
+    for flag, asked in (
+        ("--use-checkpoint-args", c.use_checkpoint_args),
+        ("--ckpt-step", c.ckpt_step is not None),
+        ("--load-newest-valid", c.load_newest_valid),
+        ("--exit-on-missing-checkpoint", c.exit_on_missing_checkpoint),
+        ("--use-checkpoint-opt_param-scheduler", run.scheduler.use_checkpoint_opt_param_scheduler),
+    ):
+        if asked and c.load is None:
+            yield f"{flag} needs --load"
+
+
+def finetuning_has_a_start(run: RunConfig) -> Iterator[str]:
+    """Fine-tuning starts from weights."""
+    c = run.checkpoint
+    if c.finetune and c.load is None and c.pretrained_checkpoint is None:
+        yield "--finetune needs --load or --pretrained-checkpoint"
+
+
+def main_params_come_from_one_place(run: RunConfig) -> Iterator[str]:
+    """A loaded optimizer brings main parameters of its own."""
+    c = run.checkpoint
+    if c.load_main_params_from_ckpt and not c.no_load_optim:
+        yield "--load-main-params-from-ckpt needs --no-load-optim: the optimizer brings its own"
+
+
+def parallel_sizes_come_with_the_rest(run: RunConfig) -> Iterator[str]:
+    """Parallel sizes are part of what --use-checkpoint-args takes."""
+    c = run.checkpoint
+    if c.use_mp_args_from_checkpoint_args and not c.use_checkpoint_args:
+        yield "--use-mp-args-from-checkpoint-args needs --use-checkpoint-args"
+
+
+CHECKS = (
+    saving_knows_when,
+    loading_knows_where,
+    finetuning_has_a_start,
+    main_params_come_from_one_place,
+    parallel_sizes_come_with_the_rest,
+)

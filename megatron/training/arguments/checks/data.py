@@ -1,0 +1,57 @@
+"""Rules about where samples come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megatron.training.config.run import RunConfig
+
+
+def one_source_of_data(run: RunConfig) -> Iterator[str]:
+    """Data are named in one way."""
+    d = run.data
+    per_split = {
+        "--train-data-path": d.train_data_path,
+        "--valid-data-path": d.valid_data_path,
+        "--test-data-path": d.test_data_path,
+    }
+    given = [
+        flag
+        for flag, value in (
+            ("--mock-data", d.mock_data),
+            ("--data-path", d.data_path),
+            ("--data-args-path", d.data_args_path),
+            (" ".join(f for f, v in per_split.items() if v), any(per_split.values())),
+            ("--per-split-data-args-path", d.per_split_data_args_path),
+        )
+        if value
+    ]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} each name the data: keep one"
+
+
+def split_is_three_shares(run: RunConfig) -> Iterator[str]:
+    """Train, valid and test shares that sum to something; only one source is cut."""
+    d = run.data
+    if d.split is None:
+        return
+    shares = [s for s in re.split(r"[,/\s]+", d.split.strip()) if s]
+    try:
+        total = sum(float(s) for s in shares)
+    except ValueError:
+        total = 0.0
+    if not 1 <= len(shares) <= 3 or total <= 0 or any(s.startswith("-") for s in shares):
+        yield f"--split {d.split!r}: shares of train, valid and test data are needed, as 969,30,1"
+    if d.train_data_path or d.valid_data_path or d.test_data_path or d.per_split_data_args_path:
+        yield f"--split {d.split!r} cuts --data-path, and each set has data of its own: drop it"
+
+
+def sets_are_evaluated_whole(run: RunConfig) -> Iterator[str]:
+    """Several sets are compared by their whole content."""
+    v = run.validation
+    if v.multiple_validation_sets and not v.full_validation:
+        yield "--multiple-validation-sets needs --full-validation: add it"
+
+
+CHECKS = (one_source_of_data, split_is_three_shares, sets_are_evaluated_whole)

@@ -1,0 +1,129 @@
+"""Rules about the shape of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.run import RunConfig
+
+
+def heads_divide_the_width(run: RunConfig) -> Iterator[str]:
+    """Without --kv-channels a head is an even share of the hidden size."""
+    hidden, heads = run.model.hidden_size, run.model.num_attention_heads
+    if run.asked["kv_channels"] is None and heads and hidden % heads:
+        yield (
+            f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: change "
+            "one of them or give the width of a head by --kv-channels"
+        )
+
+
+def query_groups_divide_the_heads(run: RunConfig) -> Iterator[str]:
+    """Every key and value head serves equally many query heads."""
+    heads, groups = run.model.num_attention_heads, run.model.num_query_groups
+    if run.asked["group_query_attention"] and (groups < 1 or heads % groups):
+        yield (
+            f"--num-query-groups {groups} does not divide --num-attention-heads {heads}: use a "
+            "divisor of it"
+        )
+
+
+def one_activation(run: RunConfig) -> Iterator[str]:
+    """--geglu may be joined with --openai-gelu; all else excludes each other."""
+    a = run.asked
+    chosen = [f"--{name}" for name in ("swiglu", "geglu") if a[name]]
+    chosen += ["--squared-relu"] if a["squared_relu"] else []
+    chosen += ["--openai-gelu"] if a["openai_gelu"] and chosen != ["--geglu"] else []
+    if len(chosen) > 1:
+        yield f"{' and '.join(chosen)} exclude each other: keep one"
+
+
+def dropouts_are_probabilities(run: RunConfig) -> Iterator[str]:
+    """Dropping everything leaves nothing to scale up."""
+    for flag, value in (
+        ("--attention-dropout", run.model.attention_dropout),
+        ("--hidden-dropout", run.model.hidden_dropout),
+    ):
+        if not 0 <= value < 1:
+            yield f"{flag} {value}: a probability from 0 up to, but not including, 1 is needed"
+
+
+def softcaps_are_positive(run: RunConfig) -> Iterator[str]:
+    """A cap is the largest magnitude that comes through."""
+    for flag, value in (
+        ("--attn-logit-softcapping", run.model.attn_logit_softcapping),
+        ("--final-logit-softcapping", run.model.final_logit_softcapping),
+    ):
+        if value is not None and value <= 0:
+            yield f"{flag} {value}: a number greater than 0 is needed; drop the flag for no cap"
+
+
+def one_query_key_norm(run: RunConfig) -> Iterator[str]:
+    """Queries and keys are normalised in one way."""
+    m = run.model
+    if m.qk_layernorm and m.qk_l2_norm:
+        yield "--qk-layernorm and --qk-l2-norm exclude each other: keep one"
+    if m.qk_layernorm_full_width and not m.qk_layernorm:
+        yield "--qk-layernorm-full-width widens --qk-layernorm, which is not given: add it"
+
+
+def window_is_a_window(run: RunConfig) -> Iterator[str]:
+    """A window has two sides, none of them negative but for -1, and layers that it names."""
+    m = run.model
+    if m.window_size is not None and min(m.window_size) < -1:
+        left, right = m.window_size
+        yield f"--window-size {left},{right}: sides are counts of tokens, or -1 for no limit"
+    pattern = m.window_attn_skip_freq
+    if pattern is not None and m.window_size is None:
+        yield "--window-attn-skip-freq needs --window-size"
+    yield from _fits_layers("--window-attn-skip-freq", pattern, m.num_layers)
+
+
+def no_rope_pattern_fits_the_layers(run: RunConfig) -> Iterator[str]:
+    """A list has one entry a layer."""
+    yield from _fits_layers("--no-rope-freq", run.model.no_rope_freq, run.model.num_layers)
+
+
+def _fits_layers(flag: str, pattern: int | tuple[int, ...] | None, layers: int) -> Iterator[str]:
+    if isinstance(pattern, tuple) and layers and len(pattern) != layers:
+        yield f"{flag} has {len(pattern)} entries and --num-layers is {layers}: they must agree"
+    if isinstance(pattern, int) and pattern < 1:
+        yield f"{flag} {pattern}: at least 1 is needed"
+
+
+def residual_branches_once(run: RunConfig) -> Iterator[str]:
+    """Where the residual leaves depends on a norm at the sublayer's input."""
+    m = run.model
+    if m.apply_residual_connection_post_layernorm and m.layer_norm_placement == "post":
+        yield (
+            "--apply-residual-connection-post-layernorm needs a norm at the input of a sublayer, "
+            "and --layer-norm-placement is post"
+        )
+
+
+def spec_names_an_object(run: RunConfig) -> Iterator[str]:
+    """A spec is `local`, or a module and a name in it."""
+    spec = run.language_model.spec
+    if spec is not None and len(spec) != 2 and spec != ("local",):
+        yield f"--spec {' '.join(spec)}: a module and a name in it, or local, is needed"
+
+
+def transformer_impl_is_possible(run: RunConfig) -> Iterator[str]:
+    """Nobody requires what they turned off."""
+    m = run.model
+    if m.require_transformer_engine and m.transformer_impl == "local":
+        yield "--require-transformer-engine and --transformer-impl local exclude each other"
+
+
+CHECKS = (
+    heads_divide_the_width,
+    query_groups_divide_the_heads,
+    one_activation,
+    dropouts_are_probabilities,
+    softcaps_are_positive,
+    one_query_key_norm,
+    window_is_a_window,
+    no_rope_pattern_fits_the_layers,
+    residual_branches_once,
+    spec_names_an_object,
+    transformer_impl_is_possible,
+)

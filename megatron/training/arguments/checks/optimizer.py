@@ -1,0 +1,70 @@
+"""Rules about the optimizer's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.run import RunConfig
+
+
+def learning_rates_are_ordered(run: RunConfig) -> Iterator[str]:
+    """0 <= min <= peak, and warm-up starts below the peak."""
+    o, s = run.optimizer, run.scheduler
+    if o.min_lr < 0:
+        yield f"--min-lr {o.min_lr}: at least 0 is needed"
+    if o.lr is not None and o.min_lr > o.lr:
+        yield f"--min-lr {o.min_lr} is greater than --lr {o.lr}: lower it"
+    if o.lr is not None and not 0 <= s.lr_warmup_init <= o.lr:
+        yield f"--lr-warmup-init {s.lr_warmup_init} does not lie between 0 and --lr {o.lr}"
+
+
+def decoupled_learning_rates_are_ordered(run: RunConfig) -> Iterator[str]:
+    """As for the others."""
+    o = run.optimizer
+    if o.decoupled_min_lr is not None and o.decoupled_lr is None:
+        yield "--decoupled-min-lr needs --decoupled-lr"
+    elif o.decoupled_lr is not None and (o.decoupled_min_lr or 0.0) > o.decoupled_lr:
+        yield (
+            f"--decoupled-min-lr {o.decoupled_min_lr} is greater than --decoupled-lr "
+            f"{o.decoupled_lr}: lower it"
+        )
+
+
+def adam_converges(run: RunConfig) -> Iterator[str]:
+    """Decays below 1, a positive denominator."""
+    o = run.optimizer
+    for flag, beta in (("--adam-beta1", o.adam_beta1), ("--adam-beta2", o.adam_beta2)):
+        if not 0 <= beta < 1:
+            yield f"{flag} {beta}: a number from 0 up to, but not including, 1 is needed"
+    if o.adam_eps <= 0:
+        yield f"--adam-eps {o.adam_eps}: a number greater than 0 is needed"
+
+
+def weight_decay_follows_its_style(run: RunConfig) -> Iterator[str]:
+    """A constant decay has one number, a changing one has two."""
+    s, style = run.scheduler, run.scheduler.weight_decay_incr_style
+    start, end = run.asked["start_weight_decay"], run.asked["end_weight_decay"]
+    if style == "constant":
+        for flag, value in (("--start-weight-decay", start), ("--end-weight-decay", end)):
+            if value is not None:
+                yield (
+                    f"{flag} {value} needs --weight-decay-incr-style linear or cosine: under "
+                    "constant, --weight-decay says it"
+                )
+    elif start is None or end is None:
+        yield (
+            f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay"
+        )
+    elif not 0 <= start <= end:
+        yield (
+            f"--start-weight-decay {s.start_weight_decay} and --end-weight-decay "
+            f"{s.end_weight_decay}: 0 <= start <= end is needed"
+        )
+
+
+CHECKS = (
+    learning_rates_are_ordered,
+    decoupled_learning_rates_are_ordered,
+    adam_converges,
+    weight_decay_follows_its_style,
+)

@@ -1,0 +1,95 @@
+"""Rules about positions of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.run import RunConfig
+
+
+def table_is_long_enough(run: RunConfig) -> Iterator[str]:
+    """A learned table has a row for every position; rotation and slopes need none."""
+    lm, d = run.language_model, run.data
+    longest = max(d.seq_length or 0, d.decoder_seq_length or 0)
+    table = lm.max_position_embeddings
+    if lm.position_embedding_type == "learned_absolute" and table and table < longest:
+        yield (
+            f"--max-position-embeddings {table} is less than the {longest} tokens of a sample "
+            "(--seq-length): raise it or shorten the samples"
+        )
+
+
+def dropping_positions_is_said_by_type(run: RunConfig) -> Iterator[str]:
+    """--no-position-embedding only ever meant: no table beside rotation."""
+    kind = run.language_model.position_embedding_type
+    if not run.asked["add_position_embedding"] and kind not in ("rope", "none"):
+        yield (
+            f"--no-position-embedding contradicts --position-embedding-type {kind}: use "
+            "--position-embedding-type none"
+        )
+
+
+def rotated_width_is_even(run: RunConfig) -> Iterator[str]:
+    """Channels rotate in pairs."""
+    lm, width = run.language_model, run.model.kv_channels or 0
+    if lm.position_embedding_type != "rope":
+        return
+    if not 0 < lm.rotary_percent <= 1:
+        yield f"--rotary-percent {lm.rotary_percent}: more than 0 and at most 1 is needed"
+    elif int(width * lm.rotary_percent) % 2:
+        yield (
+            f"--rotary-percent {lm.rotary_percent} of a head {width} wide is an odd number of "
+            "channels: change --rotary-percent or --kv-channels"
+        )
+
+
+def one_rotary_scaling(run: RunConfig) -> Iterator[str]:
+    """Each way to stretch the context replaces the frequencies."""
+    lm, m = run.language_model, run.model
+    chosen = [
+        flag
+        for flag, on in (
+            ("--use-rope-scaling", lm.use_rope_scaling),
+            ("--rotary-seq-len-interpolation-factor", lm.rotary_seq_len_interpolation_factor),
+            ("--longrope-short-factor", m.longrope_short_factor),
+        )
+        if on
+    ]
+    if len(chosen) > 1:
+        yield f"{' and '.join(chosen)} exclude each other: keep one"
+
+
+def longrope_is_complete(run: RunConfig) -> Iterator[str]:
+    """Both lists, one divisor for each pair of channels, and the original length."""
+    m, lm = run.model, run.language_model
+    parts = {
+        "--longrope-short-factor": m.longrope_short_factor,
+        "--longrope-long-factor": m.longrope_long_factor,
+        "--longrope-original-max-position-embeddings": (
+            m.longrope_original_max_position_embeddings
+        ),
+    }
+    if all(value is None for value in parts.values()):
+        return
+    missing = [flag for flag, value in parts.items() if value is None]
+    if missing:
+        yield f"LongRoPE also needs {' and '.join(missing)}"
+    if lm.position_embedding_type != "rope":
+        yield (
+            f"LongRoPE scales rotations and --position-embedding-type is "
+            f"{lm.position_embedding_type}: use rope"
+        )
+    pairs = int((m.kv_channels or 0) * lm.rotary_percent) // 2
+    for flag in ("--longrope-short-factor", "--longrope-long-factor"):
+        factors = parts[flag]
+        if isinstance(factors, tuple) and len(factors) != pairs:
+            yield f"{flag} has {len(factors)} numbers and a head rotates {pairs} pairs of channels"
+
+
+CHECKS = (
+    table_is_long_enough,
+    dropping_positions_is_said_by_type,
+    rotated_width_is_even,
+    one_rotary_scaling,
+    longrope_is_complete,
+)

@@ -1,0 +1,60 @@
+"""Rules about what backward computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.run import RunConfig
+
+MODULES = ("core_attn", "mlp", "layernorm")
+
+
+def full_recompute_says_which_layers(run: RunConfig) -> Iterator[str]:
+    """Full recomputation works on chunks of layers."""
+    m = run.model
+    if m.recompute_granularity == "full":
+        if m.recompute_method is None:
+            yield "--recompute-granularity full needs --recompute-method uniform or block"
+        if m.recompute_num_layers is None:
+            yield "--recompute-granularity full needs --recompute-num-layers"
+        return
+    for flag, value in (
+        ("--recompute-method", m.recompute_method),
+        ("--recompute-num-layers", m.recompute_num_layers),
+    ):
+        if value is not None:
+            yield f"{flag} {value} needs --recompute-granularity full"
+
+
+def selective_recompute_knows_its_modules(run: RunConfig) -> Iterator[str]:
+    """Only parts that a layer has can be computed again."""
+    m = run.model
+    unknown = [name for name in m.recompute_modules or () if name not in MODULES]
+    if unknown:
+        yield f"--recompute-modules {' '.join(unknown)}: known are {', '.join(MODULES)}"
+    if m.recompute_modules is not None and m.recompute_granularity != "selective":
+        yield "--recompute-modules needs --recompute-granularity selective"
+
+
+def saved_activations_are_cut_by_tensor_parallel(run: RunConfig) -> Iterator[str]:
+    """There is nobody to share with otherwise, or the sequence is cut already."""
+    m = run.model
+    if not m.distribute_saved_activations:
+        return
+    if m.tensor_model_parallel_size == 1 or m.recompute_granularity != "full":
+        yield (
+            "--distribute-saved-activations needs --tensor-model-parallel-size greater than 1 "
+            "and --recompute-granularity full"
+        )
+    if m.sequence_parallel:
+        yield (
+            "--distribute-saved-activations and --sequence-parallel exclude each other: the "
+            "sequence is cut already"
+        )
+
+
+CHECKS = (
+    full_recompute_says_which_layers,
+    selective_recompute_knows_its_modules,
+    saved_activations_are_cut_by_tensor_parallel,
+)

@@ -1,0 +1,97 @@
+"""Rules about the length of a run and the learning rate over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.run import RunConfig
+
+
+def length_has_one_unit(run: RunConfig) -> Iterator[str]:
+    """Steps or samples, for the run and for its schedule."""
+    t, s = run.training, run.scheduler
+    by_samples = {
+        "--train-samples": t.train_samples,
+        "--lr-decay-samples": s.lr_decay_samples,
+        "--lr-warmup-samples": s.lr_warmup_samples or None,
+        "--lr-wsd-decay-samples": s.lr_wsd_decay_samples,
+        "--rampup-batch-size": t.rampup_batch_size,
+    }
+    by_steps = {
+        "--lr-decay-iters": s.lr_decay_iters,
+        "--lr-warmup-iters": s.lr_warmup_iters or None,
+        "--lr-wsd-decay-iters": s.lr_wsd_decay_iters,
+    }
+    if t.train_iters is not None:
+        for flag in (f for f, value in by_samples.items() if value is not None):
+            yield f"{flag} counts samples and --train-iters counts steps: use one unit for all"
+    elif t.train_samples is not None:
+        for flag in (f for f, value in by_steps.items() if value is not None):
+            yield f"{flag} counts steps and --train-samples counts samples: use one unit for all"
+
+
+def warmup_is_said_once(run: RunConfig) -> Iterator[str]:
+    """A fraction, or a number."""
+    s = run.scheduler
+    if s.lr_warmup_fraction is None:
+        return
+    if not 0 <= s.lr_warmup_fraction < 1:
+        yield f"--lr-warmup-fraction {s.lr_warmup_fraction}: from 0 up to 1 is needed"
+    for flag, value in (
+        ("--lr-warmup-iters", s.lr_warmup_iters),
+        ("--lr-warmup-samples", s.lr_warmup_samples),
+    ):
+        if value:
+            yield f"--lr-warmup-fraction and {flag} {value} both give the warm-up: keep one"
+
+
+def warmup_ends_before_decay(run: RunConfig) -> Iterator[str]:
+    """The learning rate falls after it rose."""
+    t, s = run.training, run.scheduler
+    for unit, warmup, decay, length in (
+        ("iters", s.lr_warmup_iters, s.lr_decay_iters, t.train_iters),
+        ("samples", s.lr_warmup_samples, s.lr_decay_samples, t.train_samples),
+    ):
+        end = decay if decay is not None else length
+        if end is not None and warmup >= end > 0:
+            flag = f"--lr-decay-{unit}" if decay is not None else f"--train-{unit}"
+            yield (
+                f"--lr-warmup-{unit} {warmup} is not less than {flag} {end}: shorten the warm-up"
+            )
+
+
+def wsd_has_a_last_part(run: RunConfig) -> Iterator[str]:
+    """WSD needs the length of its decay, in the unit of the run, within the run."""
+    t, s = run.training, run.scheduler
+    if s.lr_decay_style != "WSD":
+        return
+    unit = "samples" if t.train_samples is not None else "iters"
+    part, decay, length = (
+        (s.lr_wsd_decay_samples, s.lr_decay_samples, t.train_samples)
+        if unit == "samples"
+        else (s.lr_wsd_decay_iters, s.lr_decay_iters, t.train_iters)
+    )
+    end = decay if decay is not None else length
+    if part is None:
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}"
+    elif end is not None and part > end:
+        yield f"--lr-wsd-decay-{unit} {part} is longer than the {end} {unit} of the schedule"
+
+
+def one_source_of_the_schedule(run: RunConfig) -> Iterator[str]:
+    """Command line or checkpoint."""
+    s = run.scheduler
+    if s.override_opt_param_scheduler and s.use_checkpoint_opt_param_scheduler:
+        yield (
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude "
+            "each other: keep one"
+        )
+
+
+CHECKS = (
+    length_has_one_unit,
+    warmup_is_said_once,
+    warmup_ends_before_decay,
+    wsd_has_a_last_part,
+    one_source_of_the_schedule,
+)

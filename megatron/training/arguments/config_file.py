@@ -1,0 +1,151 @@
+"""Configuration files: what --yaml-cfg reads and what is written beside each checkpoint.
+
+A file maps dests to values, as the command line would set them; the command line goes before it.
+`write_config` writes JSON, which is valid YAML, so that a run can be repeated without PyYAML; its
+keys that begin with an underscore are for people and are skipped when read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.config.option import dest_of, options_of
+from megatron.core.optional import require
+from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS
+from megatron.training.config.run import RunConfig
+
+if TYPE_CHECKING:
+    from megatron.training.arguments.parser import Parser
+
+# Headings under which the reference's YAML files nest their keys.
+_HEADINGS = ("language_model", "model_parallel")
+
+
+def write_config(run: RunConfig, path: str | os.PathLike[str]) -> None:
+    """Write what ``run`` was asked for, complete, and what it resolved to, for people."""
+    resolved = {
+        name: {f.name: _plain(vars(vars(run)[name])[f.name]) for f in fields(cls)}
+        for name, cls in SECTIONS.items()
+    }
+    content = {
+        "_world_size": run.world_size,
+        **{dest: _plain(value) for dest, value in run.asked.items()},
+        "_resolved": resolved,
+    }
+    Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON has it; what JSON lacks becomes the text that the flag would take."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    return vars(value).get("__name__", str(value)) if callable(value) else str(value)
+
+
+def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The keys and values of a file; ``${VAR}`` in YAML is taken from the environment.
+
+    Raises ConfigError for a missing or unreadable file or an unset variable, MissingDependency if
+    the file is YAML beyond JSON and PyYAML is missing.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(f"--yaml-cfg {path}: no such file")
+    text = file.read_text(encoding="utf-8")
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError:
+        content = _read_yaml(text, path)
+    if not isinstance(content, dict):
+        raise ConfigError(f"--yaml-cfg {path}: a mapping of flags to values is needed")
+    return _flat(content)
+
+
+def _read_yaml(text: str, path: str | os.PathLike[str]) -> Any:
+    yaml = require("yaml", f"--yaml-cfg {path}")
+    unset = sorted({name for name in re.findall(r"\$\{(\w+)\}", text) if name not in os.environ})
+    if unset:
+        raise ConfigError(
+            f"--yaml-cfg {path}: environment variable {', '.join(unset)} is not set; export it"
+        )
+    expanded = re.sub(r"\$\{(\w+)\}", lambda match: os.environ[match[1]], text)
+    try:
+        return yaml.safe_load(expanded)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--yaml-cfg {path}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        name = str(key).lstrip("-").replace("-", "_")
+        if name.startswith("_") and not str(key).startswith("-"):
+            continue
+        if name in _HEADINGS and isinstance(value, Mapping):
+            flat.update(_flat(value))
+        else:
+            flat[name] = value
+    return flat
+
+
+def set_defaults_from(parser: Parser, content: Mapping[str, Any], path: str) -> None:
+    """Let the values of a file be the defaults of ``parser``; mistakes join its problems."""
+    actions: dict[str, argparse.Action] = {action.dest: action for action in parser._actions}
+    names = _field_names()
+    for key, value in content.items():
+        dest, inverted = (key, False) if key in actions else names.get(key, (key, False))
+        if dest not in actions:
+            parser.problems.append(f"--yaml-cfg {path}: {parser.unknown_dest(key)}")
+            continue
+        action = actions[dest]
+        if inverted and isinstance(value, bool):
+            value = not value
+        action.default = _coerce(parser, action, value, path)
+        action.required = False
+
+
+def _field_names() -> dict[str, tuple[str, bool]]:
+    """Field name -> dest and whether the flag says the opposite, where the two differ."""
+    return {
+        f.name: (dest_of(f, opt), opt.inverted)
+        for cls in ALL_CLASSES
+        for f, opt in options_of(cls)
+        if dest_of(f, opt) != f.name
+    }
+
+
+def _coerce(parser: Parser, action: argparse.Action, value: Any, path: str) -> Any:
+    """``value`` as the command line would have made it; a problem is noted, not raised."""
+    if value is None or value == action.default:
+        return value
+    is_switch = action.nargs == 0
+    if is_switch != isinstance(value, bool) and (is_switch or action.type in (None, int, float)):
+        kind = "true or false" if is_switch else "a value"
+        parser.problems.append(f"--yaml-cfg {path}: {action.dest}: {value!r} is not {kind}")
+        return action.default
+    if is_switch:
+        return value
+    many = action.nargs in ("*", "+") or isinstance(action.nargs, int)
+    if many != isinstance(value, list) and (many or action.type in (None, int, float, str)):
+        # A single word may stand for a list of one, as on the command line.
+        value = [value] if many else " ".join(str(v) for v in value)
+    values = [parser.read_value(action, str(v)) for v in (value if many else [value])]
+    return values if many else values[0]

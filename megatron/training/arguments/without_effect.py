@@ -1,0 +1,100 @@
+"""Flags that need another flag to do anything: given alone, they get one warning.
+
+A table, so that a flag which is accepted is never without effect in silence.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Need:
+    """What some flags need, in words, and whether a derived namespace has it."""
+
+    words: str
+    is_met: Callable[[Namespace], bool]
+    flags: tuple[str, ...]  # dests
+
+
+NEEDS = (
+    Need(
+        "--position-embedding-type rope",
+        lambda ns: ns.position_embedding_type == "rope",
+        (
+            "rotary_base",
+            "rotary_percent",
+            "rotary_interleaved",
+            "rotary_seq_len_interpolation_factor",
+            "use_rope_scaling",
+            "no_rope_freq",
+        ),
+    ),
+    Need("--use-rope-scaling", lambda ns: ns.use_rope_scaling, ("rope_scaling_factor",)),
+    Need("--group-query-attention", lambda ns: ns.group_query_attention, ("num_query_groups",)),
+    Need("--optimizer sgd", lambda ns: ns.optimizer == "sgd", ("sgd_momentum",)),
+    Need(
+        "--optimizer adam",
+        lambda ns: ns.optimizer == "adam",
+        ("adam_beta1", "adam_beta2", "adam_eps"),
+    ),
+    Need(
+        "--fp16 without --loss-scale",
+        lambda ns: ns.fp16 and ns.loss_scale is None,
+        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+    ),
+    Need(
+        "--lr-decay-style WSD",
+        lambda ns: ns.lr_decay_style == "WSD",
+        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    ),
+    Need("--manual-gc", lambda ns: ns.manual_gc, ("manual_gc_interval", "manual_gc_eval")),
+    Need(
+        "--profile",
+        lambda ns: ns.profile,
+        ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"),
+    ),
+    Need(
+        "--record-memory-history",
+        lambda ns: ns.record_memory_history,
+        ("memory_snapshot_path",),
+    ),
+    Need("--save", lambda ns: ns.save is not None, ("no_save_optim", "no_save_rng")),
+    Need("--load", lambda ns: ns.load is not None, ("no_load_optim", "no_load_rng")),
+    Need(
+        "--use-checkpoint-args",
+        lambda ns: ns.use_checkpoint_args,
+        ("use_tokenizer_model_from_checkpoint_args",),
+    ),
+    Need(
+        "--tokenizer-type TikTokenizer",
+        lambda ns: ns.tokenizer_type == "TikTokenizer",
+        ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"),
+    ),
+    Need(
+        "--wandb-project",
+        lambda ns: bool(ns.wandb_project),
+        ("wandb_exp_name", "wandb_save_dir"),
+    ),
+    Need("--check-only", lambda ns: ns.check_only, ("check_world_size",)),
+)
+
+
+def without_effect(
+    ns: Namespace, flags: dict[str, tuple[str, Any]], given: dict[str, Any]
+) -> Iterator[str]:
+    """A warning for each flag that was given and that nothing will read.
+
+    ``ns`` is the derived namespace, ``given`` the parsed one, ``flags`` maps a dest to its flag
+    and default.
+    """
+    for need in NEEDS:
+        if need.is_met(ns):
+            continue
+        for dest in need.flags:
+            flag, default = flags[dest]
+            if given[dest] != default:
+                yield f"{flag} is without effect: it needs {need.words}"
