@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.param_info import ParamInfo, set_info
+from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
 from megatron.core.process_groups_config import create_process_groups, make_grids
 from tests import tolerances
 from tests.ranks import run_ranks
@@ -193,6 +195,50 @@ def test_a_loss_per_token_does_not_depend_on_how_tokens_are_spread():
     mean_loss(model, token_batch(4)).backward()
     expected = {n: p.grad for n, p in model.named_parameters()}
     for grads in run_ranks(_per_token, 2):
+        torch.testing.assert_close(grads, expected, **tolerances.GRADIENT)
+
+
+def _cut_over_sequence(rank: int, world_size: int, per_token: bool) -> dict:
+    """Each of two context-parallel ranks has half of the tokens, unevenly masked."""
+    ddp = wrap(TinyModel(), per_token=per_token, layout={"cp": 2})
+    tokens, mask = token_batch(4), uneven_mask()
+    half = slice(3 * rank, 3 * rank + 3)
+
+    def step(data: Any, model: nn.Module) -> Any:
+        def loss_func(logits: Tensor) -> Any:
+            targets = tokens[:, 1:][:, half].flatten()
+            losses = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")
+            return (losses * mask[:, half].flatten()).sum(), mask[:, half].sum(), {}
+
+        return model(tokens[:, :-1][:, half]), loss_func
+
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=None,
+        model=[ddp],
+        num_microbatches=1,
+        seq_length=6,
+        micro_batch_size=4,
+        groups=ddp.groups,
+        hooks=StepHooks(finalize_model_grads_func=finalize_model_grads),
+    )
+    return gradients(ddp.module)
+
+
+def uneven_mask() -> Tensor:
+    mask = torch.ones(4, 6)
+    mask[:2, :4] = 0
+    return mask
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_sequence_cut_over_ranks_has_the_gradient_of_the_whole(per_token: bool):
+    model = TinyModel()
+    logits, targets = model(token_batch(4)[:, :-1]), token_batch(4)[:, 1:]
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    ((losses * uneven_mask().flatten()).sum() / uneven_mask().sum()).backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    for grads in run_ranks(_cut_over_sequence, 2, per_token):
         torch.testing.assert_close(grads, expected, **tolerances.GRADIENT)
 
 

@@ -68,7 +68,7 @@ class DistributedDataParallel(nn.Module):
         self.groups = pg_collection or parallel_state.current()
         self.is_last_microbatch = True
         self.direct: list[tuple[str, nn.Parameter]] = []  # gradients stay in param.grad
-        self.buffers: dict[BufferKey, GradBuffer] = {}
+        self.grad_buffers: dict[BufferKey, GradBuffer] = {}
         members = self._members()
         total_numel = sum(p.numel() for group in members.values() for _, p in group)
         for key, params in members.items():
@@ -77,7 +77,7 @@ class DistributedDataParallel(nn.Module):
                 self.direct.extend(params)
             else:
                 size = None if disable_bucketing else self._bucket_size(reduction, total_numel)
-                self.buffers[key] = self._buffer(key, params, size, reduction)
+                self.grad_buffers[key] = self._buffer(key, params, size, reduction)
         self.buckets = self._in_launch_order()
         self._next = 0  # the first bucket that is not under way
         self._listen()
@@ -118,7 +118,7 @@ class DistributedDataParallel(nn.Module):
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients, after they were reduced."""
-        for buffer in self.buffers.values():
+        for buffer in self.grad_buffers.values():
             buffer.data.mul_(factor)
         grads = [param.grad for _, param in self.direct if param.grad is not None]
         if grads:
@@ -136,10 +136,10 @@ class DistributedDataParallel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, **more: Any
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load the module."""
-        return self.module.load_state_dict(state_dict, strict=strict, **more)
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _members(self) -> dict[BufferKey, list[tuple[str, nn.Parameter]]]:
         """Trainable parameters in model order, by the buffer that would hold their gradients."""
@@ -194,7 +194,7 @@ class DistributedDataParallel(nn.Module):
     def _in_launch_order(self) -> list[GradBucket]:
         """Buckets in the order in which a backward pass completes them, the same on all ranks."""
         position = {param: i for i, param in enumerate(self.module.parameters())}
-        buckets = [bucket for buffer in self.buffers.values() for bucket in buffer.buckets]
+        buckets = [b for buffer in self.grad_buffers.values() for b in buffer.buckets]
         return sorted(buckets, key=lambda b: -min(position[slot.param] for slot in b.slots))
 
     def _listen(self) -> None:

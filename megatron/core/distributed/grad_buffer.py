@@ -63,12 +63,13 @@ class GradSlot:
         self.main_grad = main_grad
         self.is_stale = False  # main_grad holds the last step's numbers
         self._came_through_autograd = False
-        param.main_grad = main_grad
-        param.grad_added_to_main_grad = False
+        # The contract with layers and the optimizer: attributes of the parameter itself.
+        param.main_grad = main_grad  # type: ignore[attr-defined]
+        param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def take(self) -> None:
         """Account for the gradient that autograd has just finished."""
-        param = self.param
+        param: Any = self.param
         if param.grad_added_to_main_grad:
             assert not self._came_through_autograd, f"{self.name} comes now this way, now that"
             param.grad_added_to_main_grad = False
@@ -84,7 +85,7 @@ class GradSlot:
     def reset(self) -> None:
         """Begin a step.  Only layers that add to ``main_grad`` themselves need zeros."""
         self.param.grad = None
-        self.param.grad_added_to_main_grad = False
+        self.param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         if self._came_through_autograd:
             self.is_stale = True
         else:

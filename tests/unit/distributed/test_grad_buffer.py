@@ -34,7 +34,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def test_one_replica_keeps_its_gradients_where_autograd_put_them(alone: ProcessGroupCollection):
     model, plain = TinyModel(), TinyModel()
     ddp = wrap(model, alone, grad_reduce_in_fp32=True, overlap_grad_reduce=True)
-    assert not ddp.buffers
+    assert not ddp.grad_buffers
     for _ in range(2):
         mean_loss(ddp, token_batch(4)).backward()
         mean_loss(plain, token_batch(4)).backward()
@@ -64,7 +64,7 @@ def test_sixteen_bit_gradients_are_summed_in_32_bits(alone: ProcessGroupCollecti
 
 
 def test_sixteen_bit_gradients_stay_so_without_the_flag(alone: ProcessGroupCollection):
-    assert not wrap(TinyModel(dtype=torch.bfloat16), alone).buffers
+    assert not wrap(TinyModel(dtype=torch.bfloat16), alone).grad_buffers
 
 
 def test_a_parameter_without_a_gradient_counts_as_zero(alone: ProcessGroupCollection):

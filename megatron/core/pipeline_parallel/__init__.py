@@ -1,0 +1,11 @@
+"""The order of forward and backward passes in a step."""
+
+from megatron.core.lazy import lazy_exports
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "get_forward_backward_func": "megatron.core.pipeline_parallel.schedules",
+        "StepHooks": "megatron.core.pipeline_parallel.step_hooks",
+    },
+)

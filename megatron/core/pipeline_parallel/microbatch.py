@@ -1,0 +1,107 @@
+"""One micro-batch on one stage: forward, its loss, backward.
+
+The loss of a step is independent of layout: a mean over micro-batches (over replicas through the
+data-parallel wrapper) of a mean over tokens, or, per token, a sum that `finalize_model_grads`
+divides by all tokens.
+
+Collective: with context parallelism the number of tokens is summed over cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.pipeline_parallel.step_hooks import StepHooks
+
+LossFunc = Callable[..., Any]
+ForwardStepFunc = Callable[[Any, nn.Module], tuple[Tensor, LossFunc]]
+
+
+@dataclass
+class StepLosses:
+    """What the micro-batches of one step have reported so far."""
+
+    reported: list[Any] = field(default_factory=list)
+    num_tokens: Tensor | None = None  # of this rank, over all micro-batches
+
+    def add(self, reported: Any, num_tokens: Tensor | None) -> None:
+        """Account for one more micro-batch."""
+        self.reported.append(reported)
+        if num_tokens is not None:
+            count = num_tokens.detach().to(torch.float64)  # counts are exact up to 2**53
+            self.num_tokens = count if self.num_tokens is None else self.num_tokens + count
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRule:
+    """How the loss of a micro-batch enters the gradient of the step."""
+
+    num_microbatches: int
+    per_token: bool
+    cp_group: ProcessGroup
+
+    def scale(self, loss: Tensor, num_tokens: Tensor | None) -> Tensor:
+        """The share of the step's loss.
+
+        With ``num_tokens`` the loss is a sum over this rank's tokens; without, it is this rank's
+        share of a mean, which context-parallel ranks add up.  Collective over cp.
+        """
+        if self.per_token:
+            if num_tokens is None:
+                raise ConfigError(
+                    "--calculate-per-token-loss: the loss function returned (loss, reported), "
+                    "return (sum of losses, number of tokens, reported)"
+                )
+            return loss
+        cp_size = self.cp_group.size()
+        if num_tokens is not None:
+            total = num_tokens.detach()
+            if cp_size > 1:
+                total = total.clone()
+                dist.all_reduce(total, group=self.cp_group)
+            loss = loss / total.clamp(min=1)
+        # Gradients are averaged over dp and cp: the factor keeps the sum over cp.
+        return loss * (cp_size / self.num_microbatches)
+
+
+def forward_step(
+    forward_step_func: ForwardStepFunc,
+    data_iterator: Any,
+    model: nn.Module,
+    losses: StepLosses,
+    rule: LossRule,
+) -> Tensor:
+    """Run the model on the next micro-batch; its scaled loss.
+
+    ``forward_step_func`` returns the output and a function from the output to (loss, reported)
+    or (sum of losses, number of tokens, reported).
+    """
+    output, loss_func = forward_step_func(data_iterator, model)
+    result = loss_func(output)
+    loss, num_tokens, reported = result if len(result) == 3 else (result[0], None, result[1])
+    losses.add(reported, num_tokens)
+    return rule.scale(loss, num_tokens)
+
+
+def collect_step(
+    forward_step_func: ForwardStepFunc, data_iterator: Any, model: nn.Module, losses: StepLosses
+) -> None:
+    """Run the model on the next micro-batch and keep what is no loss."""
+    output, loss_func = forward_step_func(data_iterator, model)
+    losses.add(loss_func(output, non_loss_data=True), None)
+
+
+def backward_step(loss: Tensor, microbatch: int, hooks: StepHooks) -> None:
+    """Backward from the loss of the last stage."""
+    if hooks.loss_check_func is not None:
+        hooks.loss_check_func(loss, microbatch)
+    scaled = loss if hooks.grad_scale_func is None else hooks.grad_scale_func(loss)
+    scaled.backward()

@@ -1,0 +1,45 @@
+"""What a schedule calls besides the model.  Configs hold no callables; these travel beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.timers import Timers
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepHooks:
+    """All optional.  A step without hooks runs forward and backward passes and nothing else."""
+
+    # Multiplies the loss before backward (loss scale).
+    grad_scale_func: Callable[[Tensor], Tensor] | None = None
+    # The context of all backward passes but the last; by default the wrapper's own ``no_sync``.
+    no_sync_func: Callable[[], AbstractContextManager[Any]] | None = None
+    # Called once after the last backward pass with the model chunks and, for a loss per token,
+    # the number of tokens of this rank.
+    finalize_model_grads_func: Callable[[Sequence[Any], Tensor | None], None] | None = None
+    # Told before the first micro-batch of a step (weights may have changed since the last).
+    first_microbatch_func: Callable[[], None] | None = None
+    # Sees every loss before backward, with the number of its micro-batch.
+    loss_check_func: Callable[[Tensor, int], None] | None = None
+    timers: Timers | None = None
+    # Whether timers of level 1 wait for the other ranks before they start.
+    barrier_with_level_1_timers: bool = True
+
+    @contextmanager
+    def timed(self, name: str, log_level: int = 2) -> Iterator[None]:
+        """Measure the block under ``name``."""
+        if self.timers is None:
+            yield
+            return
+        timer = self.timers(name, log_level=log_level)
+        timer.start(barrier=log_level == 1 and self.barrier_with_level_1_timers)
+        try:
+            yield
+        finally:
+            timer.stop()
