@@ -1,0 +1,146 @@
+"""Blocks of records to the texts of documents."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.core.config.errors import DataError
+from megatron.training.preprocess.compressed import Stream
+from megatron.training.preprocess.inputs import SEPARATORS, Block, is_plain_text
+
+Text = str | list[str]  # a list: sentences that somebody has split already
+
+_PARAGRAPH_END = re.compile(SEPARATORS["paragraph"].pattern.decode())
+_PIECE_BYTES = 1 << 22
+
+
+class BadRecord(DataError):
+    """A record that cannot be used, before it is known on which line of its file it stands."""
+
+    def __init__(self, path: str, newlines_before: int, offset: int, reason: str) -> None:
+        super().__init__(path, newlines_before, offset, reason)
+        self.path = path
+        self.newlines_before = newlines_before  # within the block
+        self.offset = offset  # of the block in the decompressed file
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class RecordFormat:
+    """How a block is read.  ``sample_by`` cuts plain text; JSON has a record on every line."""
+
+    json_keys: tuple[str, ...] = ("text",)
+    sample_by: str = "line"
+    plain_text: bool | None = None  # None: the file's name says it
+    blank_is_error: bool = False  # else blank lines are passed over
+
+    def is_plain(self, path: str) -> bool:
+        """Whether the file is plain text: one key, its first."""
+        return is_plain_text(path) if self.plain_text is None else self.plain_text
+
+    def cut_by(self, path: str) -> str:
+        """The key of ``SEPARATORS`` that cuts this file."""
+        return self.sample_by if self.is_plain(path) else "line"
+
+    def texts(self, block: Block) -> dict[str, list[Text]]:
+        """The text of every document of the block, per key; BadRecord says which line is wrong."""
+        lines = self._lines(block)
+        if self.is_plain(block.path):
+            return {self.json_keys[0]: [text for _, text in lines]}
+        found: dict[str, list[Text]] = {key: [] for key in self.json_keys}
+        columns = [(key, found[key].append) for key in self.json_keys]
+        loads = json.loads
+        for number, line in lines:
+            try:
+                record = loads(line)
+                if not isinstance(record, dict):
+                    raise TypeError(f"the record is {type(record).__name__}, not an object")
+                for key, append in columns:
+                    append(_checked(record[key]))
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise BadRecord(block.path, number, block.start, _reason(error)) from error
+        return found
+
+    def newlines_before(self, block: Block, document: int) -> int:
+        """How many lines of the block stand before its document number ``document``."""
+        for index, (number, _) in enumerate(self._lines(block)):
+            if index == document:
+                return number
+        return 0
+
+    def _lines(self, block: Block) -> Iterator[tuple[int, str]]:
+        """The records that are not blank, each with the newlines before it."""
+        data = block.read()
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            newlines = data.count(b"\n", 0, error.start)
+            raise BadRecord(block.path, newlines, block.start, f"no UTF-8: {error}") from error
+        del data
+        cut_by = self.cut_by(block.path)
+        if cut_by == "document":
+            yield 0, text
+            return
+        if cut_by == "paragraph":
+            yield from _paragraphs(text)
+            return
+        lines = text.split("\n")
+        if lines[-1] == "":
+            lines.pop()
+        for number, line in enumerate(lines):
+            if line and not line.isspace():
+                yield number, line.removesuffix("\r")
+            elif self.blank_is_error:
+                raise BadRecord(block.path, number, block.start, "the line is empty")
+
+
+def locate(error: BadRecord) -> int:
+    """The number of the wrong line in its file, from 1.  Reads the file up to there."""
+    return 1 + error.newlines_before + _count_newlines(error.path, error.offset)
+
+
+def _count_newlines(path: str, end: int) -> int:
+    """Newlines in the first ``end`` decompressed bytes."""
+    count = 0
+    with Stream(path) as stream:
+        while end > 0 and (piece := stream.read(min(end, _PIECE_BYTES))):
+            count += piece.count(b"\n")
+            end -= len(piece)
+    return count
+
+
+def _paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    start = number = 0
+    for found in (*_PARAGRAPH_END.finditer(text), None):
+        end = found.start() if found else len(text)
+        if start < end and not text[start:end].isspace():
+            yield number, text[start:end].strip("\n")
+        number += text.count("\n", start, found.end() if found else end)
+        start = found.end() if found else end
+
+
+def _checked(value: object) -> Text:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return value
+    raise TypeError(f"the value is {type(value).__name__}, not text or a list of texts")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"the record has no key {error}; name the keys with --json-keys"
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON: {error.msg} at character {error.pos + 1}"
+    return str(error)
+
+
+def flatten(texts: Sequence[Text]) -> tuple[list[str], list[int]]:
+    """All texts in a row, and how many belong to each document."""
+    if all(isinstance(text, str) for text in texts):
+        return list(texts), [1] * len(texts)  # type: ignore[arg-type]
+    rows = [[text] if isinstance(text, str) else text for text in texts]
+    return [text for row in rows for text in row], list(map(len, rows))

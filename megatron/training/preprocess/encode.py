@@ -1,0 +1,104 @@
+"""Blocks of records to arrays of tokens: the work of one worker process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.core.config.errors import DataError
+from megatron.training.preprocess.documents import BadRecord, RecordFormat, Text, flatten
+from megatron.training.preprocess.inputs import Block
+from megatron.training.preprocess.sentences import SentenceSplitter
+from megatron.training.tokenizer.base import TokenBatch
+from megatron.training.tokenizer.fast import TextEncoder
+
+
+@dataclass(frozen=True)
+class EncodedTexts:
+    """The documents of a block for one key.  Sequences without a token are left out."""
+
+    tokens: np.ndarray  # [sum(lengths)], in the type of the .bin file
+    lengths: np.ndarray  # int32 [sequences]
+    num_sequences: np.ndarray  # int64 [documents]: 0 for an empty document
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """What a worker sends back."""
+
+    texts: dict[str, EncodedTexts]  # per key
+    num_documents: int
+    num_bytes: int  # of text, decompressed
+    stored_bytes: int  # of the disk
+
+
+@dataclass
+class BlockEncoder:
+    """Everything a worker needs; built before the workers are forked."""
+
+    encoder: TextEncoder
+    record_format: RecordFormat
+    dtype: type[np.integer]
+    vocab_size: int
+    eod: int | None  # None: nothing is appended
+    splitter: SentenceSplitter | None
+
+    def encode(self, block: Block) -> EncodedBlock:
+        """Tokens of every document of the block; BadRecord says which line cannot be used."""
+        texts = self.record_format.texts(block)
+        found = {key: self._encode_key(block, documents) for key, documents in texts.items()}
+        num_documents = len(next(iter(texts.values())))
+        return EncodedBlock(found, num_documents, block.end - block.start, block.stored_bytes)
+
+    def _encode_key(self, block: Block, documents: Sequence[Text]) -> EncodedTexts:
+        if self.splitter is not None:
+            split = self.splitter.split
+            documents = [split(text) if isinstance(text, str) else text for text in documents]
+        texts, counts = flatten(documents)
+        try:
+            batch = self.encoder.encode_batch(texts)
+        except (TypeError, UnicodeError) as error:
+            raise self._not_unicode(block, documents, error) from error
+        self._check_ids(batch)
+        return self._assemble(batch, np.asarray(counts, np.int64))
+
+    def _assemble(self, batch: TokenBatch, counts: np.ndarray) -> EncodedTexts:
+        """Drop empty sequences, append EOD to the last sequence of every document that has one."""
+        filled = batch.lengths > 0
+        document = np.repeat(np.arange(len(counts)), counts)
+        num_sequences = np.bincount(document[filled], minlength=len(counts))
+        lengths = batch.lengths[filled]
+        if self.eod is None:
+            tokens = batch.ids.astype(self.dtype)
+            return EncodedTexts(tokens, lengths.astype(np.int32), num_sequences)
+        last = np.cumsum(num_sequences)[num_sequences > 0] - 1
+        lengths[last] += 1
+        tokens = np.empty(int(lengths.sum()), self.dtype)
+        is_text = np.ones(len(tokens), bool)
+        is_text[np.cumsum(lengths)[last] - 1] = False
+        tokens[is_text] = batch.ids
+        tokens[~is_text] = self.eod
+        return EncodedTexts(tokens, lengths.astype(np.int32), num_sequences)
+
+    def _check_ids(self, batch: TokenBatch) -> None:
+        if len(batch.ids) == 0:
+            return
+        low, high = int(batch.ids.min()), int(batch.ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise DataError(
+                f"the tokenizer gave the id {low if low < 0 else high}, its vocabulary has "
+                f"{self.vocab_size}: its files do not belong together"
+            )
+
+    def _not_unicode(self, block: Block, documents: Sequence[Text], error: Exception) -> Exception:
+        """Which document holds a lone surrogate; ``error`` itself if none does."""
+        for index, text in enumerate(documents):
+            try:
+                "".join(text).encode()
+            except UnicodeEncodeError as wrong:
+                newlines = self.record_format.newlines_before(block, index)
+                reason = f"the text is no Unicode: {wrong.reason}"
+                return BadRecord(block.path, newlines, block.start, reason)
+        return error

@@ -1,0 +1,182 @@
+"""Input files cut into blocks of whole records.
+
+A record is a line, a paragraph or a file.  A block is some megabytes of records: of a plain file
+it is named by its bytes, so that workers read for themselves; of a compressed file it carries them.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import itertools
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from megatron.core.config.errors import DataError
+from megatron.training.preprocess.compressed import SUFFIXES, Stream, uncompressed_extension
+
+BLOCK_BYTES = 4 << 20
+_SMALLEST_BLOCK = 1 << 16
+_WINDOW = 1 << 16  # bytes read at once to find where a block may end
+_PLAIN_TEXT = (".txt", ".text")
+SAMPLE_BY = ("line", "paragraph", "document")
+# What lies between two records; a file without is one record.
+SEPARATORS = {"line": re.compile(rb"\n"), "paragraph": re.compile(rb"\n[ \t\r]*\n\s*")}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Bytes [start, end) of a plain file, or, where ``end`` is None, a whole file of any kind."""
+
+    path: str
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes of the disk it covers."""
+        return (os.path.getsize(self.path) if self.end is None else self.end) - self.start
+
+
+@dataclass(frozen=True)
+class Block:
+    """Whole records: bytes [start, end) of ``path``, decompressed; ``data`` if they came along."""
+
+    path: str
+    start: int
+    end: int
+    stored_bytes: int  # bytes of the disk that it accounts for
+    data: bytes | None = None
+
+    def read(self) -> bytes:
+        """The bytes themselves."""
+        if self.data is not None:
+            return self.data
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.start)
+            return _read_exactly(file, self.end - self.start)
+
+
+def find_inputs(pattern: str) -> list[str]:
+    """The files that ``pattern`` names, sorted; DataError if there are none."""
+    paths = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern))
+    paths = [path for path in paths if os.path.isfile(path)]
+    if not paths:
+        raise DataError(f"--input {pattern}: no such file; give a file or a quoted pattern")
+    return paths
+
+
+def is_plain_text(path: str) -> bool:
+    """Whether the name of the file says that it holds text, not JSON lines."""
+    return uncompressed_extension(path) in _PLAIN_TEXT
+
+
+def is_compressed(path: str) -> bool:
+    """Whether the file has to be read from its beginning."""
+    return path.endswith(SUFFIXES)
+
+
+def block_bytes(segments: Sequence[Segment], num_workers: int) -> int:
+    """Megabytes for large inputs, less for small ones, so that every worker has some."""
+    share = sum(segment.stored_bytes for segment in segments) // (4 * num_workers)
+    return max(_SMALLEST_BLOCK, min(BLOCK_BYTES, share))
+
+
+def blocks(
+    segments: Sequence[Segment], separator: re.Pattern[bytes] | None, num_bytes: int
+) -> Iterator[Block]:
+    """The records of ``segments`` in order, about ``num_bytes`` at a time."""
+    for segment in segments:
+        if segment.end is None and is_compressed(segment.path):
+            yield from _blocks_of_stream(segment.path, separator, num_bytes)
+        else:
+            yield from _blocks_of_file(segment, separator, num_bytes)
+
+
+def sample_blocks(
+    paths: Sequence[str], separator: re.Pattern[bytes] | None, positions: int, num_bytes: int
+) -> Iterator[Block]:
+    """About ``num_bytes`` from each of some places spread over the input.
+
+    Of a compressed file, and of one that is a single record, only the beginning.
+    """
+    for index in range(positions):
+        at = index * len(paths) / positions
+        path, share = paths[int(at)], at % 1
+        size = os.path.getsize(path)
+        if is_compressed(path):
+            if share == 0:
+                yield from itertools.islice(blocks([Segment(path)], separator, num_bytes), 1)
+        elif separator is None:
+            if share == 0 and size <= BLOCK_BYTES:
+                yield Block(path, 0, size, size)
+        else:
+            with open(path, "rb", buffering=0) as file:
+                start = _cut(file, separator, int(share * size), size) if share else 0
+                end = _cut(file, separator, start + num_bytes, size)
+            if end > start:
+                yield Block(path, start, end, end - start)
+
+
+def _blocks_of_file(
+    segment: Segment, separator: re.Pattern[bytes] | None, num_bytes: int
+) -> Iterator[Block]:
+    end = os.path.getsize(segment.path) if segment.end is None else segment.end
+    with open(segment.path, "rb", buffering=0) as file:
+        start = segment.start
+        while start < end:
+            cut = end if separator is None else _cut(file, separator, start + num_bytes, end)
+            yield Block(segment.path, start, cut, cut - start)
+            start = cut
+
+
+def _cut(file: BinaryIO, separator: re.Pattern[bytes], at: int, end: int) -> int:
+    """The end of the first separator at or after ``at``; ``end`` if there is none before it."""
+    window = b""
+    while at < end:
+        file.seek(at)
+        window = file.read(min(_WINDOW, end - at))
+        found = separator.search(window)
+        # A separator at the window's edge may go on, or begin, beyond it: look again from there.
+        if found and (found.end() < len(window) or at + len(window) >= end):
+            return at + found.end()
+        at += max(found.start() if found and found.start() else len(window) - 1, 1)
+    return end
+
+
+def _blocks_of_stream(
+    path: str, separator: re.Pattern[bytes] | None, num_bytes: int
+) -> Iterator[Block]:
+    start, stored, rest = 0, 0, b""
+    with Stream(path) as stream:
+        while True:
+            piece = stream.read(-1 if separator is None else max(num_bytes, len(rest)))
+            data = rest + piece
+            cut = len(data) if not piece else _last_end(separator, data)
+            if cut:
+                now = stream.stored_position()
+                yield Block(path, start, start + cut, now - stored, data[:cut])
+                start, stored = start + cut, now
+            rest = data[cut:]
+            if not piece:
+                return
+
+
+def _last_end(separator: re.Pattern[bytes] | None, data: bytes) -> int:
+    """Where the last whole record of ``data`` ends, separator included; 0 if none does."""
+    if separator is None:
+        return 0
+    if separator is SEPARATORS["line"]:
+        return data.rfind(b"\n") + 1
+    ends = [found.end() for found in separator.finditer(data) if found.end() < len(data)]
+    return ends[-1] if ends else 0
+
+
+def _read_exactly(file: io.RawIOBase, num_bytes: int) -> bytes:
+    data = file.read(num_bytes) or b""
+    while len(data) < num_bytes and (piece := file.read(num_bytes - len(data))):
+        data += piece
+    return data

@@ -1,0 +1,308 @@
+"""Preprocessing from start to end: inputs to ``{prefix}_{key}_{document|sentence}.bin/.idx``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_format import DType, get_bin_path, get_idx_path
+from megatron.training.preprocess.documents import BadRecord, RecordFormat, flatten, locate
+from megatron.training.preprocess.encode import BlockEncoder, EncodedTexts
+from megatron.training.preprocess.inputs import (
+    SEPARATORS,
+    Block,
+    Segment,
+    block_bytes,
+    blocks,
+    find_inputs,
+    sample_blocks,
+)
+from megatron.training.preprocess.partitions import Manifest, Partitioning
+from megatron.training.preprocess.progress import Progress
+from megatron.training.preprocess.sentences import sentence_splitter
+from megatron.training.preprocess.workers import WorkerPool
+from megatron.training.tokenizer.base import MegatronTokenizer
+from megatron.training.tokenizer.checks import check_eod
+from megatron.training.tokenizer.fast import choose_encoder
+from megatron.training.tokenizer.fingerprint import Fingerprint
+
+_SAMPLE_POSITIONS = 8
+_SAMPLE_BYTES = 1 << 14  # of text, at each position
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessOptions:
+    """What to read, how to cut it and where to write."""
+
+    input: str
+    output_prefix: str
+    record_format: RecordFormat
+    append_eod: bool = False
+    split_sentences: bool = False
+    keep_newlines: bool = False
+    lang: str = "english"
+    workers: int = 1
+    partitions: int = 1
+    keep_sequential_samples: bool = False
+    log_interval: int = 1000
+    tokenizer_backend: str = "auto"
+    key_in_name: bool = True
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--workers", self.workers), ("--partitions", self.partitions)):
+            if value < 1:
+                raise ConfigError(f"{flag} {value} must be at least 1")
+        directory = os.path.dirname(os.path.abspath(self.output_prefix))
+        if not os.path.isdir(directory):
+            raise ConfigError(
+                f"--output-prefix {self.output_prefix}: there is no directory {directory}; make it"
+            )
+
+    def output(self, key: str, partition: int | None = None) -> str:
+        """The prefix of the files of one key."""
+        part = "" if partition is None else f"_{partition}"
+        if not self.key_in_name:
+            return f"{self.output_prefix}{part}"
+        level = "sentence" if self.split_sentences else "document"
+        return f"{self.output_prefix}{part}_{key}_{level}"
+
+
+def preprocess(options: PreprocessOptions, tokenizer: MegatronTokenizer) -> list[str]:
+    """Write the token files; the prefixes written.  A rerun goes on where one was interrupted."""
+    started_at_s = time.monotonic()
+    paths = find_inputs(options.input)
+    _check_one_kind(paths, options.record_format)
+    encoder = _block_encoder(options, tokenizer, paths)
+    with WorkerPool(encoder, options.workers) as pool:
+        # Only now: a thread that runs while workers are forked may hold a lock they would inherit.
+        fingerprint = _Background(tokenizer)
+        _say(f"{encoder.encoder.name} encodes; started in {time.monotonic() - started_at_s:.2f} s")
+        run = _Run(options, pool, encoder.dtype, paths)
+        try:
+            if options.partitions > 1:
+                prefixes = run.partitioned(fingerprint.result())
+            else:
+                prefixes = run.whole()
+        except BadRecord as error:
+            line = locate(error)
+            raise DataError(f"{error.path}, line {line}: {error.reason}") from error
+    made = fingerprint.result()
+    for prefix in prefixes:
+        made.write(prefix)
+    return prefixes
+
+
+def _block_encoder(
+    options: PreprocessOptions, tokenizer: MegatronTokenizer, paths: Sequence[str]
+) -> BlockEncoder:
+    record_format = options.record_format
+    splitter = (
+        sentence_splitter(options.lang, options.keep_newlines) if options.split_sentences else None
+    )
+    sample = _sample(paths, record_format)
+    return BlockEncoder(
+        encoder=choose_encoder(tokenizer, sample, options.tokenizer_backend),
+        record_format=record_format,
+        dtype=DType.optimal_dtype(tokenizer.vocab_size),
+        vocab_size=tokenizer.vocab_size,
+        eod=check_eod(tokenizer, "--append-eod") if options.append_eod else None,
+        splitter=splitter,
+    )
+
+
+def _sample(paths: Sequence[str], record_format: RecordFormat) -> list[str]:
+    """The beginnings of some documents from all over the input."""
+    separator = SEPARATORS.get(record_format.cut_by(paths[0]))
+    found: list[str] = []
+    for block in sample_blocks(paths, separator, _SAMPLE_POSITIONS, _SAMPLE_BYTES):
+        with contextlib.suppress(BadRecord):  # the worker that meets it says where it stands
+            for texts in record_format.texts(block).values():
+                found += [text[:_SAMPLE_BYTES] for text in flatten(texts)[0]]
+    return found
+
+
+def _check_one_kind(paths: Sequence[str], record_format: RecordFormat) -> None:
+    kinds = {record_format.is_plain(path): path for path in paths}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"--input names plain text ({kinds[True]}) and JSON lines ({kinds[False]}); "
+            "preprocess them apart, or say --input-format"
+        )
+
+
+class _Run:
+    """One call of ``preprocess``."""
+
+    def __init__(
+        self,
+        options: PreprocessOptions,
+        pool: WorkerPool,
+        dtype: type[np.integer],
+        paths: Sequence[str],
+    ) -> None:
+        self.options = options
+        self.pool = pool
+        self.dtype = dtype
+        self.paths = paths
+        keys = options.record_format.json_keys
+        plain = options.record_format.is_plain(paths[0])
+        self.keys = keys[:1] if plain else keys
+
+    def whole(self) -> list[str]:
+        """All input at once."""
+        outputs = {key: self.options.output(key) for key in self.keys}
+        self._write([Segment(path) for path in self.paths], outputs)
+        return list(outputs.values())
+
+    def partitioned(self, fingerprint: Fingerprint) -> list[str]:
+        """Partition by partition, then all of them in a row."""
+        options = self.options
+        partitioning = Partitioning(
+            self.paths,
+            options.partitions,
+            options.keep_sequential_samples,
+            options.record_format,
+            options.output_prefix,
+        )
+        key = self._manifest_key(fingerprint)
+        manifest = Manifest(options.output_prefix + ".partitions.json", key)
+        if manifest.finished:
+            _say(f"partitions {sorted(manifest.finished)} are finished already")
+        segments = partitioning.by_segments()
+        if segments is None and not manifest.dealt:
+            _say(f"dealing records to {options.partitions} partitions")
+            partitioning.deal()
+            manifest.dealt = True
+            manifest.write()
+        for partition in range(options.partitions):
+            if partition not in manifest.finished:
+                self._write_partition(partition, partitioning, segments)
+                manifest.finished.add(partition)
+                manifest.write()
+            if segments is None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(partitioning.dealt_path(partition))
+        prefixes = self._merge()
+        manifest.remove()
+        self._remove_parts()
+        return prefixes
+
+    def _write_partition(
+        self, partition: int, partitioning: Partitioning, segments: list[list[Segment]] | None
+    ) -> None:
+        _say(f"partition {partition} of {self.options.partitions}")
+        outputs = {key: self.options.output(key, partition) for key in self.keys}
+        if segments is not None:
+            self._write(segments[partition], outputs)
+            return
+        dealt = partitioning.dealt_path(partition)
+        try:
+            self._write([Segment(dealt)], outputs)
+        except BadRecord as error:
+            original = partitioning.original_line(partition, locate(error))
+            if original is None:
+                raise
+            raise DataError(f"{original[0]}, line {original[1]}: {error.reason}") from error
+
+    def _write(self, segments: Sequence[Segment], outputs: dict[str, str]) -> None:
+        """Encode ``segments`` into one file pair per key."""
+        options = self.options
+        builders = {
+            key: IndexedDatasetBuilder(get_bin_path(prefix), self.dtype)
+            for key, prefix in outputs.items()
+        }
+        progress = Progress(sum(s.stored_bytes for s in segments), options.log_interval)
+        for block in self.pool.map(self._blocks(segments)):
+            for key, texts in block.texts.items():
+                _append(builders[key], texts)
+            progress.add(block.num_documents, block.num_bytes, block.stored_bytes)
+        for key, builder in builders.items():
+            builder.finalize(get_idx_path(outputs[key]))
+        progress.finish()
+
+    def _blocks(self, segments: Sequence[Segment]) -> Iterator[Block]:
+        separator = SEPARATORS.get(self.options.record_format.cut_by(self.paths[0]))
+        return blocks(segments, separator, block_bytes(segments, self.options.workers))
+
+    def _merge(self) -> list[str]:
+        prefixes = []
+        for key in self.keys:
+            prefix = self.options.output(key)
+            builder = IndexedDatasetBuilder(get_bin_path(prefix), self.dtype)
+            for partition in range(self.options.partitions):
+                builder.add_index(self.options.output(key, partition))
+            builder.finalize(get_idx_path(prefix))
+            prefixes.append(prefix)
+        return prefixes
+
+    def _remove_parts(self) -> None:
+        for key in self.keys:
+            for partition in range(self.options.partitions):
+                prefix = self.options.output(key, partition)
+                os.remove(get_bin_path(prefix))
+                os.remove(get_idx_path(prefix))
+
+    def _manifest_key(self, fingerprint: Fingerprint) -> dict[str, object]:
+        """All that decides what the partitions hold."""
+        stats = [(os.path.abspath(path), os.stat(path)) for path in self.paths]
+        options = self.options
+        return {
+            "inputs": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
+            "tokenizer": fingerprint.sha256,
+            "json_keys": list(self.keys),
+            "sample_by": options.record_format.sample_by,
+            "plain_text": options.record_format.plain_text,
+            "append_eod": options.append_eod,
+            "split_sentences": options.split_sentences,
+            "keep_newlines": options.keep_newlines,
+            "lang": options.lang,
+            "partitions": options.partitions,
+            "keep_sequential_samples": options.keep_sequential_samples,
+        }
+
+
+class _Background:
+    """The tokenizer's fingerprint, computed while the workers are busy."""
+
+    def __init__(self, tokenizer: MegatronTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._fingerprint: Fingerprint | None = None
+        self._thread = threading.Thread(target=self._compute, daemon=True)
+        self._thread.start()
+
+    def _compute(self) -> None:
+        self._fingerprint = Fingerprint.of(self._tokenizer)
+
+    def result(self) -> Fingerprint:
+        """Wait for it."""
+        self._thread.join()
+        assert self._fingerprint is not None, "the fingerprint failed, see the thread's traceback"
+        return self._fingerprint
+
+
+def _append(builder: IndexedDatasetBuilder, texts: EncodedTexts) -> None:
+    if len(texts.num_sequences) == 0:
+        return
+    if texts.num_sequences.max() <= 1:
+        lengths = np.zeros(len(texts.num_sequences), np.int64)
+        lengths[texts.num_sequences > 0] = texts.lengths
+        builder.add_documents(texts.tokens, lengths)
+        return
+    sequence_ends = np.cumsum(texts.num_sequences)
+    token_ends = np.concatenate(([0], np.cumsum(texts.lengths, dtype=np.int64)))
+    for end, count in zip(sequence_ends.tolist(), texts.num_sequences.tolist(), strict=True):
+        tokens = texts.tokens[token_ends[end - count] : token_ends[end]]
+        builder.add_document(tokens, texts.lengths[end - count : end].tolist())
+
+
+def _say(message: str) -> None:
+    print(f"> {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,143 @@
+"""Worker processes that turn blocks into tokens, results in the order of the blocks.
+
+Workers are forked after everything is loaded, so nothing is loaded twice.  One pipe each carries a
+block there and arrays back; no more results wait than ``_WINDOW`` per worker, so memory is bounded.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+from megatron.core.config.errors import DataError, MegatronError
+from megatron.training.preprocess.documents import BadRecord
+from megatron.training.preprocess.encode import BlockEncoder, EncodedBlock
+from megatron.training.preprocess.inputs import Block
+
+_WINDOW = 4  # blocks per worker that are under way or wait for an earlier one
+
+
+@dataclass(frozen=True)
+class _Failure:
+    error: MegatronError | None  # None: a fault of the program
+    trace: str
+
+
+class WorkerPool:
+    """A context: workers live inside ``with`` and no longer, whatever happens."""
+
+    def __init__(self, encoder: BlockEncoder, num_workers: int) -> None:
+        self._encoder = encoder
+        self._num_workers = num_workers
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+
+    def __enter__(self) -> WorkerPool:
+        context = multiprocessing.get_context("fork")
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        for _ in range(self._num_workers):
+            ours, theirs = context.Pipe()
+            inherited = [ours, *(connection for _, connection in self._workers)]
+            process = context.Process(
+                target=_serve, args=(theirs, inherited, self._encoder), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for process, connection in self._workers:
+            connection.close()  # a waiting worker reads the end of the pipe and leaves
+            if kind is not None:
+                process.terminate()
+        for process, _connection in self._workers:
+            process.join()
+
+    def map(self, blocks: Iterator[Block]) -> Iterator[EncodedBlock]:
+        """Encode ``blocks``; the first error of a worker is raised here."""
+        idle = [connection for _, connection in self._workers]
+        busy: dict[Connection, int] = {}
+        done: dict[int, EncodedBlock] = {}
+        num_sent = num_given = 0
+        more = True
+        while True:
+            while more and idle and num_sent - num_given < _WINDOW * self._num_workers:
+                block = next(blocks, None)
+                if block is None:
+                    more = False
+                    break
+                connection = idle.pop()
+                self._send(connection, block)
+                busy[connection] = num_sent
+                num_sent += 1
+            if num_given in done:
+                yield done.pop(num_given)
+                num_given += 1
+            elif busy:
+                for connection in wait(list(busy)):
+                    assert isinstance(connection, Connection)
+                    done[busy.pop(connection)] = self._receive(connection)
+                    idle.append(connection)
+            else:
+                return
+
+    def _send(self, connection: Connection, block: Block) -> None:
+        try:
+            connection.send(block)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._died(connection) from error
+
+    def _receive(self, connection: Connection) -> EncodedBlock:
+        try:
+            result = connection.recv()
+        except (EOFError, ConnectionResetError) as error:
+            raise self._died(connection) from error
+        if isinstance(result, _Failure):
+            if result.error is None:
+                raise RuntimeError("a worker failed:\n" + result.trace)
+            raise result.error
+        return result
+
+    def _died(self, connection: Connection) -> DataError:
+        process = next(p for p, ours in self._workers if ours is connection)
+        process.join()
+        code = process.exitcode
+        cause = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"code {code}"
+        return DataError(
+            f"worker process {process.pid} ended with {cause}; if memory ran out, use fewer "
+            "--workers"
+        )
+
+
+def _serve(connection: Connection, inherited: list[Connection], encoder: BlockEncoder) -> None:
+    """Encode until the pipe ends.
+
+    Ends of the other workers' pipes are closed first: a copy here would keep them open.
+    """
+    for other in inherited:
+        other.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends its workers
+    while True:
+        try:
+            connection.send(_encode(encoder, connection.recv()))
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            os._exit(0)  # nothing to flush: skips the teardown of large libraries
+
+
+def _encode(encoder: BlockEncoder, block: Block) -> EncodedBlock | _Failure:
+    try:
+        return encoder.encode(block)
+    except BadRecord as error:
+        return _Failure(error, "")
+    except MegatronError as error:
+        return _Failure(DataError(f"{block.path}, bytes {block.start} to {block.end}: {error}"), "")
+    except Exception as error:
+        return _Failure(None, "".join(traceback.format_exception(error)))

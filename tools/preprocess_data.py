@@ -1,0 +1,88 @@
+"""Turn text into the token files that training reads.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus --workers 8 \\
+        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \\
+        --append-eod
+
+Writes ``{output-prefix}_{key}_{document|sentence}.bin`` and ``.idx`` for every JSON key, and
+``....tokenizer.json``, by which training knows that it runs the tokenizer that made the data.
+With ``--partitions`` an interrupted run, started again, goes on after its last finished partition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
+
+from megatron.training.preprocess.cli import (
+    add_backend_argument,
+    add_format_arguments,
+    add_tokenizer_arguments,
+    record_format,
+    run_tool,
+    tokenizer_of,
+)
+from megatron.training.preprocess.run import PreprocessOptions, preprocess
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_tokenizer_arguments(parser)
+    group = parser.add_argument_group("input data")
+    group.add_argument(
+        "--input",
+        required=True,
+        help="JSON lines or text, plain, .gz or .zst: a file, or a quoted pattern of several",
+    )
+    add_format_arguments(group)
+    group.add_argument("--split-sentences", action="store_true", help="a sequence per sentence")
+    group.add_argument("--keep-newlines", action="store_true", help="when splitting sentences")
+    group = parser.add_argument_group("tokenization process")
+    group.add_argument("--append-eod", action="store_true", help="end every document with EOD")
+    group.add_argument("--lang", default="english", help="language of the sentences")
+    add_backend_argument(parser)
+    group = parser.add_argument_group("output data")
+    group.add_argument("--output-prefix", required=True, help="path of the files, without suffix")
+    group = parser.add_argument_group("runtime")
+    group.add_argument("--workers", type=int, required=True, help="processes that encode")
+    group.add_argument(
+        "--partitions", type=int, default=1, help="parts that are finished one after the other"
+    )
+    group.add_argument("--log-interval", type=int, default=1000, help="documents between lines")
+    group.add_argument(
+        "--keep-sequential-samples",
+        action="store_true",
+        help="partitions are runs of documents; else documents are dealt to them in turn",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    args = get_parser().parse_args(argv)
+    options = PreprocessOptions(
+        input=args.input,
+        output_prefix=args.output_prefix,
+        record_format=record_format(args),
+        append_eod=args.append_eod,
+        split_sentences=args.split_sentences,
+        keep_newlines=args.keep_newlines,
+        lang=args.lang,
+        workers=args.workers,
+        partitions=args.partitions,
+        keep_sequential_samples=args.keep_sequential_samples,
+        log_interval=args.log_interval,
+        tokenizer_backend=args.tokenizer_backend,
+    )
+    preprocess(options, tokenizer_of(args))
+
+
+if __name__ == "__main__":
+    run_tool(main)
