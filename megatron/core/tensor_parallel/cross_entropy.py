@@ -24,6 +24,11 @@ def true_columns(local_columns: int, vocab_size: int | None, group: ProcessGroup
     return min(max(vocab_size - group.rank() * local_columns, 0), local_columns)
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """``x`` in float32, or in float64 if it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -35,7 +40,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         vocab_size: int | None,
     ) -> Tensor:
         columns = true_columns(logits.shape[-1], vocab_size, group)
-        true_logits = logits[..., :columns].float()
+        true_logits = at_least_float32(logits[..., :columns])
         total_columns = vocab_size or logits.shape[-1] * group.size()
         index, is_mine = _local_index(target, logits.shape[-1], columns, group)
 
@@ -44,7 +49,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
         shifted = true_logits - highest.unsqueeze(-1)
         at_target = _at(shifted, index, is_mine)
-        sums = torch.stack([shifted.exp().sum(-1), at_target, shifted.sum(-1)])
+        sums = [shifted.exp().sum(-1), at_target]
+        if label_smoothing:
+            sums.append(shifted.sum(-1))
+        sums = torch.stack(sums)
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
         log_sum = sums[0].log()
@@ -61,7 +69,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, log_sum_exp, index, is_mine, is_ignored = ctx.saved_tensors
         grad = grad.masked_fill(is_ignored, 0).unsqueeze(-1)
-        share = (logits[..., : ctx.columns].float() - log_sum_exp.unsqueeze(-1)).exp_()
+        share = at_least_float32(logits[..., : ctx.columns]) - log_sum_exp.unsqueeze(-1)
+        share.exp_()
         if ctx.columns:
             minus_target = -(1 - ctx.smoothing) * is_mine.to(share.dtype)
             share.scatter_add_(-1, index.unsqueeze(-1), minus_target.unsqueeze(-1))

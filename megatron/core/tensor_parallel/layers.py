@@ -28,8 +28,10 @@ from megatron.core.param_info import ParamInfo
 from megatron.core.param_init import Init, new_parameter
 from megatron.core.tensor_parallel.mappings import (
     all_gather_first_dim,
+    all_gather_single,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    reduce_scatter_single,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
@@ -77,9 +79,7 @@ class _ColumnMatmul(torch.autograd.Function):
         gathering, total_x = None, x
         if ctx.sequence_parallel and needs_weight:
             total_x = x.new_empty((x.shape[0] * ctx.group.size(), *x.shape[1:]))
-            gathering = dist.all_gather_into_tensor(
-                total_x, x.contiguous(), group=ctx.group, async_op=True
-            )
+            gathering = all_gather_single(total_x, x.contiguous(), group=ctx.group, async_op=True)
         reducing, grad_x, partial_grad_x = None, None, None
         if needs_x:
             partial_grad_x = grad.matmul(weight)
@@ -104,7 +104,7 @@ def _start_reduction(
     if not sequence_parallel:
         return dist.all_reduce(grad, group=group, async_op=True), grad
     total = grad.new_empty((grad.shape[0] // group.size(), *grad.shape[1:]))
-    return dist.reduce_scatter_tensor(total, grad, group=group, async_op=True), total
+    return reduce_scatter_single(total, grad, group=group, async_op=True), total
 
 
 class ColumnParallelLinear(nn.Module):

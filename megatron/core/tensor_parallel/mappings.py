@@ -22,6 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# torch 2.13 warns of the names that are the only ones in 2.11.
+all_gather_single: Any = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Any = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
+
 # -- plain collectives, no gradient ---------------------------------------------------------
 
 
@@ -39,7 +43,7 @@ def all_gather_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
     if group.size() == 1:
         return x
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    all_gather_single(out, x.contiguous(), group=group)
     return out
 
 
@@ -47,8 +51,7 @@ def all_gather_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
     """[..., n] of every rank, side by side: [..., n * size]."""
     if group.size() == 1:
         return x
-    parts = x.new_empty((group.size(), *x.shape))
-    dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
+    parts = all_gather_first_dim(x, group).view(group.size(), *x.shape)
     return parts.movedim(0, -2).flatten(-2)
 
 
@@ -57,7 +60,7 @@ def reduce_scatter_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
     if group.size() == 1:
         return x
     out = x.new_empty((_share(x.shape[0], group), *x.shape[1:]))
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    reduce_scatter_single(out, x.contiguous(), group=group)
     return out
 
 

@@ -114,7 +114,7 @@ class SelfAttention(MegatronModule):
         )
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, h] -> query [s, b, n/tp, d], key and value [s, b, g/tp, d]; views where possible."""
+        """[s, b, h] -> query [s, b, n/tp, d], key and value [s, b, g/tp, d]."""
         mixed, bias = self.linear_qkv(hidden_states)
         assert bias is None, "the projection adds its bias itself"
         mixed = mixed.unflatten(-1, (self.local_groups, -1))

@@ -101,7 +101,8 @@ class HeadsWideRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., n/tp, d] -> [..., n/tp, d]"""
-        flat = x.flatten(-2).float()
+        flat = x.flatten(-2)
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         squares = flat.square().sum(-1, keepdim=True)
         squares = reduce_from_tensor_model_parallel_region(squares, self.tp_group)
         squares = copy_to_tensor_model_parallel_region(squares, self.tp_group)

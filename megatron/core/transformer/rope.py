@@ -22,7 +22,7 @@ class RopeScaling:
 
     ``llama3``: long wavelengths are divided by ``factor``, short ones kept.  ``yarn``: the same
     with a linear ramp between ``beta_fast`` and ``beta_slow`` turns.  ``longrope``: a factor for
-    each pair, ``short_factors`` up to ``original_max_positions`` tokens and ``long_factors`` beyond.
+    each pair, ``short_factors`` up to ``original_max_positions`` tokens, ``long_factors`` beyond.
     """
 
     kind: str  # llama3, yarn, longrope

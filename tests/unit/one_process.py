@@ -1,0 +1,39 @@
+"""Process groups of one rank, without starting torch.distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from megatron.core.process_groups_config import ProcessGroupCollection, make_grids
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def one_rank() -> ProcessGroup:
+    """A group that has nobody to talk to."""
+    return ProcessGroup(0, 1)
+
+
+def one_process_groups() -> ProcessGroupCollection:
+    """Every axis off."""
+    group = one_rank()
+    dense, expert = make_grids(1)
+    names = (
+        "tp pp dp cp mp tp_cp tp_dp tp_dp_cp dp_cp ep expt_tp tp_ep tp_ep_pp expt_dp world".split()
+    )
+    return ProcessGroupCollection(
+        **dict.fromkeys(names, group), dense_grid=dense, expert_grid=expert
+    )
+
+
+def tiny_config(**changes: Any) -> TransformerConfig:
+    """Two layers of width 32 and four heads, no dropout."""
+    values: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    return TransformerConfig(**values | changes)
