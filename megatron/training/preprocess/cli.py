@@ -76,11 +76,11 @@ def tokenizer_of(args: argparse.Namespace) -> MegatronTokenizer:
     return create_tokenizer(TokenizerSpec.of(args))
 
 
-def run_tool(tool: Callable[[Sequence[str] | None], None]) -> None:
+def run_tool(tool: Callable[[Sequence[str] | None], None], parallelism: str = "false") -> None:
     """Run ``tool``; what the user can put right is printed without a traceback, exit code 1."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     # Workers are processes: threads of the library inside each would share the same cores.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", parallelism)
     try:
         tool(None)
     except MegatronError as error:

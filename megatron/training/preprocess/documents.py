@@ -35,7 +35,7 @@ class RecordFormat:
     json_keys: tuple[str, ...] = ("text",)
     sample_by: str = "line"
     plain_text: bool | None = None  # None: the file's name says it
-    blank_is_error: bool = False  # else blank lines are passed over
+    empty_is_error: bool = False  # else blank lines are passed over
 
     def is_plain(self, path: str) -> bool:
         """Whether the file is plain text: one key, its first."""
@@ -93,7 +93,7 @@ class RecordFormat:
         for number, line in enumerate(lines):
             if line and not line.isspace():
                 yield number, line.removesuffix("\r")
-            elif self.blank_is_error:
+            elif self.empty_is_error:
                 raise BadRecord(block.path, number, block.start, "the line is empty")
 
 

@@ -62,7 +62,12 @@ class BlockEncoder:
         except (TypeError, UnicodeError) as error:
             raise self._not_unicode(block, documents, error) from error
         self._check_ids(batch)
-        return self._assemble(batch, np.asarray(counts, np.int64))
+        encoded = self._assemble(batch, np.asarray(counts, np.int64))
+        if self.record_format.empty_is_error and not encoded.num_sequences.all():
+            wrong = int(np.argmin(encoded.num_sequences))
+            newlines = self.record_format.newlines_before(block, wrong)
+            raise BadRecord(block.path, newlines, block.start, "the line has no token")
+        return encoded
 
     def _assemble(self, batch: TokenBatch, counts: np.ndarray) -> EncodedTexts:
         """Drop empty sequences, append EOD to the last sequence of every document that has one."""

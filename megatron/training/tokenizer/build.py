@@ -47,9 +47,8 @@ def create_tokenizer(spec: TokenizerSpec) -> MegatronTokenizer:
             "use one of " + ", ".join(TOKENIZERS)
         )
     if kind not in TOKENIZERS:
-        raise ConfigError(
-            f"--tokenizer-type {kind} is unknown; use one of " + ", ".join(TOKENIZERS)
-        )
+        found = "is missing" if kind is None else f"{kind} is unknown"
+        raise ConfigError(f"--tokenizer-type {found}; give one of " + ", ".join(TOKENIZERS))
     return TOKENIZERS[kind](spec)
 
 

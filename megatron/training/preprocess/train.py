@@ -1,0 +1,113 @@
+"""Learn a tokenizer from the text of input files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.optional import require
+from megatron.training.preprocess.documents import BadRecord, RecordFormat, flatten, locate
+from megatron.training.preprocess.inputs import (
+    BLOCK_BYTES,
+    SEPARATORS,
+    Segment,
+    blocks,
+    find_inputs,
+)
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """What to learn from, how much of it, and where to write."""
+
+    input: str
+    output_dir: str
+    record_format: RecordFormat
+    vocab_size: int
+    special_tokens: Sequence[str] = (END_OF_TEXT,)
+    min_frequency: int = 2
+    max_bytes: int | None = None  # of text; None: all
+
+    def __post_init__(self) -> None:
+        if self.vocab_size <= 256 + len(self.special_tokens):
+            raise ConfigError(
+                f"--vocab-size {self.vocab_size} must be larger than the 256 bytes and the "
+                f"{len(self.special_tokens)} special tokens"
+            )
+
+
+def train_bpe(options: TrainingOptions) -> list[str]:
+    """Byte-level BPE: ``vocab.json``, ``merges.txt`` and ``tokenizer.json``; their paths."""
+    library = require("tokenizers", "--model-type bpe")
+    bpe = library.Tokenizer(library.models.BPE())
+    bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=options.vocab_size,
+        min_frequency=options.min_frequency,
+        special_tokens=list(options.special_tokens),
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts_of(options), trainer)
+    os.makedirs(options.output_dir, exist_ok=True)
+    tokenizer_json = os.path.join(options.output_dir, "tokenizer.json")
+    bpe.save(tokenizer_json)
+    return [*bpe.model.save(options.output_dir), tokenizer_json]
+
+
+def train_sentencepiece(options: TrainingOptions, model_type: str) -> list[str]:
+    """A SentencePiece model of pieces or, as ``model_type`` says, unigrams; its paths."""
+    library = require("sentencepiece", "--model-type sentencepiece")
+    os.makedirs(options.output_dir, exist_ok=True)
+    prefix = os.path.join(options.output_dir, "tokenizer")
+    try:
+        library.SentencePieceTrainer.train(
+            sentence_iterator=_lines(options),
+            model_prefix=prefix,
+            model_type=model_type,
+            vocab_size=options.vocab_size,
+            user_defined_symbols=list(options.special_tokens),
+            byte_fallback=True,
+            character_coverage=0.9995,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            max_sentence_length=1 << 20,
+            num_threads=os.cpu_count() or 1,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[-1]
+        raise ConfigError(
+            f"--vocab-size {options.vocab_size}: sentencepiece says {reason!r}; "
+            "give more text or another size"
+        ) from error
+    return [prefix + ".model", prefix + ".vocab"]
+
+
+def texts_of(options: TrainingOptions) -> Iterator[str]:
+    """Every text of the input, up to ``max_bytes`` of it."""
+    record_format = options.record_format
+    paths = find_inputs(options.input)
+    separator = SEPARATORS.get(record_format.cut_by(paths[0]))
+    left = options.max_bytes
+    for block in blocks([Segment(path) for path in paths], separator, BLOCK_BYTES):
+        try:
+            found = record_format.texts(block)
+        except BadRecord as error:
+            raise DataError(f"{error.path}, line {locate(error)}: {error.reason}") from error
+        for documents in found.values():
+            yield from flatten(documents)[0]
+        left = None if left is None else left - (block.end - block.start)
+        if left is not None and left <= 0:
+            return
+
+
+def _lines(options: TrainingOptions) -> Iterator[str]:
+    """SentencePiece learns from lines: it refuses long ones and cannot hold a line end."""
+    for text in texts_of(options):
+        yield from (line for line in text.split("\n") if line)

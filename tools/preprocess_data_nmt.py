@@ -1,0 +1,62 @@
+"""Turn one side of a parallel text, a sentence a line, into token files.
+
+    python tools/preprocess_data_nmt.py --input train.de --output-prefix train_de \\
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model de.model
+
+Sequence n of ``{output-prefix}.bin/.idx`` is line n, so that two sides stay together: an empty
+line, or one without a token, is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
+
+from megatron.training.preprocess.cli import (
+    add_backend_argument,
+    add_tokenizer_arguments,
+    run_tool,
+    tokenizer_of,
+)
+from megatron.training.preprocess.documents import RecordFormat
+from megatron.training.preprocess.run import PreprocessOptions, preprocess
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    group = parser.add_argument_group("input data")
+    group.add_argument("--input", required=True, help="text file, a sentence on every line")
+    add_tokenizer_arguments(parser)
+    add_backend_argument(parser)
+    group = parser.add_argument_group("output data")
+    group.add_argument("--output-prefix", required=True, help="path of the files, without suffix")
+    group = parser.add_argument_group("runtime")
+    group.add_argument("--workers", type=int, default=1, help="processes that encode")
+    group.add_argument("--log-interval", type=int, default=100, help="sentences between lines")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    args = get_parser().parse_args(argv)
+    options = PreprocessOptions(
+        input=args.input,
+        output_prefix=args.output_prefix,
+        record_format=RecordFormat(plain_text=True, empty_is_error=True),
+        workers=args.workers,
+        log_interval=args.log_interval,
+        tokenizer_backend=args.tokenizer_backend,
+        key_in_name=False,
+    )
+    preprocess(options, tokenizer_of(args))
+
+
+if __name__ == "__main__":
+    run_tool(main)
