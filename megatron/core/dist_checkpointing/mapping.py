@@ -176,12 +176,25 @@ def _globalize(
         return
     dim = 0 if info.shard_dim is None else info.shard_dim
     begin, end = offset[dim], offset[dim] + view.shape[dim]
-    for local, global_ in info.slices(local_shape):
+    for local, global_ in _joined(info.slices(local_shape)):
         low, high = max(begin, local.start), min(end, local.stop)
         if low < high and view.numel():
             moved = list(offset)
             moved[dim] = global_.start + low - local.start
             yield Piece(tuple(moved), view.narrow(dim, low - begin, high - low))
+
+
+def _joined(slices: Iterable[tuple[slice, slice]]) -> Iterator[tuple[slice, slice]]:
+    """Neighbours both here and in the whole tensor become one: blocks that nobody cuts."""
+    held: tuple[slice, slice] | None = None
+    for local, global_ in slices:
+        if held and (held[0].stop, held[1].stop) == (local.start, global_.start):
+            local, global_ = slice(held[0].start, local.stop), slice(held[1].start, global_.stop)
+        elif held:
+            yield held
+        held = (local, global_)
+    if held:
+        yield held
 
 
 def _check_shape(key: str, info: ParamInfo, local_shape: tuple[int, ...]) -> None:
