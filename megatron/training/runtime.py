@@ -41,6 +41,7 @@ class Runtime:
     test_loader: Any = None
     has_test_set: bool = False  # the same on all ranks
     callbacks: CallbackList = field(default_factory=CallbackList)
+    saved_at: int | None = None  # iteration of the newest checkpoint of this run
     train_iters: int = 0  # derived from --train-samples where that is given
 
     @property

@@ -6,13 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from megatron.core import device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.param_info import name_parameters
 from megatron.core.param_init import initialize_parameters
 from megatron.core.transformer.module import Float16Module
 from megatron.training.printing import print_rank_0
@@ -54,11 +52,10 @@ def build_model(run: Runtime, model_provider: ModelProvider, *, wrap: bool = Tru
     }
     if "vp_stage" in inspect.signature(model_provider).parameters:
         stage["vp_stage"] = None
-    with torch.device(device.current()):
-        model = model_provider(**stage)
-    name_parameters(model)
-    if config.model.perform_initialization:
-        initialize_parameters(model, config.training.seed)
+    model = model_provider(**stage).to(device.current())
+    initialize_parameters(
+        model, config.training.seed, random=config.model.perform_initialization
+    )
     _print_number_of_parameters(run, model)
     if config.model.fp16 or config.model.bf16:
         model = Float16Module(config.model, model)

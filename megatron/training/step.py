@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.non_finite import naming_step, require_finite_loss
 from megatron.core.faults import fault_point
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
@@ -35,7 +36,8 @@ def train_step(run: Runtime) -> StepResult:
     for chunk in run.model_chunks:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
-    losses = forward_backward(run, run.train_data, num_microbatches, forward_only=False)
+    with naming_step(iteration):
+        losses = forward_backward(run, run.train_data, num_microbatches, forward_only=False)
     if config.training.empty_unused_memory_level >= 1:
         device.empty_cache()
 
@@ -75,7 +77,11 @@ def forward_backward(
     hooks = StepHooks(
         grad_scale_func=run.optimizer.scale_loss if run.optimizer is not None else None,
         finalize_model_grads_func=finalize_model_grads,
+        loss_check_func=require_finite_loss
+        if run.config.ddp.check_for_nan_in_loss_and_grad
+        else None,
         timers=run.timers,
+        barrier_with_level_1_timers=run.config.optimizer.barrier_with_L1_time,
     )
     return get_forward_backward_func()(
         forward_step_func=run.forward_step_func,

@@ -9,15 +9,16 @@ from typing import Any
 from megatron.core.config.errors import MegatronError
 from megatron.core.enums import ModelType
 from megatron.training import data, evaluate, setup
+from megatron.training.arguments.legacy import flat_values
 from megatron.training.callbacks.default import default_callbacks
-from megatron.training.checkpoint_io import load, save_if_due_at_end
+from megatron.training.checkpoint_io import load, save_unless_saved
 from megatron.training.failure_watch import failure_watch
 from megatron.training.initialize import configure, fail, shut_down, start
 from megatron.training.loop import train
 from megatron.training.printing import print_rank_0
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import number_of_train_iters
-from megatron.training.startup_log import print_arguments, print_datetime
+from megatron.training.startup_log import print_arguments, print_datetime, print_layout
 
 
 def pretrain(
@@ -63,7 +64,8 @@ def pretrain(
 
 def _prepare(run: Runtime, model_provider: setup.ModelProvider, provider: data.Provider) -> None:
     run.train_iters = number_of_train_iters(run.config, run.batches)
-    print_arguments(run)
+    print_layout(run)
+    print_arguments(flat_values(run.config))
     setup.setup_tokenizer(run)
     print_datetime("after megatron is initialized")
     run.timers("model-and-optimizer-setup", log_level=0).start(barrier=True)
@@ -96,7 +98,7 @@ def _train_and_evaluate(run: Runtime) -> None:
             print_datetime(run.state.stop_reason)
             return
         print_datetime("after training is done")
-        save_if_due_at_end(run)
+        save_unless_saved(run)
     for result in evaluate.evaluate_all(run, is_final=True):
         run.callbacks.on_eval_end(run, result)
     if run.has_test_set:

@@ -1,0 +1,68 @@
+"""When a run saves and what it takes over when it loads."""
+
+from __future__ import annotations
+
+from megatron.core.faults import fault_point
+from megatron.training.arguments.config_file import write_config
+from megatron.training.callbacks.base import CheckpointEvent
+from megatron.training.checkpointing.load import load_run
+from megatron.training.checkpointing.run_tensors import RunParts
+from megatron.training.checkpointing.save import save_run
+from megatron.training.runtime import Runtime
+
+
+def load(run: Runtime) -> None:
+    """Fill model, optimizer, scheduler, random states and counters.  Collective.
+
+    Nothing happens without --load and --pretrained-checkpoint.
+    """
+    run.timers("load-checkpoint", log_level=0).start(barrier=True)
+    loaded = load_run(run.config.checkpoint, _parts(run))
+    run.timers("load-checkpoint").stop(barrier=True)
+    if loaded is None:
+        return
+    run.timers.log(["load-checkpoint"])
+    run.state.load(dict(loaded.counters))
+    run.saved_at = run.state.iteration
+    # The learning rate follows the samples, also where the optimizer's state was left behind.
+    if run.scheduler is not None and run.scheduler.num_steps == 0 and run.state.iteration > 0:
+        run.scheduler.step(run.state.consumed_train_samples)
+
+
+def save(run: Runtime) -> None:
+    """Publish a checkpoint of the present step.  Collective over all ranks."""
+    iteration = run.state.iteration
+    fault_point("save.before", step=iteration)
+    for chunk in run.model_chunks:
+        chunk.eval()
+    run.timers("save-checkpoint", log_level=0).start(barrier=True)
+    deleted = save_run(
+        run.config.checkpoint,
+        _parts(run),
+        run.state.to_dict(),
+        asked=run.config.asked,
+        write_config=lambda path: write_config(run.config, path),
+    )
+    run.timers("save-checkpoint").stop(barrier=True)
+    run.timers.log(["save-checkpoint"])
+    for chunk in run.model_chunks:
+        chunk.train()
+    run.saved_at = iteration
+    run.callbacks.on_checkpoint(run, CheckpointEvent(kind="saved", iteration=iteration))
+    if deleted is not None:
+        run.callbacks.on_checkpoint(run, CheckpointEvent(kind="deleted", iteration=deleted))
+
+
+def save_unless_saved(run: Runtime) -> None:
+    """`save` if the run saves at all and this step is not in a checkpoint yet."""
+    if run.config.checkpoint.save is not None and run.saved_at != run.state.iteration:
+        save(run)
+
+
+def _parts(run: Runtime) -> RunParts:
+    return RunParts(
+        model_chunks=run.model_chunks,
+        groups=run.groups,
+        optimizer=run.optimizer,
+        scheduler=run.scheduler,
+    )

@@ -1,0 +1,148 @@
+"""From a checkpoint directory to a model that writes; nothing else is needed.
+
+Any layout the checkpoint was saved in loads into the layout of this run: one process, or
+``torchrun`` with tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megatron.core import device
+from megatron.core.inference.engines.static_engine import Generated, Generator, generate
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.training.arguments.parser import build_parser
+from megatron.training.arguments.resolve import resolve
+from megatron.training.checkpointing.load import load_run
+from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.checkpointing.run_tensors import RunParts
+from megatron.training.config.run import RunConfig
+from megatron.training.gpt import build_gpt_model
+from megatron.training.initialize import start
+from megatron.training.printing import world_size
+from megatron.training.runtime import Runtime
+from megatron.training.setup import build_model, setup_tokenizer
+from megatron.training.tokenizer import MissingToken
+
+# What a run of its own decides again; everything else is the checkpoint's.
+_OWN = {
+    "finetune": True,
+    "no_load_optim": True,
+    "no_load_rng": True,
+    "save": None,
+    "sequence_parallel": False,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "data_path": None,
+    "mock_data": True,
+    "tensorboard_dir": None,
+    "metrics_file": None,
+    "use_checkpoint_args": False,
+    "rampup_batch_size": None,
+    "train_samples": None,
+    "pretrained_checkpoint": None,
+    "yaml_cfg": None,
+    "exit_on_missing_checkpoint": True,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "calculate_per_token_loss": False,
+}
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A generator with its tokenizer."""
+
+    generator: Generator
+    tokenizer: Any
+
+    def write(
+        self,
+        prompt: str,
+        params: SamplingParams,
+        on_token: Callable[[Generated], None] | None = None,
+    ) -> tuple[str, list[Generated]]:
+        """The text that follows ``prompt``, and its tokens.  Collective over the run's ranks."""
+        tokens = self.tokenizer.tokenize(prompt)
+        out = generate(self.generator, tokens, params, on_token)
+        ids = [item.token for item in out if item.token != self.generator.eod]
+        whole = self.tokenizer.detokenize([*tokens, *ids])
+        begin = self.tokenizer.detokenize(tokens)
+        return whole.removeprefix(begin), out
+
+
+def open_writer(load: str, *, step: int | None = None, device_kind: str = "auto") -> Writer:
+    """Build the model that ``load`` holds and fill it.  Collective over all ranks.
+
+    Raises CheckpointError if there is no checkpoint, ConfigError if it does not fit the ranks.
+    """
+    content = open_checkpoint(load, step)
+    config = generation_config(content.asked, load, step=step, device_kind=device_kind)
+    run = start(config)
+    setup_tokenizer(run)
+    build_model(run, lambda **stage: _gpt(run, **stage), wrap=False)
+    load_run(config.checkpoint, RunParts(model_chunks=run.model_chunks, groups=run.groups))
+    model = run.model_chunks[0].eval()
+    generator = Generator(
+        model=model,
+        max_sequence_length=config.language_model.max_position_embeddings,
+        vocab_size=run.tokenizer.vocab_size,
+        eod=_eod(run.tokenizer),
+        tp_group=run.groups.tp,
+        device=device.current(),
+    )
+    return Writer(generator, run.tokenizer)
+
+
+def generation_config(
+    asked: Mapping[str, Any], load: str, *, step: int | None, device_kind: str
+) -> RunConfig:
+    """The saved command line, cut down to a model on this run's ranks."""
+    namespace = argparse.Namespace(**vars(build_parser().parse_args([])))
+    known = vars(namespace)
+    for dest, value in asked.items():
+        if dest in known:
+            known[dest] = _as_parsed(known[dest], value)
+    ranks = world_size()
+    own = {
+        "load": load,
+        "ckpt_step": step,
+        "device": device_kind,
+        "tensor_model_parallel_size": ranks,
+        "micro_batch_size": 1,
+        "global_batch_size": 1,
+        "distributed_backend": None,
+    }
+    known.update(_OWN | own)
+    return resolve(namespace, ranks, extra={})
+
+
+def _as_parsed(default: Any, value: Any) -> Any:
+    """A saved value as the parser would give it: JSON knows no enums."""
+    is_name = isinstance(default, enum.Enum) and isinstance(value, str)
+    return type(default)[value] if is_name else value
+
+
+def _gpt(run: Runtime, **stage: Any) -> nn.Module:
+    return build_gpt_model(
+        run.config,
+        vocab_size=run.tokenizer.vocab_size,
+        padded_vocab_size=run.padded_vocab_size,
+        groups=run.groups,
+        parallel_output=False,
+        **stage,
+    )
+
+
+def _eod(tokenizer: Any) -> int | None:
+    try:
+        eod: int = tokenizer.eod
+    except MissingToken:
+        return None
+    return eod

@@ -1,0 +1,109 @@
+"""Write text with a checkpoint that training saved: nothing but --load is needed.
+
+    python tools/text_generation_cli.py --load DIR --prompt "def "
+    torchrun --nproc-per-node 2 tools/text_generation_cli.py --load DIR --prompt "def "
+
+With HOST:PORT in place of --load, prompts go to a running text-generation server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.core.config.errors import ConfigError, MegatronError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of this program."""
+    parser = argparse.ArgumentParser(
+        description="Write text with a checkpoint, or through a server.", allow_abbrev=False
+    )
+    parser.add_argument("address", nargs="?", help="HOST:PORT of a running server")
+    parser.add_argument("--load", help="directory that training saved to, or one checkpoint in it")
+    parser.add_argument("--ckpt-step", type=int, help="iteration to load; default: the newest")
+    parser.add_argument("--prompt", help="text to continue; default: lines from the terminal")
+    parser.add_argument("--num-tokens", type=int, default=100, help="tokens to write at most")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
+    parser.add_argument("--top-k", "--top_k", type=int, default=0, help="0: no limit")
+    parser.add_argument("--top-p", "--top_p", type=float, default=0.0, help="0: no limit")
+    parser.add_argument("--seed", type=int, help="makes sampling repeatable")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--json", action="store_true", help="one JSON object per prompt")
+    return parser
+
+
+def main() -> None:
+    """Answer one prompt, or prompts from the terminal until its end."""
+    parser = build_parser()
+    args = parser.parse_args()
+    try:
+        if (args.load is None) == (args.address is None):
+            raise ConfigError("give --load DIR to write here, or HOST:PORT to ask a server")
+        if args.address is not None:
+            _ask_server(args)
+        else:
+            _write_here(args)
+    except (MegatronError, OSError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+def _prompts(args: argparse.Namespace) -> Iterator[str]:
+    if args.prompt is not None:
+        yield args.prompt
+        return
+    while True:
+        try:
+            yield input("Enter prompt: ")
+        except EOFError:
+            return
+
+
+def _write_here(args: argparse.Namespace) -> None:
+    # Torch takes a second to import: only where it is used.
+    from megatron.core.inference.sampling_params import SamplingParams
+    from megatron.training.generation import open_writer
+    from megatron.training.initialize import shut_down
+    from megatron.training.printing import is_rank0
+
+    params = SamplingParams(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        num_tokens_to_generate=args.num_tokens,
+        seed=args.seed,
+    )
+    writer = open_writer(args.load, step=args.ckpt_step, device_kind=args.device)
+    for prompt in _prompts(args):
+        text, tokens = writer.write(prompt, params)
+        if is_rank0() and args.json:
+            ids, log_probs = [t.token for t in tokens], [t.log_prob for t in tokens]
+            answer = {"prompt": prompt, "text": text, "tokens": ids, "log_probs": log_probs}
+            print(json.dumps(answer), flush=True)
+        elif is_rank0():
+            print(prompt + text, flush=True)
+    shut_down()
+
+
+def _ask_server(args: argparse.Namespace) -> None:
+    for prompt in _prompts(args):
+        body = {"prompts": [prompt], "tokens_to_generate": args.num_tokens}
+        request = urllib.request.Request(
+            f"http://{args.address}/api",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+            method="PUT",
+        )
+        with urllib.request.urlopen(request) as answer:
+            print("Megatron Response: ")
+            print(json.load(answer)["text"][0], flush=True)
+
+
+if __name__ == "__main__":
+    main()
