@@ -34,11 +34,19 @@ _MOST_DATASETS = np.iinfo(np.int16).max  # dataset_index is i16
 _PIECE = 1 << 20
 
 
-class BlendedDataset(torch.utils.data.Dataset):
+class Oversampled(DataError):
+    """A blend takes more from a dataset than it has; ``wanted`` samples from each would do."""
+
+    def __init__(self, message: str, wanted: list[int]) -> None:
+        super().__init__(message)
+        self.wanted = wanted
+
+
+class BlendedDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """``size`` samples by ``weights``; without size, every sample of every dataset once.
 
-    Without size the weights are the numbers of samples.  Items carry ``dataset_id``.  DataError if
-    a dataset would have to give more samples than it has.
+    Without size the weights are the numbers of samples.  Items carry ``dataset_id``.
+    Oversampled, a DataError, if a dataset would have to give more samples than it has.
     """
 
     def __init__(
@@ -86,15 +94,14 @@ class BlendedDataset(torch.utils.data.Dataset):
         for at in range(0, len(self), _PIECE):  # bincount copies what it counts
             part = self.dataset_index[at : at + _PIECE]
             taken += np.bincount(part, minlength=len(self.datasets))
-        for dataset, weight, wanted in zip(
-            self.datasets, self.weights, taken.tolist(), strict=True
-        ):
+        for dataset, wanted in zip(self.datasets, taken.tolist(), strict=True):
             if wanted > len(dataset):
-                raise DataError(
+                raise Oversampled(
                     f"the {self.split.name} blend takes {wanted} samples from "
-                    f"{dataset.dataset_path} (weight {weight:g}), which offers {len(dataset)}: "
+                    f"{dataset.dataset_path}, which offers {len(dataset)}: "
                     "raise --mid-level-dataset-surplus "
-                    f"(now {self.config.mid_level_dataset_surplus:g})"
+                    f"(now {self.config.mid_level_dataset_surplus:g})",
+                    taken.tolist(),
                 )
             logger.info(
                 "the %s blend takes %d of %d samples from %s",

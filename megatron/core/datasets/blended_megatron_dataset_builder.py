@@ -10,12 +10,11 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import ceil
-from typing import Any
 
 import numpy as np
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_dataset import BlendedDataset, Oversampled
 from megatron.core.datasets.blended_megatron_dataset_config import (
     BlendedMegatronDatasetConfig,
     SplitMatrix,
@@ -79,40 +78,37 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_blend(self, blend: Blend, split: SplitMatrix) -> list[TopLevelDataset]:
         prefixes, weights = blend
+        asked = [size if part else 0 for size, part in zip(self.sizes, split, strict=True)]
         if len(prefixes) == 1 and weights is None:
-            built: list[TopLevelDataset] = list(self._build_prefix(prefixes[0], split, self.sizes))
-            return [self._as_asked(i, [dataset]) if dataset else None
-                    for i, dataset in enumerate(built)]  # fmt: skip
+            alone = self._build_prefix(prefixes[0], split, asked)
+            return [self._as_asked(i, dataset) for i, dataset in enumerate(alone)]
         if weights is not None:
             weights = normalize(weights)
-            surplus = self.config.mid_level_dataset_surplus
-            sizes = [self._sizes_of(weight, surplus) for weight in weights]
+            sizes = [self._sizes_of(weight, asked) for weight in weights]
         else:
-            sizes = [[None if size != 0 else 0 for size in self.sizes] for _ in prefixes]
-        per_prefix = self._build_prefixes(prefixes, split, sizes)
-        per_split = list(zip(*per_prefix, strict=True))
+            sizes = [[None if size != 0 else 0 for size in asked] for _ in prefixes]
+        per_split = zip(*self._build_prefixes(prefixes, split, sizes), strict=True)
         return [
-            self._blend_split(i, [d for d in per_split[i] if d is not None], weights)
-            if split[i] is not None and self.sizes[i] != 0
+            self._blend_split(i, [d for d in datasets if d is not None], weights)
+            if asked[i] != 0
             else None
-            for i in range(len(Split))
+            for i, datasets in enumerate(per_split)
         ]
 
-    def _as_asked(self, split: int, datasets: list[Any]) -> Any:
-        """A list where validation sets stay apart, else the one dataset."""
+    def _as_asked(self, split: int, dataset: MegatronDataset | None) -> TopLevelDataset:
+        """The dataset, or a list of it where validation sets stay apart."""
         is_list = self.config.multiple_validation_sets and split == Split.valid.value
-        return datasets if is_list else datasets[0]
+        return [dataset] if is_list and dataset is not None else dataset
 
-    def _sizes_of(self, weight: float, surplus: float) -> list[int | None]:
+    def _sizes_of(self, weight: float, asked: Sizes) -> list[int | None]:
         """Samples of one dataset of a blend; the surplus is for the greedy order of blending."""
-        if None in self.sizes:
+        if None in asked:
             raise ConfigError(
                 "--full-validation reads every set once, which leaves no room for weights: "
                 "leave them out, or give validation data of its own with --valid-data-path"
             )
-        return [
-            ceil(ceil(size * weight) * (1 + surplus)) for size in self.sizes if size is not None
-        ]
+        surplus = self.config.mid_level_dataset_surplus
+        return [ceil(ceil(size * weight) * (1 + surplus)) for size in asked if size is not None]
 
     def _blend_split(
         self, i: int, datasets: list[MegatronDataset], weights: list[float] | None
@@ -123,7 +119,12 @@ class BlendedMegatronDatasetBuilder:
         if weights is not None:
             assert size is not None
             total = sum(ceil(size * weight) for weight in weights)
-            return BlendedDataset(datasets, weights, total, self.config)
+            try:
+                return BlendedDataset(datasets, weights, total, self.config)
+            except Oversampled as short:
+                # Rounding of many small shares: the surplus was not enough, the need is known now.
+                grown = [_grow(d, n) for d, n in zip(datasets, short.wanted, strict=True)]
+                return BlendedDataset(grown, weights, total, self.config)
         counts = [len(dataset) for dataset in datasets]
         if size is not None and size > sum(counts):
             logger.warning(
@@ -177,3 +178,17 @@ class BlendedMegatronDatasetBuilder:
             )
         indices = np.arange(begin, end, dtype=np.int32)
         return self.cls(source, prefix, indices, size, Split(i), self.config)
+
+
+def _grow(dataset: MegatronDataset, num_samples: int) -> MegatronDataset:
+    """The same dataset with at least ``num_samples`` samples."""
+    if num_samples <= len(dataset):
+        return dataset
+    return type(dataset)(
+        dataset.dataset,
+        dataset.dataset_path,
+        dataset.indices,
+        num_samples,
+        dataset.index_split,
+        dataset.config,
+    )

@@ -89,7 +89,7 @@ class GPTDataset(MegatronDataset):
         pad = getattr(tokenizer, "pad", None)
         if pad is None or pad < 0 or pad == getattr(tokenizer, "eod", None):
             return None
-        return pad
+        return int(pad)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
@@ -243,7 +243,7 @@ class GPTDataset(MegatronDataset):
         return os.path.join(directory, stem)
 
 
-class _MadeUp(Iterable):
+class _MadeUp(Iterable[Any]):
     """What a mock dataset reads from: nothing."""
 
     def __len__(self) -> int:

@@ -252,4 +252,5 @@ def _spans_one_sample(found: GPTIndices, request: SampleRequest, n: int) -> bool
         return False
     lengths = request.sequence_lengths[documents]
     num_tokens = int(lengths[:-1].sum(dtype=np.int64)) - first_offset + last_offset
-    return num_tokens == request.sequence_length and last_offset + request.extra <= lengths[-1]
+    ends_inside = last_offset + request.extra <= int(lengths[-1])
+    return bool(ends_inside and num_tokens == request.sequence_length)

@@ -9,6 +9,7 @@ import importlib
 import logging
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +60,8 @@ def build_sample_idx(
         dtype = np.int32 if is_small else np.int64
         return helpers_numpy.build_sample_idx(*arguments, add_extra_token_to_sequence, dtype)
     build = cpp.build_sample_idx_int32 if is_small else cpp.build_sample_idx_int64
-    return build(*arguments, int(add_extra_token_to_sequence))
+    built: np.ndarray = build(*arguments, int(add_extra_token_to_sequence))
+    return built
 
 
 def build_blending_indices(
@@ -99,7 +101,7 @@ def shuffle(values: np.ndarray, random_state: np.random.RandomState) -> None:
     if cpp is None or len(values) > 1 << 32:
         random_state.shuffle(values)
         return
-    name, key, used, *gauss = random_state.get_state()
-    key = np.array(key)
+    state: Any = random_state.get_state()
+    name, key, used, *gauss = state
     used = cpp.shuffle(values, key, used)
     random_state.set_state((name, key, used, *gauss))

@@ -9,6 +9,7 @@ that waits raises at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -32,7 +33,12 @@ _LONGEST_PAUSE_S = 1.0
 _REPORT_EVERY_S = 30.0
 
 
-def build_once(path: str, load: Callable[[], T | None], build: Callable[[], T]) -> T:
+def build_once(
+    path: str,
+    load: Callable[[], T | None],
+    build: Callable[[], T],
+    directory_flag: str = "--data-cache-path",
+) -> T:
     """Return ``load()``; where it gives None, one process runs ``build()`` and the rest wait.
 
     ``path`` is a name unique to the result: ``path.lock`` and ``path.error`` lie beside it for a
@@ -43,8 +49,8 @@ def build_once(path: str, load: Callable[[], T | None], build: Callable[[], T]) 
     if (result := load()) is not None:
         return result
     lock_path, error_path = path + ".lock", path + ".error"
+    _make_directory(path, directory_flag)
     error_before = _read_text(error_path)
-    _make_directory(path)
     started_at_s = reported_at_s = time.monotonic()
     pause_s = _FIRST_PAUSE_S
     while True:
@@ -116,21 +122,17 @@ def _is_same_file(descriptor: int, path: str) -> bool:
         return False
 
 
-def _make_directory(path: str) -> None:
+def _make_directory(path: str, directory_flag: str) -> None:
     directory = os.path.dirname(os.path.abspath(path))
     try:
         os.makedirs(directory, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise _unwritable(directory, error) from error
-    if not os.access(directory, os.W_OK):
-        raise _unwritable(directory, PermissionError(13, "Permission denied"))
-
-
-def _unwritable(directory: str, error: OSError) -> DataError:
-    return DataError(
-        f"cannot write the index cache {directory}: {error.strerror}; "
-        "name a writable directory with --data-cache-path"
-    )
+        raise DataError(
+            f"cannot write the index cache {directory}: {error.strerror}; "
+            f"name a writable directory with {directory_flag}"
+        ) from error
 
 
 def _own_name() -> str:

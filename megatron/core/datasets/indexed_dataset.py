@@ -48,7 +48,7 @@ class _FileReader:
 
     def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
         sequence = np.empty(count, dtype)
-        buffer = memoryview(sequence).cast("B")
+        buffer = sequence.view(np.uint8).data
         descriptor = os.open(self._bin_path, os.O_RDONLY)
         try:
             while buffer:  # one call reads at most 2 GiB
@@ -124,10 +124,10 @@ class IndexedDataset:
                 f"{bin_path}: {error.strerror or error}; a data path is named without .bin or .idx"
             ) from error
 
-    def __getstate__(self) -> tuple:
+    def __getstate__(self) -> tuple[Any, ...]:
         return self.path_prefix, self.multimodal, self.mmap, self.object_storage_config
 
-    def __setstate__(self, state: tuple) -> None:
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._open(*state)  # checked already where it was pickled
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class IndexedDataset:
         if step != 1:
             raise ValueError(f"slices of an IndexedDataset need step 1, got {step}")
         if stop <= start:
-            return ([], self.index.sequence_modes[:0]) if self.multimodal else []
+            return ([], np.empty(0, np.int8)) if self.multimodal else []
         lengths = self.index.sequence_lengths[start:stop]
         total = int(lengths.sum(dtype=np.int64))
         flat = self.bin_reader.read(

@@ -46,10 +46,10 @@ class DType(Enum):
         return np.dtype(cls(code).name).newbyteorder("<")
 
     @staticmethod
-    def size(key: int | DTypeLike) -> int:
+    def size(key: Any) -> int:
         """Bytes per token of a code or dtype."""
-        is_code = isinstance(key, int)
-        return (DType.dtype_from_code(key) if is_code else np.dtype(key)).itemsize
+        dtype = DType.dtype_from_code(key) if isinstance(key, int) else np.dtype(key)
+        return int(dtype.itemsize)
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> type[np.integer]:

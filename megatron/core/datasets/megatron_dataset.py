@@ -16,10 +16,10 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
-LowLevelDataset = IndexedDataset | Iterable
+LowLevelDataset = IndexedDataset | Iterable[Any]
 
 
-class MegatronDataset(ABC, torch.utils.data.Dataset):
+class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, Any]]):
     """Samples of one split of one source.
 
     ``indices`` are the elements of the low-level dataset that belong to the split.  The

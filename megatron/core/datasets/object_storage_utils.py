@@ -57,7 +57,7 @@ def cached_index_path(idx_path: str, config: ObjectStorageConfig) -> str:
         os.replace(temporary_path, local_path)
         return local_path
 
-    return build_once(local_path, load, build)
+    return build_once(local_path, load, build, "--object-storage-cache-path")
 
 
 class _Object(ABC):
@@ -98,12 +98,12 @@ class _S3Object(_Object):
         return require("boto3", self.url).client("s3")
 
     def size(self) -> int:
-        return self.client().head_object(Bucket=self.bucket, Key=self.key)["ContentLength"]
+        return int(self.client().head_object(Bucket=self.bucket, Key=self.key)["ContentLength"])
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         wanted = f"bytes={offset}-{offset + num_bytes - 1}"
         answer = self.client().get_object(Bucket=self.bucket, Key=self.key, Range=wanted)
-        return answer["Body"].read()
+        return bytes(answer["Body"].read())
 
     def download(self, local_path: str) -> None:
         self.client().download_file(self.bucket, self.key, local_path)
@@ -115,12 +115,12 @@ class _MSCObject(_Object):
 
     def size(self) -> int:
         storage, path = self.client().resolve_storage_client(self.url)
-        return storage.info(path).content_length
+        return int(storage.info(path).content_length)
 
     def read(self, offset: int, num_bytes: int) -> bytes:
         storage, path = self.client().resolve_storage_client(self.url)
         byte_range = self.client().types.Range(offset=offset, size=num_bytes)
-        return storage.read(path, byte_range=byte_range)
+        return bytes(storage.read(path, byte_range=byte_range))
 
     def download(self, local_path: str) -> None:
         self.client().download_file(self.url, local_path)

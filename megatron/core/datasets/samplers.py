@@ -189,7 +189,7 @@ def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderCon
         )
     return torch.utils.data.DataLoader(
         dataset,
-        batch_sampler=sampler,  # type: ignore[arg-type]
+        batch_sampler=sampler,
         num_workers=config.num_workers,
         pin_memory=config.pin_memory,
         persistent_workers=config.num_workers > 0,

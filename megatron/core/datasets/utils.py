@@ -32,7 +32,7 @@ def compile_helpers() -> None:
 def normalize(weights: Sequence[float]) -> list[float]:
     """``weights`` divided by their sum."""
     array = np.array(weights, dtype=np.float64)
-    return (array / np.sum(array)).tolist()
+    return [float(share) for share in array / np.sum(array)]
 
 
 def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:

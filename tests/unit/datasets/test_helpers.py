@@ -88,9 +88,7 @@ def test_offsets_beyond_two_gigatokens_take_int64(
 
 
 @pytest.mark.parametrize("numpy_only", [True, False])
-def test_impossible_requests_are_refused(
-    numpy_only: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_impossible_requests_are_refused(numpy_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if numpy_only:
         monkeypatch.setattr(helpers, "_compiled", lambda: None)
     sizes, order = np.array([3, 3], np.int32), np.array([0, 1], np.int32)
@@ -105,8 +103,8 @@ def test_impossible_requests_are_refused(
 def test_wrong_array_types_are_not_converted_behind_the_back(cpp: ModuleType) -> None:
     with pytest.raises(TypeError):
         cpp.build_sample_idx_int32(np.array([3]), np.array([0], np.int32), 2, 1, 3, True, 1)
+    short = np.zeros(2, np.int16), np.zeros(2, np.int64)
     with pytest.raises(ValueError, match="shorter than its size"):
-        short = np.zeros(2, np.int16), np.zeros(2, np.int64)
         cpp.build_blending_indices(*short, np.ones(1), 1, 3, False)
 
 
