@@ -1,0 +1,113 @@
+"""Named random streams, and recomputation that replays them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel.random import (
+    CheckpointWithoutOutput,
+    checkpoint,
+    get_rng_tracker,
+    model_parallel_seed,
+)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    model_parallel_seed(11, tp_rank=0)
+
+
+def test_a_stream_continues_where_it_stopped_and_disturbs_no_other() -> None:
+    tracker = get_rng_tracker()
+    state = torch.get_rng_state()
+    with tracker.fork():
+        first = torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), state)
+    with tracker.fork():
+        second = torch.rand(3)
+    model_parallel_seed(11, tp_rank=0)
+    with tracker.fork():
+        both = torch.rand(6)
+    assert torch.equal(both, torch.cat([first, second]))
+
+
+def test_ranks_share_the_default_stream_and_not_the_model_parallel_one() -> None:
+    drawn = []
+    for rank in (0, 1):
+        model_parallel_seed(11, tp_rank=rank)
+        with get_rng_tracker().fork():
+            mine = torch.rand(4)
+        drawn.append((torch.rand(4), mine))
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert not torch.equal(drawn[0][1], drawn[1][1])
+
+
+def test_saved_states_bring_a_stream_back() -> None:
+    tracker = get_rng_tracker()
+    states = tracker.get_states()
+    with tracker.fork(random.EXPERT_PARALLEL_STREAM):
+        first = torch.rand(3)
+    tracker.set_states(states)
+    with tracker.fork(random.EXPERT_PARALLEL_STREAM):
+        assert torch.equal(torch.rand(3), first)
+
+
+def test_two_streams_may_not_share_a_seed_or_a_name() -> None:
+    tracker = get_rng_tracker()
+    with pytest.raises(AssertionError, match="seed 11 is taken"):
+        tracker.add("another", 11)
+    with pytest.raises(AssertionError, match="exists"):
+        tracker.add(random.MODEL_PARALLEL_STREAM, 99)
+    with pytest.raises(AssertionError, match="no stream nobody"), tracker.fork("nobody"):
+        pass
+
+
+def noisy(x: Tensor, weight: Tensor) -> Tensor:
+    with get_rng_tracker().fork():
+        x = F.dropout(torch.tanh(x @ weight), 0.3)
+    return F.dropout(x, 0.3) @ weight
+
+
+def gradients(run: object) -> tuple[Tensor, ...]:
+    model_parallel_seed(11, tp_rank=0)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 4, generator=generator, requires_grad=True)
+    weight = torch.randn(4, 4, generator=generator, requires_grad=True)
+    out = run(x, weight)  # type: ignore[operator]
+    after = torch.rand(1)
+    (out * torch.linspace(0, 1, 20).view(5, 4)).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    return out.detach(), x.grad, weight.grad, after, torch.rand(1)
+
+
+def test_a_checkpoint_gives_the_same_bits_and_leaves_the_streams_alone() -> None:
+    expected = gradients(noisy)
+    found = gradients(lambda x, w: checkpoint(noisy, False, x, w))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_checkpoint_reaches_parameters_behind_a_frozen_input() -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    out = checkpoint(lambda x: x @ weight, False, torch.ones(1, 2))
+    out.sum().backward()
+    assert weight.grad is not None
+
+
+def test_a_dropped_output_has_no_memory_until_backward_and_the_same_gradient() -> None:
+    def run(x: Tensor, weight: Tensor, *, drop: bool) -> Tensor:
+        memory = CheckpointWithoutOutput()
+        y = memory.checkpoint(noisy, x, weight) if drop else noisy(x, weight)
+        z = y.square()
+        if drop:
+            memory.discard_output_and_register_recompute(z)
+            assert y.untyped_storage().nbytes() == 0
+        return z.sin()
+
+    expected = gradients(lambda x, w: run(x, w, drop=False))
+    found = gradients(lambda x, w: run(x, w, drop=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
