@@ -136,3 +136,20 @@ def profiler_stop() -> None:
 def name() -> str:
     """The device in words."""
     return torch.cuda.get_device_name() if is_cuda() else "cpu"
+
+
+def uuid() -> str:
+    """The name by which NVML knows this process's GPU."""
+    return f"GPU-{torch.cuda.get_device_properties(_current).uuid}"
+
+
+def record_memory_history() -> None:
+    """Begin to record allocations for `dump_memory_history`."""
+    if is_cuda():
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+
+def dump_memory_history(path: str) -> None:
+    """Write the recorded allocations as a snapshot for pytorch.org/memory_viz."""
+    if is_cuda():
+        torch.cuda.memory._dump_snapshot(path)

@@ -1,0 +1,121 @@
+"""The lines on standard output of the last rank, in Megatron-LM's format.
+
+Losses that are zero, negative or NaN are shown like others.  Numbers that Megatron-LM does not
+print (tokens/s, MFU) stand behind its last one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TextIO
+
+from megatron.training.callbacks.base import Callback
+from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
+
+if TYPE_CHECKING:
+    from megatron.training.runtime import Runtime
+    from megatron.training.state import StepResult
+
+# Label -> format.  Labels without an entry are losses.
+FORMATS: dict[str, str] = {
+    "consumed samples": "12d",
+    "skipped samples": "12d",
+    "elapsed time per iteration (ms)": ".1f",
+    "throughput per GPU (TFLOP/s/GPU)": ".1f",
+    "energy per GPU (J/iter/GPU)": ".1f",
+    "power per GPU (W/GPU)": ".1f",
+    "learning rate": ".6E",
+    "decoupled learning rate": ".6E",
+    "global batch size": "5d",
+    "loss scale": ".1f",
+    "grad norm": ".3f",
+    "num zeros": "",
+    "params norm": ".3f",
+    "number of skipped iterations": "3d",
+    "number of nan iterations": "3d",
+    "tokens/s": ".1f",
+    "MFU": ".2f",
+}
+_LOSS_FORMAT = ".6E"
+_UNITS = {"MFU": " %"}
+_BAR_WIDTH = 30
+
+
+class ConsoleSink(Sink):
+    """Prints a line per interval and a block per evaluation."""
+
+    name = "console output"
+
+    def write_step(self, record: StepRecord) -> None:
+        if record.interval is not None:
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            line = training_line(record.iteration, record.train_iters, record.interval)
+            print(f" [{now}]{line}", flush=True)
+
+    def write_eval(self, record: EvalRecord) -> None:
+        print(validation_block(record), flush=True)
+
+
+def training_line(iteration: int, train_iters: int, interval: Mapping[str, float]) -> str:
+    """The line of one interval, from the iteration number on."""
+    fields = [f" iteration {iteration:8d}/{train_iters:8d} |"]
+    for label, value in interval.items():
+        text = format(value, FORMATS.get(label, _LOSS_FORMAT))
+        fields.append(f" {label}: {text}{_UNITS.get(label, '')} |")
+    return "".join(fields)
+
+
+def validation_block(record: EvalRecord) -> str:
+    """The line of one evaluation between two rules."""
+    where = f"iteration {record.iteration}"
+    if record.is_final:
+        where += f" on {record.split} set"
+    text = f" validation{record.suffix} loss at {where} | "
+    for (key, loss), perplexity in zip(
+        record.losses.items(), record.perplexities.values(), strict=True
+    ):
+        text += f"{key} value: {loss:.6E} | {key} PPL: {perplexity:.6E} | "
+    rule = "-" * (len(text) + 1)
+    return f"{rule}\n{text}\n{rule}"
+
+
+class ProgressBar(Callback):
+    """Where training is, on standard error while a step runs; gone when anything is printed.
+
+    It stands first in the list of callbacks.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._started_at_s = 0.0
+        self._first_iteration = 0
+
+    @staticmethod
+    def is_wanted(asked: bool | None) -> bool:
+        """As asked, otherwise when somebody watches."""
+        return sys.stderr.isatty() if asked is None else asked
+
+    def on_train_start(self, run: Runtime) -> None:
+        self._started_at_s = time.monotonic()
+        self._first_iteration = run.state.iteration
+
+    def on_step_start(self, run: Runtime) -> None:
+        done, total = run.state.iteration, run.train_iters
+        filled = _BAR_WIDTH * done // total
+        bar = "#" * filled + "." * (_BAR_WIDTH - filled)
+        steps, elapsed_s = done - self._first_iteration, time.monotonic() - self._started_at_s
+        left = f" {_duration(elapsed_s / steps * (total - done))} left" if steps else ""
+        self._stream.write(f"\r[{bar}] {done}/{total}{left}\x1b[K")
+        self._stream.flush()
+
+    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+        self._stream.write("\r\x1b[K")
+        self._stream.flush()
+
+
+def _duration(seconds: float) -> str:
+    minutes, s = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{s:02d}"

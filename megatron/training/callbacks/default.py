@@ -1,0 +1,82 @@
+"""The callbacks of a run, in the order in which they are called, and why they stand in it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from megatron.core import device
+from megatron.training.arguments.legacy import flat_values
+from megatron.training.callbacks.base import Callback, CallbackList
+from megatron.training.callbacks.checkpoint import CheckpointCallback
+from megatron.training.callbacks.console import ConsoleSink, ProgressBar
+from megatron.training.callbacks.energy import energy_meter
+from megatron.training.callbacks.evaluation import EvaluationCallback
+from megatron.training.callbacks.exit import ExitConditions
+from megatron.training.callbacks.gc import ManualGC
+from megatron.training.callbacks.metrics import Metrics
+from megatron.training.callbacks.metrics_file import MetricsFileSink
+from megatron.training.callbacks.profiler import MemoryHistory, NsysRange, TorchProfiler
+from megatron.training.callbacks.progress_log import ProgressLog
+from megatron.training.callbacks.records import SinkList
+from megatron.training.callbacks.sync import TrainSync
+from megatron.training.callbacks.tensorboard import TensorBoardSink
+from megatron.training.callbacks.wandb import WandbSink
+from megatron.training.runtime import Runtime
+from megatron.training.signals import catch_stop_signal
+
+
+def default_callbacks(run: Runtime) -> CallbackList:
+    """All callbacks that the configuration asks for; call when the run is loaded."""
+    return CallbackList(_in_order(run))
+
+
+def _in_order(run: Runtime) -> Iterator[Callback]:
+    config = run.config
+    if run.is_last_rank and ProgressBar.is_wanted(config.logging.progress_bar):
+        yield ProgressBar(sys.stderr)  # goes away before anybody prints
+    yield from _profilers(run)  # a profile shows the step, not what follows it
+    if config.training.train_sync_interval:
+        yield TrainSync(config.training.train_sync_interval)
+    yield Metrics(_sinks(run), energy_meter() if config.logging.log_energy else None)
+    yield EvaluationCallback()
+    if config.training.manual_gc:
+        yield ManualGC()
+    if config.logging.log_progress and config.checkpoint.save and run.is_rank_0:
+        yield ProgressLog(config.checkpoint.save, config.world_size)
+    yield CheckpointCallback()
+    # behind the regular save, so that an exit does not save the same step twice
+    yield ExitConditions(catch_stop_signal() if config.training.exit_signal_handler else None)
+
+
+def _profilers(run: Runtime) -> Iterator[Callback]:
+    profiling = run.config.profiling
+    rank = dist.get_rank()
+    if profiling.profile and rank in profiling.profile_ranks:
+        yield TorchProfiler(rank) if profiling.use_pytorch_profiler else NsysRange()
+    if profiling.record_memory_history and device.is_cuda():
+        yield MemoryHistory()
+
+
+def _sinks(run: Runtime) -> SinkList:
+    """Where numbers go, on the last rank; nowhere on the others."""
+    sinks = SinkList()
+    if not run.is_last_rank:
+        return sinks
+    config, state = run.config, run.state
+    arguments = flat_values(config)
+    sinks.open("console output", ConsoleSink)
+    if (path := config.logging.metrics_file) is not None:
+        sinks.open("metrics file", lambda: MetricsFileSink(path, state.iteration))
+    if config.logging.tensorboard_dir is not None:
+        sinks.open(
+            "TensorBoard",
+            lambda: TensorBoardSink(
+                config.logging, arguments, state.iteration, state.consumed_train_samples
+            ),
+        )
+    if config.logging.wandb_project:
+        sinks.open("W&B", lambda: WandbSink(config, arguments))
+    return sinks

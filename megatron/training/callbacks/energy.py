@@ -1,0 +1,70 @@
+"""--log-energy: what the GPUs of the run use, from NVML's counters."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import device
+from megatron.core.optional import available, require
+
+logger = logging.getLogger(__name__)
+
+
+def energy_meter() -> EnergyMeter | None:
+    """The meter of this rank's GPU; None, with a warning on rank 0, where nothing counts."""
+    if not device.is_cuda():
+        logger.warning("--log-energy is without effect: the CPU has no energy counter to read")
+        return None
+    if not available("pynvml"):
+        logger.warning("--log-energy is without effect: pip install nvidia-ml-py")
+        return None
+    return EnergyMeter(require("pynvml", "--log-energy"), device.uuid())
+
+
+class EnergyMeter:
+    """Adds up the energy of one GPU, except while it is paused."""
+
+    def __init__(self, nvml: Any, uuid: str) -> None:
+        self._nvml = nvml
+        nvml.nvmlInit()
+        self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        self._used_mj = 0
+        self._since_mj: int | None = None  # the counter when measuring began; None while paused
+
+    def start(self) -> None:
+        """Begin to measure."""
+        self._used_mj = 0
+        self._since_mj = self._counter_mj()
+
+    def pause(self) -> None:
+        """Leave out what follows."""
+        if self._since_mj is not None:
+            self._used_mj += self._counter_mj() - self._since_mj
+            self._since_mj = None
+
+    def resume(self) -> None:
+        """Count again."""
+        self._since_mj = self._counter_mj()
+
+    def lap_joules(self) -> float:
+        """Energy of all ranks since the start or the last lap.  Collective over all ranks."""
+        self.pause()
+        self.resume()
+        joules = self._used_mj / 1000.0
+        self._used_mj = 0
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            total = torch.tensor([joules], dtype=torch.float64, device=device.current())
+            dist.all_reduce(total)
+            joules = float(total.item())
+        return joules
+
+    def close(self) -> None:
+        """Give NVML back."""
+        self._nvml.nvmlShutdown()
+
+    def _counter_mj(self) -> int:
+        return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))

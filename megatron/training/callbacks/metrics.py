@@ -1,0 +1,233 @@
+"""Collects the numbers of each step and hands them, once, to console, TensorBoard, W&B and file.
+
+Order of collectives of a step: timers for TensorBoard (one all-gather, if asked for), then at the
+--log-interval a barrier and, if asked for, one all-reduce of the energy; after the line the timers
+for the console (one all-gather).  All ranks take part; the sinks stand on the last rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megatron.core import device
+from megatron.core.timers import TENSORBOARD, largest_s
+from megatron.training.callbacks.base import Callback, EvalResult, PauseReason
+from megatron.training.callbacks.energy import EnergyMeter
+from megatron.training.callbacks.interval import Interval
+from megatron.training.callbacks.records import EvalRecord, SinkList, StepRecord
+from megatron.training.device_peak import Peak, device_peak
+from megatron.training.theoretical_memory_usage import report_theoretical_memory
+
+if TYPE_CHECKING:
+    from megatron.training.runtime import Runtime
+    from megatron.training.state import StepResult
+
+# In the order in which they are printed.
+TIMERS_TO_LOG = (
+    "forward-backward",
+    "forward-compute",
+    "backward-compute",
+    "batch-generator",
+    "forward-recv",
+    "forward-send",
+    "backward-recv",
+    "backward-send",
+    "forward-send-forward-recv",
+    "forward-send-backward-recv",
+    "backward-send-forward-recv",
+    "backward-send-backward-recv",
+    "forward-backward-send-forward-backward-recv",
+    "non-tensor-parallel-grads-all-reduce",
+    "embedding-grads-all-reduce",
+    "all-grads-sync",
+    "params-all-gather",
+    "optimizer-copy-to-main-grad",
+    "optimizer-unscale-and-check-inf",
+    "optimizer-clip-main-grad",
+    "optimizer-count-zeros",
+    "optimizer-inner-step",
+    "optimizer-copy-main-to-model-params",
+    "optimizer",
+)
+_INTERVAL_TIMER = "interval-time"
+
+
+class Metrics(Callback):
+    """The logging of a run.  ``sinks`` is empty on all ranks but the last."""
+
+    def __init__(self, sinks: SinkList, energy: EnergyMeter | None = None) -> None:
+        self._sinks = sinks
+        self._energy = energy
+        self._interval = Interval()
+        self._peak: Peak | None = None
+        self._steps_since_write = 0
+        self._memory_is_reported = False
+        self._in_loop = False
+
+    def on_train_start(self, run: Runtime) -> None:
+        if run.config.logging.log_throughput and run.is_last_rank:
+            self._peak = device_peak(run.config.model.params_dtype)
+            print(
+                f" > MFU: model FLOPs with causal attention, as a share of "
+                f"{self._peak.flops_per_s / 1e12:.4g} TFLOP/s per rank ({self._peak.source})",
+                flush=True,
+            )
+        if self._energy is not None:
+            self._energy.start()
+        run.timers(_INTERVAL_TIMER, log_level=0).start(barrier=True)
+        self._in_loop = True
+
+    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+        self._interval.add(run, result)
+        self._steps_since_write += 1
+        iteration = run.state.iteration
+        is_due = iteration % run.config.logging.tensorboard_log_interval == 0
+        is_shown = iteration % run.config.logging.log_interval == 0
+        times = self._timer_values(run) if is_due else {}
+        shown = self._end_interval(run) if is_shown else None
+        if run.is_last_rank and (is_due or is_shown):
+            self._sinks.write_step(
+                StepRecord(
+                    iteration=iteration,
+                    train_iters=run.train_iters,
+                    consumed_samples=run.state.consumed_train_samples,
+                    losses=losses_of(result) if is_due else {},
+                    values=(
+                        (step_values(run, result) if is_due else {})
+                        | times
+                        | interval_tags(run, shown or {})
+                    ),
+                    interval=shown,
+                )
+            )
+        if is_shown:
+            run.timers.log(TIMERS_TO_LOG, normalizer=run.config.logging.log_interval)
+            self._report_memory_once(run)
+
+    def on_pause(self, run: Runtime, reason: PauseReason) -> None:
+        if self._in_loop:
+            run.timers(_INTERVAL_TIMER).stop()
+            if self._energy is not None:
+                self._energy.pause()
+
+    def on_resume(self, run: Runtime, reason: PauseReason) -> None:
+        if self._in_loop:
+            run.timers(_INTERVAL_TIMER).start(barrier=True)
+            if self._energy is not None:
+                self._energy.resume()
+
+    def on_eval_end(self, run: Runtime, result: EvalResult) -> None:
+        if run.is_last_rank:
+            self._sinks.write_eval(
+                EvalRecord(
+                    iteration=run.state.iteration,
+                    consumed_samples=run.state.consumed_train_samples,
+                    losses=dict(result.losses),
+                    split=result.split,
+                    suffix="" if result.set_index is None else f"-{result.set_index}",
+                    is_final=result.is_final,
+                )
+            )
+
+    def on_train_end(self, run: Runtime) -> None:
+        if self._in_loop:
+            run.timers(_INTERVAL_TIMER).stop()
+        self._in_loop = False
+
+    def close(self) -> None:
+        self._sinks.close()
+        if self._energy is not None:
+            self._energy.close()
+
+    def writers(self) -> Mapping[str, Any]:
+        return self._sinks.writers()
+
+    def _timer_values(self, run: Runtime) -> dict[str, float]:
+        """Seconds per step since the last write.  Collective if timers are to be written."""
+        if not run.config.logging.log_timers_to_tensorboard:
+            return {}
+        times_s = run.timers.times_s(TIMERS_TO_LOG, reader=TENSORBOARD)
+        steps, self._steps_since_write = self._steps_since_write, 0
+        return {f"{name}-time": t / steps for name, t in largest_s(times_s).items()}
+
+    def _end_interval(self, run: Runtime) -> dict[str, float] | None:
+        """The fields of the console line, on the last rank.  Collective."""
+        elapsed_s = run.timers(_INTERVAL_TIMER).elapsed(barrier=True)
+        joules = None if self._energy is None else self._energy.lap_joules()
+        ended, self._interval = self._interval, Interval()
+        return ended.fields(run, elapsed_s, joules, self._peak) if run.is_last_rank else None
+
+    def _report_memory_once(self, run: Runtime) -> None:
+        if self._memory_is_reported:
+            return
+        self._memory_is_reported = True
+        if run.is_rank_0:
+            num_microbatches = run.batches.num_microbatches(run.state.consumed_train_samples)
+            report_theoretical_memory(run.config, run.padded_vocab_size, num_microbatches)
+        if run.groups.dp.rank() == 0 and device.is_cuda():
+            print(memory_line(run.state.iteration), flush=True)
+
+
+def step_values(run: Runtime, result: StepResult) -> dict[str, float]:
+    """This step's numbers under their TensorBoard tags, without the losses."""
+    logging = run.config.logging
+    values: dict[str, float | None] = {
+        "learning-rate": result.learning_rate,
+        "decoupled-learning-rate": result.decoupled_learning_rate,
+        "skipped-train-samples": run.state.skipped_train_samples or None,
+        "batch-size": result.batch_size,
+        "loss-scale": result.loss_scale,
+        "world-size": run.config.world_size if logging.log_world_size_to_tensorboard else None,
+        "grad-norm": None if result.grad_norm is None else float(result.grad_norm),
+        "num-zeros": result.num_zeros,
+        "params-norm": result.params_norm,
+    }
+    if logging.log_memory_to_tensorboard:
+        stats = device.memory_stats()
+        values |= {
+            "mem-reserved-bytes": stats["reserved"],
+            "mem-allocated-bytes": stats["allocated"],
+            "mem-max-allocated-bytes": stats["max_allocated"],
+            "mem-allocated-count": stats["allocated_count"],
+        }
+    return {tag: value for tag, value in values.items() if value is not None}
+
+
+def losses_of(result: StepResult) -> dict[str, float]:
+    """This step's losses; waits for the device."""
+    return {key: float(loss) for key, loss in result.losses.items()}
+
+
+def interval_tags(run: Runtime, shown: Mapping[str, float]) -> dict[str, float]:
+    """Tag -> number, of those fields of the line that TensorBoard gets as well."""
+    tags = {
+        "energy per GPU (J/iter/GPU)": "iter-energy/gpu",
+        "power per GPU (W/GPU)": "power/gpu",
+        "tokens/s": "tokens/s",
+        "MFU": "MFU",
+    }
+    values = {tag: shown[label] for label, tag in tags.items() if label in shown}
+    if shown and run.config.logging.log_timers_to_tensorboard:
+        values["iteration-time"] = shown["elapsed time per iteration (ms)"] / 1000.0
+        if "throughput per GPU (TFLOP/s/GPU)" in shown:
+            values["throughput"] = shown["throughput per GPU (TFLOP/s/GPU)"]
+    return values
+
+
+def memory_line(iteration: int) -> str:
+    """Device memory of this rank in MiB."""
+    stats = device.memory_stats()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    parts = [
+        f"{label}: {stats[key] / 2**20}"
+        for label, key in (
+            ("allocated", "allocated"),
+            ("max allocated", "max_allocated"),
+            ("reserved", "reserved"),
+            ("max reserved", "max_reserved"),
+        )
+    ]
+    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {' | '.join(parts)}"

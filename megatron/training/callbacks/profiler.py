@@ -1,0 +1,107 @@
+"""--profile and --record-memory-history.
+
+The window covers the steps that begin when --profile-step-start steps are done and end when
+--profile-step-end are, on the ranks of --profile-ranks.  With --use-pytorch-profiler a trace for
+TensorBoard and chrome://tracing is written; otherwise the window is marked for nsys
+(``nsys profile --capture-range=cudaProfilerApi``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+from torch.autograd.profiler import emit_nvtx
+from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
+
+from megatron.core import device
+from megatron.training.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from megatron.training.config.run import RunConfig
+    from megatron.training.runtime import Runtime
+    from megatron.training.state import StepResult
+
+
+def trace_folder(config: RunConfig) -> str:
+    """Where traces go: --tensorboard-dir, else ``profile`` under --save or the present folder."""
+    return config.logging.tensorboard_dir or os.path.join(config.checkpoint.save or ".", "profile")
+
+
+class TorchProfiler(Callback):
+    """Records with torch.profiler, one step of warm-up before the window."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._profiler: profile | None = None
+
+    def on_step_start(self, run: Runtime) -> None:
+        first, last = window(run.config)
+        done = run.state.iteration
+        if self._profiler is None and first - 1 <= done <= first < last:
+            activities = [ProfilerActivity.CPU]
+            if device.is_cuda():
+                activities.append(ProfilerActivity.CUDA)
+            self._profiler = profile(
+                activities=activities,
+                schedule=schedule(wait=0, warmup=first - done, active=last - first, repeat=1),
+                on_trace_ready=tensorboard_trace_handler(
+                    trace_folder(run.config), worker_name=f"rank{self._rank}"
+                ),
+                record_shapes=True,
+                with_stack=True,
+            )
+            self._profiler.start()
+
+    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+        if self._profiler is not None:
+            self._profiler.step()
+            if run.state.iteration >= window(run.config)[1]:
+                self.close()
+
+    def close(self) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
+
+class NsysRange(Callback):
+    """Marks the window for an attached nsys, with a range per operation inside it."""
+
+    def __init__(self) -> None:
+        self._ranges: contextlib.ExitStack | None = None
+
+    def on_step_start(self, run: Runtime) -> None:
+        first, last = window(run.config)
+        if self._ranges is None and run.state.iteration == first < last:
+            device.profiler_start()
+            self._ranges = contextlib.ExitStack()
+            if device.is_cuda():
+                self._ranges.enter_context(emit_nvtx(record_shapes=True))
+
+    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+        if run.state.iteration >= window(run.config)[1]:
+            self.close()
+
+    def close(self) -> None:
+        if self._ranges is not None:
+            self._ranges.close()
+            self._ranges = None
+            device.profiler_stop()
+
+
+class MemoryHistory(Callback):
+    """Writes a snapshot of all allocations at every --log-interval, on the last rank."""
+
+    def on_train_start(self, run: Runtime) -> None:
+        device.record_memory_history()
+
+    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+        if run.is_last_rank and run.state.iteration % run.config.logging.log_interval == 0:
+            device.dump_memory_history(run.config.profiling.memory_snapshot_path)
+
+
+def window(config: RunConfig) -> tuple[int, int]:
+    """Steps that are done when the profile starts and when it ends."""
+    return config.profiling.profile_step_start, config.profiling.profile_step_end

@@ -1,0 +1,110 @@
+"""--log-progress: the history of a run over many jobs, in ``progress.txt`` under --save.
+
+Tab-separated, appended by rank 0: date, ``Job ID: N``, ``# GPUs: N``, event, and for a saved
+checkpoint: iteration, throughput of this job, throughput since the first job on as many GPUs,
+floating-point operations and tokens of the whole run so far.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.training.callbacks.base import Callback, CheckpointEvent
+
+if TYPE_CHECKING:
+    from megatron.training.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+_DATE = "%Y-%m-%d %H:%M:%S"
+_EVENTS = {
+    "saved": "Saved checkpoint",
+    "scheduled": "Saving async checkpoint",
+    "finalized": "Saved async checkpoint",
+    "deleted": "Deleted checkpoint",
+}
+
+
+@dataclass(frozen=True)
+class SeriesStart:
+    """When the first of the jobs on as many GPUs started, and what the run had done by then."""
+
+    started_at_s: float
+    num_floating_point_operations: float
+
+
+class ProgressLog(Callback):
+    """Stands on rank 0.  A file that cannot be written costs one warning."""
+
+    def __init__(self, folder: str, world_size: int) -> None:
+        self._path = Path(folder) / "progress.txt"
+        self._world_size = world_size
+        self._flops_at_start = 0.0
+        self._is_off = False
+
+    def on_train_start(self, run: Runtime) -> None:
+        self._flops_at_start = run.state.num_floating_point_operations_so_far
+        self._append("Starting job")
+
+    def on_checkpoint(self, run: Runtime, event: CheckpointEvent) -> None:
+        fields = [_EVENTS[event.kind], f"Iteration: {event.iteration}"]
+        if event.kind in ("saved", "scheduled"):
+            fields += self._totals(run)
+        self._append(*fields)
+
+    def _totals(self, run: Runtime) -> list[str]:
+        flops = run.state.num_floating_point_operations_so_far
+        tokens = run.state.num_tokens
+        now_s = time.time()
+        job = (flops - self._flops_at_start) / (now_s - run.started_at_s)
+        start = self._series_start() or SeriesStart(run.started_at_s, self._flops_at_start)
+        # dates have whole seconds: a series may be younger than that
+        series_s = max(1.0, now_s - start.started_at_s)
+        cumulative = (flops - start.num_floating_point_operations) / series_s
+        scale = 1e12 * self._world_size
+        return [
+            f"Job throughput: {job / scale:.1f} TFLOP/s/GPU",
+            f"Cumulative throughput: {cumulative / scale:.1f} TFLOP/s/GPU",
+            f"Floating-point operations: {flops:.2e}",
+            f"Tokens (in billions): {tokens / 1e9:.2f}",
+        ]
+
+    def _series_start(self) -> SeriesStart | None:
+        if self._is_off:
+            return None
+        return series_start(self._path.read_text().splitlines(), self._world_size)
+
+    def _append(self, *event: str) -> None:
+        if self._is_off:
+            return
+        job = os.environ.get("SLURM_JOB_ID", "")
+        line = [time.strftime(_DATE), f"Job ID: {job}", f"# GPUs: {self._world_size}", *event]
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write("\t".join(line) + "\n")
+        except OSError as error:
+            self._is_off = True
+            logger.warning("no more %s in this run: %s", self._path, error)
+
+
+def series_start(lines: list[str], world_size: int) -> SeriesStart | None:
+    """Where the last series of jobs on ``world_size`` GPUs began, from the lines of the file."""
+    start: SeriesStart | None = None
+    flops = 0.0
+    for line in lines:
+        columns = line.split("\t")
+        if len(columns) < 4:
+            continue
+        if columns[3] in ("Saved checkpoint", "Saving async checkpoint") and len(columns) > 7:
+            flops = float(columns[7].split(": ")[1])
+        if int(columns[2].split(": ")[1]) != world_size:
+            start = None
+        elif start is None and columns[3] == "Starting job":
+            start = SeriesStart(time.mktime(time.strptime(columns[0], _DATE)), flops)
+    return start

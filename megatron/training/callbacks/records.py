@@ -1,0 +1,121 @@
+"""What is logged: one record per step or evaluation, made once and handed to every sink.
+
+A number stands in a record once; console, TensorBoard, W&B and the metrics file all read it there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step.
+
+    ``losses`` and ``values`` are what is due under --tensorboard-log-interval, ``interval`` what
+    is due under --log-interval and covers the steps since the last line.
+    """
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    losses: Mapping[str, float]  # loss key -> value of this step
+    values: Mapping[str, float]  # TensorBoard tag -> value, without the losses
+    interval: Mapping[str, float] | None  # console label -> value, in the order of the line
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """One evaluation of one data set."""
+
+    iteration: int
+    consumed_samples: int
+    losses: Mapping[str, float]
+    split: Literal["validation", "test"]
+    suffix: str  # "" or, with several validation sets, "-0", "-1", ...
+    is_final: bool
+
+    @property
+    def perplexities(self) -> dict[str, float]:
+        """exp of each loss, which is cut at 20."""
+        return {key: math.exp(min(20.0, loss)) for key, loss in self.losses.items()}
+
+
+class Sink(ABC):
+    """A place that records go to.  ``errors`` are what it may raise when the place fails."""
+
+    name: str
+    errors: tuple[type[Exception], ...] = (OSError,)
+
+    @abstractmethod
+    def write_step(self, record: StepRecord) -> None:
+        """Take what it wants of a step."""
+
+    @abstractmethod
+    def write_eval(self, record: EvalRecord) -> None:
+        """Take an evaluation."""
+
+    def close(self) -> None:
+        """Write what is still held back."""
+        return
+
+    @property
+    def writer(self) -> Any:
+        """What a script may write to itself, None if there is no such thing."""
+        return None
+
+
+class SinkList:
+    """Sinks that cannot end training: one that fails is named in a warning and left out."""
+
+    def __init__(self) -> None:
+        self._sinks: list[Sink] = []
+
+    def open(self, name: str, make: Callable[[], Sink]) -> None:
+        """Add the sink that ``make`` opens."""
+        try:
+            self._sinks.append(make())
+        except OSError as error:
+            self._warn(name, error)
+
+    def write_step(self, record: StepRecord) -> None:
+        """Hand a step to every sink."""
+        self._each(lambda sink: sink.write_step(record))
+
+    def write_eval(self, record: EvalRecord) -> None:
+        """Hand an evaluation to every sink."""
+        self._each(lambda sink: sink.write_eval(record))
+
+    def close(self) -> None:
+        """Close and forget all sinks."""
+        self._each(lambda sink: sink.close())
+        self._sinks.clear()
+
+    def writers(self) -> dict[str, Any]:
+        """Name to writer, of the sinks that have one."""
+        return {sink.name: sink.writer for sink in self._sinks if sink.writer is not None}
+
+    def _each(self, act: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                act(sink)
+            except sink.errors as error:
+                self._sinks.remove(sink)
+                self._warn(sink.name, error)
+
+    @staticmethod
+    def _warn(name: str, error: Exception) -> None:
+        logger.warning(
+            "no more %s in this run: %s: %s",
+            name,
+            type(error).__name__,
+            error,
+            extra={"all_ranks": True},  # sinks stand on the last rank
+        )

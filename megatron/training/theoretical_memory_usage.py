@@ -1,0 +1,113 @@
+"""How much memory parameters, optimizer and activations take, from the configuration alone.
+
+MiB are called MB in the lines, as in Megatron-LM.  Activations follow "Reducing Activation
+Recomputation in Large Transformer Models" (arXiv 2205.05198), in bytes of 16-bit values; they are
+given where its formula holds: sequence parallelism with selective recomputation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.training.config.run import RunConfig
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCount:
+    """Parameters of the whole model, and of the stage that holds most of them."""
+
+    layers: int
+    embeddings: int  # input and, if untied, output
+    most_loaded_shard: float
+
+
+def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCount:
+    """Parameters by formula; positions that are learned are not counted."""
+    model = config.model
+    heads_width = model.num_attention_heads * model.kv_channels
+    groups_width = model.num_query_groups * model.kv_channels
+    qkv_width = heads_width + 2 * groups_width
+    mlp_width = (2 if model.gated_linear_unit else 1) * model.ffn_hidden_size
+    matrices = model.hidden_size * (qkv_width + heads_width + mlp_width + model.ffn_hidden_size)
+    norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
+    biases = 2 * model.hidden_size + qkv_width + mlp_width if model.add_bias_linear else 0
+    if model.add_qkv_bias and not model.add_bias_linear:
+        biases = qkv_width
+    layers = model.num_layers * (matrices + biases + 2 * norm) + norm
+    embedding = model.hidden_size * padded_vocab_size
+    num_embeddings = 2 if config.language_model.untie_embeddings_and_output_weights else 1
+    pp, tp = model.pipeline_model_parallel_size, model.tensor_model_parallel_size
+    on_first_stage = embedding * (num_embeddings if pp == 1 else 1)
+    return ParameterCount(
+        layers=layers,
+        embeddings=num_embeddings * embedding,
+        most_loaded_shard=(layers / pp + on_first_stage) / tp,
+    )
+
+
+def weight_and_optimizer_bytes(config: RunConfig, padded_vocab_size: int) -> float:
+    """Bytes on the most loaded rank: 16-bit weight, fp32 gradient, main weight and two moments.
+
+    The distributed optimizer divides the last three over the replicas.
+    """
+    per_parameter = (
+        6 + 12 / config.data_parallel_size if config.ddp.use_distributed_optimizer else 18
+    )
+    return count_parameters(config, padded_vocab_size).most_loaded_shard * per_parameter
+
+
+def activation_bytes(config: RunConfig, padded_vocab_size: int, num_microbatches: int) -> float:
+    """Bytes of activations on the first stage, under sequence parallelism and 1F1B."""
+    model, training = config.model, config.training
+    assert config.data.seq_length is not None, "resolve() has checked --seq-length"
+    assert training.micro_batch_size is not None, "resolve() has checked --micro-batch-size"
+    tokens = config.data.seq_length * training.micro_batch_size
+    pp = model.pipeline_model_parallel_size
+    vp = model.virtual_pipeline_model_parallel_size
+    wide = tokens * model.hidden_size
+    layers = wide * model.num_layers * (18 + 4 * model.ffn_hidden_size / model.hidden_size)
+    # ids and positions (8 bytes each) and the dropout mask of each micro-batch in flight
+    total = layers + 8 * tokens * pp + wide * pp
+    if vp is not None:
+        total *= 1 + (pp - 1) / (pp * vp)
+    elif pp > 1:
+        total *= min(1.0, num_microbatches / pp)
+    if pp == 1:  # the output layer: its input and fp32 logits
+        total += wide * 4 * (1 + padded_vocab_size / model.hidden_size)
+    return total / model.tensor_model_parallel_size
+
+
+def memory_lines(
+    config: RunConfig, padded_vocab_size: int, num_microbatches: int, verbose: bool = False
+) -> list[str]:
+    """What `report_theoretical_memory` prints."""
+    count = count_parameters(config, padded_vocab_size)
+    lines = []
+    if verbose:
+        total = count.layers + count.embeddings
+        lines = [
+            f"Number of parameters in transformer layers in billions: {count.layers / 1e9: .2f}",
+            f"Number of parameters in embedding layers in billions: {count.embeddings / 1e9:.2f}",
+            f"Total number of parameters in billions: {total / 1e9:.2f}",
+            "Number of parameters in most loaded shard in billions: "
+            f"{count.most_loaded_shard / 1e9:.4f}",
+        ]
+    weights = weight_and_optimizer_bytes(config, padded_vocab_size) / _MIB
+    text = f"Theoretical memory footprints: weight and optimizer={weights:.2f} MB"
+    model = config.model
+    if model.sequence_parallel and model.recompute_granularity == "selective":
+        activations = activation_bytes(config, padded_vocab_size, num_microbatches) / _MIB
+        text += f", activation={activations:.2f} MB, total={weights + activations:.2f} MB"
+    return [*lines, text]
+
+
+def report_theoretical_memory(
+    config: RunConfig,
+    padded_vocab_size: int,
+    num_microbatches: int = 1,
+    verbose: bool = False,
+) -> None:
+    """Print the estimate on this rank."""
+    print("\n".join(memory_lines(config, padded_vocab_size, num_microbatches, verbose)), flush=True)
