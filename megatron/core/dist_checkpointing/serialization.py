@@ -261,10 +261,10 @@ def _verdict(
     if problems:
         text = f"{folder} does not fit this run: {shorten(problems)}"
         if any("has dtype" in problem for problem in problems):
-            text += "; --load-cast-dtype converts"
+            text += "; --no-load-optim --load-main-params-from-ckpt converts"
         return {"error": [False, text]}
-    relevant = [key for key in stored if not key.startswith(leave_out)] if leave_out else stored
-    differences = compare_keys((key for plan in plans for key in plan["wanted"]), relevant)
+    asked = [key for plan in plans for key in plan["wanted"]]
+    differences = compare_keys(asked, stored, leave_out)
     problem = judge(differences, strictness, folder)
     if problem:
         return {"error": [False, problem]}

@@ -37,10 +37,13 @@ class Differences:
     unused: tuple[str, ...] = ()  # in the checkpoint, not wanted
 
 
-def compare_keys(wanted: Iterable[str], stored: Iterable[str]) -> Differences:
-    """What one side has and the other lacks."""
+def compare_keys(
+    wanted: Iterable[str], stored: Iterable[str], leave_out: tuple[str, ...] = ()
+) -> Differences:
+    """What one side has and the other lacks; keys that begin as in ``leave_out`` may be unused."""
     wanted, stored = set(wanted), set(stored)
-    return Differences(tuple(sorted(wanted - stored)), tuple(sorted(stored - wanted)))
+    unused = sorted(key for key in stored - wanted if not key.startswith(leave_out))
+    return Differences(tuple(sorted(wanted - stored)), tuple(unused))
 
 
 def judge(differences: Differences, strictness: str, folder: object) -> str | None:

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
     CheckpointDamaged,
     read_manifest,
+    write_manifest,
 )
 from megatron.core.dist_checkpointing.mapping import ParamInfo, from_param
 from megatron.core.dist_checkpointing.reader import CheckpointReader
@@ -263,8 +264,6 @@ def test_a_newer_format_version_is_named(folder, monkeypatch):
     module = "megatron.core.dist_checkpointing.manifest"
     manifest = read_manifest(folder)
     monkeypatch.setattr(f"{module}.VERSION", 2)
-    from megatron.core.dist_checkpointing.manifest import write_manifest
-
     write_manifest(folder, manifest)
     monkeypatch.setattr(f"{module}.VERSION", 1)
     with pytest.raises(CheckpointError, match="format version 2, this program reads up to 1"):

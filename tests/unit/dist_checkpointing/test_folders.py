@@ -1,0 +1,172 @@
+"""Which checkpoint of a directory is loaded."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.folders import TRACKER, choose, published, read_tracker
+from tests.unit.dist_checkpointing.tiny import publish_model
+
+
+def chosen(root):
+    choice = choose(root)
+    return choice and choice.found.iteration
+
+
+def set_tracker(root, text, *, ns=None):
+    (root / TRACKER).write_text(text)
+    if ns is not None:
+        os.utime(root / TRACKER, ns=(ns, ns))
+
+
+def tracker_as_before_the_newest(root):
+    """Put the tracker back as it was when the newest save began: a kill before the last step."""
+    text, ns = published(root)[0].manifest.tracker_before
+    set_tracker(root, text, ns=ns)
+
+
+def test_an_empty_or_absent_directory_holds_nothing(tmp_path):
+    assert choose(tmp_path) is None
+    assert choose(tmp_path / "nowhere") is None
+
+
+def test_the_newest_is_loaded_and_the_tracker_names_it(tmp_path):
+    for iteration in (5, 10):
+        publish_model(tmp_path, iteration)
+    assert (tmp_path / TRACKER).read_text() == "10"
+    choice = choose(tmp_path)
+    assert choice.found.iteration == 10
+    assert choice.note is None
+    assert [found.iteration for found in choice.older] == [5]
+
+
+def test_a_tracker_that_lags_behind_a_finished_publish_is_passed_over(tmp_path):
+    for iteration in (5, 10):
+        publish_model(tmp_path, iteration)
+    tracker_as_before_the_newest(tmp_path)
+    choice = choose(tmp_path)
+    assert choice.found.iteration == 10
+    assert "lags behind at 5" in choice.note
+    assert "iter_0000010" in choice.note
+
+
+def test_a_tracker_that_lags_is_known_also_in_a_copy_without_times(tmp_path):
+    for iteration in (5, 10):
+        publish_model(tmp_path, iteration)
+    newest = published(tmp_path)[0].manifest
+    set_tracker(tmp_path, "5", ns=newest.published_at_ns - 1)
+    assert chosen(tmp_path) == 10
+
+
+def test_the_first_save_needs_no_tracker(tmp_path):
+    publish_model(tmp_path, 5)
+    (tmp_path / TRACKER).unlink()
+    choice = choose(tmp_path)
+    assert choice.found.iteration == 5
+    assert "no tracker file" in choice.note
+
+
+@pytest.mark.parametrize("text", ["5", "10"])
+def test_a_tracker_set_back_is_obeyed_and_both_steps_are_told(tmp_path, text):
+    for iteration in (5, 10, 15):
+        publish_model(tmp_path, iteration)
+    set_tracker(tmp_path, text)
+    choice = choose(tmp_path)
+    assert choice.found.iteration == int(text)
+    assert f"set back to {text}" in choice.note
+    assert "iter_0000015" in choice.note
+
+
+def test_after_going_back_the_newest_publish_counts_not_the_highest_iteration(tmp_path):
+    for iteration in (5, 10):
+        publish_model(tmp_path, iteration)
+    set_tracker(tmp_path, "5")
+    publish_model(tmp_path, 7)
+    assert chosen(tmp_path) == 7
+    tracker_as_before_the_newest(tmp_path)
+    assert chosen(tmp_path) == 7
+    assert [found.iteration for found in published(tmp_path)] == [7, 10, 5]
+
+
+def test_a_step_saved_twice_is_the_second_one(tmp_path):
+    publish_model(tmp_path, 5, seed=1)
+    publish_model(tmp_path, 10, seed=1)
+    set_tracker(tmp_path, "5")
+    publish_model(tmp_path, 10, seed=2)
+    assert [found.iteration for found in published(tmp_path)] == [10, 5]
+    assert published(tmp_path)[0].manifest.sequence == 3
+
+
+def test_unpublished_folders_are_skipped(tmp_path):
+    publish_model(tmp_path, 5)
+    publish_model(tmp_path, 10)
+    (tmp_path / "iter_0000010").rename(tmp_path / "iter_0000010.tmp-x")
+    set_tracker(tmp_path, "5")
+    (tmp_path / "iter_0000020").mkdir()  # somebody else's
+    (tmp_path / "notes").mkdir()
+    assert chosen(tmp_path) == 5
+
+
+def test_a_checkpoint_moved_aside_counts_until_its_successor_is_there(tmp_path):
+    publish_model(tmp_path, 5)
+    (tmp_path / "iter_0000005").rename(tmp_path / "iter_0000005.old-x")
+    assert choose(tmp_path).found.folder.name == "iter_0000005.old-x"
+    publish_model(tmp_path, 10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "iter_0000005",
+        "iter_0000010",
+        TRACKER,
+    ]
+
+
+def test_a_damaged_manifest_does_not_hide_the_checkpoint(tmp_path):
+    for iteration in (5, 10):
+        publish_model(tmp_path, iteration)
+    (tmp_path / "iter_0000010" / "metadata.json").write_text("{")
+    choice = choose(tmp_path)
+    assert choice.found.iteration == 10
+    assert "metadata.json is damaged" in str(choice.found.problem)
+    assert [found.iteration for found in choice.older] == [5]
+
+
+def test_a_damaged_old_manifest_does_not_come_before_newer_ones(tmp_path):
+    for iteration in (5, 10, 15):
+        publish_model(tmp_path, iteration)
+    (tmp_path / "iter_0000010" / "metadata.json").write_text("{")
+    assert [found.iteration for found in published(tmp_path)] == [15, 10, 5]
+
+
+def test_a_step_asked_for_is_found_or_the_published_ones_are_listed(tmp_path):
+    for iteration in (5, 10):
+        publish_model(tmp_path, iteration)
+    assert choose(tmp_path, step=5).found.iteration == 5
+    assert choose(tmp_path, step=5).older == ()
+    with pytest.raises(CheckpointError, match=r"--ckpt-step 6 names .*published iterations: 10, 5"):
+        choose(tmp_path, step=6)
+
+
+def test_a_tracker_that_names_nothing_is_an_error(tmp_path):
+    publish_model(tmp_path, 5)
+    set_tracker(tmp_path, "6")
+    with pytest.raises(CheckpointError, match=r"txt names .*iter_0000006, which is not there"):
+        choose(tmp_path)
+
+
+def test_the_tracker_may_name_a_release_or_a_folder_of_another_format(tmp_path):
+    (tmp_path / "release").mkdir()
+    set_tracker(tmp_path, "release\n")
+    assert choose(tmp_path).found.iteration is None
+    (tmp_path / "iter_0000003").mkdir()
+    set_tracker(tmp_path, "3")
+    found = choose(tmp_path).found
+    assert (found.iteration, found.manifest, found.problem) == (3, None, None)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "latest", "5.0", "\xff"])
+def test_a_tracker_of_nonsense_is_an_error_with_its_content(tmp_path, text):
+    (tmp_path / TRACKER).write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match="neither an iteration above 0 nor the word release"):
+        read_tracker(tmp_path)
