@@ -1,0 +1,1 @@
+"""Other implementations that models are compared with."""
