@@ -57,7 +57,7 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
-    return vars(value).get("__name__", str(value)) if callable(value) else str(value)
+    return getattr(value, "__name__", str(value))
 
 
 def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:

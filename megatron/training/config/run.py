@@ -53,6 +53,8 @@ class RunConfig:
     def data_parallel_size(self) -> int:
         """Replicas of the model, each reading its own samples."""
         m = self.model
-        return self.world_size // (
+        replica = (
             m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
         )
+        # Degrees that cannot be are reported by the checks, which need a number here.
+        return max(1, self.world_size // max(1, replica))

@@ -1,0 +1,67 @@
+"""--check-only plans a run for any number of ranks, alone and without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.training.arguments.check_only import check_only
+from megatron.training.arguments.parser import parse_args
+from tests.unit.arguments.commands import argv
+
+
+def report(words: str, without: tuple[str, ...] = ()) -> tuple[int, list[str]]:
+    lines: list[str] = []
+    status = check_only(parse_args(argv=argv("--check-only " + words, without)), lines.append)
+    return status, "\n".join(lines).splitlines()
+
+
+def test_the_plan_shows_layout_memory_batches_and_warnings() -> None:
+    status, lines = report(
+        "--check-world-size 32 --tensor-model-parallel-size 2 --global-batch-size 128 --bf16 "
+        "--use-mcore-models"
+    )
+    assert status == 0
+    assert lines[0] == "this run can start on 32 ranks"
+    assert "tensor                2      16  0 1" in lines
+    assert "data                 16       2  0 2 4 6 8 10 12 14 ... 30" in lines
+    assert "one replica           2      16  0 1" in lines
+    assert (
+        "batch: 128 samples a step = 16 replicas x 4 micro-batches x 2 samples; 4,096 tokens a step"
+    ) in lines
+    assert "length: 10 steps, 1,280 samples, 40,960 tokens" in lines
+    assert "evaluation: 1 times 100 batches = 12,800 samples; test 12,800" in lines
+    assert any("18 bytes each" in line for line in lines)
+    assert lines[-1].startswith("  - --use-mcore-models is without effect")
+
+
+def test_every_conflict_is_printed_and_the_status_is_1() -> None:
+    status, lines = report("--check-world-size 1024 --tensor-model-parallel-size 3 --bf16 --fp16")
+    assert status == 1
+    assert lines[0] == "this run cannot start:"
+    assert len([line for line in lines if line.startswith("  - ")]) >= 3
+
+
+def test_the_world_of_the_launcher_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert report("")[1][0] == "this run can start on 4 ranks"
+    assert report("--check-world-size 2")[1][0] == "this run can start on 2 ranks"
+
+
+def test_runs_in_samples_and_runs_without_training_have_a_length() -> None:
+    _, lines = report("--train-samples 100", without=("--train-iters",))
+    assert "length: 100 samples, 50 steps, 3,200 tokens" in lines
+    _, lines = report("--skip-train --full-validation", without=("--train-iters", "--lr"))
+    assert "length: no training (--skip-train)" in lines
+    _, lines = report(
+        "--train-samples 100 --rampup-batch-size 2 2 16 --global-batch-size 8",
+        without=("--train-iters",),
+    )
+    assert "ramp-up: from 2 by 2 until 16 samples are consumed" in lines
+    assert "length: 100 samples, at least 12 steps, 3,200 tokens" in lines
+
+
+def test_an_unknown_vocabulary_is_said_to_be_left_out() -> None:
+    _, lines = report(
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x", without=("--vocab-size",)
+    )
+    assert any("vocabulary not counted" in line for line in lines)

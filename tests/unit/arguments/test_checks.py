@@ -1,0 +1,106 @@
+"""Each rule has a command line that breaks it and the sentence that it then says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.training.arguments.checks.ranges import AT_LEAST
+from megatron.training.arguments.resolve import CHECKS
+from megatron.training.arguments.without_effect import NEEDS
+from tests.unit.arguments.commands import problems_of, run_of
+
+Case = tuple[str, int, tuple[str, ...], str]  # words, world size, flags left out, the sentence
+
+
+def read_cases() -> dict[str, list[Case]]:
+    """check -> command lines that break it, from broken_command_lines.txt."""
+    cases: dict[str, list[Case]] = {}
+    name, words, world_size, without = "", "", 1, ()
+    for line in (Path(__file__).parent / "broken_command_lines.txt").read_text().splitlines():
+        mark, rest = line[:1], line[2:]
+        if mark == "[":
+            name = line.strip("[]")
+        elif mark == "+":
+            words, world_size, without = rest, 1, ()
+        elif mark == "-":
+            without = (*without, rest)
+        elif mark == "@":
+            world_size = int(rest)
+        elif mark == "=":
+            cases.setdefault(name, []).append((words, world_size, without, rest))
+    return cases
+
+
+BROKEN = read_cases()
+
+
+def test_the_good_command_line_has_no_problem_and_no_warning() -> None:
+    assert run_of().warnings == ()
+
+
+def test_every_rule_has_a_command_line_that_breaks_it() -> None:
+    assert {check.__name__ for check in CHECKS} == set(BROKEN)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name, cases in BROKEN.items() for case in cases]
+)
+def test_a_broken_rule_says_its_sentence(name: str, case: Case) -> None:
+    words, world_size, without, sentence = case
+    assert sentence in problems_of(words, world_size, without)
+
+
+@pytest.mark.parametrize("dest", sorted(AT_LEAST))
+def test_a_number_below_its_smallest_value_is_named(dest: str) -> None:
+    flag, least = AT_LEAST[dest]
+    text = str(least - 1)
+    problems = problems_of(f"{flag} {text}")
+    assert any(p.startswith(f"{flag} ") and f"at least {least} is needed" in p for p in problems)
+
+
+def test_all_problems_come_at_once() -> None:
+    problems = problems_of(
+        "--bf16 --fp16 --log-interval 0 --use-distributed-optimizer --tensor-model-parallel-size 3",
+        world_size=4,
+    )
+    starts = ("--use-distributed-optimizer", "--log-interval", "4 ranks", "--num-att", "--bf16")
+    for start in starts:
+        assert any(p.startswith(start) for p in problems), (start, problems)
+
+
+@pytest.mark.parametrize("dest", [dest for need in NEEDS for dest in need.flags])
+def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
+    values = {
+        "tiktoken_special_tokens": "a",
+        "tiktoken_pattern": "v1",
+        "lr_wsd_decay_style": "cosine",
+        "wandb_exp_name": "e",
+        "wandb_save_dir": "d",
+        "memory_snapshot_path": "p",
+        "profile_ranks": "3",
+    }
+    switches = {
+        "rotary_interleaved": "--rotary-interleaved",
+        "use_rope_scaling": "--use-rope-scaling",
+        "manual_gc_eval": "--no-manual-gc-eval",
+        "use_pytorch_profiler": "--use-pytorch-profiler",
+        "no_save_optim": "--no-save-optim",
+        "no_save_rng": "--no-save-rng",
+        "no_load_optim": "--no-load-optim",
+        "no_load_rng": "--no-load-rng",
+        "use_tokenizer_model_from_checkpoint_args": (
+            "--no-use-tokenizer-model-from-checkpoint-args"
+        ),
+    }
+    numbers = {"adam_beta1": "0.5", "adam_beta2": "0.5", "rotary_percent": "0.5"}
+    flag = "--" + dest.replace("_", "-")
+    words = switches.get(dest) or f"{flag} {values.get(dest) or numbers.get(dest, '5')}"
+    if dest.startswith("adam"):
+        words += " --optimizer sgd"
+    without: tuple[str, ...] = ()
+    if dest.endswith("_samples"):
+        words, without = words + " --train-samples 100", ("--train-iters",)
+    warning = f"{switches.get(dest, flag)} is without effect: it needs "
+    assert any(w.startswith(warning) for w in run_of(words, without=without).warnings)

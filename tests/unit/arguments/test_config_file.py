@@ -1,0 +1,159 @@
+"""--yaml-cfg: file first, command line on top; what is written starts the same run again."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.core import optional
+from megatron.core.config.errors import ConfigError, MissingDependency
+from megatron.training.arguments.config_file import write_config
+from megatron.training.arguments.parser import parse_args
+from megatron.training.arguments.resolve import resolve
+from tests.unit.arguments.commands import argv, run_of
+
+# Every kind of value: switches both ways, lists, pairs, patterns, enums, floats, words.
+WORDS = (
+    "--bf16 --swiglu --no-manual-gc-eval --window-size 8,0 --window-attn-skip-freq [1,0]*2 "
+    "--attention-backend fused --profile-ranks 0 --split 8,1,1 --adam-eps 1e-9 --no-save-rng "
+    "--clip-grad inf --no-progress-bar --disable-bias-linear --recompute-activations "
+    "--rampup-batch-size 2 2 16 --global-batch-size 4 --train-samples 100 --no-load-rng"
+)
+
+
+def run_from_file(path: Path, *words: str, world_size: int = 1, provider: object = None):  # noqa: ANN201
+    args = parse_args(provider, argv=["--yaml-cfg", str(path), *words])  # type: ignore[arg-type]
+    return resolve(args, world_size)
+
+
+def test_what_is_written_gives_the_identical_run(tmp_path: Path) -> None:
+    for words, without in ((WORDS, ("--train-iters",)), ("", ())):
+        run = run_of(words, without=without)
+        write_config(run, tmp_path / "config.yaml")
+        assert run_from_file(tmp_path / "config.yaml") == run
+
+
+def test_what_is_written_is_json_and_shows_what_it_resolved_to(tmp_path: Path) -> None:
+    write_config(run_of("--swiglu", world_size=2), tmp_path / "config.yaml")
+    content = json.loads((tmp_path / "config.yaml").read_text())
+    assert content["num_layers"] == 4
+    assert content["global_batch_size"] is None
+    assert content["_resolved"]["training"]["global_batch_size"] == 4
+    assert content["_resolved"]["model"]["activation_func"] == "silu"
+    assert content["_world_size"] == 2
+
+
+def test_a_users_flags_are_written_and_read(tmp_path: Path) -> None:
+    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--mine", type=int, required=True)
+        return parser
+
+    run = resolve(parse_args(provide, argv=[*argv(), "--mine", "3"]), 1)
+    write_config(run, tmp_path / "config.yaml")
+    again = run_from_file(tmp_path / "config.yaml", provider=provide)
+    assert again.extra == {"mine": 3}
+    assert again == run
+
+
+def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
+    write_config(run_of("--seed 5 --swiglu"), tmp_path / "config.yaml")
+    run = run_from_file(tmp_path / "config.yaml", "--seed", "6")
+    assert (run.training.seed, run.model.gated_linear_unit) == (6, True)
+
+
+def test_keys_may_be_spelt_as_flags_fields_or_under_the_reference_headings(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(
+        json.dumps(
+            {
+                "language_model": {"layernorm_epsilon": 1e-6, "num-layers": 2},
+                "model_parallel": {"tensor_model_parallel_size": 2},
+                "persist_layer_norm": False,
+                "data_path": "one",
+            }
+        )
+    )
+    args = parse_args(argv=["--yaml-cfg", str(file)])
+    assert (args.norm_epsilon, args.num_layers, args.tensor_model_parallel_size) == (1e-6, 2, 2)
+    assert (args.no_persist_layer_norm, args.data_path) == (True, ["one"])
+
+
+def test_mistakes_in_a_file_are_reported_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(
+        json.dumps({"hiden_size": 4, "bf16": 1, "num_layers": "x", "optimizer": "adma", "lr": True})
+    )
+    with pytest.raises(SystemExit) as ended:
+        parse_args(argv=["--yaml-cfg", str(file)])
+    assert ended.value.code == 2
+    text = capsys.readouterr().err
+    assert f"--yaml-cfg {file}: hiden_size is not a flag: did you mean hidden_size?" in text
+    assert f"--yaml-cfg {file}: bf16: 1 is not true or false" in text
+    assert f"--yaml-cfg {file}: lr: True is not a value" in text
+    assert "--num-layers x: a whole number is needed" in text
+    assert "--optimizer adma: not one of adam, sgd (did you mean adam?)" in text
+
+
+def test_a_missing_file_or_another_shape_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--yaml-cfg .*none\.yaml: no such file"):
+        parse_args(argv=["--yaml-cfg", str(tmp_path / "none.yaml")])
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="a mapping of flags to values is needed"):
+        parse_args(argv=["--yaml-cfg", str(tmp_path / "list.json")])
+
+
+class FakeYaml:
+    """Enough of PyYAML: ``key: value`` lines."""
+
+    class YAMLError(Exception):
+        pass
+
+    @staticmethod
+    def safe_load(text: str) -> dict[str, object]:
+        if "\t" in text:
+            raise FakeYaml.YAMLError("found a tab\n  in line 1")
+        return dict(line.split(": ", 1) for line in text.splitlines())
+
+
+@pytest.fixture
+def fake_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("megatron.training.arguments.config_file")
+    monkeypatch.setattr(module, "require", lambda package, wanted_by: FakeYaml)
+
+
+def test_variables_in_yaml_come_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_yaml: None
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data_path: ${CORPUS_DIR}/text\nseed: 5")
+    monkeypatch.setenv("CORPUS_DIR", "/corpus")
+    args = parse_args(argv=["--yaml-cfg", str(file)])
+    assert (args.data_path, args.seed) == (["/corpus/text"], 5)
+    monkeypatch.delenv("CORPUS_DIR")
+    with pytest.raises(ConfigError, match="environment variable CORPUS_DIR is not set; export it"):
+        parse_args(argv=["--yaml-cfg", str(file)])
+
+
+def test_broken_yaml_is_one_sentence(tmp_path: Path, fake_yaml: None) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("a:\tb")
+    with pytest.raises(ConfigError, match="not YAML: found a tab in line 1"):
+        parse_args(argv=["--yaml-cfg", str(file)])
+
+
+def test_yaml_without_its_package_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optional, "why_missing", lambda package: f"{package} is not installed")
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: 5")
+    with pytest.raises(MissingDependency, match=r'pip install "megatron-train\[yaml\]"'):
+        parse_args(argv=["--yaml-cfg", str(file)])

@@ -1,0 +1,105 @@
+"""Scripts written for the reference get the namespace they expect."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import megatron.training.arguments as facade
+from megatron.core.config.errors import ConfigError
+from megatron.training.arguments.legacy import legacy_namespace
+from megatron.training.arguments.parser import parse_args
+from megatron.training.arguments.resolve import resolve
+from megatron.training.config.run import RunConfig
+from megatron.training.state import TrainState
+from tests.unit.arguments.commands import argv, run_of
+
+
+@dataclass
+class FakeRuntime:
+    """What `legacy_namespace` reads of a Runtime."""
+
+    config: RunConfig
+    state: TrainState = field(default_factory=TrainState)
+    padded_vocab_size: int = 128
+    train_iters: int = 10
+
+
+def namespace(words: str = "", **settings: Any) -> Any:
+    return legacy_namespace(FakeRuntime(run_of(words), **settings))  # type: ignore[arg-type]
+
+
+def test_derived_values_are_there_under_the_reference_names() -> None:
+    args = namespace("--swiglu --bf16", state=TrainState(iteration=3, consumed_train_samples=6))
+    assert (args.rank, args.world_size, args.data_parallel_size) == (0, 1, 1)
+    assert args.params_dtype is torch.bfloat16
+    assert (args.padded_vocab_size, args.train_iters) == (128, 10)
+    assert (args.iteration, args.consumed_train_samples) == (3, 6)
+    assert (args.num_query_groups, args.ffn_hidden_size, args.kv_channels) == (8, 128, 8)
+    assert args.virtual_pipeline_model_parallel_size is None
+    assert args.use_dist_ckpt is True
+
+
+def test_every_flag_of_the_parser_is_there() -> None:
+    missing = vars(parse_args(argv=argv())).keys() - vars(namespace()).keys() - {"parse_warnings"}
+    assert missing == {"yaml_cfg"}
+
+
+def test_dests_keep_the_reference_meaning() -> None:
+    args = namespace("--norm-epsilon 1e-6 --no-persist-layer-norm")
+    assert (args.norm_epsilon, args.no_persist_layer_norm) == (1e-6, True)
+    assert args.profile_ranks == [0]
+
+
+def test_writing_says_what_to_do_instead() -> None:
+    args = namespace()
+    with pytest.raises(ConfigError, match="set --micro-batch-size or give pretrain"):
+        args.micro_batch_size = 4
+    with pytest.raises(ConfigError, match="deleting seed would change nothing"):
+        del args.seed
+    assert copy.deepcopy(args).micro_batch_size == 2
+
+
+def test_a_users_flags_are_in_the_namespace() -> None:
+    args = parse_args(lambda p: p.add_argument("--mine", type=int) and p, argv=argv("--mine 3"))
+    runtime = FakeRuntime(resolve(args, 1))
+    assert legacy_namespace(runtime).mine == 3  # type: ignore[arg-type]
+
+
+def test_a_script_parses_validates_and_builds_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["script.py", *argv("--swiglu")])
+    args = facade.parse_args()
+    assert (args.rank, args.world_size) == (0, 1)
+    with pytest.raises(ConfigError, match="call validate_args"):
+        facade.core_transformer_config_from_args(args)
+    facade.validate_args(args, {"tokenizer_type": "GPT2BPETokenizer", "no_load_rng": True})
+    assert (args.tokenizer_type, args.no_load_rng) == ("NullTokenizer", True)
+    assert args.consumed_train_samples == 0
+    assert facade.core_transformer_config_from_args(args) == run_of("--swiglu").model
+    again = facade.core_transformer_config_from_args(namespace("--swiglu"))
+    assert again == run_of("--swiglu").model
+
+
+def test_validation_reports_conflicts() -> None:
+    with pytest.raises(ConfigError, match="--bf16 and --fp16 exclude each other"):
+        facade.validate_args(parse_args(argv=argv("--bf16 --fp16")))
+
+
+def test_an_unknown_export_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        vars(facade)["__getattr__"]("nothing")
+
+
+def test_tokenizer_flags_can_be_had_alone() -> None:
+    parser = SimpleNamespace(added=[])
+    group = SimpleNamespace(add_argument=lambda *flags, **_: parser.added.extend(flags))
+    parser.add_argument_group = lambda title: group
+    facade._add_tokenizer_args(parser)
+    assert "--tokenizer-type" in parser.added
+    assert len(parser.added) == 10

@@ -1,0 +1,150 @@
+"""The command line is read whole: every mistake in it is named, with the nearest spelling."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron.core.config.parse import int_pair, layer_pattern, member_of, strict_bool
+from megatron.core.enums import AttnBackend
+from megatron.training.arguments.options import GROUPS
+from megatron.training.arguments.parser import PARSE_WARNINGS, build_parser, parse_args
+from tests.unit.arguments.commands import argv
+
+
+def message_of(words: str, capsys: pytest.CaptureFixture[str], **settings: object) -> list[str]:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(argv=words.split(), **settings)  # type: ignore[arg-type]
+    assert ended.value.code == 2
+    return [line.removeprefix("  - ") for line in capsys.readouterr().err.splitlines()[1:]]
+
+
+def test_every_mistake_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--num-layers x --hidden-sise 64 --lr 1e-x --optimizer adma --timing-log-level 4 stray "
+        "--attention-backend flush --no-rope-freq [1 --window-size 3"
+    )
+    assert message_of(words, capsys) == [
+        "--num-layers x: a whole number is needed",
+        "--lr 1e-x: a number is needed",
+        "--optimizer adma: not one of adam, sgd (did you mean adam?)",
+        "--timing-log-level 4: not one of 0, 1, 2",
+        "--attention-backend flush: not one of flash, fused, unfused, local, auto",
+        "--no-rope-freq [1: a layer pattern misses its ']'",
+        "--window-size 3: two whole numbers as in 128,0 are needed",
+        "--hidden-sise is not a flag: did you mean --hidden-size?",
+        "'stray' belongs to no flag",
+    ]
+
+
+def test_a_missing_value_is_reported_with_what_came_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    problems = message_of("--num-layers x --hidden-size", capsys)
+    assert problems[0] == "--num-layers x: a whole number is needed"
+    assert problems[1] == "argument --hidden-size: expected one argument"
+
+
+def test_an_abbreviated_flag_is_not_taken_for_another(capsys: pytest.CaptureFixture[str]) -> None:
+    assert message_of("--hidden-siz=64", capsys) == [
+        "--hidden-siz is not a flag: did you mean --hidden-size?"
+    ]
+
+
+def test_an_outlandish_flag_gets_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert message_of("--xqzzy 3", capsys) == ["--xqzzy is not a flag"]
+
+
+def test_unknown_flags_can_be_left_to_others() -> None:
+    args = parse_args(argv=["--hidden-size", "8", "--theirs", "3"], ignore_unknown_args=True)
+    assert args.hidden_size == 8
+
+
+def test_help_lists_every_flag_with_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_args(argv=["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    parser = build_parser()
+    for action in parser._actions:
+        assert action.option_strings[0] in text
+        assert action.help is not None
+        assert action.help.count(".") >= 1 or action.dest == "help", action.dest
+    headings = [line[:-1] for line in text.splitlines() if line[:-1] in GROUPS]
+    assert headings == list(GROUPS)
+
+
+def test_a_switch_both_ways_knows_three_answers() -> None:
+    assert parse_args(argv=[]).progress_bar is None
+    assert parse_args(argv=["--progress-bar"]).progress_bar is True
+    assert parse_args(argv=["--no-progress-bar"]).progress_bar is False
+
+
+def test_a_users_flags_join_the_parser() -> None:
+    def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        group = parser.add_argument_group(title="mine")
+        group.add_argument("--my-ratio", type=float, default=0.5)
+        return parser
+
+    assert parse_args(provide, argv=["--my-ratio", "0.25"]).my_ratio == 0.25
+    assert parse_args(lambda parser: None, argv=[]).hidden_size is None
+
+
+def test_program_defaults_fill_only_what_is_unset() -> None:
+    defaults = {"tokenizer_type": "GPT2BPETokenizer", "log_interval": 7, "no_load_rng": True}
+    args = parse_args(argv=["--tokenizer-type", "NullTokenizer"], args_defaults=defaults)
+    assert (args.tokenizer_type, args.log_interval, args.no_load_rng) == (
+        "NullTokenizer",
+        100,
+        True,
+    )
+    assert vars(args)[PARSE_WARNINGS] == [
+        "tokenizer_type is 'NullTokenizer', not this program's default 'GPT2BPETokenizer'",
+        "log_interval is 100, not this program's default 7",
+    ]
+
+
+def test_the_last_of_two_equal_flags_counts() -> None:
+    assert parse_args(argv=argv("--num-layers 8")).num_layers == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("[1,0]", (1, 0)),
+        ("([1]*3+[0])*2", (1, 1, 1, 0, 1, 1, 1, 0)),
+        ("2*[0]+[1]", (0, 0, 1)),
+    ],
+)
+def test_layer_patterns_are_evaluated(text: str, value: int | tuple[int, ...]) -> None:
+    assert layer_pattern(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("__import__('os')", "unexpected '_' in a layer pattern"),
+        ("[1]+", "unexpected '' in a layer pattern"),
+        ("([1],[0])", "parentheses in a layer pattern hold one expression"),
+        ("[[1]]", "a list in a layer pattern holds ints"),
+        ("1+1", "'1+1' is not an int or a list expression like ([1]*3+[0])*2"),
+    ],
+)
+def test_other_expressions_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=".") as error:
+        layer_pattern(text)
+    assert str(error.value) == reason
+
+
+def test_words_for_truth_are_strict() -> None:
+    assert strict_bool("False") is False
+    assert strict_bool("yes") is True
+    with pytest.raises(ValueError, match="'maybe' is neither true nor false"):
+        strict_bool("maybe")
+
+
+def test_pairs_and_members_are_read() -> None:
+    assert int_pair("(128, 0)") == int_pair("128,0") == (128, 0)
+    assert member_of(AttnBackend)("flash") is AttnBackend.flash
