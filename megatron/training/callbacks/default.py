@@ -72,11 +72,11 @@ def _sinks(run: Runtime) -> SinkList:
         sinks.open("metrics file", lambda: MetricsFileSink(path, state.iteration))
     if config.logging.tensorboard_dir is not None:
         sinks.open(
-            "TensorBoard",
+            "tensorboard",
             lambda: TensorBoardSink(
                 config.logging, arguments, state.iteration, state.consumed_train_samples
             ),
         )
     if config.logging.wandb_project:
-        sinks.open("W&B", lambda: WandbSink(config, arguments))
+        sinks.open("wandb", lambda: WandbSink(config, arguments))
     return sinks

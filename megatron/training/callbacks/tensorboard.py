@@ -36,7 +36,7 @@ class TensorBoardSink(Sink):
     behind that point is marked as superseded.
     """
 
-    name = "TensorBoard"
+    name = "tensorboard"
 
     def __init__(
         self,

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config.errors import ConfigError
 from megatron.core.optional import require
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
 from megatron.training.config.run import RunConfig
@@ -15,15 +14,10 @@ from megatron.training.config.run import RunConfig
 class WandbSink(Sink):
     """A run of --wandb-project called --wandb-exp-name."""
 
-    name = "W&B"
+    name = "wandb"
 
     def __init__(self, config: RunConfig, arguments: Mapping[str, Any]) -> None:
         logging = config.logging
-        if not logging.wandb_exp_name:
-            raise ConfigError(
-                f"--wandb-project {logging.wandb_project} needs a name of the run: "
-                "give --wandb-exp-name"
-            )
         self._wandb = require("wandb", "--wandb-project")
         self.errors = (OSError, self._wandb.Error)
         folder = logging.wandb_save_dir or os.path.join(config.checkpoint.save or ".", "wandb")

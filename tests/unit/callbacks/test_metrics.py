@@ -1,0 +1,344 @@
+"""One number, one value: console, TensorBoard, W&B and the metrics file say the same."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.core import timers as timers_module
+from megatron.core.config.errors import MissingDependency
+from megatron.training.callbacks import metrics as metrics_module
+from megatron.training.callbacks import wandb as wandb_sink
+from megatron.training.callbacks.base import CallbackList, EvalResult
+from megatron.training.callbacks.console import ConsoleSink
+from megatron.training.callbacks.metrics import Metrics
+from megatron.training.callbacks.metrics_file import MetricsFileSink
+from megatron.training.callbacks.records import EvalRecord, Sink, SinkList, StepRecord
+from megatron.training.callbacks.tensorboard import TensorBoardSink
+from megatron.training.callbacks.wandb import WandbSink
+from megatron.training.device_peak import Peak
+from megatron.training.log_parser import TrainingLine, ValidationLine, parse_log
+from tests.unit.callbacks.helpers import fake_run, run_config, step_result
+
+
+class Recorder(Sink):
+    """Keeps the records."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self.evals: list[EvalRecord] = []
+
+    def write_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+    def write_eval(self, record: EvalRecord) -> None:
+        self.evals.append(record)
+
+
+def sinks_of(*makers: Callable[[], Sink]) -> SinkList:
+    sinks = SinkList()
+    for make in makers:
+        sinks.open("a sink", make)
+    return sinks
+
+
+def step(run: Any, metrics: Metrics, **changes: Any) -> None:
+    """What the loop does behind a step."""
+    result = step_result(**changes)
+    run.state.advance(result, 0.0)
+    metrics.on_step_end(run, result)
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """tag -> [(step, value)] of a TensorBoard folder, as its own reader shows them."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
+
+
+def test_all_places_get_the_same_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = fake_run(
+        f"--log-throughput --log-params-norm --log-num-zeros-in-grad "
+        f"--tensorboard-dir {tmp_path / 'tb'} --log-validation-ppl-to-tensorboard"
+    )
+    recorder = Recorder()
+    metrics = Metrics(
+        sinks_of(
+            ConsoleSink,
+            lambda: MetricsFileSink(str(tmp_path / "m.jsonl"), 0),
+            lambda: TensorBoardSink(run.config.logging, {"lr": 1e-3}, 0, 0),
+            lambda: recorder,
+        )
+    )
+    metrics.on_train_start(run)
+    for loss in (6.25, -0.5):
+        step(run, metrics, losses={"lm loss": torch.tensor(loss)}, num_zeros=12, params_norm=13.195)
+    metrics.on_eval_end(run, EvalResult(losses={"lm loss": 2.0}))
+    metrics.on_train_end(run)
+    metrics.close()
+
+    lines = list(parse_log(capsys.readouterr().out.splitlines()))
+    assert [type(line) for line in lines] == [TrainingLine, TrainingLine, ValidationLine]
+    file = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    board = scalars(tmp_path / "tb")
+    for i, (record, line) in enumerate(zip(recorder.steps, file[:2], strict=True)):
+        console = lines[i]
+        assert isinstance(console, TrainingLine)
+        assert record.interval is not None
+        assert list(console.values) == list(record.interval) == list(line["interval"])
+        for label, value in record.interval.items():
+            assert line["interval"][label] == value
+            assert console.values[label] == pytest.approx(value, rel=1e-3, abs=0.06)
+        for tag, value in {**record.losses, **record.values}.items():
+            assert line[tag] == value
+            assert board[tag][i] == (i + 1, pytest.approx(value))
+            if f"{tag} vs samples" in board:
+                assert board[f"{tag} vs samples"][i] == (8 * (i + 1), pytest.approx(value))
+    assert {"throughput per GPU (TFLOP/s/GPU)", "tokens/s", "MFU"} <= set(file[0]["interval"])
+    evaluation = {"lm loss validation": 2.0, "lm loss validation ppl": pytest.approx(7.389056)}
+    for tag, value in evaluation.items():
+        assert file[2][tag] == value
+        assert board[tag] == [(2, value)]
+        assert board[f"{tag} vs samples"] == [(16, value)]
+
+
+def test_tags_are_those_of_the_reference(tmp_path: Path) -> None:
+    run = fake_run(f"--tensorboard-dir {tmp_path} --log-params-norm --log-num-zeros-in-grad")
+    metrics = Metrics(sinks_of(lambda: TensorBoardSink(run.config.logging, {"seed": 1}, 0, 0)))
+    metrics.on_train_start(run)
+    step(run, metrics, num_zeros=0, params_norm=13.2)
+    metrics.on_eval_end(run, EvalResult(losses={"lm loss": 2.0}))
+    metrics.close()
+    plain = [
+        "learning-rate",
+        "batch-size",
+        "lm loss",
+        "loss-scale",
+        "grad-norm",
+        "num-zeros",
+        "params-norm",
+        "lm loss validation",
+    ]
+    assert set(scalars(tmp_path)) == {*plain, *(f"{tag} vs samples" for tag in plain)}
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["tensors"] == ["seed/text_summary"]
+
+
+def test_options_add_and_remove_tags(tmp_path: Path) -> None:
+    run = fake_run(
+        f"--tensorboard-dir {tmp_path} --no-log-loss-scale-to-tensorboard --log-throughput "
+        "--log-world-size-to-tensorboard --log-memory-to-tensorboard --log-timers-to-tensorboard "
+    )
+    metrics = Metrics(sinks_of(lambda: TensorBoardSink(run.config.logging, {}, 0, 0)))
+    metrics.on_train_start(run)
+    run.timers("optimizer", log_level=0).start()
+    run.timers("optimizer").stop()
+    step(run, metrics, decoupled_learning_rate=2e-3)
+    metrics.close()
+    tags = set(scalars(tmp_path))
+    assert {
+        "world-size",
+        "world-size vs samples",
+        "mem-reserved-bytes",
+        "mem-allocated-bytes",
+        "mem-max-allocated-bytes",
+        "mem-allocated-count",
+        "optimizer-time",
+        "iteration-time",
+        "throughput",
+        "tokens/s",
+        "decoupled-learning-rate",
+    } <= tags
+    assert not {"loss-scale", "decoupled-learning-rate vs samples"} & tags
+
+
+def test_the_line_is_a_mean_over_the_steps_with_an_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(timers_module.time, "perf_counter", lambda: now[0])
+    run = fake_run("--log-interval 4 --tensorboard-log-interval 100")
+    recorder = Recorder()
+    metrics = Metrics(sinks_of(lambda: recorder))
+    metrics.on_train_start(run)
+    for loss, skipped, nan in ((4.0, False, False), (9.0, True, True), (2.0, False, False)):
+        now[0] += 0.5
+        step(run, metrics, losses={"lm loss": loss}, skipped=skipped, nan=nan)
+    now[0] += 0.5
+    step(run, metrics, losses={"lm loss": 0.0}, loss_scale=512.0)
+    (record,) = recorder.steps
+    assert record.iteration == 4
+    assert record.losses == record.values == {}, "not due at this step"
+    assert record.interval == {
+        "consumed samples": 32,
+        "elapsed time per iteration (ms)": pytest.approx(500.0),
+        "learning rate": 1e-3,
+        "global batch size": 8,
+        "lm loss": 2.0,
+        "loss scale": 512.0,
+        "grad norm": 0.5,
+        "number of skipped iterations": 1,
+        "number of nan iterations": 1,
+    }
+
+
+def test_an_interval_without_an_update_shows_the_losses_of_skipped_steps() -> None:
+    run = fake_run()
+    recorder = Recorder()
+    metrics = Metrics(sinks_of(lambda: recorder))
+    metrics.on_train_start(run)
+    step(run, metrics, losses={"lm loss": float("inf")}, skipped=True, nan=True)
+    assert recorder.steps[0].interval is not None
+    assert recorder.steps[0].interval["lm loss"] == float("inf")
+
+
+def test_pauses_do_not_count_as_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(timers_module.time, "perf_counter", lambda: now[0])
+    run = fake_run("--log-interval 2")
+    recorder = Recorder()
+    callbacks = CallbackList([Metrics(sinks_of(lambda: recorder))])
+    callbacks.on_train_start(run)
+    for _ in range(2):
+        now[0] += 1.0
+        result = step_result()
+        run.state.advance(result, 0.0)
+        callbacks.on_step_end(run, result)
+        with callbacks.paused(run, "evaluation"):
+            now[0] += 100.0
+    callbacks.on_train_end(run)
+    with callbacks.paused(run, "evaluation"):  # behind the loop nothing is measured any more
+        now[0] += 100.0
+    (shown,) = [r.interval for r in recorder.steps if r.interval is not None]
+    assert shown["elapsed time per iteration (ms)"] == pytest.approx(1000.0)
+
+
+def test_throughput_and_mfu_follow_from_flops_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(timers_module.time, "perf_counter", lambda: now[0])
+    run = fake_run("--log-throughput")
+    recorder = Recorder()
+    metrics = Metrics(sinks_of(lambda: recorder))
+    monkeypatch.setattr(metrics_module, "device_peak", lambda dtype: Peak(1e9, "made up"))
+    metrics.on_train_start(run)
+    now[0] += 2.0
+    step(run, metrics)
+    shown = recorder.steps[0].interval
+    assert shown is not None
+    reference_flops = 692060160.0 / 5  # 8 samples; see test_flops
+    assert shown["throughput per GPU (TFLOP/s/GPU)"] == pytest.approx(reference_flops / 2e12)
+    assert shown["tokens/s"] == pytest.approx(256.0)
+    causal_flops = reference_flops + 6 * 8 * 64 * 2 * 2 * 32 * 0.5  # (s + 1) / 2 keys, not s / 2
+    assert shown["MFU"] == pytest.approx(100 * causal_flops / 2e9)
+
+
+def test_the_timers_block_and_the_memory_estimate_follow_the_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = fake_run("--log-timers-to-tensorboard")
+    metrics = Metrics(sinks_of(ConsoleSink))
+    metrics.on_train_start(run)
+    for _ in range(2):
+        run.timers("forward-backward", log_level=0).start()
+        run.timers("forward-backward").stop()
+        step(run, metrics)
+    out = capsys.readouterr().out
+    lines = [line.split(" ")[0 if line.startswith(("(", "T")) else -1] for line in out.splitlines()]
+    assert len(re.findall(r"^    forward-backward \.+: \(\d+\.\d\d, \d+\.\d\d\)$", out, re.M)) == 2
+    assert out.count("Theoretical memory footprints: weight and optimizer=") == 1
+    assert lines[1] == "(min,"
+
+
+def test_other_ranks_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    run = fake_run(is_last_rank=False, is_rank_0=False)
+    recorder = Recorder()
+    metrics = Metrics(sinks_of(lambda: recorder))
+    metrics.on_train_start(run)
+    step(run, metrics)
+    metrics.on_eval_end(run, EvalResult(losses={}))
+    assert not recorder.steps
+    assert not recorder.evals
+    assert capsys.readouterr().out == ""
+
+
+def test_a_place_that_fails_costs_one_warning_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Full(Recorder):
+        name = "metrics file"
+
+        def write_step(self, record: StepRecord) -> None:
+            raise OSError(28, "No space left on device")
+
+    def unwritable() -> Sink:
+        raise PermissionError(13, "Permission denied: '/x'")
+
+    recorder = Recorder()
+    sinks = sinks_of(Full, unwritable, lambda: recorder)
+    run = fake_run()
+    metrics = Metrics(sinks)
+    metrics.on_train_start(run)
+    with caplog.at_level(logging.WARNING):
+        step(run, metrics)
+        step(run, metrics)
+    assert len(recorder.steps) == 2
+    assert [r.getMessage() for r in caplog.records if "Errno 28" in r.getMessage()] == [
+        "no more metrics file in this run: OSError: [Errno 28] No space left on device"
+    ]
+
+
+def test_wandb_gets_the_numbers_under_their_tags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    fake = SimpleNamespace(
+        Error=RuntimeError,
+        init=lambda **settings: calls.append(settings),
+        log=lambda values, step: calls.append((step, values)),
+        finish=lambda: calls.append("finish"),
+    )
+    monkeypatch.setattr(wandb_sink, "require", lambda package, wanted_by: fake)
+    run = fake_run(
+        f"--wandb-project p --wandb-exp-name e --wandb-save-dir {tmp_path} --log-interval 2"
+    )
+    sinks = sinks_of(lambda: WandbSink(run.config, {"lr": 1e-3}))
+    metrics = Metrics(sinks)
+    callbacks = CallbackList([metrics])
+    assert callbacks.wandb_writer() is fake
+    assert callbacks.tensorboard_writer() is None
+    metrics.on_train_start(run)
+    step(run, metrics)
+    metrics.on_eval_end(run, EvalResult(losses={"lm loss": 0.0}, set_index=1))
+    metrics.close()
+    init, (iteration, values), (_, evaluation), end = calls
+    assert init == {"dir": str(tmp_path), "name": "e", "project": "p", "config": {"lr": 1e-3}}
+    assert iteration == 1
+    assert values["lm loss"] == 6.25
+    assert values["learning-rate"] == 1e-3
+    assert values["samples vs steps"] == 8
+    assert evaluation == {"lm loss validation-1": 0.0, "lm loss validation-1 ppl": 1.0}
+    assert end == "finish"
+
+
+def test_wandb_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "megatron.core.optional.why_missing", lambda package: f"{package} is not installed"
+    )
+    with pytest.raises(MissingDependency, match=r"--wandb-project: wandb is not installed; pip"):
+        WandbSink(run_config("--wandb-project p --wandb-exp-name e"), {})
