@@ -16,9 +16,9 @@ from megatron.core import device
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.non_finite import naming_step, require_finite_loss
 from megatron.core.faults import fault_point
+from megatron.core.optimizer.clip_grads import calc_params_l2_norm
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
-from megatron.training.params_norm import calc_params_l2_norm
 from megatron.training.runtime import Runtime
 from megatron.training.state import StepResult
 

@@ -53,7 +53,7 @@ def weight_and_optimizer_bytes(config: RunConfig, padded_vocab_size: int) -> flo
     The distributed optimizer divides the last three over the replicas.
     """
     per_parameter = (
-        6 + 12 / config.data_parallel_size if config.ddp.use_distributed_optimizer else 18
+        6 + 12 / config.data_parallel_size if config.optimizer.use_distributed_optimizer else 18
     )
     return count_parameters(config, padded_vocab_size).most_loaded_shard * per_parameter
 
