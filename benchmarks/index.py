@@ -1,0 +1,190 @@
+"""How fast GPT index arrays are built and samples are fetched, and what memory that takes.
+
+    python -m benchmarks.index [--documents 20000000] [--tokens-per-document 500] [--directory DIR]
+
+A synthetic .idx of random document lengths; its .bin is a hole, no token is read while an index is
+built.  Contenders alternate; figures are medians of CPU time of one core, so that a shared machine
+can be used.  Dated results are in index.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+import tracemalloc
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.datasets import helpers
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_indices import SampleRequest, build_indices
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_format import HEADER, MAGIC
+from megatron.core.datasets.utils import Split
+
+_REPEATS = 3
+_FETCHED_SAMPLES = 5000
+
+
+class Tokenizer:
+    """As much of a tokenizer as a dataset asks for."""
+
+    unique_identifiers = OrderedDict[str, Any]({"class": "Benchmark"})
+    vocab_size = 65_000
+    eod = 0
+
+
+def write_synthetic(prefix: str, documents: int, tokens_per_document: int) -> None:
+    """An .idx of random lengths and a .bin of zeros that takes no room on the disk."""
+    random = np.random.default_rng(0)
+    low, high = tokens_per_document // 5, tokens_per_document * 9 // 5 + 1
+    lengths = random.integers(low, high, documents, dtype=np.int32)
+    ends = np.cumsum(lengths, dtype=np.int64) * 2
+    with open(prefix + ".idx", "wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, 8, documents, documents + 1))
+        lengths.tofile(file)
+        np.concatenate(([0], ends[:-1])).tofile(file)
+        np.arange(documents + 1, dtype=np.int64).tofile(file)
+    with open(prefix + ".bin", "wb") as file:
+        file.truncate(int(ends[-1]))
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """CPU time of one call."""
+    started_at_s = time.process_time()
+    work()
+    return time.process_time() - started_at_s
+
+
+def bench_build(data: IndexedDataset, sequence_length: int) -> None:
+    """Document order, sample boundaries and sample order of one epoch."""
+    num_tokens = int(data.sequence_lengths.sum(dtype=np.int64))
+    request = SampleRequest(
+        source="synthetic",
+        indices=np.arange(len(data), dtype=np.int32),
+        sequence_lengths=data.sequence_lengths,
+        num_samples=None,
+        sequence_length=sequence_length,
+        random_seed=1234,
+    )
+    compiled = helpers._compiled()
+    contenders = {"C++": compiled, "numpy": None} if compiled else {"numpy": None}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(_REPEATS):
+        for name, module in contenders.items():
+            helpers._compiled = lambda module=module: module  # type: ignore[assignment]
+            seconds[name].append(cpu_seconds(lambda: build_indices(request)))
+    for name, module in contenders.items():
+        helpers._compiled = lambda module=module: module  # type: ignore[assignment]
+        tracemalloc.start()
+        built = build_indices(request)
+        beyond = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        arrays = (built.document_index, built.sample_index, built.shuffle_index)
+        beyond -= sum(array.nbytes for array in arrays)
+        median = statistics.median(seconds[name])
+        speed = num_tokens / median / 1e9
+        memory = f"memory beyond the arrays {beyond / 2**20:.1f} MiB"
+        print(f"| build, {name} | {speed:.1f} G tokens/s | {median:.2f} s; {memory} |")
+
+
+def bench_open(prefix: str) -> None:
+    """Open a pair, every pointer and length checked."""
+    median = statistics.median(cpu_seconds(lambda: IndexedDataset(prefix)) for _ in range(_REPEATS))
+    data = IndexedDataset(prefix)
+    print(f"| open and check | {len(data) / median / 1e6:.0f} M documents/s | {median:.2f} s |")
+
+
+def bench_cache(prefix: str, directory: str, sequence_length: int) -> None:
+    """From a path prefix to a dataset: arrays built and written, then found."""
+    config = dataset_config(prefix, sequence_length, path_to_cache=os.path.join(directory, "cache"))
+    data = IndexedDataset(prefix)
+    indices = np.arange(len(data), dtype=np.int32)
+    for what in ("built, written and synced", "found in the cache"):
+        started_at_s = time.perf_counter()
+        GPTDataset(data, prefix, indices, None, Split.train, config)
+        elapsed_s = time.perf_counter() - started_at_s
+        print(f"| dataset, {what} | {elapsed_s:.2f} s | wall time |")
+
+
+def dataset_config(prefix: str, sequence_length: int, **more: Any) -> GPTDatasetConfig:
+    """One split, no attention mask."""
+    return GPTDatasetConfig(
+        random_seed=1234,
+        sequence_length=sequence_length,
+        blend=([prefix], None),
+        split="1",
+        tokenizer=Tokenizer(),
+        create_attention_mask=False,
+        **more,
+    )
+
+
+def bench_fetch(directory: str, sequence_length: int) -> None:
+    """Samples of 200,000 documents (100 M tokens) whose pages are in memory."""
+    prefix = os.path.join(directory, "tokens")
+    random = np.random.default_rng(0)
+    lengths = random.integers(100, 900, 200_000)
+    builder = IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+    builder.add_documents(random.integers(1, 65_000, lengths.sum(), dtype=np.uint16), lengths)
+    builder.finalize(prefix + ".idx")
+    for what, mmap, more in (
+        ("mmap", True, {}),
+        ("plain file", False, {}),
+        (
+            "mmap, resets and eod loss mask",
+            True,
+            {"reset_position_ids": True, "eod_mask_loss": True},
+        ),
+    ):
+        config = dataset_config(prefix, sequence_length, mmap_bin_files=mmap, **more)
+        data = IndexedDataset(prefix, mmap=mmap)
+        indices = np.arange(len(data), dtype=np.int32)
+        report_fetch(what, GPTDataset(data, prefix, indices, None, Split.train, config))
+    config = dataset_config(prefix, sequence_length)
+    report_fetch("mock data", MockGPTDataset(None, None, indices, 10**9, Split.train, config))
+
+
+def report_fetch(what: str, dataset: GPTDataset) -> None:
+    """Tokens per second of ``dataset[i]``; the first round warms the page cache up."""
+
+    def fetch() -> None:
+        for i in range(_FETCHED_SAMPLES):
+            dataset[i]
+
+    fetch()
+    median = statistics.median(cpu_seconds(fetch) for _ in range(_REPEATS)) / _FETCHED_SAMPLES
+    speed = dataset.config.sequence_length / median / 1e6
+    print(f"| fetch, {what} | {speed:.0f} M tokens/s | {median * 1e6:.1f} us a sample |")
+
+
+def main() -> None:
+    """Print the rows of index.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--documents", type=int, default=20_000_000)
+    parser.add_argument("--tokens-per-document", type=int, default=500)
+    parser.add_argument("--sequence-length", type=int, default=2048)
+    parser.add_argument("--directory", default=None, help="where some 1 GB of files go for a while")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        prefix = os.path.join(directory, "synthetic")
+        write_synthetic(prefix, args.documents, args.tokens_per_document)
+        print(f"{args.documents:,} documents of {args.tokens_per_document} tokens, samples of "
+              f"{args.sequence_length}\n")  # fmt: skip
+        print("| what | speed | |\n|---|---|---|")
+        bench_open(prefix)
+        bench_build(IndexedDataset(prefix), args.sequence_length)
+        bench_cache(prefix, directory, args.sequence_length)
+        bench_fetch(directory, args.sequence_length)
+
+
+if __name__ == "__main__":
+    main()
