@@ -44,12 +44,9 @@ def open_checkpoint(directory: str | Path, step: int | None = None) -> Checkpoin
 
     Raises CheckpointError if there is none, it is of another format, or it is damaged.
     """
-    path = Path(directory)
-    if (path / MANIFEST).exists():
-        return read_content(path)
-    choice = choose(path, step=step)
+    choice = find(str(directory), step)
     if choice is None:
-        raise CheckpointError(f"{path} holds no checkpoint: no {TRACKER}, no iter_* folder")
+        raise CheckpointError(f"{directory} holds no checkpoint: no {TRACKER}, no iter_* folder")
     return read_content(usable(choice.found))
 
 
@@ -92,8 +89,17 @@ def other_format(folder: Path) -> str | None:
 
 
 def find(directory: str | None, step: int | None) -> Choice | None:
-    """The checkpoint that ``--load directory --ckpt-step step`` means; None if there is none."""
-    return None if directory is None else choose(Path(directory), step=step)
+    """What ``--load directory --ckpt-step step`` means; None if there is no checkpoint.
+
+    ``directory`` may also be the folder of one checkpoint.
+    """
+    if directory is None:
+        return None
+    path = Path(directory)
+    if step is None and (path / MANIFEST).exists():
+        manifest = read_manifest(path)
+        return Choice(Found(path, manifest.iteration if manifest else None, manifest))
+    return choose(path, step=step)
 
 
 def is_same_directory(a: str | None, b: str | None) -> bool:
