@@ -36,7 +36,7 @@ from megatron.training.tokenizer.fast import choose_encoder
 from megatron.training.tokenizer.fingerprint import Fingerprint
 
 _SAMPLE_POSITIONS = 8
-_SAMPLE_BYTES = 1 << 14  # of text, at each position
+_SAMPLE_BYTES = 1 << 13  # of text, at each position
 
 
 @dataclass(frozen=True, kw_only=True)

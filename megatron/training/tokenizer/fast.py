@@ -24,8 +24,12 @@ from megatron.training.tokenizer.fast_tiktoken import TiktokenEncoder
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "gigatoken", "tiktoken", "owner")
-_PROBE_STRIDE = 64  # code points; scripts are assigned in blocks
-_LAST_ASSIGNED = 0x33480  # nothing but private and tag characters above
+_PROBE_STRIDE = 128  # code points; scripts are assigned in blocks
+# Ranges where categories change; the others are ideographs and Hangul, one kind throughout.
+_MIXED = ((0, 0x3400), (0x4DB0, 0x4E10), (0x9FF0, 0xAC10), (0xD7A0, 0xD800), (0xF900, 0x17010),
+          (0x1AFF0, 0x20000))  # fmt: skip
+_UNIFORM = ((0x3400, 0x4DB0), (0x4E10, 0x9FF0), (0xAC10, 0xD7A0), (0xE000, 0xF900),
+            (0x17010, 0x1AFF0), (0x20000, 0x33480))  # fmt: skip
 _CHARACTERS_PER_TEXT = 32
 
 
@@ -96,7 +100,7 @@ def probe_texts(added_tokens: Iterable[str]) -> list[str]:
     """
     characters = _one_of_each_kind()
     texts = [
-        "".join(f"a{c}b {c} 1{c}2  {c}{c}\n" for c in characters[i : i + _CHARACTERS_PER_TEXT])
+        "".join(f"a{c}b {c}1{c} {c}\n" for c in characters[i : i + _CHARACTERS_PER_TEXT])
         for i in range(0, len(characters), _CHARACTERS_PER_TEXT)
     ]
     texts += [f"a{token}b {token} c{token}{token}" for token in added_tokens]
@@ -105,13 +109,16 @@ def probe_texts(added_tokens: Iterable[str]) -> list[str]:
 
 
 def _one_of_each_kind() -> list[str]:
+    category = unicodedata.category
     found = []
-    kind = ""
-    for code in [*range(0xD800), *range(0xE000, _LAST_ASSIGNED)]:
-        category = unicodedata.category(chr(code))
-        if category != kind or code % _PROBE_STRIDE == 0:
-            found.append(chr(code))
-        kind = category
+    for start, end in _MIXED:
+        kind = ""
+        for character in map(chr, range(start, end)):
+            if category(character) != kind:
+                kind = category(character)
+                found.append(character)
+    for start, end in (*_MIXED, *_UNIFORM):
+        found += map(chr, range(start, end, _PROBE_STRIDE))
     return found
 
 

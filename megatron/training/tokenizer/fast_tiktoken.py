@@ -34,9 +34,9 @@ class TiktokenEncoder:
 
     def __init__(self, encoding: Any, rules: BpeRules, ids: np.ndarray,
                  owner: MegatronTokenizer) -> None:  # fmt: skip
-        self._encoding = encoding
+        self.encoding = encoding
         self._rules = rules
-        self._ids = ids  # int32 [ranks]: the owner's id of each rank
+        self.ids = ids  # int32 [ranks]: the owner's id of each rank
         self._owner = owner
         self._has_specials = bool(encoding.special_tokens_set)
 
@@ -64,7 +64,7 @@ class TiktokenEncoder:
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         endless = [i for i, text in enumerate(texts) if _has_endless_blanks(text)]
         ranks = pack([[] if i in endless else self._encode(t) for i, t in enumerate(texts)])
-        ids = TokenBatch(self._ids[ranks.ids], ranks.lengths)
+        ids = TokenBatch(self.ids[ranks.ids], ranks.lengths)
         batch = surround(ids, self._rules.prefix, self._rules.suffix)
         if not endless:
             return batch
@@ -77,8 +77,8 @@ class TiktokenEncoder:
     def _encode(self, text: str) -> list[int]:
         text.encode()  # a lone surrogate is an error here as with the owner, not a replacement
         if self._has_specials:
-            return self._encoding.encode(text, allowed_special="all", disallowed_special=())
-        return self._encoding.encode_ordinary(text)
+            return self.encoding.encode(text, allowed_special="all", disallowed_special=())
+        return self.encoding.encode_ordinary(text)
 
 
 def _has_endless_blanks(text: str) -> bool:
