@@ -33,7 +33,7 @@ bench:
 	@python=$$(tools/env.sh) && for file in benchmarks/*.py; do $$python $$file || exit 1; done
 
 tree:
-	@python=$$(tools/env.sh) && $$python tools/tree.py && $$python tools/features.py
+	@python=$$(tools/env.sh) && $$python tools/tree.py && $$python tools/features.py && $$python tools/flags.py
 
 quickstart:
 	@bash examples/quickstart.sh

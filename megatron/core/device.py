@@ -51,6 +51,11 @@ def default_backend() -> str:
     return "nccl" if is_cuda() else "gloo"
 
 
+def backend_serves(wanted: str, backend: str | None) -> bool:
+    """Whether collectives of ``backend`` reach tensors on the kind of device that is asked for."""
+    return not (wanted == "cpu" and backend == "nccl")
+
+
 def synchronize() -> None:
     """Wait until the device has done all queued work."""
     if is_cuda():

@@ -218,6 +218,6 @@ class BaseConfig:
         "",
         "Directory for the settings of each module as it is built.",
         group="config logger",
-        refused="settings of single modules are not written; --save writes the whole "
+        refused="settings of single modules are not written; use --save, which writes the whole "
         "configuration as config.yaml beside each checkpoint",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from megatron.core.device import backend_serves
 from megatron.training.config.run import RunConfig
 
 
@@ -150,10 +151,10 @@ def rank_order_suits_experts(run: RunConfig) -> Iterator[str]:
 def backend_suits_the_device(run: RunConfig) -> Iterator[str]:
     """NCCL talks between GPUs only."""
     d = run.distributed
-    if d.device == "cpu" and d.distributed_backend == "nccl":
+    if not backend_serves(d.device, d.distributed_backend):
         yield (
-            "--distributed-backend nccl needs GPUs and --device is cpu: use gloo, or leave "
-            "--distributed-backend out"
+            f"--distributed-backend {d.distributed_backend} needs GPUs and --device is "
+            f"{d.device}: use gloo, or leave --distributed-backend out"
         )
 
 
