@@ -9,7 +9,6 @@ TensorBoard and chrome://tracing is written; otherwise the window is marked for 
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import TYPE_CHECKING
 
 from torch.autograd.profiler import emit_nvtx
@@ -22,11 +21,6 @@ if TYPE_CHECKING:
     from megatron.training.config.run import RunConfig
     from megatron.training.runtime import Runtime
     from megatron.training.state import StepResult
-
-
-def trace_folder(config: RunConfig) -> str:
-    """Where traces go: --tensorboard-dir, else ``profile`` under --save or the present folder."""
-    return config.logging.tensorboard_dir or os.path.join(config.checkpoint.save or ".", "profile")
 
 
 class TorchProfiler(Callback):
@@ -43,12 +37,12 @@ class TorchProfiler(Callback):
             activities = [ProfilerActivity.CPU]
             if device.is_cuda():
                 activities.append(ProfilerActivity.CUDA)
+            folder = run.config.logging.tensorboard_dir
+            assert folder is not None, "resolve() has asked for --tensorboard-dir"
             self._profiler = profile(
                 activities=activities,
                 schedule=schedule(wait=0, warmup=first - done, active=last - first, repeat=1),
-                on_trace_ready=tensorboard_trace_handler(
-                    trace_folder(run.config), worker_name=f"rank{self._rank}"
-                ),
+                on_trace_ready=tensorboard_trace_handler(folder, worker_name=f"rank{self._rank}"),
                 record_shapes=True,
                 with_stack=True,
             )
