@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,11 +16,18 @@ from megatron.training.flops import (
     num_floating_point_operations,
     window_of_layer,
 )
+from megatron.training.gpt import build_gpt_model
 from tests.unit.callbacks.helpers import run_config
+from tests.unit.one_process import one_process_groups
 
 # Counter of Megatron-LM core_v0.14 after 5 steps of 8 samples: 2 layers, hidden 32, 4 heads,
 # sequence 64, padded vocabulary 512.
 REFERENCE_FLOPS = 692060160.0
+
+PLAIN = (
+    "--transformer-impl local --attention-backend unfused --group-query-attention "
+    "--num-query-groups 2 --swiglu"
+)
 
 
 def test_the_throughput_formula_gives_the_reference_number() -> None:
@@ -57,52 +62,23 @@ def test_layers_with_a_sliding_window_count_fewer_keys() -> None:
     assert window_of_layer(TransformerConfig(**sizes, window_size=(-1, 0)), 0) is None
 
 
-class _Layer(nn.Module):
-    """Attention with grouped queries and a gated MLP, every product written out."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.heads, self.groups = config.num_attention_heads, config.num_query_groups
-        self.head_dim = config.kv_channels
-        h = config.hidden_size
-        self.q = nn.Linear(h, self.heads * self.head_dim)
-        self.kv = nn.Linear(h, 2 * self.groups * self.head_dim)
-        self.out = nn.Linear(self.heads * self.head_dim, h)
-        self.up = nn.Linear(h, 2 * config.ffn_hidden_size)
-        self.down = nn.Linear(config.ffn_hidden_size, h)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, s, _ = x.shape
-        q = self.q(x).view(b, s, self.heads, self.head_dim).transpose(1, 2)
-        k, v = self.kv(x).view(b, s, 2 * self.groups, self.head_dim).transpose(1, 2).chunk(2, 1)
-        k, v = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, v))
-        scores = q @ k.transpose(2, 3) + torch.full((s, s), -torch.inf).triu(1)
-        x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1))
-        gate, up = self.up(x).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
-
-
-def test_torchs_counter_agrees_on_a_plain_model(
+def test_torchs_counter_agrees_on_a_plain_gpt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the counter would set it
-    config = run_config(
-        "--group-query-attention --num-query-groups 2 --swiglu --num-layers 3 --seq-length 48"
-    )
+    config = run_config(f"{PLAIN} --num-layers 3 --seq-length 48")
     vocab, batch, seq = 256, 2, 48
-    embedding = nn.Embedding(vocab, config.model.hidden_size)
-    layers = [_Layer(config.model) for _ in range(config.model.num_layers)]
+    gpt = build_gpt_model(
+        config, vocab_size=vocab, padded_vocab_size=vocab, groups=one_process_groups()
+    )
     tokens = torch.zeros(batch, seq, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
-        x = embedding(tokens)
-        for layer in layers:
-            x = layer(x)
-        (x @ embedding.weight.t()).sum().backward()
+        gpt(tokens, torch.arange(seq).expand(batch, seq), None, labels=tokens).sum().backward()
     counted = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
-    counted_attention = counted.pop("aten.bmm")
+    counted_attention = sum(n for op, n in counted.items() if "bmm" in op)
+    counted_linear = sum(n for op, n in counted.items() if "bmm" not in op)
     flops = causal_model_flops(config, batch, vocab)
-    assert flops.linear == pytest.approx(sum(counted.values()), rel=0.01)
+    assert flops.linear == pytest.approx(counted_linear, rel=0.01)
     # The plain path multiplies the whole square; the mask leaves (s + 1) / 2 keys of s.
     assert flops.attention == pytest.approx(counted_attention * (seq + 1) / 2 / seq, rel=0.01)
     assert flops.total == flops.linear + flops.attention

@@ -1,0 +1,76 @@
+"""The memory estimate: its parameter count is the model's, its lines are the reference's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.training.gpt import build_gpt_model
+from megatron.training.theoretical_memory_usage import (
+    activation_bytes,
+    count_parameters,
+    memory_lines,
+    report_theoretical_memory,
+    weight_and_optimizer_bytes,
+)
+from tests.unit.callbacks.helpers import run_config
+from tests.unit.one_process import one_process_groups
+
+MODELS = {
+    "gpt2": "",
+    "llama": "--swiglu --disable-bias-linear --normalization RMSNorm "
+    "--untie-embeddings-and-output-weights --position-embedding-type rope "
+    "--group-query-attention --num-query-groups 2 --kv-channels 16 --ffn-hidden-size 88",
+    "qwen2": "--swiglu --disable-bias-linear --add-qkv-bias --normalization RMSNorm "
+    "--position-embedding-type rope",
+}
+
+
+@pytest.mark.parametrize("flags", MODELS.values(), ids=MODELS.keys())
+def test_the_count_is_that_of_the_model(flags: str) -> None:
+    config = run_config(flags)
+    gpt = build_gpt_model(
+        config, vocab_size=512, padded_vocab_size=512, groups=one_process_groups()
+    )
+    positions = [p for name, p in gpt.named_parameters() if "position_embeddings" in name]
+    expected = sum(p.numel() for p in gpt.parameters()) - sum(p.numel() for p in positions)
+    count = count_parameters(config, 512)
+    assert count.layers + count.embeddings == expected
+    assert count.most_loaded_shard == expected, "one rank holds all"
+
+
+def test_the_distributed_optimizer_divides_its_share() -> None:
+    config = run_config("", world_size=4)
+    whole = weight_and_optimizer_bytes(config, 512)
+    sharded = replace(config.optimizer, use_distributed_optimizer=True)
+    shared = weight_and_optimizer_bytes(replace(config, optimizer=sharded), 512)
+    assert shared / whole == (6 + 12 / 4) / 18
+
+
+def test_selective_recomputation_keeps_34_bytes_per_token_width_and_layer() -> None:
+    config = run_config(
+        "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective", 2
+    )
+    tokens, hidden = 2 * 64, 32
+    layers = tokens * hidden * 2 * 34
+    rest = 8 * tokens + tokens * hidden + 4 * (tokens * hidden + tokens * 512)
+    assert activation_bytes(config, 512, num_microbatches=4) == (layers + rest) / 2
+    (line,) = memory_lines(config, 512, num_microbatches=4)
+    assert line == (
+        "Theoretical memory footprints: weight and optimizer=0.36 MB, activation=0.27 MB, "
+        "total=0.63 MB"
+    )
+
+
+def test_the_report_says_how_many_parameters_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report_theoretical_memory(run_config("--hidden-size 1024"), 512, verbose=True)
+    assert capsys.readouterr().out == (
+        "Number of parameters in transformer layers in billions:  0.03\n"
+        "Number of parameters in embedding layers in billions: 0.00\n"
+        "Total number of parameters in billions: 0.03\n"
+        "Number of parameters in most loaded shard in billions: 0.0257\n"
+        "Theoretical memory footprints: weight and optimizer=441.49 MB\n"
+    )
