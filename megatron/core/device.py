@@ -56,6 +56,11 @@ def backend_serves(wanted: str, backend: str | None) -> bool:
     return not (wanted == "cpu" and backend == "nccl")
 
 
+def keep_bf16_sums_in_fp32() -> None:
+    """Forbid matrix products to add up parts of bfloat16 results in bfloat16."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
 def synchronize() -> None:
     """Wait until the device has done all queued work."""
     if is_cuda():

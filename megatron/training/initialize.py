@@ -84,6 +84,8 @@ def start(config: RunConfig) -> Runtime:
     )
     global_vars.set_run(run)
     _set_seeds(config, groups)
+    if config.model.disable_bf16_reduced_precision_matmul:
+        device.keep_bf16_sums_in_fp32()
     if config.model.deterministic_mode:
         torch.use_deterministic_algorithms(True)
     return run

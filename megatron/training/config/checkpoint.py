@@ -187,7 +187,6 @@ class CheckpointConfig:
         True,
         "Let only the first replica write.",
         group="checkpointing",
-        ignored="replicas divide the writing where that is faster",
     )
     async_save: bool | None = option(
         None,
@@ -221,7 +220,6 @@ class CheckpointConfig:
             "return_all",
             "ignore_all",
         ),
-        ignored="missing and unexpected tensors always stop the run and are named",
     )
     load_model_opt_format: bool = option(
         False,

@@ -158,6 +158,7 @@ class DataConfig:
         "Treat msc:// paths as plain file names.",
         group="msc",
         flag="--disable-msc",
+        ignored="only names that begin with msc:// are treated as such, by an extra package",
     )
     sft: bool = option(
         False,

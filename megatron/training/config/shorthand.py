@@ -27,6 +27,7 @@ class ShorthandFlags:
         "Old spelling that drops the table of learned positions; use --position-embedding-type.",
         group="network size",
         flag="--no-position-embedding",
+        ignored="--position-embedding-type says which positions there are",
     )
     openai_gelu: bool = option(
         False,

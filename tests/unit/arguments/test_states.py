@@ -114,6 +114,14 @@ def attributes_read() -> set[str]:
             and isinstance(node.ctx, ast.Load)
             and id(node) not in called
         }
+        names |= {  # spec.need("vocab_file")
+            node.args[0].value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "need"
+            and isinstance(node.args[0], ast.Constant)
+        }
     return names
 
 
@@ -122,7 +130,8 @@ def unread() -> list[str]:
     read = attributes_read()
 
     def is_read(f: dataclasses.Field[Any], opt: Option) -> bool:
-        return f.name in read or dest_of(f, opt) in read
+        has_no_choice = set(opt.choices or ("any",)) <= {f.default, *opt.refused_values}
+        return f.name in read or dest_of(f, opt) in read or has_no_choice
 
     return [
         flag

@@ -40,7 +40,6 @@ class FusionConfig:
         True,
         "Do not fuse bias, dropout and residual.",
         group="training",
-        ignored=states.NO_KERNEL,
     )
     apply_rope_fusion: bool = option(
         True,
@@ -53,6 +52,7 @@ class FusionConfig:
         False,
         "Compute the loss without keeping the softmax.",
         group="training",
+        ignored=states.NO_KERNEL,
     )
     cross_entropy_fusion_impl: str = option(
         "native",
