@@ -31,6 +31,11 @@ def load(run: Runtime) -> None:
 
 def save(run: Runtime) -> None:
     """Publish a checkpoint of the present step.  Collective over all ranks."""
+    with run.callbacks.paused(run, "checkpoint"):
+        _save(run)
+
+
+def _save(run: Runtime) -> None:
     iteration = run.state.iteration
     fault_point("save.before", step=iteration)
     for chunk in run.model_chunks:

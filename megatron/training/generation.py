@@ -36,6 +36,8 @@ _OWN = {
     "no_load_optim": True,
     "no_load_rng": True,
     "save": None,
+    "save_interval": None,
+    "save_retain_interval": None,
     "sequence_parallel": False,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,

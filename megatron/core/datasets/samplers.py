@@ -187,8 +187,12 @@ def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderCon
         raise ConfigError(
             f"--dataloader-type {config.dataloader_type}: give single, cyclic or external"
         )
+    # Iterators draw a seed: from a generator of their own, so that reading data, evaluating or
+    # resuming leaves the streams of dropout alone.
+    generator = torch.Generator().manual_seed(config.seed)
     return torch.utils.data.DataLoader(
         dataset,
+        generator=generator,
         batch_sampler=sampler,
         num_workers=config.num_workers,
         pin_memory=config.pin_memory,

@@ -15,5 +15,7 @@ class EvaluationCallback(Callback):
         interval = run.config.validation.eval_interval
         if not interval or run.state.iteration % interval or not run.valid_loaders:
             return
-        for evaluated in evaluate_all(run):
+        with run.callbacks.paused(run, "evaluation"):
+            results = evaluate_all(run)
+        for evaluated in results:
             run.callbacks.on_eval_end(run, evaluated)

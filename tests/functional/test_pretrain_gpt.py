@@ -1,0 +1,155 @@
+"""The real command line, end to end: layouts, resume, kills, generation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.reader import CheckpointReader
+from tests import tolerances
+from tests.functional.runs import TINY, losses, run_gpt
+from tests.ranks import run_ranks
+
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
+).split()
+BERT_SIZED_VOCAB = ["--vocab-size", "101", "--make-vocab-size-divisible-by", "8"]
+SCHEDULE = ["--train-iters", "20", "--lr-warmup-iters", "3"]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of 20 steps in one process."""
+    folder = tmp_path_factory.mktemp("one")
+    return losses(run_gpt(folder, *SCHEDULE, *BERT_SIZED_VOCAB))
+
+
+def close(actual: list[float], expected: list[float]) -> None:
+    assert len(actual) == len(expected)
+    torch.testing.assert_close(
+        torch.tensor(actual), torch.tensor(expected), **tolerances.LAYOUT_LOSS
+    )
+
+
+@pytest.mark.feature("GPT trains to the same losses under data parallelism")
+def test_two_replicas_give_the_losses_of_one_process(
+    tmp_path: Path, one_process: list[float]
+) -> None:
+    assert one_process[-1] < one_process[0] - 0.1
+    close(losses(run_gpt(tmp_path, *SCHEDULE, *BERT_SIZED_VOCAB, world_size=2)), one_process)
+
+
+@pytest.mark.parametrize("sequence_parallel", [[], ["--sequence-parallel"]])
+@pytest.mark.feature("GPT trains to the same losses under tensor and sequence parallelism")
+def test_two_tensor_ranks_give_the_losses_of_one_process(
+    tmp_path: Path, one_process: list[float], sequence_parallel: list[str]
+) -> None:
+    flags = [*SCHEDULE, *BERT_SIZED_VOCAB, "--tensor-model-parallel-size", "2"]
+    close(losses(run_gpt(tmp_path, *flags, *sequence_parallel, world_size=2)), one_process)
+
+
+@pytest.mark.parametrize("layout", ["overlap", "per-token", "bucketed"])
+def test_llama_shapes_in_four_ranks_give_the_losses_of_one_process(
+    tmp_path: Path, layout: str
+) -> None:
+    flags = {
+        "overlap": ["--overlap-grad-reduce", "--sequence-parallel"],
+        "per-token": ["--calculate-per-token-loss"],
+        "bucketed": ["--overlap-grad-reduce", "--ddp-bucket-size", "1000"],
+    }[layout]
+    alone = losses(run_gpt(tmp_path / "1", *LLAMA, *[f for f in flags if "parallel" not in f]))
+    four = losses(
+        run_gpt(tmp_path / "4", *LLAMA, *flags, "--tensor-model-parallel-size", "2", world_size=4)
+    )
+    close(four, alone)
+
+
+def state_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint."""
+    with CheckpointReader(folder) as reader:
+        return {key: reader.read(key) for key in reader.tensors}
+
+
+@pytest.mark.parametrize("precision", [[], ["--bf16"], ["--fp16", "--initial-loss-scale", "1024"]])
+@pytest.mark.feature("A resumed run repeats the uninterrupted one bit for bit on the CPU")
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, precision: list[str]) -> None:
+    dropout = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+    ramp = ["--rampup-batch-size", "4", "4", "12", "--train-samples", "64"]
+    base = [f for f in TINY if f not in ("--train-iters", "6")]
+    flags = [*dropout, *ramp, *precision, "--log-params-norm", "--log-num-zeros-in-grad"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    save = ["--save-interval", "100", "--save"]
+    expected = run_gpt(whole, *flags, *save, str(whole / "ck"), base=base)
+    first = run_gpt(parts, *flags, *save, str(parts / "ck"), "--exit-interval", "4", base=base)
+    rest = run_gpt(
+        parts, *flags, *save, str(parts / "ck"), "--load", str(parts / "ck"), base=base
+    )
+    assert len(first) == 4
+    numbers = [steps(lines) for lines in (expected, rest)]
+    assert numbers[0] == numbers[1]  # the file goes on where the first part ended
+    name = Path((whole / "ck" / "latest_checkpointed_iteration.txt").read_text())
+    end = f"iter_{int(str(name)):07d}"
+    one, other = state_of(whole / "ck" / end), state_of(parts / "ck" / end)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def steps(lines: list[dict[str, object]]) -> list[dict[str, object]]:
+    """What a step logged, without times and rates."""
+    kept = ("iteration", "consumed_samples", "lm loss", "learning-rate", "grad-norm", "params-norm",
+            "num-zeros", "loss-scale", "batch-size")  # fmt: skip
+    return [{k: line[k] for k in kept if k in line} for line in lines if line["kind"] == "step"]
+
+
+@pytest.mark.feature("A run killed at any moment resumes to the same numbers")
+@pytest.mark.parametrize("fault", ["step.before:kill:step5", "save.before:kill:step4"])
+def test_a_killed_run_resumes_to_the_same_numbers(tmp_path: Path, fault: str) -> None:
+    straight = steps(run_gpt(tmp_path / "straight"))
+    folder = tmp_path / "killed"
+    flags = ["--save", str(folder / "ck"), "--load", str(folder / "ck"), "--save-interval", "2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAULTS", fault)
+        with pytest.raises(AssertionError, match="SIGKILL"):
+            run_gpt(folder, *flags)
+    assert steps(run_gpt(folder, *flags)) == straight
+
+
+def generate(rank: int, world_size: int, load: str, prompt: str) -> tuple[str, list[int]]:
+    from megatron.core.inference.sampling_params import SamplingParams
+    from megatron.training.generation import open_writer
+
+    writer = open_writer(load, device_kind="cpu")
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=8)
+    text, tokens = writer.write(prompt, params)
+    return text, [t.token for t in tokens]
+
+
+@pytest.mark.feature("Text from a training checkpoint with nothing but its directory")
+def test_one_process_writes_what_two_tensor_ranks_write(tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "ck"), "--save-interval", "6"]
+    run_gpt(tmp_path, *save, *LLAMA, "--tensor-model-parallel-size", "2", world_size=2)
+    ((alone_text, alone),) = run_ranks(generate, 1, str(tmp_path / "ck"), "1 2 3")
+    two = run_ranks(generate, 2, str(tmp_path / "ck"), "1 2 3")
+    assert len(alone) == 8
+    assert two == [(alone_text, alone)] * 2
+
+
+def test_the_resolved_configuration_alone_starts_the_same_run(tmp_path: Path) -> None:
+    first = run_gpt(tmp_path / "a", "--save", str(tmp_path / "ck"), "--save-interval", "6")
+    config = tmp_path / "ck" / "iter_0000006" / "config.yaml"
+    json.loads(config.read_text())  # JSON is YAML that needs no package
+    flags = ["--yaml-cfg", str(config), "--save", str(tmp_path / "ck2")]
+    again = run_gpt(tmp_path / "b", *flags, base=[])
+    assert steps(again) == steps(first)
+
+
+def test_load_that_names_nothing_ends_the_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(AssertionError, match="SystemExit: 1"):
+        run_gpt(tmp_path, "--load", str(tmp_path / "nothing"))
+    assert "nothing holds no checkpoint: correct the path" in capfd.readouterr().err
