@@ -1,1 +1,70 @@
 """Optimizers with main parameters, clipping and loss scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
+from megatron.core.optimizer.optimizer import MegatronOptimizer as MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig as OptimizerConfig
+from megatron.core.optimizer.param_groups import (
+    ParamCondition,
+    make_param_groups,
+    trainable_parameters,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+def get_megatron_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[nn.Module],
+    no_weight_decay_cond: ParamCondition | None = None,
+    scale_lr_cond: ParamCondition | None = None,
+    lr_mult: float = 1.0,
+    use_gloo_process_groups: bool = True,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> MegatronOptimizer:
+    """The optimizer of a run, over the parameters of this rank.
+
+    The conditions take a parameter's name and the parameter.  There are no groups of another
+    back end to use or not: ``use_gloo_process_groups`` is for callers that pass it.
+    """
+    del use_gloo_process_groups
+    named = list(trainable_parameters(model_chunks))
+    return MegatronOptimizer(
+        config,
+        {param: name for name, param in named},
+        make_param_groups(
+            model_chunks,
+            config,
+            no_weight_decay_cond=no_weight_decay_cond,
+            scale_lr_cond=scale_lr_cond,
+            lr_mult=lr_mult,
+        ),
+        pg_collection or parallel_state.current(),
+        grad_scaler=_grad_scaler(config, {param.dtype for _, param in named}),
+        check_for_nan=any(
+            isinstance(chunk, DistributedDataParallel)
+            and chunk.ddp_config.check_for_nan_in_loss_and_grad
+            for chunk in model_chunks
+        ),
+    )
+
+
+def _grad_scaler(config: OptimizerConfig, dtypes: set[torch.dtype]) -> GradScaler | None:
+    """A constant scale if one is asked for, an adaptive one if there are fp16 parameters."""
+    if config.loss_scale is not None:
+        return ConstantGradScaler(config.loss_scale)
+    if torch.float16 in dtypes:
+        return DynamicGradScaler(
+            initial_scale=config.initial_loss_scale,
+            min_scale=config.min_loss_scale,
+            growth_interval=int(config.loss_scale_window),
+            hysteresis=config.hysteresis,
+        )
+    return None

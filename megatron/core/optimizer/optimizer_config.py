@@ -116,7 +116,7 @@ class OptimizerConfig:
     )
     min_loss_scale: float = option(
         1.0,
-        "Smallest adaptive loss scale; overflow there ends the run.",
+        "Smallest adaptive loss scale.",
         group="mixed precision",
     )
     loss_scale_window: float = option(

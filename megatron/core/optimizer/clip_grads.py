@@ -1,0 +1,126 @@
+"""Norms and zero counts over a model that is spread over ranks.
+
+A parameter counts once: not where it is a copy, and on the first tensor-parallel rank alone where
+all of them hold the same values.  Squares are summed in blocks in fp32 and over blocks in fp64,
+so that a norm does not depend on how parameters are cut (one running fp32 sum over the 19 M
+numbers of a small embedding is off by 1e-3).
+
+Collectives: one all-reduce over mp, and one over tp_ep_pp where experts are spread otherwise.
+Every rank must reach them, also a rank without parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core import device
+from megatron.core.optimizer.param_groups import trainable_parameters
+from megatron.core.param_info import ParamInfo, info_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+_BLOCK = 4096
+
+
+def counts_here(info: ParamInfo, groups: ProcessGroupCollection) -> bool:
+    """Whether this rank is the one that counts a parameter."""
+    tp_group = groups.expt_tp if info.is_expert else groups.tp
+    return not info.is_duplicate and (not info.counts_once_per_tp_group or tp_group.rank() == 0)
+
+
+def global_norm(
+    tensors: Iterable[tuple[ParamInfo, Tensor]], groups: ProcessGroupCollection
+) -> float:
+    """L2 norm over all parameters of the model.  Collective over the model's ranks.
+
+    Not finite when any number anywhere is not.
+    """
+    dense, expert = _counted(tensors, groups)
+    squares = torch.stack([sum_of_squares(dense), sum_of_squares(expert)])
+    return math.sqrt(float(_sum_over_model(squares, groups)))
+
+
+def count_zeros(
+    tensors: Iterable[tuple[ParamInfo, Tensor]], groups: ProcessGroupCollection
+) -> int:
+    """How many numbers are exactly zero, without vocabulary padding.  Collective as above."""
+    counts = torch.zeros(2, dtype=torch.int64, device=device.current())
+    for info, tensor in tensors:
+        if counts_here(info, groups):
+            for part in _without_padding(info, tensor):
+                counts[int(info.is_expert)] += part.numel() - torch.count_nonzero(part)
+    return int(_sum_over_model(counts, groups))
+
+
+def calc_params_l2_norm(
+    model_chunks: Sequence[nn.Module], groups: ProcessGroupCollection
+) -> float:
+    """L2 norm of the model's parameters.  Collective as above."""
+    params = trainable_parameters(model_chunks)
+    return global_norm(((info_of(p), p.detach()) for _, p in params), groups)
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """What gradients of ``norm`` are multiplied by; a ``max_norm`` of 0 does not clip."""
+    return min(1.0, max_norm / (norm + 1.0e-6)) if max_norm > 0.0 else 1.0
+
+
+@torch.no_grad()
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Over all numbers, as an fp64 scalar on the device."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device.current())
+    if device.is_cuda(tensors[0].device):
+        norms = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float32))
+    else:
+        norms = torch.cat([part for tensor in tensors for part in _norms_of_blocks(tensor)])
+    return norms.double().square().sum()
+
+
+def _norms_of_blocks(tensor: Tensor) -> list[Tensor]:
+    flat = tensor.reshape(-1)
+    whole = flat.numel() // _BLOCK * _BLOCK
+    parts = [flat[:whole].view(-1, _BLOCK), flat[whole:].view(1, -1)]
+    return [
+        torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts if part.numel()
+    ]
+
+
+def _counted(
+    tensors: Iterable[tuple[ParamInfo, Tensor]], groups: ProcessGroupCollection
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What this rank counts: dense and expert."""
+    dense: list[Tensor] = []
+    expert: list[Tensor] = []
+    for info, tensor in tensors:
+        if counts_here(info, groups):
+            (expert if info.is_expert else dense).append(tensor)
+    return dense, expert
+
+
+def _sum_over_model(pair: Tensor, groups: ProcessGroupCollection) -> Tensor:
+    """Total of a pair (dense, expert) over the ranks that hold the model."""
+    if groups.mp is groups.tp_ep_pp:
+        if groups.mp.size() > 1:
+            dist.all_reduce(pair, group=groups.mp)
+        return pair.sum()
+    dense, expert = pair[0].clone(), pair[1].clone()
+    if groups.mp.size() > 1:
+        dist.all_reduce(dense, group=groups.mp)
+    if groups.tp_ep_pp.size() > 1:
+        dist.all_reduce(expert, group=groups.tp_ep_pp)
+    return dense + expert
+
+
+def _without_padding(info: ParamInfo, tensor: Tensor) -> list[Tensor]:
+    if info.shard_dim is None and tuple(tensor.shape) == info.global_shape:
+        return [tensor]
+    dim = info.shard_dim or 0
+    return [
+        tensor.narrow(dim, local.start, local.stop - local.start)
+        for local, _ in info.slices(tuple(tensor.shape))
+    ]

@@ -1,0 +1,97 @@
+"""Loss scales: gradients in fp16 are kept in range by multiplying the loss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from megatron.core.config.errors import ConfigError
+
+
+class GradScaler(ABC):
+    """``scale`` multiplies the loss; gradients are divided by it before use."""
+
+    def __init__(self, scale: float) -> None:
+        if scale <= 0.0:
+            raise ConfigError(f"the loss scale {scale} must be positive, see --loss-scale")
+        self.scale = scale
+
+    @abstractmethod
+    def update(self, found_inf: bool) -> None:
+        """Learn whether the last step's gradients overflowed."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+
+
+class ConstantGradScaler(GradScaler):
+    """The same scale for ever."""
+
+    def update(self, found_inf: bool) -> None:
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing: the command line's scale is the constant."""
+
+
+class DynamicGradScaler(GradScaler):
+    """Doubles after ``growth_interval`` good steps, halves when overflows use up ``hysteresis``.
+
+    Growth restores the hysteresis; while it is used up every further overflow halves the scale.
+    """
+
+    growth_factor = 2.0
+    backoff_factor = 0.5
+
+    def __init__(
+        self, initial_scale: float, min_scale: float, growth_interval: int, hysteresis: int
+    ) -> None:
+        super().__init__(initial_scale)
+        if not 0.0 < min_scale <= initial_scale:
+            raise ConfigError(
+                f"--min-loss-scale {min_scale} must lie between 0 and "
+                f"--initial-loss-scale {initial_scale}"
+            )
+        if growth_interval < 1 or hysteresis < 1:
+            raise ConfigError(
+                f"--loss-scale-window {growth_interval} and --hysteresis {hysteresis} "
+                f"must both be at least 1"
+            )
+        self.min_scale = min_scale
+        self.growth_interval = growth_interval
+        self.hysteresis = hysteresis
+        self._good_steps = 0
+        self._overflows_left = hysteresis
+
+    def update(self, found_inf: bool) -> None:
+        if found_inf:
+            self._good_steps = 0
+            self._overflows_left -= 1
+            if self._overflows_left <= 0:
+                self.scale = max(self.scale * self.backoff_factor, self.min_scale)
+            return
+        self._good_steps += 1
+        if self._good_steps == self.growth_interval:
+            self._good_steps = 0
+            self._overflows_left = self.hysteresis
+            self.scale *= self.growth_factor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "scale": self.scale,
+            "growth_tracker": self._good_steps,
+            "hysteresis_tracker": self._overflows_left,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scale = float(state_dict["scale"])
+        self._good_steps = int(state_dict["growth_tracker"])
+        self._overflows_left = int(state_dict["hysteresis_tracker"])

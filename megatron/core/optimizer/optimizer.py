@@ -1,0 +1,188 @@
+"""One update of all parameters: norm, overflow, clipping, step, copies into the model.
+
+A gradient that is not finite never reaches a parameter.  Under a loss scale it skips the step;
+otherwise it raises NonFiniteError if the run checks for it, and skips the step if not.
+
+Order of collectives: the norm, then the count of zeros where it is logged (`clip_grads`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.errors import NonFiniteError
+from megatron.core.distributed.non_finite import non_finite_gradients
+from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, global_norm
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
+from megatron.core.optimizer.mixed_precision import (
+    copy_main_to_model,
+    copy_model_to_main,
+    optimized_params,
+)
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.update_rules import make_update_rule
+from megatron.core.param_info import ParamInfo
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.timers import Timers
+
+
+class MegatronOptimizer:
+    """Updates the parameters of all model chunks of this rank."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        names: dict[nn.Parameter, str],
+        param_groups: Sequence[dict[str, Any]],
+        groups: ProcessGroupCollection,
+        *,
+        grad_scaler: GradScaler | None = None,
+        check_for_nan: bool = False,
+    ) -> None:
+        self.config = config
+        self.groups = groups
+        self.grad_scaler = grad_scaler
+        self.check_for_nan = check_for_nan
+        self.timers: Timers | None = None
+        self.params, main_groups = optimized_params(names, param_groups)
+        self.rule = make_update_rule(config, main_groups)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of what is updated; a scheduler writes ``lr`` and ``weight_decay`` here."""
+        return self.rule.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients outside the wrapper's buffers."""
+        del set_to_none
+        for p in self.params:
+            p.model.grad = p.main.grad = None
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+        return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
+
+    def get_loss_scale(self) -> Tensor:
+        """The present factor of `scale_loss`."""
+        return torch.tensor(1.0 if self.grad_scaler is None else self.grad_scaler.scale)
+
+    def step(self) -> tuple[bool, float | None, int | None]:
+        """Update from the gradients: (whether it was done, their norm, how many are zero).
+
+        Collective over the ranks of the model.  The norm is that before clipping; None for the
+        rest of a skipped step.
+        """
+        with self._timed("optimizer-copy-to-main-grad"):
+            grads = [(p.info, p.hand_over_gradient()) for p in self.params]
+        with self._timed("optimizer-clip-main-grad"):
+            scaled_norm = global_norm(grads, self.groups)
+        found_inf = not math.isfinite(scaled_norm)
+        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale
+        if self.grad_scaler is not None:
+            self.grad_scaler.update(found_inf)
+        if found_inf:
+            self._refuse_if_checked()
+            self._drop_gradients()
+            return False, None, None
+        norm = scaled_norm / scale
+        num_zeros = None
+        if self.config.log_num_zeros_in_grad:
+            with self._timed("optimizer-count-zeros"):
+                num_zeros = count_zeros(grads, self.groups)
+        with self._timed("optimizer-inner-step"):
+            self.rule.step(divisor=scale / clip_coefficient(norm, self.config.clip_grad))
+        with self._timed("optimizer-copy-main-to-model-params"):
+            copy_main_to_model(self.params)
+        self._drop_gradients()
+        return True, norm, num_zeros
+
+    def reload_model_params(self) -> None:
+        """Start from the model's parameters, where a checkpoint brought no optimizer state."""
+        copy_model_to_main(self.params)
+
+    def named_state(self) -> Iterator[tuple[str, ParamInfo, dict[str, Tensor]]]:
+        """Each parameter's layout-free name, its record and its state: live, writable tensors.
+
+        "fp32_param" where a main parameter stands beside the model's, and the update rule's
+        tensors, all of the parameter's local shape; zero before the first update.  After writing
+        them call `load_scalar_state`.
+        """
+        for p in self.params:
+            state = {k: tensor for k, tensor in self.rule.state_of(p.main).items() if k != "step"}
+            yield p.name, p.info, {"fp32_param": p.main.data, **state} if p.has_main else state
+
+    def scalar_state(self) -> dict[str, Any]:
+        """What is one value for all ranks, as JSON: updates done, and the loss scale's state."""
+        steps = [float(s["step"]) for s in self.rule.state.values() if "step" in s]
+        state: dict[str, Any] = {"step": max(steps, default=0.0)}
+        if self.grad_scaler is not None:
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        return state
+
+    def load_scalar_state(self, state: Mapping[str, Any]) -> None:
+        """Take over `scalar_state`, once the tensors of `named_state` were written."""
+        for p in self.params:
+            own = self.rule.state_of(p.main)
+            if "step" in own:
+                own["step"].fill_(state["step"])
+        self.load_scaler_state(state.get("grad_scaler"))
+        copy_main_to_model(self.params)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, for a run in the same layout."""
+        state: dict[str, Any] = {"optimizer": self.rule.state_dict()}
+        if self.grad_scaler is not None:
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        mains = {id(p.main) for p in self.params if p.has_main}
+        if mains:
+            state["fp32_from_fp16_params"] = [
+                [main.data for main in group["params"] if id(main) in mains]
+                for group in self.param_groups
+            ]
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`; the groups keep this run's numbers, not the saved ones."""
+        self.rule.load_state_dict(state_dict["optimizer"])
+        self.load_scaler_state(state_dict.get("grad_scaler"))
+        mains: list[Tensor] = [p.main for p in self.params if p.has_main]
+        if mains and "fp32_from_fp16_params" in state_dict:
+            flat = [main for group in state_dict["fp32_from_fp16_params"] for main in group]
+            torch._foreach_copy_(mains, flat)
+            copy_main_to_model(self.params)
+        else:
+            self.reload_model_params()
+
+    def load_scaler_state(self, state_dict: dict[str, Any] | None) -> None:
+        """Continue the loss scale, where the run has one and the checkpoint brought one."""
+        if self.grad_scaler is not None and state_dict is not None:
+            self.grad_scaler.load_state_dict(state_dict)
+
+    def _refuse_if_checked(self) -> None:
+        if self.check_for_nan and not isinstance(self.grad_scaler, DynamicGradScaler):
+            named = ((p.name, p.main.grad) for p in self.params if p.main.grad is not None)
+            raise NonFiniteError(non_finite_gradients(named))
+
+    def _drop_gradients(self) -> None:
+        """Leave no second name for a buffer: autograd would add to it behind the wrapper's back."""
+        for p in self.params:
+            p.main.grad = None
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        if self.timers is None:
+            yield
+            return
+        timer = self.timers(name, log_level=1)
+        timer.start(barrier=self.config.barrier_with_L1_time)
+        try:
+            yield
+        finally:
+            timer.stop()

@@ -1,0 +1,185 @@
+"""AdamW and SGD as calls of torch's fused kernels, one per group and device.
+
+The kernels are those of ``torch.optim`` with ``fused=True`` and give its bits; its classes are not
+used because making one imports the compiler, which takes longer than the rest of a start.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+State = dict[str, Tensor]
+
+
+class UpdateRule(ABC):
+    """Parameters in groups, and the state that belongs to each."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        self.param_groups = list(groups)
+        self.state: dict[nn.Parameter, State] = {}
+
+    @abstractmethod
+    def new_state(self, param: nn.Parameter) -> State:
+        """State before the first update."""
+
+    @abstractmethod
+    def update(
+        self,
+        params: list[Tensor],
+        states: list[State],
+        *,
+        group: dict[str, Any],
+        grad_scale: Tensor | None,
+    ) -> None:
+        """Step ``params`` of one device and dtype by their gradients over ``grad_scale``."""
+
+    def state_of(self, param: nn.Parameter) -> State:
+        """State of ``param``, made if its first update is still to come."""
+        if param not in self.state:
+            self.state[param] = self.new_state(param)
+        return self.state[param]
+
+    @torch.no_grad()
+    def step(self, divisor: float = 1.0) -> None:
+        """Update every parameter from its ``grad``, divided by ``divisor`` on the way."""
+        for group in self.param_groups:
+            for params in _alike(group["params"]):
+                states = [self.state_of(param) for param in params]
+                scale = torch.tensor(divisor, device=params[0].device) if divisor != 1.0 else None
+                self.update(list(params), states, group=group, grad_scale=scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim writes it: parameters are numbered through the groups."""
+        index = {param: i for i, param in enumerate(self._params())}
+        return {
+            "state": {index[param]: state for param, state in self.state.items()},
+            "param_groups": [
+                {**group, "params": [index[p] for p in group["params"]]}
+                for group in self.param_groups
+            ],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`; the groups keep their own numbers.
+
+        Raises CheckpointError when the groups hold other numbers of parameters.
+        """
+        found = [len(group["params"]) for group in state_dict["param_groups"]]
+        wanted = [len(group["params"]) for group in self.param_groups]
+        if found != wanted:
+            raise CheckpointError(
+                f"the checkpoint's optimizer groups have {found} parameters, this run's {wanted}"
+            )
+        params = list(self._params())
+        for index, saved in state_dict["state"].items():
+            for key, tensor in self.state_of(params[index]).items():
+                if key not in saved:
+                    raise CheckpointError(f"the checkpoint's optimizer state has no entry {key!r}")
+                tensor.copy_(torch.as_tensor(saved[key]))
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+
+class AdamW(UpdateRule):
+    """Adam with decoupled weight decay."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
+        betas = (config.adam_beta1, config.adam_beta2)
+        super().__init__([{"betas": betas, "eps": config.adam_eps, **group} for group in groups])
+
+    def new_state(self, param: nn.Parameter) -> State:
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=param.device),
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": torch.zeros_like(param),
+        }
+
+    def update(
+        self,
+        params: list[Tensor],
+        states: list[State],
+        *,
+        group: dict[str, Any],
+        grad_scale: Tensor | None,
+    ) -> None:
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1.0)
+        torch._fused_adamw_(
+            params,
+            _gradients(params),
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+        )
+
+
+class SGD(UpdateRule):
+    """Gradient descent with momentum; weight decay is part of the gradient."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
+        super().__init__([{"momentum": config.sgd_momentum, **group} for group in groups])
+        self.has_momentum = config.sgd_momentum != 0.0
+
+    def new_state(self, param: nn.Parameter) -> State:
+        return {"momentum_buffer": torch.zeros_like(param)} if self.has_momentum else {}
+
+    def update(
+        self,
+        params: list[Tensor],
+        states: list[State],
+        *,
+        group: dict[str, Any],
+        grad_scale: Tensor | None,
+    ) -> None:
+        torch._fused_sgd_(
+            params,
+            _gradients(params),
+            [state["momentum_buffer"] for state in states if self.has_momentum],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,  # the buffer starts at zero, which is the same
+            grad_scale=grad_scale,
+        )
+
+
+def _gradients(params: list[Tensor]) -> list[Tensor]:
+    grads = [p.grad for p in params if p.grad is not None]
+    assert len(grads) == len(params), "a parameter is updated without a gradient"
+    return grads
+
+
+def make_update_rule(config: OptimizerConfig, groups: Sequence[dict[str, Any]]) -> UpdateRule:
+    """The rule that --optimizer names."""
+    return SGD(groups, config) if config.optimizer == "sgd" else AdamW(groups, config)
+
+
+def _alike(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """``params`` in lists that one kernel can take."""
+    lists: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+    for param in params:
+        lists.setdefault((param.device, param.dtype), []).append(param)
+    yield from lists.values()
