@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,3 +52,10 @@ def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
 def losses(metrics: Sequence[dict[str, Any]], key: str = "lm loss") -> list[float]:
     """The training losses in order."""
     return [line[key] for line in metrics if key in line]
+
+
+def refusal(rank: int, world_size: int, argv: Sequence[str]) -> str:
+    """What a run that cannot start prints on stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as heard, contextlib.suppress(SystemExit):
+        train_gpt(rank, world_size, argv)
+    return heard.getvalue()
