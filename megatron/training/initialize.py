@@ -38,6 +38,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.log_setup import setup_logging
 from megatron.training.printing import print_rank_0, world_size
 from megatron.training.runtime import Runtime
+from megatron.training.signals import catch_stop_signal
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _PROCESS_STARTED_AT_S = time.time()
@@ -67,6 +68,8 @@ def configure(
 def start(config: RunConfig) -> Runtime:
     """Choose the device, create the groups, seed.  Collective over all ranks."""
     setup_logging(config.logging.logging_level)
+    if config.training.exit_signal_handler:
+        catch_stop_signal()  # from now on: one that comes during set-up is kept for the loop
     local_rank = int(os.environ.get("LOCAL_RANK", config.distributed.local_rank))
     try:
         device.choose(config.distributed.device, local_rank)

@@ -80,7 +80,7 @@ def forward_backward(
         loss_check_func=require_finite_loss
         if run.config.ddp.check_for_nan_in_loss_and_grad
         else None,
-        timers=run.timers,
+        timers=None if forward_only else run.timers,  # evaluation is no part of training time
         barrier_with_level_1_timers=run.config.optimizer.barrier_with_L1_time,
     )
     return get_forward_backward_func()(
