@@ -25,6 +25,8 @@ from megatron.core.datasets.utils import Blend, Split, normalize
 logger = logging.getLogger(__name__)
 
 Sizes = Sequence[int | None]  # samples of train, valid and test
+_MOST_SEQUENCES = np.iinfo(np.int32).max  # index files name sequences in 32 bits
+
 TopLevelDataset = MegatronDataset | BlendedDataset | list[MegatronDataset] | None
 
 
@@ -175,6 +177,11 @@ class BlendedMegatronDatasetBuilder:
                 f"the {Split(i).name} split of {prefix} is empty: its share of {count} sequences "
                 f"is {begin} to {end} (--split {self.config.split}), and {wanted} are asked for; "
                 "give it a larger share, data of its own, or no use (--eval-iters 0)"
+            )
+        if count > _MOST_SEQUENCES:
+            raise DataError(
+                f"{prefix} has {count} sequences, an index holds at most {_MOST_SEQUENCES}: "
+                "divide it into several data paths"
             )
         indices = np.arange(begin, end, dtype=np.int32)
         return self.cls(source, prefix, indices, size, Split(i), self.config)

@@ -10,6 +10,10 @@ from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.utils import Blend, Split, normalize
+from megatron.core.lazy import lazy_exports
+
+# Scripts look for it here as well; its module imports this one.
+__getattr__ = lazy_exports(__name__, {"GPTDatasetConfig": "megatron.core.datasets.gpt_dataset"})
 
 # per split: which fractions of the data it takes, None where it takes none
 SplitMatrix = list[tuple[float, float] | None]

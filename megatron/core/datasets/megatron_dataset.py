@@ -7,6 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, Any]]):
             }
         )
         for name in self._key_config_attributes():
-            self.unique_identifiers[name] = getattr(config, name)
+            self.unique_identifiers[name] = attrgetter(name)(config)
         self.unique_description = describe(self.unique_identifiers)
         self.unique_description_hash = description_hash(self.unique_description)
 

@@ -46,6 +46,7 @@ def golden_datasets(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 class TestCache:
+    @pytest.mark.feature("Data: index caches equal to Megatron-LM's, names, hashes and bytes")
     def test_names_and_bytes_are_those_of_the_reference(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -302,6 +303,7 @@ class TestMasks:
         positions = [i - documents.index(documents[i]) for i in places]
         return hidden, [float(token != eod) for token in data], positions
 
+    @pytest.mark.feature("Data: document boundaries in masks, positions and loss")
     def test_resets_and_loss_follow_the_end_of_documents(self) -> None:
         random = np.random.default_rng(0)
         rows = random.integers(0, 4, (20, 16))
@@ -397,6 +399,7 @@ class TestMock:
         with pytest.raises(IndexError, match="sample 1000 of 1000"):
             data[1000]
 
+    @pytest.mark.feature("Data: made-up data for any vocabulary, without files")
     def test_no_file_is_needed(self) -> None:
         made_up = config(blend=None, split="98,2,0")
         builder = BlendedMegatronDatasetBuilder(MockGPTDataset, [5, None, 7], lambda: True, made_up)

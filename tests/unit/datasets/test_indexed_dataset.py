@@ -54,6 +54,9 @@ class TestBytes:
         builder.finalize(get_idx_path(prefix))
         assert same_files(prefix, GOLDEN_PREFIX)
 
+    @pytest.mark.feature(
+        "Data: .bin/.idx files equal to Megatron-LM's byte for byte, read by mmap or plain reads"
+    )
     def test_documents_make_the_known_files(self, golden: IndexedDataset, prefix: str) -> None:
         builder = build(prefix)
         for sequence in golden[:]:

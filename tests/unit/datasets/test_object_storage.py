@@ -79,6 +79,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeS3:
     return fake
 
 
+@pytest.mark.feature("Data: tokens from S3 and the Multi-Storage Client")
 @pytest.mark.parametrize("scheme", ["s3", "msc"])
 def test_the_tokens_are_those_of_the_local_file(s3: FakeS3, scheme: str, tmp_path: Path) -> None:
     storage = ObjectStorageConfig(str(tmp_path / "copies"))

@@ -43,6 +43,7 @@ class TestStream:
         steps = 24 // (micro * size)
         assert global_stream(kind, 0, micro, size, steps) == global_stream(kind, 0, 1, 1, 24)
 
+    @pytest.mark.feature("Data: the sample stream survives another layout, batch size or ramp")
     def test_a_resumed_run_in_another_layout_goes_on_where_the_first_stopped(
         self, kind: str
     ) -> None:
