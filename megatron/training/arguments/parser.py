@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from megatron.training.arguments.config_file import read_config_file, set_defaults_from
 from megatron.training.arguments.describe import help_line
 from megatron.training.arguments.options import add_options, groups_of
-from megatron.training.arguments.sections import ALL_CLASSES
+from megatron.training.arguments.sections import ALL_CLASSES, flags_and_defaults
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
 
@@ -136,12 +136,17 @@ def _yaml_cfg(words: Sequence[str]) -> str | None:
 
 
 def apply_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:
-    """Set what is None to a program's default; a sentence for each default that gives way."""
+    """Set what is None to a program's default.
+
+    A sentence comes back for each that a flag's own default keeps out, where a person may think
+    that the program's is at work.
+    """
     warnings = []
     given = vars(args)
     for dest, value in defaults.items():
+        flag, own = flags_and_defaults().get(dest, (dest, None))
         if given.get(dest) is None:
             given[dest] = value
-        elif given[dest] != value:
-            warnings.append(f"{dest} is {given[dest]!r}, not this program's default {value!r}")
+        elif given[dest] == own != value:
+            warnings.append(f"{flag} is {own} and not this program's default {value}: give it")
     return warnings

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
@@ -30,7 +29,7 @@ from megatron.training.arguments.checks import (
 from megatron.training.arguments.derive import DERIVATIONS
 from megatron.training.arguments.options import namespace_default, read_config
 from megatron.training.arguments.parser import PARSE_WARNINGS
-from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS
+from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS, flags_and_defaults
 from megatron.training.arguments.without_effect import without_effect
 from megatron.training.config.run import RunConfig
 
@@ -69,16 +68,6 @@ DERIVED_FIELDS = frozenset(
         "bf16",
     }
 )
-
-
-@cache
-def flags_and_defaults() -> dict[str, tuple[str, Any]]:
-    """dest -> flag and value when it is not given."""
-    return {
-        dest_of(f, opt): (flag_of(f, opt), namespace_default(f, opt))
-        for cls in ALL_CLASSES
-        for f, opt in options_of(cls)
-    }
 
 
 def known_dests() -> frozenset[str]:

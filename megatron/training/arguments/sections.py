@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
+from megatron.core.config.option import dest_of, flag_of, options_of
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments.options import namespace_default
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.distributed import DistributedConfig
@@ -45,3 +50,13 @@ SECTIONS: dict[str, type] = {
 FLAGS_ONLY: tuple[type, ...] = (ShorthandFlags, OutOfScopeFlags)
 
 ALL_CLASSES: tuple[type, ...] = (*SECTIONS.values(), *FLAGS_ONLY)
+
+
+@cache
+def flags_and_defaults() -> dict[str, tuple[str, Any]]:
+    """dest -> flag and value when it is not given."""
+    return {
+        dest_of(f, opt): (flag_of(f, opt), namespace_default(f, opt))
+        for cls in ALL_CLASSES
+        for f, opt in options_of(cls)
+    }

@@ -100,8 +100,7 @@ def test_program_defaults_fill_only_what_is_unset() -> None:
         True,
     )
     assert vars(args)[PARSE_WARNINGS] == [
-        "tokenizer_type is 'NullTokenizer', not this program's default 'GPT2BPETokenizer'",
-        "log_interval is 100, not this program's default 7",
+        "--log-interval is 100 and not this program's default 7: give it",
     ]
 
 
