@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from megatron.training import global_vars
+from megatron.training.arguments.config_file import write_config
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import checkpoint_folder
@@ -41,7 +42,13 @@ def save_checkpoint(
         "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
     }
     parts = _parts(model, optimizer, opt_param_scheduler)
-    save_run(run.config.checkpoint, parts, counters, asked=run.config.asked)
+    save_run(
+        run.config.checkpoint,
+        parts,
+        counters,
+        asked=run.config.asked,
+        write_config=lambda path: write_config(run.config, path),
+    )
 
 
 def load_checkpoint(
