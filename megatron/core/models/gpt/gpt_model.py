@@ -207,7 +207,12 @@ class GPTModel(LanguageModule):
         return self.shared_embedding_or_output_weight() if is_tied else None
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        logits, _ = self.output_layer(hidden, self._output_weight(), runtime_gather_output=False)
+        layer, weight = self.output_layer, self._output_weight()
+        if type(layer) is ColumnParallelLinear and self.config.final_logit_softcapping is None:
+            weight = layer.weight if weight is None else weight
+            is_cut = layer.sequence_parallel
+            return self.linear_and_loss(hidden, weight, labels, is_sequence_cut=is_cut)
+        logits, _ = layer(hidden, weight, runtime_gather_output=False)
         return self.compute_language_model_loss(labels, self.cap(logits))
 
     def _rotary_table(

@@ -1,0 +1,189 @@
+"""The output layer and its loss in one step, without the copies that logits usually leave.
+
+``t`` tokens, ``h`` width, ``v`` true and ``p`` padded local vocabulary.  The matmul writes its
+logits [t, p] once, in the compute dtype; they are turned in place, a few rows at a time in float32,
+into what backward needs, softmax minus one-hot.  Logits and their gradient are never held in
+float32 for all tokens, and never both.  Collectives over the group: one max and one sum forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core import device
+
+# Elements in float32 at a time: on a CPU a few rows that stay in its cache.
+_ELEMENTS_CPU = 1 << 20
+_ELEMENTS_GPU = 1 << 27
+_ROWS_WITHOUT_GRADIENT = 256
+# Probabilities below 6e-8 vanish in fp16; the factor is divided out again in backward.
+_FP16_SCALE = 1024.0
+_TINY = 1e-30
+
+
+def linear_cross_entropy_reference(
+    x: Tensor, weight: Tensor, target: Tensor, *, vocab_size: int | None = None
+) -> Tensor:
+    """[t, h], [p, h], [t] -> loss of each token [t] in plain torch, for a group of one."""
+    logits = torch.nn.functional.linear(x, weight)[:, :vocab_size]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    loss = logits.logsumexp(-1) - logits.gather(-1, target.clamp_min(0)[:, None]).squeeze(-1)
+    return loss.masked_fill(target < 0, 0)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        group: ProcessGroup,
+        num_columns: int,
+    ) -> Tensor:
+        index = target - group.rank() * weight.shape[0]
+        is_mine = (index >= 0) & (index < num_columns)
+        rows = _Rows(index.masked_fill(~is_mine, 0), is_mine, target < 0, num_columns)
+        if not any(ctx.needs_input_grad):
+            return _loss_alone(x, weight, rows, group)
+        logits = torch.mm(x, weight.t())
+        if group.size() == 1:
+            loss = _turn_into_gradient(logits, rows)
+        else:
+            loss = _turn_into_gradient_divided(logits, rows, group)
+        ctx.save_for_backward(x, weight, logits)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, grad_logits = ctx.saved_tensors
+        # Tokens weigh differently: scale rows of the narrow matrices, not of the wide one.
+        scale = (grad / _scale_of(x.dtype)).unsqueeze(-1).to(x.dtype)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.mm(grad_logits, weight).mul_(scale)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.mm(grad_logits.t(), x * scale)
+        return grad_x, grad_weight, None, None, None
+
+
+class _Rows:
+    """Where the targets are: column on this rank, whether it is here, whether it counts."""
+
+    def __init__(self, index: Tensor, is_mine: Tensor, ignored: Tensor, columns: int) -> None:
+        self.index, self.is_mine, self.ignored = index.unsqueeze(-1), is_mine, ignored
+        self.columns = columns
+
+    def at_target(self, values: Tensor, part: slice) -> Tensor:
+        """The target's entry of each row; zero where another rank has it."""
+        return values.gather(-1, self.index[part]).squeeze(-1).masked_fill(~self.is_mine[part], 0)
+
+
+def _scale_of(dtype: torch.dtype) -> float:
+    return _FP16_SCALE if dtype == torch.float16 else 1.0
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _parts(logits: Tensor) -> list[slice]:
+    """Slices of rows that are worked on in float32 at a time."""
+    elements = _ELEMENTS_GPU if device.is_cuda(logits.device) else _ELEMENTS_CPU
+    step = max(1, elements // logits.shape[1])
+    return [slice(i, i + step) for i in range(0, logits.shape[0], step)]
+
+
+def _turn_into_gradient(logits: Tensor, rows: _Rows) -> Tensor:
+    """Overwrite ``logits`` by (softmax - onehot) * scale; the loss of each token."""
+    loss = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
+    scale = _scale_of(logits.dtype)
+    logits[:, rows.columns :] = float("-inf")
+    for part in _parts(logits):
+        values = logits[part]
+        prob = torch.softmax(values, -1, dtype=loss.dtype)
+        at_target = rows.at_target(prob, part)
+        loss[part] = _loss_of(values, at_target, rows, part)
+        values.copy_(prob if scale == 1 else prob.mul_(scale))
+        values.scatter_(-1, rows.index[part], ((at_target - 1) * scale).to(values).unsqueeze(-1))
+        values.masked_fill_(rows.ignored[part].unsqueeze(-1), 0)
+    return loss.masked_fill_(rows.ignored, 0)
+
+
+def _loss_of(values: Tensor, prob_at_target: Tensor, rows: _Rows, part: slice) -> Tensor:
+    """-log of the target's probability, also where that is too small for float32."""
+    if not device.is_cuda(values.device) and bool((prob_at_target > _TINY).all()):
+        return -prob_at_target.log()
+    wide = values.to(_wide(values.dtype))
+    return wide.logsumexp(-1) - rows.at_target(wide, part)
+
+
+def _turn_into_gradient_divided(logits: Tensor, rows: _Rows, group: ProcessGroup) -> Tensor:
+    """The same where each rank has some of the columns."""
+    log_sum, at_target = _own_sums(logits, rows, slice(None))
+    log_sum = _sum_over_ranks(log_sum, at_target, group)
+    scale = _scale_of(logits.dtype)
+    for part in _parts(logits):
+        values = logits[part]
+        prob = (values.to(log_sum.dtype) - log_sum[part].unsqueeze(-1)).exp_()
+        hit = rows.is_mine[part].to(prob.dtype).unsqueeze(-1)
+        prob.scatter_add_(-1, rows.index[part], -hit)
+        values.copy_(prob if scale == 1 else prob.mul_(scale))
+        values.masked_fill_(rows.ignored[part].unsqueeze(-1), 0)
+    return (log_sum - at_target).masked_fill_(rows.ignored, 0)
+
+
+def _own_sums(logits: Tensor, rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor]:
+    """Log of the sum of this rank's exponentials, and the target's logit, for ``tokens``."""
+    logits[:, rows.columns :] = float("-inf")
+    log_sum = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
+    for part in _parts(logits):
+        log_sum[part] = logits[part].to(log_sum.dtype).logsumexp(-1)
+    return log_sum, rows.at_target(logits, tokens).to(log_sum.dtype)
+
+
+def _sum_over_ranks(log_sum: Tensor, at_target: Tensor, group: ProcessGroup) -> Tensor:
+    """Log of the sum over all columns; ``at_target`` becomes the target's logit on all ranks."""
+    if group.size() == 1:
+        return log_sum
+    highest = log_sum.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    both = torch.stack([(log_sum - highest).exp(), at_target])
+    dist.all_reduce(both, group=group)
+    at_target.copy_(both[1])
+    return highest + both[0].log()
+
+
+def _loss_alone(x: Tensor, weight: Tensor, rows: _Rows, group: ProcessGroup) -> Tensor:
+    """The loss where nobody asks for a gradient: logits of a few tokens at a time."""
+    sums = [
+        _own_sums(torch.mm(x[part], weight.t()), rows, part)
+        for part in (
+            slice(i, i + _ROWS_WITHOUT_GRADIENT)
+            for i in range(0, x.shape[0], _ROWS_WITHOUT_GRADIENT)
+        )
+    ]
+    log_sum, at_target = torch.cat([s for s, _ in sums]), torch.cat([a for _, a in sums])
+    log_sum = _sum_over_ranks(log_sum, at_target, group)
+    return (log_sum - at_target).masked_fill_(rows.ignored, 0)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    group: ProcessGroup,
+    num_columns: int,
+) -> Tensor:
+    """[t, h], [p, h], [t] -> loss of each token [t] in float32.
+
+    ``weight`` is this rank's share of the vocabulary, ``num_columns`` of its rows are true.  The
+    gradient of ``x`` is this rank's term of a sum over the group.  A negative target costs nothing.
+    """
+    return _LinearCrossEntropy.apply(x, weight, target, group, num_columns)

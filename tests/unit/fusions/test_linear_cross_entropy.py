@@ -1,0 +1,87 @@
+"""Output layer and loss in one step: values and gradients of the two-step path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.fusions import linear_cross_entropy as fusion
+from megatron.core.fusions.linear_cross_entropy import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+)
+from tests import tolerances
+from tests.unit.one_process import one_rank
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(9, 8, dtype=torch.float64)
+    weight = torch.randn(16, 8, dtype=torch.float64)
+    target = torch.tensor([0, 12, 3, -100, 5, 5, 7, 11, 2])
+    scale = torch.rand(9)
+    scale[4] = 0
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), target, scale
+
+
+@pytest.fixture(autouse=True)
+def few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusion, "_ELEMENTS_CPU", 64)
+    monkeypatch.setattr(fusion, "_ROWS_WITHOUT_GRADIENT", 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_values_and_gradients_are_those_of_the_plain_path(dtype: torch.dtype) -> None:
+    x, weight, target, scale = inputs(dtype)
+    loss = linear_cross_entropy(x, weight, target, group=one_rank(), num_columns=13)
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    (loss * scale).sum().backward()
+    plain_x, plain_w, _, _ = inputs(dtype)
+    expected = linear_cross_entropy_reference(plain_x, plain_w, target, vocab_size=13)
+    (expected * scale).sum().backward()
+    torch.testing.assert_close(loss, expected, **tolerances.of(dtype))
+    for grad, plain in ((x.grad, plain_x.grad), (weight.grad, plain_w.grad)):
+        assert grad is not None
+        torch.testing.assert_close(grad, plain, **tolerances.of(dtype))
+        assert (grad[13:] == 0).all()
+
+
+def test_without_gradients_the_loss_is_the_same() -> None:
+    x, weight, target, _ = inputs(torch.float32)
+    loss = linear_cross_entropy(x, weight, target, group=one_rank(), num_columns=13)
+    with torch.no_grad():
+        alone = linear_cross_entropy(x, weight, target, group=one_rank(), num_columns=13)
+    torch.testing.assert_close(alone, loss, **tolerances.of(torch.float32))
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    x, weight, target, _ = inputs(torch.float32)
+    weight.requires_grad_(False)
+    linear_cross_entropy(x, weight, target, group=one_rank(), num_columns=16).sum().backward()
+    assert x.grad is not None
+    assert weight.grad is None
+
+
+def test_a_hopeless_target_has_a_finite_loss() -> None:
+    x = torch.tensor([[100.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]])
+    loss = linear_cross_entropy(x, weight, torch.tensor([1]), group=one_rank(), num_columns=2)
+    assert loss.tolist() == [200.0]
+
+
+def test_fp16_keeps_small_probabilities() -> None:
+    x = torch.tensor([[17.0]], dtype=torch.float16, requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0]], dtype=torch.float16, requires_grad=True)
+    loss = linear_cross_entropy(x, weight, torch.tensor([0]), group=one_rank(), num_columns=2)
+    (loss * 4096).sum().backward()
+    assert weight.grad is not None
+    expected = 4096 * 17 * torch.sigmoid(torch.tensor(-17.0))
+    torch.testing.assert_close(weight.grad[1].float(), expected[None], rtol=0.05, atol=0)
+
+
+def test_memory_holds_the_logits_once_in_the_compute_dtype() -> None:
+    x, weight, target, _ = inputs(torch.bfloat16)
+    loss = linear_cross_entropy(x, weight, target, group=one_rank(), num_columns=13)
+    saved = [t for t in loss.grad_fn.saved_tensors if t.shape == (9, 16)]
+    assert [t.dtype for t in saved] == [torch.bfloat16]
