@@ -37,10 +37,11 @@ def global_norm(
 ) -> float:
     """L2 norm over all parameters of the model.  Collective over the model's ranks.
 
-    Not finite when any number anywhere is not.
+    Not finite when any number anywhere is not, also in a parameter that counts elsewhere.
     """
-    dense, expert = _counted(tensors, groups)
+    dense, expert, elsewhere = _sorted_by_counting(tensors, groups)
     squares = torch.stack([sum_of_squares(dense), sum_of_squares(expert)])
+    squares = squares + 0.0 * sum_of_squares(elsewhere)
     return math.sqrt(float(_sum_over_model(squares, groups)))
 
 
@@ -90,16 +91,19 @@ def _norms_of_blocks(tensor: Tensor) -> list[Tensor]:
     ]
 
 
-def _counted(
+def _sorted_by_counting(
     tensors: Iterable[tuple[ParamInfo, Tensor]], groups: ProcessGroupCollection
-) -> tuple[list[Tensor], list[Tensor]]:
-    """What this rank counts: dense and expert."""
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """What this rank counts, dense and expert, and what another rank does."""
     dense: list[Tensor] = []
     expert: list[Tensor] = []
+    elsewhere: list[Tensor] = []
     for info, tensor in tensors:
-        if counts_here(info, groups):
+        if not counts_here(info, groups):
+            elsewhere.append(tensor)
+        else:
             (expert if info.is_expert else dense).append(tensor)
-    return dense, expert
+    return dense, expert, elsewhere
 
 
 def _sum_over_model(pair: Tensor, groups: ProcessGroupCollection) -> Tensor:
