@@ -28,6 +28,7 @@ def _wait_while_rank_1_raises(
         dist.all_reduce(torch.ones(1))  # rank 1 never comes
 
 
+@pytest.mark.feature("Running: an exception on one rank ends all ranks and is named")
 def test_ranks_that_wait_in_a_collective_end_with_the_culprits_exception(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="exit code 1"):
         run_ranks(_wait_while_rank_1_raises, 3, str(tmp_path), ValueError("boom"), True)

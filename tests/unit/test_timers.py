@@ -126,6 +126,7 @@ def _block_of_two_ranks(rank: int, world_size: int) -> tuple[Any, dict[str, list
     )
 
 
+@pytest.mark.feature("Logging: timers compared over ranks")
 def test_ranks_are_compared_also_where_one_has_no_such_timer() -> None:
     for text, times_s in run_ranks(_block_of_two_ranks, 2):
         assert text.splitlines()[1:] == [

@@ -83,6 +83,9 @@ def test_exit_duration_counts_from_the_start_of_the_process(
     assert minutes_over_limit(fake_run()) is None, "no limit"
 
 
+@pytest.mark.feature(
+    "Running: exit on a signal, after a duration or at an interval, with a checkpoint"
+)
 def test_a_signal_stops_after_the_step_and_comes_before_the_interval(saved: list[int]) -> None:
     stop = StopSignal(signal.SIGTERM)
     stop(signal.SIGTERM, None)
@@ -138,6 +141,8 @@ def traced_steps(folder: Path) -> list[str]:
         pytest.param(8, 99, 3, id="beyond the end: two steps and what follows them"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
+@pytest.mark.feature("Logging: torch profiler and nsys ranges over chosen steps and ranks")
 def test_torch_profiler_covers_the_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: int, end: int, steps: int
 ) -> None:

@@ -69,6 +69,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
+@pytest.mark.feature("Logging: console, TensorBoard and a JSON-lines file show the same numbers")
 def test_all_places_get_the_same_numbers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +118,7 @@ def test_all_places_get_the_same_numbers(
         assert board[f"{tag} vs samples"] == [(16, value)]
 
 
+@pytest.mark.feature("Logging: Megatron-LM's TensorBoard tags")
 def test_tags_are_those_of_the_reference(tmp_path: Path) -> None:
     run = fake_run(f"--tensorboard-dir {tmp_path} --log-params-norm --log-num-zeros-in-grad")
     metrics = Metrics(sinks_of(lambda: TensorBoardSink(run.config.logging, {"seed": 1}, 0, 0)))
@@ -303,6 +305,7 @@ def test_a_place_that_fails_costs_one_warning_and_nothing_else(
     ]
 
 
+@pytest.mark.feature("Logging: Weights & Biases")
 def test_wandb_gets_the_numbers_under_their_tags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

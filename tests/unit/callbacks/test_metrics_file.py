@@ -74,6 +74,7 @@ def test_what_json_does_not_know_becomes_a_string(tmp_path: Path) -> None:
     assert lines[0]["interval"] == {"lm loss": "NaN"}
 
 
+@pytest.mark.feature("Logging: a resumed run continues its metrics without duplicates")
 def test_a_resumed_run_continues_without_duplicates(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     killed = MetricsFileSink(str(path), 0)

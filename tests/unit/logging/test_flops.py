@@ -62,6 +62,7 @@ def test_layers_with_a_sliding_window_count_fewer_keys() -> None:
     assert window_of_layer(TransformerConfig(**sizes, window_size=(-1, 0)), 0) is None
 
 
+@pytest.mark.feature("Logging: tokens/s and MFU, from FLOPs that torch's counter confirms")
 def test_torchs_counter_agrees_on_a_plain_gpt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

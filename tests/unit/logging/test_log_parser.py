@@ -46,6 +46,7 @@ def test_lines_of_the_reference_are_read() -> None:
     assert evals[2].perplexities == {"lm loss": 454.3130}
 
 
+@pytest.mark.feature("Logging: Megatron-LM's training and validation lines, to the letter")
 def test_our_formats_give_the_reference_lines_to_the_letter() -> None:
     for line in (GOLDEN / "gpt_torch.losses").read_text().splitlines():
         if step := parse_training_line(line):
