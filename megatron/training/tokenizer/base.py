@@ -136,7 +136,7 @@ class MegatronTokenizer(ABC):
         )
 
 
-def pack(rows: Sequence[Sequence[int]]) -> TokenBatch:
+def pack(rows: Sequence[Sequence[int] | np.ndarray]) -> TokenBatch:
     """Join lists of ids into one batch."""
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     ids = np.empty(int(lengths.sum()), np.int32)
@@ -145,6 +145,15 @@ def pack(rows: Sequence[Sequence[int]]) -> TokenBatch:
         ids[at : at + len(row)] = row
         at += len(row)
     return TokenBatch(ids, lengths)
+
+
+def replace_rows(batch: TokenBatch, rows: Mapping[int, Sequence[int] | np.ndarray]) -> TokenBatch:
+    """The batch with the ids of some texts exchanged."""
+    if not rows:
+        return batch
+    ends = batch.lengths.cumsum()
+    kept = [batch.ids[end - n : end] for end, n in zip(ends, batch.lengths, strict=True)]
+    return pack([rows.get(index, row) for index, row in enumerate(kept)])
 
 
 def surround(batch: TokenBatch, prefix: Sequence[int], suffix: Sequence[int]) -> TokenBatch:

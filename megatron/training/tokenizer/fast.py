@@ -61,35 +61,53 @@ def choose_encoder(
     if backend == "owner":
         return OwnerEncoder(tokenizer)
     rules = tokenizer.bpe_rules()
-    names = ("gigatoken", "tiktoken") if backend == "auto" else (backend,)
-    for name in names:
-        reason = _why_not(name, rules)
-        encoder = None if reason or rules is None else _load(name, tokenizer, rules)
-        reason = reason or (None if encoder else f"{name} cannot run these rules")
-        if encoder is not None and (text := first_difference(tokenizer, encoder, sample, rules)):
-            reason = f"{name} gives other ids than the tokenizer's own library, for {text!r}"
-            logger.warning("%s; it is switched off", reason)
-        elif encoder is not None:
+    texts = [] if rules is None else [*probe_texts(rules.added_tokens), *sample]
+    for name in ("gigatoken", "tiktoken") if backend == "auto" else (backend,):
+        encoder, reason = _try(name, tokenizer, rules, texts)
+        if encoder is not None:
             return encoder
         if backend != "auto":
             raise ConfigError(f"--tokenizer-backend {backend}: {reason}; use auto or owner")
     return OwnerEncoder(tokenizer)
 
 
+def _try(
+    name: str, tokenizer: MegatronTokenizer, rules: BpeRules | None, texts: Sequence[str]
+) -> tuple[TextEncoder | None, str | None]:
+    """The encoder, if it can be had and is right; else why not."""
+    if rules is None:
+        return None, f"{tokenizer.name} has no byte-level BPE"
+    if reason := why_missing(name):
+        return None, reason
+    encoder: TextEncoder | None
+    if name == "gigatoken":
+        encoder = GigatokenEncoder.load(rules)
+    else:
+        encoder = TiktokenEncoder.load(rules, tokenizer)
+    if encoder is None:
+        return None, f"{name} cannot run these rules"
+    text = first_difference(tokenizer, encoder, texts)
+    if text is None:
+        return encoder, None
+    reason = f"{name} gives other ids than the tokenizer's own library, for {text!r}"
+    logger.warning("%s; it is switched off", reason)
+    return None, reason
+
+
 def first_difference(
-    tokenizer: MegatronTokenizer, encoder: TextEncoder, sample: Sequence[str], rules: BpeRules
+    tokenizer: MegatronTokenizer, encoder: TextEncoder, texts: Sequence[str]
 ) -> str | None:
     """The start of the first text whose ids differ from the owner's; None if none does."""
-    texts = [*probe_texts(rules.added_tokens), *sample]
-    wanted, found = tokenizer.tokenize_batch(texts), encoder.encode_batch(texts)
-    if np.array_equal(wanted.lengths, found.lengths) and np.array_equal(wanted.ids, found.ids):
+    if _equal(tokenizer.tokenize_batch(texts), encoder.encode_batch(texts)):
         return None
     for text in texts:
-        if not np.array_equal(
-            tokenizer.tokenize_batch([text]).ids, encoder.encode_batch([text]).ids
-        ):
+        if not _equal(tokenizer.tokenize_batch([text]), encoder.encode_batch([text])):
             return text[:80]
-    return texts[0][:80]
+    return "(all of the sample together)"
+
+
+def _equal(wanted: TokenBatch, found: TokenBatch) -> bool:
+    return np.array_equal(wanted.lengths, found.lengths) and np.array_equal(wanted.ids, found.ids)
 
 
 def probe_texts(added_tokens: Iterable[str]) -> list[str]:
@@ -120,15 +138,3 @@ def _one_of_each_kind() -> list[str]:
     for start, end in (*_MIXED, *_UNIFORM):
         found += map(chr, range(start, end, _PROBE_STRIDE))
     return found
-
-
-def _why_not(name: str, rules: BpeRules | None) -> str | None:
-    if rules is None:
-        return "this tokenizer is no byte-level BPE of a tokenizer.json"
-    return why_missing(name)
-
-
-def _load(name: str, tokenizer: MegatronTokenizer, rules: BpeRules) -> TextEncoder | None:
-    if name == "gigatoken":
-        return GigatokenEncoder.load(rules)
-    return TiktokenEncoder.load(rules, tokenizer)

@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 
 from megatron.core.optional import require
-from megatron.training.tokenizer.base import MegatronTokenizer, TokenBatch, pack, surround
+from megatron.training.tokenizer.base import (
+    MegatronTokenizer,
+    TokenBatch,
+    pack,
+    replace_rows,
+    surround,
+)
 from megatron.training.tokenizer.bpe_rules import BpeRules, byte_of_character
 
 logger = logging.getLogger(__name__)
@@ -66,13 +72,7 @@ class TiktokenEncoder:
         ranks = pack([[] if i in endless else self._encode(t) for i, t in enumerate(texts)])
         ids = TokenBatch(self.ids[ranks.ids], ranks.lengths)
         batch = surround(ids, self._rules.prefix, self._rules.suffix)
-        if not endless:
-            return batch
-        ends = batch.lengths.cumsum()
-        rows = [batch.ids[end - n : end] for end, n in zip(ends, batch.lengths, strict=True)]
-        for i in endless:
-            rows[i] = self._owner.tokenize_batch([texts[i]]).ids
-        return pack(rows)
+        return replace_rows(batch, {i: self._owner.tokenize_batch([texts[i]]).ids for i in endless})
 
     def _encode(self, text: str) -> list[int]:
         text.encode()  # a lone surrogate is an error here as with the owner, not a replacement

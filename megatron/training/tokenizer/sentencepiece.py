@@ -13,6 +13,7 @@ from megatron.training.tokenizer.base import (
     MissingToken,
     TokenBatch,
     pack,
+    replace_rows,
     surround,
 )
 from megatron.training.tokenizer.spec import TokenizerSpec
@@ -153,13 +154,7 @@ class _SentencePieceTokenizer(_PieceTokenizer):
     def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
         batch = super().tokenize_batch(texts)
         special = [i for i, text in enumerate(texts) if self._split.search(text)]
-        if not special:
-            return batch
-        ends = batch.lengths.cumsum()
-        rows = [batch.ids[end - n : end] for end, n in zip(ends, batch.lengths, strict=True)]
-        for i in special:
-            rows[i] = self.tokenize(texts[i])
-        return pack(rows)
+        return replace_rows(batch, {i: self.tokenize(texts[i]) for i in special})
 
     def detokenize(self, ids: Sequence[int]) -> str:
         parts: list[str] = []

@@ -1,0 +1,191 @@
+"""The fast libraries give the owner's ids, or are not used."""
+
+from __future__ import annotations
+
+import json
+import logging
+import unicodedata
+
+import numpy as np
+import pytest
+import tokenizers
+
+from megatron.core.config.errors import ConfigError
+from megatron.training.tokenizer import TokenBatch, TokenizerSpec, create_tokenizer, fast
+from megatron.training.tokenizer.base import surround
+from megatron.training.tokenizer.bpe_rules import BpeRules, byte_of_character
+from megatron.training.tokenizer.fast_gigatoken import GigatokenEncoder
+from megatron.training.tokenizer.fast_tiktoken import TiktokenEncoder
+from tests.tokenizer_files import SPM_MODEL, corpus_texts
+
+
+@pytest.fixture
+def gpt2(bpe_dir):
+    return create_tokenizer(
+        TokenizerSpec(
+            tokenizer_type="GPT2BPETokenizer",
+            vocab_file=str(bpe_dir / "vocab.json"),
+            merge_file=str(bpe_dir / "merges.txt"),
+        )
+    )
+
+
+def same(a: TokenBatch, b: TokenBatch) -> bool:
+    return np.array_equal(a.ids, b.ids) and np.array_equal(a.lengths, b.lengths)
+
+
+@pytest.mark.parametrize("backend", ["gigatoken", "tiktoken", "owner"])
+def test_each_library_gives_the_owners_ids(gpt2, backend):
+    if backend != "owner":
+        pytest.importorskip(backend)
+    encoder = fast.choose_encoder(gpt2, corpus_texts()[:20], backend)
+    assert encoder.name == backend
+    texts = [*corpus_texts(), *fast.probe_texts([]), "", "x" * 100_000]
+    assert same(encoder.encode_batch(texts), gpt2.tokenize_batch(texts))
+
+
+@pytest.mark.parametrize("backend", ["gigatoken", "tiktoken"])
+def test_special_tokens_and_ids_around_a_text_are_kept(bpe_dir, tmp_path, backend):
+    pytest.importorskip(backend)
+    rules = tokenizers.Tokenizer.from_file(str(bpe_dir / "tokenizer.json"))
+    rules.add_special_tokens(["<s>", "</s>"])
+    rules.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>",
+        special_tokens=[("<s>", rules.token_to_id("<s>")), ("</s>", rules.token_to_id("</s>"))],
+    )
+    rules.save(str(tmp_path / "tokenizer.json"))
+    owner = create_tokenizer(
+        TokenizerSpec(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    )
+    encoder = fast.choose_encoder(owner, ["a sample"], backend)
+    texts = ["one <|endoftext|> two</s>", "", "<s><s>", *corpus_texts()[:5]]
+    assert same(encoder.encode_batch(texts), owner.tokenize_batch(texts))
+
+
+def test_a_library_that_differs_is_switched_off_with_a_warning(gpt2, monkeypatch, caplog):
+    class Wrong:
+        name = "gigatoken"
+
+        def encode_batch(self, texts):
+            batch = gpt2.tokenize_batch(texts)
+            return TokenBatch(np.where(batch.ids == batch.ids[0], 1, batch.ids), batch.lengths)
+
+    monkeypatch.setattr(GigatokenEncoder, "load", classmethod(lambda cls, rules: Wrong()))
+    monkeypatch.setattr(fast, "why_missing", lambda name: None if name == "gigatoken" else "no")
+    with caplog.at_level(logging.WARNING):
+        encoder = fast.choose_encoder(gpt2, [], "auto")
+    assert encoder.name == "owner"
+    assert "gigatoken gives other ids than the tokenizer's own library" in caplog.text
+    with pytest.raises(ConfigError, match="--tokenizer-backend gigatoken: .*other ids"):
+        fast.choose_encoder(gpt2, [], "gigatoken")
+
+
+def test_without_gigatoken_tiktoken_is_taken_and_without_both_the_owner(gpt2, monkeypatch):
+    pytest.importorskip("tiktoken")
+    missing = {"gigatoken": "gone"}
+    monkeypatch.setattr(fast, "why_missing", missing.get)
+    assert fast.choose_encoder(gpt2, [], "auto").name == "tiktoken"
+    missing["tiktoken"] = "gone"
+    assert fast.choose_encoder(gpt2, [], "auto").name == "owner"
+    with pytest.raises(ConfigError, match="--tokenizer-backend gigatoken: gone"):
+        fast.choose_encoder(gpt2, [], "gigatoken")
+
+
+def test_a_tokenizer_that_is_no_byte_level_bpe_stays_with_its_owner():
+    tokenizer = create_tokenizer(
+        TokenizerSpec(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(SPM_MODEL))
+    )
+    assert fast.choose_encoder(tokenizer, ["x"], "auto").name == "owner"
+    with pytest.raises(ConfigError, match="GPTSentencePieceTokenizer has no byte-level BPE"):
+        fast.choose_encoder(tokenizer, ["x"], "tiktoken")
+
+
+def test_gigatoken_forgets_its_words_when_they_take_too_much_memory(gpt2):
+    pytest.importorskip("gigatoken")
+    encoder = GigatokenEncoder(gpt2.bpe_rules(), memory_growth=-1)
+    before = encoder._bpe
+    texts = list(corpus_texts()[:50])
+    assert same(encoder.encode_batch(texts), gpt2.tokenize_batch(texts))
+    assert encoder._bpe is not before
+
+
+def test_gigatoken_takes_short_texts_in_one_call(gpt2):
+    pytest.importorskip("gigatoken")
+    encoder = GigatokenEncoder.load(gpt2.bpe_rules())
+    texts = ["a b", "", "hello there\n"] * 20
+    assert same(encoder.encode_batch(texts), gpt2.tokenize_batch(texts))
+    assert same(encoder.encode_batch([]), gpt2.tokenize_batch([]))
+
+
+def test_a_text_of_endless_blanks_goes_from_tiktoken_to_the_owner(gpt2):
+    pytest.importorskip("tiktoken")
+    encoder = TiktokenEncoder.load(gpt2.bpe_rules(), gpt2)
+    texts = ["a", " " * 1_000_000 + "x", "b"]  # tiktoken alone overflows its stack here
+    assert same(encoder.encode_batch(texts), gpt2.tokenize_batch(texts))
+
+
+def changed(rules: BpeRules, change) -> BpeRules:
+    content = json.loads(rules.tokenizer_json)
+    change(content)
+    return BpeRules(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c.update(normalizer={"type": "NFC"}),
+        lambda c: c["model"].update(merges=c["model"]["merges"][::-1]),
+        lambda c: c["model"].update(byte_fallback=True),
+        lambda c: c["pre_tokenizer"].update(add_prefix_space=True),
+        lambda c: c.update(pre_tokenizer=None),
+        lambda c: c.update(
+            added_tokens=[
+                *({"id": 0, "content": "a", "lstrip": True, "rstrip": False, "single_word": False},)
+            ]
+        ),
+    ],
+    ids=["normalizer", "order of merges", "fallback", "prefix", "no cut", "stripping token"],
+)
+def test_rules_that_tiktoken_would_read_otherwise_are_left_to_the_owner(gpt2, change):
+    pytest.importorskip("tiktoken")
+    assert TiktokenEncoder.load(changed(gpt2.bpe_rules(), change), gpt2) is None
+
+
+def test_tiktoken_runs_rules_with_a_pattern_of_their_own(bpe_dir, tmp_path):
+    pytest.importorskip("tiktoken")
+    rules = tokenizers.Tokenizer.from_file(str(bpe_dir / "tokenizer.json"))
+    rules.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"\p{L}+|[^\p{L}]+"), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    rules.save(str(tmp_path / "tokenizer.json"))
+    owner = create_tokenizer(
+        TokenizerSpec(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    )
+    # gigatoken knows no fast way to cut like this and is passed over
+    encoder = fast.choose_encoder(owner, corpus_texts()[:5], "auto")
+    assert encoder.name == "tiktoken"
+
+
+def test_the_probe_has_every_category_of_characters():
+    text = "".join(fast.probe_texts(["<tok>"]))
+    wanted = {unicodedata.category(chr(c)) for c in range(0x20000) if not 0xD800 <= c < 0xE000}
+    assert {unicodedata.category(c) for c in text} >= wanted - {"Co"}
+    assert "a<tok>b" in text
+
+
+def test_surround_puts_ids_around_every_text_also_an_empty_one():
+    batch = TokenBatch(np.array([5, 6, 7], np.int32), np.array([2, 0, 1]))
+    found = surround(batch, [1], [2, 3])
+    assert found.ids.tolist() == [1, 5, 6, 2, 3, 1, 2, 3, 1, 7, 2, 3]
+    assert found.lengths.tolist() == [5, 3, 4]
+
+
+def test_the_byte_table_is_the_one_of_the_library():
+    assert set(byte_of_character()) == set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    cut = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for character, byte in byte_of_character().items():
+        if byte < 128:
+            assert cut.pre_tokenize_str(chr(byte))[0][0] == character
