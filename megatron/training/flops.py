@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 
@@ -48,7 +49,7 @@ def causal_model_flops(config: RunConfig, batch_size: int, padded_vocab_size: in
     """FLOPs of a step on ``batch_size`` samples with attention counted under its mask."""
     seq_length = _seq_length(config)
     keys = [
-        mean_keys_per_query(seq_length, window_of_layer(config.model, layer_index))
+        mean_keys_per_query(seq_length, _keys_in_window(config.model, layer_index))
         for layer_index in range(config.model.num_layers)
     ]
     return _model_flops(config.model, batch_size * seq_length, padded_vocab_size, keys)
@@ -61,16 +62,10 @@ def mean_keys_per_query(seq_length: int, window: int | None = None) -> float:
     return (growing + (seq_length - window) * window) / seq_length
 
 
-def window_of_layer(model: TransformerConfig, layer_index: int) -> int | None:
-    """Keys in the sliding window of a layer, the query's own among them; None without one."""
-    if model.window_size is None or model.window_size[0] < 0:
-        return None
-    skip = model.window_attn_skip_freq
-    if isinstance(skip, int):
-        is_windowed = (layer_index + 1) % skip != 0
-    else:
-        is_windowed = skip is None or bool(skip[layer_index])
-    return model.window_size[0] + 1 if is_windowed else None
+def _keys_in_window(model: TransformerConfig, layer_index: int) -> int | None:
+    """Keys before a query, and the query's own, that its window holds; None without a limit."""
+    window = window_of_layer(model, layer_index)
+    return None if window is None or window[0] < 0 else window[0] + 1
 
 
 def _model_flops(

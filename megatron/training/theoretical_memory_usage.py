@@ -7,8 +7,9 @@ given where its formula holds: sequence parallelism with selective recomputation
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron.training.arguments.parameter_count import layer_parameters
 from megatron.training.config.run import RunConfig
 
 _MIB = 2**20
@@ -26,16 +27,9 @@ class ParameterCount:
 def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCount:
     """Parameters by formula; positions that are learned are not counted."""
     model = config.model
-    heads_width = model.num_attention_heads * model.kv_channels
-    groups_width = model.num_query_groups * model.kv_channels
-    qkv_width = heads_width + 2 * groups_width
-    mlp_width = (2 if model.gated_linear_unit else 1) * model.ffn_hidden_size
-    matrices = model.hidden_size * (qkv_width + heads_width + mlp_width + model.ffn_hidden_size)
-    norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
-    biases = 2 * model.hidden_size + qkv_width + mlp_width if model.add_bias_linear else 0
-    if model.add_qkv_bias and not model.add_bias_linear:
-        biases = qkv_width
-    layers = model.num_layers * (matrices + biases + 2 * norm) + norm
+    undivided = replace(model, tensor_model_parallel_size=1)
+    final_norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
+    layers = model.num_layers * layer_parameters(undivided) + final_norm
     embedding = model.hidden_size * padded_vocab_size
     num_embeddings = 2 if config.language_model.untie_embeddings_and_output_weights else 1
     pp, tp = model.pipeline_model_parallel_size, model.tensor_model_parallel_size

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.device_peak import device_peak, known_peak
 from megatron.training.flops import (
     causal_model_flops,
     mean_keys_per_query,
     num_floating_point_operations,
-    window_of_layer,
 )
 from megatron.training.gpt import build_gpt_model
 from tests.unit.callbacks.helpers import run_config
@@ -52,14 +50,16 @@ def test_a_causal_query_meets_itself_and_what_stands_before_it() -> None:
 
 
 def test_layers_with_a_sliding_window_count_fewer_keys() -> None:
-    sizes = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 1}
-    model = TransformerConfig(**sizes, window_size=(15, 0), window_attn_skip_freq=2)
-    assert [window_of_layer(model, i) for i in range(4)] == [16, None, 16, None]
-    model = TransformerConfig(**sizes, window_size=(15, 0), window_attn_skip_freq=(1, 0, 0, 1))
-    assert [window_of_layer(model, i) for i in range(4)] == [16, None, None, 16]
-    model = TransformerConfig(**sizes, window_size=(15, 0))
-    assert [window_of_layer(model, i) for i in range(4)] == [16] * 4
-    assert window_of_layer(TransformerConfig(**sizes, window_size=(-1, 0)), 0) is None
+    whole = causal_model_flops(run_config(), 1, 512)
+    windowed = causal_model_flops(
+        run_config("--window-size 15,0 --window-attn-skip-freq 2"), 1, 512
+    )
+    per_key = whole.attention / 2 / mean_keys_per_query(64)
+    expected = per_key * (mean_keys_per_query(64, window=16) + mean_keys_per_query(64))
+    assert windowed.attention == pytest.approx(expected), "the second of two layers stays full"
+    assert windowed.linear == whole.linear
+    unlimited = causal_model_flops(run_config("--window-size=-1,0"), 1, 512)
+    assert unlimited.attention == whole.attention
 
 
 @pytest.mark.feature("Logging: tokens/s and MFU, from FLOPs that torch's counter confirms")
