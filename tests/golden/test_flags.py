@@ -35,6 +35,7 @@ def plain(value: Any) -> Any:
     return f"enum:{value.name}" if isinstance(value, enum.Enum) else value
 
 
+@pytest.mark.feature("Command line: all 513 flags of Megatron-LM, same spelling, type and default")
 def test_all_513_flags_exist_with_all_spellings(actions: dict[str, argparse.Action]) -> None:
     assert len(GOLDEN) == 513
     missing = [flag for g in GOLDEN for flag in g["flags"] if flag not in actions]

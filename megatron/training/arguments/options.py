@@ -69,7 +69,7 @@ def groups_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
     return {heading: parser.add_argument_group(heading) for heading in GROUPS}
 
 
-def value_type(annotation: Any) -> type:
+def value_type(annotation: Any) -> Any:
     """``int`` for ``int``, ``int | None`` and ``tuple[int, ...]``."""
     inner = [a for a in typing.get_args(annotation) if a not in (type(None), Ellipsis)]
     is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (

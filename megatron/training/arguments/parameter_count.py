@@ -35,12 +35,12 @@ def _norm_parameters(m: TransformerConfig) -> int:
     per_channel = 2 if m.normalization == "LayerNorm" else 1
     norms = 4 if m.layer_norm_placement == "sandwich" else 2
     qk = 0
-    if m.qk_layernorm_full_width:
+    if m.qk_layernorm_full_width:  # an RMS norm, whatever the others are
         qk = m.kv_channels * (m.num_attention_heads + m.num_query_groups)
         qk //= m.tensor_model_parallel_size
     elif m.qk_layernorm:
-        qk = 2 * m.kv_channels
-    return per_channel * (norms * m.hidden_size + qk)
+        qk = per_channel * 2 * m.kv_channels
+    return per_channel * norms * m.hidden_size + qk
 
 
 def embedding_parameters(run: RunConfig) -> int | None:

@@ -15,6 +15,7 @@ def report(words: str, without: tuple[str, ...] = ()) -> tuple[int, list[str]]:
     return status, "\n".join(lines).splitlines()
 
 
+@pytest.mark.feature("Command line: --check-only plans a run for any number of ranks")
 def test_the_plan_shows_layout_memory_batches_and_warnings() -> None:
     status, lines = report(
         "--check-world-size 32 --tensor-model-parallel-size 2 --global-batch-size 128 --bf16 "

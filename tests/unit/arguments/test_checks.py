@@ -60,6 +60,7 @@ def test_a_number_below_its_smallest_value_is_named(dest: str) -> None:
     assert any(p.startswith(f"{flag} ") and f"at least {least} is needed" in p for p in problems)
 
 
+@pytest.mark.feature("Command line: all conflicts at once, each with its cure")
 def test_all_problems_come_at_once() -> None:
     problems = problems_of(
         "--bf16 --fp16 --log-interval 0 --use-distributed-optimizer --tensor-model-parallel-size 3",

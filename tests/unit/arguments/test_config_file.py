@@ -30,6 +30,7 @@ def run_from_file(path: Path, *words: str, world_size: int = 1, provider: object
     return resolve(args, world_size)
 
 
+@pytest.mark.feature("Command line: config.yaml beside a checkpoint starts the identical run")
 def test_what_is_written_gives_the_identical_run(tmp_path: Path) -> None:
     for words, without in ((WORDS, ("--train-iters",)), ("", ())):
         run = run_of(words, without=without)

@@ -72,6 +72,7 @@ def test_a_users_flags_are_in_the_namespace() -> None:
     assert legacy_namespace(runtime).mine == 3  # type: ignore[arg-type]
 
 
+@pytest.mark.feature("Scripts: get_args(), args_defaults and extra_args_provider of Megatron-LM")
 def test_a_script_parses_validates_and_builds_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["script.py", *argv("--swiglu")])
     args = facade.parse_args()

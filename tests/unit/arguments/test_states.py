@@ -140,5 +140,8 @@ def unread() -> list[str]:
     ]
 
 
+@pytest.mark.feature(
+    "Command line: each flag acts, is refused with a sentence or is announced as idle"
+)
 def test_there_is_no_fourth_state() -> None:
     assert unread() == []

@@ -54,4 +54,19 @@ def sets_are_evaluated_whole(run: RunConfig) -> Iterator[str]:
         yield "--multiple-validation-sets needs --full-validation: add it"
 
 
-CHECKS = (one_source_of_data, split_is_three_shares, sets_are_evaluated_whole)
+def documents_are_kept_apart_by_a_mask(run: RunConfig) -> Iterator[str]:
+    """Attention that is causal by itself knows no documents."""
+    d = run.data
+    if d.reset_attention_mask and not d.create_attention_mask_in_dataloader:
+        yield (
+            "--reset-attention-mask needs masks, which --no-create-attention-mask-in-dataloader "
+            "turns off: drop one of them"
+        )
+
+
+CHECKS = (
+    one_source_of_data,
+    split_is_three_shares,
+    sets_are_evaluated_whole,
+    documents_are_kept_apart_by_a_mask,
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from megatron.training.config.run import RunConfig
 
@@ -37,7 +38,7 @@ def tokenizer_has_its_files(run: RunConfig) -> Iterator[str]:
     t = run.tokenizer
     files = {"--vocab-file": t.vocab_file, "--merge-file": t.merge_file}
     model, size = {"--tokenizer-model": t.tokenizer_model}, {"--vocab-size": t.vocab_size}
-    needed = {
+    needed: dict[str, dict[str, Any]] = {
         "GPT2BPETokenizer": files,
         "BertWordPieceLowerCase": {"--vocab-file": t.vocab_file},
         "BertWordPieceCase": {"--vocab-file": t.vocab_file},
@@ -48,8 +49,9 @@ def tokenizer_has_its_files(run: RunConfig) -> Iterator[str]:
         "TikTokenizer": model,
         "NullTokenizer": size,
         "NullMultimodalTokenizer": size,
-    }.get(t.tokenizer_type or "", {})
-    missing = [flag for flag, value in needed.items() if value is None]
+    }
+    own = needed.get(t.tokenizer_type or "", {})
+    missing = [flag for flag, value in own.items() if value is None]
     if missing:
         yield f"--tokenizer-type {t.tokenizer_type} needs {' and '.join(missing)}"
 
