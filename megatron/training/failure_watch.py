@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 import torch.distributed as dist
+from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.core.config.errors import MegatronError
@@ -52,7 +53,7 @@ class FailureWatch:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         world_size: int,
         poll_s: float,
@@ -114,7 +115,7 @@ class FailureWatch:
         while self._store.add(counter, 0) < value and time.monotonic() < deadline_s:
             time.sleep(0.02)
 
-    def _watch(self, store: dist.Store) -> None:
+    def _watch(self, store: Store) -> None:
         """Life of the thread."""
         lost_at_s: float | None = None
         while not self._stopped.wait(self._poll_s):

@@ -59,7 +59,7 @@ def train_step(run: Runtime) -> StepResult:
         losses=reduced,
         grad_norm=grad_norm,
         num_zeros=num_zeros,
-        params_norm=_params_norm(run, iteration),
+        params_norm=_params_norm(run),
         learning_rate=lr,
         decoupled_learning_rate=decoupled_lr,
         loss_scale=float(run.optimizer.get_loss_scale()),
@@ -134,8 +134,8 @@ def _not_finite(loss: Tensor | float) -> bool:
     return not bool(torch.isfinite(torch.as_tensor(loss)).all())
 
 
-def _params_norm(run: Runtime, iteration: int) -> float | None:
-    logging = run.config.logging
-    if not logging.log_params_norm or iteration % logging.log_interval:
+def _params_norm(run: Runtime) -> float | None:
+    """Every step, as TensorBoard shows it; the line shows that of its last step."""
+    if not run.config.logging.log_params_norm:
         return None
     return calc_params_l2_norm(run.model_chunks, run.groups)
