@@ -89,6 +89,7 @@ def save_then_fail(rank, world_size, root, faults):
     return str(caught.value)
 
 
+@pytest.mark.feature("Checkpoints: a rank that cannot save stops the save on all ranks")
 @pytest.mark.parametrize(
     ("faults", "reason"),
     [

@@ -117,15 +117,26 @@ def published(root: Path) -> list[Found]:
     return _newest_first([f for f in found if f is not None])
 
 
-def choose(root: Path, *, step: int | None = None) -> Choice | None:
+def choose(root: Path, *, step: int | None = None, lenient: bool = False) -> Choice | None:
     """The checkpoint of ``root`` to load: iteration ``step`` if given; None if there is none.
 
-    Raises CheckpointError if the tracker or ``step`` names a folder that is not there.
+    Raises CheckpointError if ``step`` names a folder that is not there, or the tracker does and
+    not ``lenient``; a lenient choice is then the newest there is.
     """
     order = published(root)
-    tracker = read_tracker(root) if step is None else None
     if step is not None:
         return Choice(_named(root, order, step, f"--ckpt-step {step}"))
+    try:
+        return _as_tracked(root, order)
+    except CheckpointError as problem:
+        if not lenient or not order:
+            raise
+        return _newest(order, str(problem))
+
+
+def _as_tracked(root: Path, order: list[Found]) -> Choice | None:
+    """What the tracker means, and what it means if it is absent or lags behind."""
+    tracker = read_tracker(root)
     if tracker is None:
         return _newest(order, "there is no tracker file") if order else None
     if order and order[0].iteration == tracker.iteration:

@@ -25,7 +25,12 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import load, together
 from megatron.core.dist_checkpointing.validation import Differences
-from megatron.training.checkpointing.paths import find, is_same_directory, read_content
+from megatron.training.checkpointing.paths import (
+    check_writable,
+    find,
+    is_same_directory,
+    read_content,
+)
 from megatron.training.checkpointing.rng_state import set_rng_state
 from megatron.training.checkpointing.run_tensors import (
     OPTIMIZER_PREFIX,
@@ -117,7 +122,9 @@ def _choose(
 
 def _choose_here(config: CheckpointConfig) -> dict[str, Any]:
     """The choice as JSON; empty if the run starts from random weights."""
-    choice = find(config.load, config.ckpt_step)
+    if config.save is not None:
+        check_writable(config.save)
+    choice = find(config.load, config.ckpt_step, lenient=config.load_newest_valid)
     if choice is not None:
         assert config.load is not None
         return _answer(config.load, choice, config.finetune)

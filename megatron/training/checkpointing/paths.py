@@ -7,6 +7,7 @@ says how the folder is chosen.
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,10 +89,10 @@ def other_format(folder: Path) -> str | None:
     return "torch_dcp" if (folder / ".metadata").exists() else None
 
 
-def find(directory: str | None, step: int | None) -> Choice | None:
+def find(directory: str | None, step: int | None, *, lenient: bool = False) -> Choice | None:
     """What ``--load directory --ckpt-step step`` means; None if there is no checkpoint.
 
-    ``directory`` may also be the folder of one checkpoint.
+    ``directory`` may also be the folder of one checkpoint.  ``lenient``: see `folders.choose`.
     """
     if directory is None:
         return None
@@ -99,12 +100,26 @@ def find(directory: str | None, step: int | None) -> Choice | None:
     if step is None and (path / MANIFEST).exists():
         manifest = read_manifest(path)
         return Choice(Found(path, manifest.iteration if manifest else None, manifest))
-    return choose(path, step=step)
+    return choose(path, step=step, lenient=lenient)
 
 
 def is_same_directory(a: str | None, b: str | None) -> bool:
     """Whether two options name one directory, however they are spelt."""
     return a is not None and b is not None and Path(a).resolve() == Path(b).resolve()
+
+
+def check_writable(directory: str) -> None:
+    """Make ``directory`` and a file in it.  Raises CheckpointError where that fails.
+
+    At start-up: the first save may be hours away.
+    """
+    path = Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".writable-"):
+            pass
+    except OSError as error:
+        raise CheckpointError(f"--save {directory} cannot be written to: {error}") from None
 
 
 def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:

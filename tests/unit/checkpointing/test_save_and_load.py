@@ -214,6 +214,13 @@ def test_exit_on_missing_checkpoint_is_an_error_also_for_a_new_run(tmp_path):
         load_run(config, make_parts())
 
 
+def test_a_directory_that_cannot_be_written_to_is_found_at_start_up(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = CheckpointConfig(save=str(tmp_path / "file" / "x"))
+    with pytest.raises(CheckpointError, match="--save .*file/x cannot be written to: .*Not a dir"):
+        load_run(config, make_parts())
+
+
 # -- checkpoints that do not fit, or are damaged --------------------------------------------
 
 
@@ -259,6 +266,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.feature("Checkpoints: a cut, altered or missing file is found and named")
 @pytest.mark.parametrize("name", ["__0_0.safetensors", "common.json", "__0_state.json"])
 def test_a_damaged_checkpoint_stops_the_run_unless_an_older_one_is_asked_for(
     saved, tmp_path, name, capsys

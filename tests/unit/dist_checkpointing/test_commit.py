@@ -8,6 +8,8 @@ import random
 import signal
 import sys
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.folders import TRACKER, choose, published
+from megatron.core.dist_checkpointing.folders import TRACKER, choose, published, read_tracker
 from megatron.core.dist_checkpointing.mapping import ParamInfo, from_param
 from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed, load, save
 from tests.unit.dist_checkpointing.tiny import publish_model, read_all
@@ -74,8 +76,8 @@ def names_of_published(root: Path) -> list[str]:
     return [TRACKER, *(found.folder.name for found in published(root))]
 
 
-def run_and_kill(root: Path, iteration: int, call: int) -> int:
-    """Save in a forked process that is killed at its ``call``-th function call; exit status."""
+def run_and_kill(action: Callable[[], object], call: int) -> int:
+    """Run ``action`` in a forked process, killed at its ``call``-th function call; exit status."""
     child = os.fork()
     if child == 0:
         left = call
@@ -88,7 +90,7 @@ def run_and_kill(root: Path, iteration: int, call: int) -> int:
 
         try:
             sys.setprofile(count)
-            save_and_retire(root, iteration)
+            action()
             sys.setprofile(None)
             os._exit(0)
         finally:
@@ -110,6 +112,7 @@ def calls_in_a_save(root: Path) -> int:
     return calls
 
 
+@pytest.mark.feature("Checkpoints: a kill at any moment of a save leaves a whole checkpoint")
 def test_a_storm_of_kills_never_loses_a_checkpoint_and_never_loads_a_partial_one(tmp_path):
     """SIGKILL at random function calls, in Python or below, all over a save."""
     calls = calls_in_a_save(tmp_path / "counted")
@@ -119,7 +122,9 @@ def test_a_storm_of_kills_never_loses_a_checkpoint_and_never_loads_a_partial_one
     newest, outcomes = 1, Counter()
     for _ in range(NUM_KILLS):
         iteration = newest + 1
-        status = run_and_kill(root, iteration, rng.randrange(1, calls + 50))
+        status = run_and_kill(
+            partial(save_and_retire, root, iteration), rng.randrange(1, calls + 50)
+        )
         assert status in (0, -signal.SIGKILL)
         found = loadable(root)
         assert found in (newest, iteration)
@@ -139,10 +144,22 @@ def test_a_storm_over_one_step_that_is_saved_again_and_again(tmp_path):
     save_and_retire(root, 1)
     rng = random.Random(1)
     for _ in range(15):
-        run_and_kill(root, 1, rng.randrange(1, calls))
+        run_and_kill(partial(save_and_retire, root, 1), rng.randrange(1, calls))
         assert loadable(root) == 1
     save_and_retire(root, 2)
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000002", TRACKER]
+
+
+def test_a_kill_at_any_call_leaves_the_old_or_the_new_tracker(tmp_path):
+    commit.set_tracker(tmp_path, "100000", "a", 1)
+    seen, call, status = [], 0, -signal.SIGKILL
+    while status == -signal.SIGKILL:
+        call += 1
+        status = run_and_kill(partial(commit.set_tracker, tmp_path, "200000", "b", 2), call)
+        seen.append(read_tracker(tmp_path).text)
+    assert status == 0
+    assert seen == sorted(seen)
+    assert set(seen) == {"100000", "200000"}
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -150,7 +167,7 @@ def test_a_kill_at_each_named_point_leaves_a_whole_checkpoint(tmp_path, point, m
     save_and_retire(tmp_path, 1)
     monkeypatch.setenv("FAULTS", f"{point}:kill")
     iteration = 1 if point == "save.displaced" else 2
-    assert run_and_kill(tmp_path, iteration, call=0) == -signal.SIGKILL
+    assert run_and_kill(partial(save_and_retire, tmp_path, iteration), call=0) == -signal.SIGKILL
     monkeypatch.delenv("FAULTS")
     is_published = POINTS.index(point) > POINTS.index("save.displaced")
     assert loadable(tmp_path) == (2 if is_published else 1)

@@ -153,6 +153,9 @@ def test_a_tracker_that_names_nothing_is_an_error(tmp_path):
     set_tracker(tmp_path, "6")
     with pytest.raises(CheckpointError, match=r"txt names .*iter_0000006, which is not there"):
         choose(tmp_path)
+    choice = choose(tmp_path, lenient=True)
+    assert choice.found.iteration == 5
+    assert "which is not there" in choice.note
 
 
 def test_the_tracker_may_name_a_release_or_a_folder_of_another_format(tmp_path):

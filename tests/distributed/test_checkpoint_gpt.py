@@ -1,0 +1,69 @@
+"""A trained GPT with its optimizer, loaded in another layout and saved again, is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.training import checkpoint_io, setup
+from megatron.training.initialize import configure, start
+from megatron.training.schedule import number_of_train_iters
+from tests.functional.runs import TINY, run_gpt
+from tests.ranks import run_ranks
+
+MODELS = {
+    "gpt": ["--vocab-size", "101", "--make-vocab-size-divisible-by", "8"],
+    "llama": (
+        "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+        "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights --bf16"
+    ).split(),
+}
+LAYOUTS = [(2, 2), (4, 2), (2, 1), (1, 1)]  # (ranks, tensor parallel), one loaded from the other
+
+
+def load_and_save(rank: int, world_size: int, argv: Sequence[str]) -> None:
+    """Set a run up, load, and save what was loaded."""
+    with mock.patch("sys.argv", ["pretrain_gpt.py", *argv]):
+        run = start(configure())
+    run.train_iters = number_of_train_iters(run.config, run.batches)
+    setup.setup_tokenizer(run)
+    setup.build_model(run, pretrain_gpt.model_provider)
+    setup.build_optimizer(run)
+    checkpoint_io.load(run)
+    checkpoint_io.save(run)
+
+
+def content(root: Path) -> dict[str, torch.Tensor]:
+    with CheckpointReader(root / "iter_0000003") as reader:
+        assert reader.common()["counters"]["consumed_train_samples"] == 24
+        return {key: reader.read(key) for key in reader.tensors}
+
+
+@pytest.mark.feature(
+    "Checkpoints: any tensor- and data-parallel layout loads any other, optimizer included"
+)
+@pytest.mark.parametrize("model", MODELS)
+def test_resharding_is_the_identity(tmp_path, model):
+    flags = [*MODELS[model], "--train-iters", "3", "--save-interval", "100"]
+    last = tmp_path / "trained"
+    run_gpt(tmp_path, *flags, "--save", str(last))
+    expected = content(last)
+    kinds = {key.split(".")[2] for key in expected if key.startswith("optimizer.state")}
+    assert kinds >= {"exp_avg", "exp_avg_sq"}
+    for world_size, tp in LAYOUTS:
+        root = tmp_path / f"{world_size}-{tp}"
+        directories = ["--load", str(last), "--save", str(root)]
+        parallel = ["--tensor-model-parallel-size", str(tp)]
+        run_ranks(load_and_save, world_size, [*TINY, *flags, *directories, *parallel])
+        found = content(root)
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            assert found[key].dtype == tensor.dtype, key
+            assert torch.equal(found[key], tensor), (key, world_size, tp)
+        last = root
