@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 
+from megatron.core.config.errors import ConfigError
 from megatron.training.printing import rank
 
 LEVEL_VARIABLE = "MEGATRON_LOGGING_LEVEL"
@@ -48,5 +49,10 @@ def setup_logging(logging_level: int | None) -> None:
         root.addHandler(StdoutHandler())
     from_environment = os.environ.get(LEVEL_VARIABLE)
     if logging_level is None and from_environment is not None:
+        if not from_environment.isdigit():
+            raise ConfigError(
+                f"{LEVEL_VARIABLE}={from_environment} is not a number: "
+                "use 10 for DEBUG, 20 for INFO, 30 for WARNING"
+            )
         logging_level = int(from_environment)
     root.setLevel(logging.INFO if logging_level is None else logging_level)

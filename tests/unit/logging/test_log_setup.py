@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.utils import divide, log_single_rank
 from megatron.training.log_setup import setup_logging
 
@@ -56,6 +57,12 @@ def test_the_flag_wins_over_the_environment(
     setup_logging(10)
     _say()
     assert capsys.readouterr().out.splitlines()[0] == "a debug line"
+
+
+def test_a_level_by_name_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_LOGGING_LEVEL", "INFO")
+    with pytest.raises(ConfigError, match="MEGATRON_LOGGING_LEVEL=INFO is not a number: use 10"):
+        setup_logging(None)
 
 
 def test_log_single_rank_logs_where_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
