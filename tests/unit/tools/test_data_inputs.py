@@ -1,0 +1,78 @@
+"""Blocks hold whole records, whatever their size and the file's form."""
+
+from __future__ import annotations
+
+import gzip
+import random
+
+import pytest
+
+from megatron.training.preprocess.compressed import Stream, uncompressed_extension
+from megatron.training.preprocess.documents import RecordFormat
+from megatron.training.preprocess.inputs import SEPARATORS, Segment, blocks, sample_blocks
+
+
+def random_text(rng):
+    parts = ["a", "bb", "c\u00e9", " ", "\n", "\n", "\n\n", "\n \n", "\r\n", "long" * 20]
+    return "".join(rng.choice(parts) for _ in range(rng.randint(0, 200)))
+
+
+@pytest.mark.parametrize("sample_by", ["line", "paragraph", "document"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_the_records_do_not_depend_on_the_size_of_blocks(tmp_path, sample_by, suffix):
+    rng = random.Random(0)
+    record_format = RecordFormat(sample_by=sample_by, plain_text=True)
+    path = tmp_path / f"in.txt{suffix}"
+    for _ in range(30):
+        data = random_text(rng).encode()
+        path.write_bytes(gzip.compress(data) if suffix else data)
+        separator = SEPARATORS.get(sample_by)
+        whole = [block.read() for block in blocks([Segment(str(path))], separator, 1 << 20)]
+        assert b"".join(whole) == data
+        wanted = None
+        for num_bytes in (1 << 20, 1, 7, 64):
+            cut = list(blocks([Segment(str(path))], separator, num_bytes))
+            texts = [t for block in cut for t in record_format.texts(block)["text"]]
+            wanted = texts if wanted is None else wanted
+            assert texts == wanted
+            assert sum(block.end - block.start for block in cut) == len(data)
+
+
+def test_the_bytes_on_disk_of_all_blocks_are_those_of_the_file(tmp_path):
+    path = tmp_path / "in.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "x"}\n' * 50_000))
+    cut = list(blocks([Segment(str(path))], SEPARATORS["line"], 1000))
+    assert len(cut) > 100
+    assert sum(block.stored_bytes for block in cut) == path.stat().st_size
+
+
+def test_frames_of_zstandard_are_read_in_pieces_of_any_size(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    path = str(tmp_path / "in.zst")
+    with open(path, "wb") as file:
+        for part in (b"abc" * 1000, b"", b"def" * 1000):
+            file.write(zstandard.compress(part))
+    for num_bytes in (1, 1000, 1 << 20):
+        with Stream(path) as stream:
+            pieces = iter(lambda: stream.read(num_bytes), b"")  # noqa: B023
+            assert b"".join(pieces) == b"abc" * 1000 + b"def" * 1000
+
+
+def test_the_kind_of_a_file_is_in_the_name_below_its_compression():
+    assert uncompressed_extension("a.txt.gz") == ".txt"
+    assert uncompressed_extension("a.b.jsonl") == ".jsonl"
+    record_format = RecordFormat()
+    assert record_format.is_plain("a.txt.zst")
+    assert not record_format.is_plain("a.gz")
+    assert RecordFormat(plain_text=False).cut_by("a.txt") == "line"
+
+
+def test_samples_come_from_all_over_the_input(tmp_path):
+    path = tmp_path / "in.txt"
+    path.write_text("".join(f"{i}\n" for i in range(100_000)))
+    sampled = list(sample_blocks([str(path)], SEPARATORS["line"], 8, 1000))
+    assert len(sampled) == 8
+    texts = [RecordFormat().texts(block)["text"] for block in sampled]
+    assert all(str(int(text)) == text for found in texts for text in found)
+    assert int(texts[0][0]) == 0
+    assert int(texts[-1][0]) > 80_000
