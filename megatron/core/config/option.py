@@ -33,6 +33,7 @@ class Option:
     inverted: bool = False  # the flag switches a field that is on by default off
     both_ways: bool = False  # a switch spelt --x and --no-x
     refused: str | None = None  # why the run cannot have it, and what to use
+    harmless: tuple[Any, ...] = ()  # values of a refused or ignored flag that ask for nothing
     refused_values: Mapping[Any, str] = field(default_factory=dict)  # value -> why, and what to use
     ignored: str | None = None  # why it changes nothing here
 

@@ -61,6 +61,13 @@ def pipeline(ns: Namespace) -> Iterator[str]:
     yield from ()
 
 
+def nothing_asked(ns: Namespace) -> Iterator[str]:
+    """A count of 0 leaves a part out."""
+    ns.num_experts = ns.num_experts or None
+    ns.mtp_num_layers = ns.mtp_num_layers or None
+    yield from ()
+
+
 def depth(ns: Namespace) -> Iterator[str]:
     """--num-layers and --encoder-num-layers name the same number."""
     if ns.num_layers is None:
@@ -169,6 +176,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     parallel_degrees,
     precision,
     pipeline,
+    nothing_asked,
     depth,
     sequence_lengths,
     widths,

@@ -82,7 +82,7 @@ def states(args: Namespace) -> tuple[list[str], list[str]]:
     for config_class in ALL_CLASSES:
         for f, opt in options_of(config_class):
             value = given[dest_of(f, opt)]
-            if value == namespace_default(f, opt):
+            if value == namespace_default(f, opt) or value in opt.harmless:
                 continue
             shown = flag_of(f, opt) if isinstance(value, bool) else f"{flag_of(f, opt)} {value}"
             reason = opt.refused or _refused_value(value, opt)

@@ -173,3 +173,9 @@ def test_a_users_flags_land_in_extra() -> None:
     args = parse_args(lambda p: p.add_argument("--mine") and p, argv=[*argv(), "--mine", "3"])
     assert resolve(args, 1).extra == {"mine": "3"}
     assert resolve(args, 1, extra={"other": 1}).extra == {"other": 1}
+
+
+def test_a_count_of_zero_asks_for_nothing() -> None:
+    run = run_of("--num-experts 0 --mtp-num-layers 0")
+    assert (run.model.num_moe_experts, run.model.mtp_num_layers) == (None, None)
+    assert run.warnings == ()

@@ -76,6 +76,7 @@ class BaseConfig:
         None,
         "Extra heads that predict tokens further ahead.",
         group="network size",
+        harmless=(0,),
         refused=states.MULTI_TOKEN,
     )
     mtp_loss_scaling_factor: float = option(

@@ -19,6 +19,7 @@ class MoEConfig:
         group="moe",
         flag="--num-experts",
         dest="num_experts",
+        harmless=(0,),
         refused=states.EXPERTS,
     )
     moe_layer_freq: int | tuple[int, ...] = option(
