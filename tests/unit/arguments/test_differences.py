@@ -12,6 +12,7 @@ from megatron.training.arguments.changed_defaults import CHANGED_DEFAULTS
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.sections import flags_and_defaults
 from tests.unit.arguments.commands import problems_of
+from tools import flags as flags_page
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/differences.md").read_text(encoding="utf-8")
@@ -54,3 +55,21 @@ def test_every_flag_of_our_own_is_named() -> None:
 def test_every_flag_that_is_named_exists() -> None:
     known = {s for action in build_parser()._actions for s in action.option_strings}
     assert set(re.findall(r"(?<![\w-])(--[a-z][\w-]+)", PAGE)) <= known
+
+
+def test_the_page_of_flags_is_current() -> None:
+    page = flags_page.TARGET.read_text(encoding="utf-8")
+    assert page == flags_page.render(), "run make tree"
+
+
+def test_the_page_of_flags_can_be_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(flags_page, "TARGET", tmp_path / "flags.md")
+    monkeypatch.setattr("sys.argv", ["flags.py", "--check"])
+    assert flags_page.main() == 1
+    assert capsys.readouterr().out == "docs/flags.md is old: run make tree\n"
+    monkeypatch.setattr("sys.argv", ["flags.py"])
+    assert flags_page.main() == 0
+    monkeypatch.setattr("sys.argv", ["flags.py", "--check"])
+    assert flags_page.main() == 0
