@@ -101,4 +101,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    sys.exit(run_tool(main))

@@ -18,10 +18,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
+from megatron.training.arguments.tokenizer_flags import _add_tokenizer_args
 from megatron.training.preprocess.cli import (
     add_backend_argument,
     add_format_arguments,
-    add_tokenizer_arguments,
     record_format,
     run_tool,
     tokenizer_of,
@@ -34,7 +34,7 @@ def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_tokenizer_arguments(parser)
+    _add_tokenizer_args(parser)
     group = parser.add_argument_group("input data")
     group.add_argument(
         "--input",
@@ -85,4 +85,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    sys.exit(run_tool(main))

@@ -16,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
+from megatron.training.arguments.tokenizer_flags import _add_tokenizer_args
 from megatron.training.preprocess.cli import (
     add_backend_argument,
-    add_tokenizer_arguments,
     run_tool,
     tokenizer_of,
 )
@@ -33,7 +33,7 @@ def get_parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("input data")
     group.add_argument("--input", required=True, help="text file, a sentence on every line")
-    add_tokenizer_arguments(parser)
+    _add_tokenizer_args(parser)
     add_backend_argument(parser)
     group = parser.add_argument_group("output data")
     group.add_argument("--output-prefix", required=True, help="path of the files, without suffix")
@@ -59,4 +59,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    sys.exit(run_tool(main))

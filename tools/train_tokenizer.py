@@ -79,4 +79,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_tool(main, parallelism="true")  # one process: the library may use every core
+    sys.exit(run_tool(main, parallelism="true"))  # one process: the library may use every core

@@ -12,28 +12,9 @@ from megatron.core.config.errors import MegatronError
 from megatron.training.preprocess.documents import RecordFormat
 from megatron.training.preprocess.inputs import SAMPLE_BY
 from megatron.training.tokenizer.base import MegatronTokenizer
-from megatron.training.tokenizer.build import TOKENIZER_TYPES, create_tokenizer
+from megatron.training.tokenizer.build import create_tokenizer
 from megatron.training.tokenizer.fast import BACKENDS
 from megatron.training.tokenizer.spec import TokenizerSpec
-
-
-def add_tokenizer_arguments(parser: argparse.ArgumentParser) -> None:
-    """The tokenizer group of the training programs, as far as data needs it."""
-    group = parser.add_argument_group("tokenizer")
-    group.add_argument("--vocab-size", type=int, help="ids of NullTokenizer and TikTokenizer")
-    group.add_argument("--padded-vocab-size", type=int, help="taken, and of no effect on data")
-    group.add_argument("--vocab-file", help="vocab.json of a BPE, vocab.txt of a WordPiece")
-    group.add_argument("--merge-file", help="merges.txt of a BPE")
-    group.add_argument("--vocab-extra-ids", type=int, default=0, help="spare ids, for T5's spans")
-    group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="kind of tokenizer")
-    group.add_argument(
-        "--tokenizer-model", help="SentencePiece model, ranks, tokenizer.json or its directory"
-    )
-    group.add_argument("--tiktoken-pattern", help="how TikTokenizer cuts text: v1 or v2")
-    group.add_argument(
-        "--tiktoken-num-special-tokens", type=int, default=1000, help="ids before the ranks"
-    )
-    group.add_argument("--tiktoken-special-tokens", nargs="+", help="names of the first of them")
 
 
 def add_backend_argument(parser: argparse.ArgumentParser) -> None:
@@ -76,14 +57,16 @@ def tokenizer_of(args: argparse.Namespace) -> MegatronTokenizer:
     return create_tokenizer(TokenizerSpec.of(args))
 
 
-def run_tool(tool: Callable[[Sequence[str] | None], None], parallelism: str = "false") -> None:
-    """Run ``tool``; what the user can put right is printed without a traceback, exit code 1."""
+def run_tool(tool: Callable[[Sequence[str] | None], None], parallelism: str = "false") -> int:
+    """Run ``tool``; the exit code.  What the user can put right is said without a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     # Workers are processes: threads of the library inside each would share the same cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", parallelism)
     try:
         tool(None)
     except MegatronError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
+    return 0

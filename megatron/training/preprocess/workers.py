@@ -7,14 +7,12 @@ block there and arrays back; no more results wait than ``_WINDOW`` per worker, s
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import sys
-import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import cast
 
 from megatron.core.config.errors import DataError, MegatronError
 from megatron.training.preprocess.documents import BadRecord
@@ -22,12 +20,6 @@ from megatron.training.preprocess.encode import BlockEncoder, EncodedBlock
 from megatron.training.preprocess.inputs import Block
 
 _WINDOW = 4  # blocks per worker that are under way or wait for an earlier one
-
-
-@dataclass(frozen=True)
-class _Failure:
-    error: MegatronError | None  # None: a fault of the program
-    trace: str
 
 
 class WorkerPool:
@@ -82,8 +74,8 @@ class WorkerPool:
                 yield done.pop(num_given)
                 num_given += 1
             elif busy:
-                for connection in wait(list(busy)):
-                    assert isinstance(connection, Connection)
+                for ready in wait(list(busy)):
+                    connection = cast(Connection, ready)
                     done[busy.pop(connection)] = self._receive(connection)
                     idle.append(connection)
             else:
@@ -100,20 +92,20 @@ class WorkerPool:
             result = connection.recv()
         except (EOFError, ConnectionResetError) as error:
             raise self._died(connection) from error
-        if isinstance(result, _Failure):
-            if result.error is None:
-                raise RuntimeError("a worker failed:\n" + result.trace)
-            raise result.error
+        if isinstance(result, MegatronError):
+            raise result
+        assert isinstance(result, EncodedBlock), result
         return result
 
-    def _died(self, connection: Connection) -> DataError:
+    def _died(self, connection: Connection) -> Exception:
         process = next(p for p, ours in self._workers if ours is connection)
         process.join()
-        code = process.exitcode
-        cause = f"signal {signal.Signals(-code).name}" if code and code < 0 else f"code {code}"
+        code = process.exitcode or 0
+        if code >= 0:
+            return RuntimeError("a worker failed; its traceback stands above")
         return DataError(
-            f"worker process {process.pid} ended with {cause}; if memory ran out, use fewer "
-            "--workers"
+            f"worker process {process.pid} was ended by {signal.Signals(-code).name}; if memory "
+            "ran out, use fewer --workers"
         )
 
 
@@ -127,17 +119,16 @@ def _serve(connection: Connection, inherited: list[Connection], encoder: BlockEn
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends its workers
     while True:
         try:
-            connection.send(_encode(encoder, connection.recv()))
-        except (EOFError, ConnectionResetError, BrokenPipeError):
-            os._exit(0)  # nothing to flush: skips the teardown of large libraries
-
-
-def _encode(encoder: BlockEncoder, block: Block) -> EncodedBlock | _Failure:
-    try:
-        return encoder.encode(block)
-    except BadRecord as error:
-        return _Failure(error, "")
-    except MegatronError as error:
-        return _Failure(DataError(f"{block.path}, bytes {block.start} to {block.end}: {error}"), "")
-    except Exception as error:
-        return _Failure(None, "".join(traceback.format_exception(error)))
+            block = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            result: EncodedBlock | MegatronError = encoder.encode(block)
+        except BadRecord as error:
+            result = error
+        except MegatronError as error:
+            result = DataError(f"{block.path}, bytes {block.start} to {block.end}: {error}")
+        try:
+            connection.send(result)
+        except (BrokenPipeError, ConnectionResetError):
+            return

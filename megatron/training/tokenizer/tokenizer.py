@@ -39,7 +39,7 @@ def build_tokenizer(args: Namespace) -> MegatronTokenizer:
         print(f"> building {args.tokenizer_type} tokenizer ...", flush=True)
     tokenizer = create_tokenizer(TokenizerSpec.of(args))
     if values.get("padded_vocab_size") is None:
-        args.padded_vocab_size = _vocab_size_with_padding(tokenizer.vocab_size, args)
+        values["padded_vocab_size"] = _vocab_size_with_padding(tokenizer.vocab_size, args)
     return tokenizer
 
 

@@ -14,7 +14,7 @@ import pytest
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.preprocess import run, workers
-from megatron.training.preprocess.encode import BlockEncoder
+from megatron.training.preprocess.encode import BlockEncoder, EncodedBlock
 from megatron.training.preprocess.inputs import Block
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer
 from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint
@@ -61,7 +61,7 @@ def corpus_file(tmp_path_factory):
 GOLDEN = DATA / "text_text_document"
 
 
-@pytest.mark.feature("preprocess_data.py writes the bytes that Megatron-LM writes")
+@pytest.mark.feature("Data: preprocess_data.py writes the bytes that Megatron-LM writes")
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_the_bytes_are_the_references(corpus_file, tmp_path, num_workers):
     preprocess(corpus_file, tmp_path / "out", "--append-eod", num_workers=num_workers)
@@ -262,21 +262,26 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_signal(corpus_file, tmp_p
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(BlockEncoder, "encode", die)
-    with pytest.raises(DataError, match="ended with signal SIGKILL; .*fewer --workers"):
+    with pytest.raises(DataError, match="was ended by SIGKILL; .*fewer --workers"):
         preprocess(corpus_file, tmp_path / "out", num_workers=2)
 
 
-def test_a_fault_in_a_worker_is_raised_with_its_traceback(corpus_file, tmp_path, monkeypatch):
+def test_a_fault_in_a_worker_ends_the_run_and_shows_its_traceback(
+    corpus_file, tmp_path, monkeypatch, capfd
+):
     def fail(self, block):
         raise ZeroDivisionError("oh")
 
     monkeypatch.setattr(BlockEncoder, "encode", fail)
-    with pytest.raises(RuntimeError, match="(?s)a worker failed:.*ZeroDivisionError: oh"):
+    with pytest.raises(RuntimeError, match="a worker failed; its traceback stands above"):
         preprocess(corpus_file, tmp_path / "out")
+    assert "ZeroDivisionError: oh" in capfd.readouterr().err
 
 
 def test_no_more_blocks_are_under_way_than_the_window_allows(monkeypatch):
-    monkeypatch.setattr(BlockEncoder, "encode", lambda self, block: block.start)
+    monkeypatch.setattr(
+        BlockEncoder, "encode", lambda self, block: EncodedBlock({}, block.start, 0, 0)
+    )
     taken = []
 
     def blocks():
@@ -287,7 +292,7 @@ def test_no_more_blocks_are_under_way_than_the_window_allows(monkeypatch):
     encoder = BlockEncoder(None, None, np.uint16, 1, None, None)
     with workers.WorkerPool(encoder, 2) as pool:
         for given, result in enumerate(pool.map(blocks())):
-            assert result == given
+            assert result.num_documents == given
             assert len(taken) <= given + 2 * workers._WINDOW + 1
     assert len(taken) == 200
 
