@@ -41,16 +41,30 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Answer one prompt, or prompts from the terminal until its end."""
-    parser = build_parser()
-    args = parser.parse_args()
+    args = build_parser().parse_args()
     try:
         if (args.load is None) == (args.address is None):
             raise ConfigError("give --load DIR to write here, or HOST:PORT to ask a server")
         if args.address is not None:
             _ask_server(args)
-        else:
-            _write_here(args)
-    except (MegatronError, OSError) as error:
+            return
+        # Torch takes a second to import: only where it is used.
+        from megatron.core.inference.sampling_params import SamplingParams
+        from megatron.training.generation import answer
+
+        params = SamplingParams(
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            num_tokens_to_generate=args.num_tokens,
+            seed=args.seed,
+        )
+        for line in answer(
+            _prompts(args), args.load, params, step=args.ckpt_step, device_kind=args.device,
+            as_json=args.json,
+        ):
+            print(line, flush=True)
+    except (MegatronError, OSError, ValueError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
 
 
@@ -63,32 +77,6 @@ def _prompts(args: argparse.Namespace) -> Iterator[str]:
             yield input("Enter prompt: ")
         except EOFError:
             return
-
-
-def _write_here(args: argparse.Namespace) -> None:
-    # Torch takes a second to import: only where it is used.
-    from megatron.core.inference.sampling_params import SamplingParams
-    from megatron.training.generation import open_writer
-    from megatron.training.initialize import shut_down
-    from megatron.training.printing import is_rank0
-
-    params = SamplingParams(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        num_tokens_to_generate=args.num_tokens,
-        seed=args.seed,
-    )
-    writer = open_writer(args.load, step=args.ckpt_step, device_kind=args.device)
-    for prompt in _prompts(args):
-        text, tokens = writer.write(prompt, params)
-        if is_rank0() and args.json:
-            ids, log_probs = [t.token for t in tokens], [t.log_prob for t in tokens]
-            answer = {"prompt": prompt, "text": text, "tokens": ids, "log_probs": log_probs}
-            print(json.dumps(answer), flush=True)
-        elif is_rank0():
-            print(prompt + text, flush=True)
-    shut_down()
 
 
 def _ask_server(args: argparse.Namespace) -> None:

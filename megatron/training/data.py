@@ -71,23 +71,31 @@ def build_data(run: Runtime, provider: Provider) -> None:
     sets = list(valid) if isinstance(valid, list | tuple) else [valid]
     evaluates = run.config.validation.eval_iters > 0 or run.config.validation.full_validation
     found = [s for s in sets if s is not None and evaluates]
-    num_valid, num_test = _agree(run, len(found), int(test is not None and evaluates))
-    run.valid_loaders = [make_loader(run, s, 0) for s in found] or [None] * num_valid
+    num_valid, num_test = agree_on(
+        run.groups.tp, len(found), int(test is not None and evaluates)
+    )
+    whole = run.config.validation.full_validation
+    run.valid_loaders = [make_loader(run, s, 0, whole=whole) for s in found] or [None] * num_valid
     run.test_loader = make_loader(run, test, 0)
     run.has_test_set = bool(num_test)
 
 
-def _agree(run: Runtime, *counts: int) -> list[int]:
+def agree_on(tp_group: dist.ProcessGroup, *counts: int) -> list[int]:
     """What the reading rank found.  Collective over tp; the ranks that do not read hold None."""
-    if run.groups.tp.size() == 1:
+    if tp_group.size() == 1:
         return list(counts)
     agreed = torch.tensor(counts, device=device.current())
-    dist.broadcast(agreed, dist.get_global_rank(run.groups.tp, 0), group=run.groups.tp)
+    dist.broadcast(agreed, dist.get_global_rank(tp_group, 0), group=tp_group)
     return [int(n) for n in agreed]
 
 
-def make_loader(run: Runtime, dataset: Dataset[Any] | None, consumed: int) -> Any:
-    """Micro-batches of this data-parallel rank from sample ``consumed`` on; None without data."""
+def make_loader(
+    run: Runtime, dataset: Dataset[Any] | None, consumed: int, *, whole: bool = False
+) -> Any:
+    """Micro-batches of this data-parallel rank from sample ``consumed`` on; None without data.
+
+    ``whole`` includes a last global batch that is not full, filled up with samples without loss.
+    """
     if dataset is None:
         return None
     config, dp = run.config, run.groups.dp
@@ -102,6 +110,8 @@ def make_loader(run: Runtime, dataset: Dataset[Any] | None, consumed: int) -> An
             num_workers=config.data.num_workers,
             pin_memory=device.is_cuda(),
             seed=config.training.seed,
+            drop_last=not whole,
+            pad_to_samples=run.batches.full_global_batch_size if whole else None,
         ),
     )
 

@@ -13,6 +13,8 @@ import torch
 
 from megatron.core.faults import fault_point
 from megatron.training.callbacks.base import EvalResult
+from megatron.training.callbacks.exit import minutes_over_limit
+from megatron.training.data import agree_on
 from megatron.training.runtime import Runtime
 from megatron.training.step import forward_backward, reduce_losses, sum_losses
 from megatron.training.utils import print_rank_0
@@ -21,10 +23,11 @@ from megatron.training.utils import print_rank_0
 def evaluate_all(run: Runtime, *, is_final: bool = False) -> list[EvalResult]:
     """Evaluate every validation set; each starts at its first sample.  Collective."""
     several = len(run.valid_loaders) > 1
-    return [
+    results = (
         evaluate(run, loader, set_index=i if several else None, is_final=is_final)
         for i, loader in enumerate(run.valid_loaders)
-    ]
+    )
+    return [result for result in results if result is not None]
 
 
 def evaluate(
@@ -34,18 +37,23 @@ def evaluate(
     split: Literal["validation", "test"] = "validation",
     set_index: int | None = None,
     is_final: bool = False,
-) -> EvalResult:
-    """Mean losses over ``--eval-iters`` global batches, or the whole set.  Collective."""
+) -> EvalResult | None:
+    """Mean losses over --eval-iters global batches, or the whole set.  Collective.
+
+    None when --exit-duration-in-mins is over before the pass is.
+    """
     config = run.config
     num_microbatches = run.batches.num_microbatches_at_full_size()
     batch_size = run.batches.full_global_batch_size
-    eval_iters = number_of_eval_iters(run, loader)
+    eval_iters = config.validation.eval_iters
+    if config.validation.full_validation and split == "validation":
+        eval_iters = whole_pass_iters(run, loader)
     if is_final:
         print_rank_0(f"Evaluating on {eval_iters * batch_size} samples")
     data: Iterator[Any] | None = iter(loader) if loader is not None else None
     for chunk in run.model_chunks:
         chunk.eval()
-    totals: dict[str, torch.Tensor] = {}
+    totals: dict[str, torch.Tensor] | None = {}
     with torch.no_grad():
         for i in range(eval_iters):
             if is_final and i % config.logging.log_interval == 0:
@@ -54,8 +62,14 @@ def evaluate(
             reported = forward_backward(run, data, num_microbatches, forward_only=True)
             for key, pair in sum_losses(reported).items():
                 totals[key] = totals[key] + pair if key in totals else pair
+            if minutes_over_limit(run) is not None:
+                print_rank_0("Exiting during evaluation, timelimit reached")
+                totals = None
+                break
     for chunk in run.model_chunks:
         chunk.train()
+    if totals is None:
+        return None
     reduced = reduce_losses([totals], run.groups.dp_cp) if run.groups.is_last_stage else {}
     return EvalResult(
         losses={key: float(value) for key, value in reduced.items()},
@@ -65,9 +79,11 @@ def evaluate(
     )
 
 
-def number_of_eval_iters(run: Runtime, loader: Any) -> int:
-    """Global batches of one pass: ``--eval-iters``, or all whole ones with --full-validation."""
-    if not run.config.validation.full_validation or loader is None:
-        return run.config.validation.eval_iters
-    samples = len(loader.dataset)
-    return max(1, math.floor(samples / run.batches.full_global_batch_size))
+def whole_pass_iters(run: Runtime, loader: Any) -> int:
+    """Global batches of a whole set, the last one filled up.
+
+    Collective over tp: the ranks that do not read have no loader.
+    """
+    samples = 0 if loader is None else len(loader.dataset)
+    (samples,) = agree_on(run.groups.tp, samples)
+    return max(1, math.ceil(samples / run.batches.full_global_batch_size))

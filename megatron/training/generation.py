@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import enum
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,8 @@ from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.checkpointing.run_tensors import RunParts
 from megatron.training.config.run import RunConfig
 from megatron.training.gpt import build_gpt_model
-from megatron.training.initialize import start
-from megatron.training.printing import world_size
+from megatron.training.initialize import shut_down, start
+from megatron.training.printing import is_rank0, world_size
 from megatron.training.runtime import Runtime
 from megatron.training.setup import build_model, setup_tokenizer
 from megatron.training.tokenizer import MissingToken
@@ -77,6 +78,29 @@ class Writer:
         whole = self.tokenizer.detokenize([*tokens, *ids])
         begin = self.tokenizer.detokenize(tokens)
         return whole.removeprefix(begin), out
+
+
+def answer(
+    prompts: Iterable[str],
+    load: str,
+    params: SamplingParams,
+    *,
+    step: int | None = None,
+    device_kind: str = "auto",
+    as_json: bool = False,
+) -> Iterator[str]:
+    """What to print for each prompt, on the first rank.  Collective over all ranks."""
+    writer = open_writer(load, step=step, device_kind=device_kind)
+    for prompt in prompts:
+        text, tokens = writer.write(prompt, params)
+        if not is_rank0():
+            continue
+        if not as_json:
+            yield prompt + text
+            continue
+        ids, log_probs = [t.token for t in tokens], [t.log_prob for t in tokens]
+        yield json.dumps({"prompt": prompt, "text": text, "tokens": ids, "log_probs": log_probs})
+    shut_down()
 
 
 def open_writer(load: str, *, step: int | None = None, device_kind: str = "auto") -> Writer:

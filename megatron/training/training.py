@@ -102,5 +102,6 @@ def _train_and_evaluate(run: Runtime) -> None:
     for result in evaluate.evaluate_all(run, is_final=True):
         run.callbacks.on_eval_end(run, result)
     if run.has_test_set:
-        result = evaluate.evaluate(run, run.test_loader, split="test", is_final=True)
-        run.callbacks.on_eval_end(run, result)
+        test = evaluate.evaluate(run, run.test_loader, split="test", is_final=True)
+        if test is not None:
+            run.callbacks.on_eval_end(run, test)

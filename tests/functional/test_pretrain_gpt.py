@@ -35,7 +35,7 @@ def close(actual: list[float], expected: list[float]) -> None:
     )
 
 
-@pytest.mark.feature("GPT trains to the same losses under data parallelism")
+@pytest.mark.feature("Layouts: GPT trains to the same losses under data parallelism")
 def test_two_replicas_give_the_losses_of_one_process(
     tmp_path: Path, one_process: list[float]
 ) -> None:
@@ -44,7 +44,7 @@ def test_two_replicas_give_the_losses_of_one_process(
 
 
 @pytest.mark.parametrize("sequence_parallel", [[], ["--sequence-parallel"]])
-@pytest.mark.feature("GPT trains to the same losses under tensor and sequence parallelism")
+@pytest.mark.feature("Layouts: GPT trains to the same losses under tensor and sequence parallelism")
 def test_two_tensor_ranks_give_the_losses_of_one_process(
     tmp_path: Path, one_process: list[float], sequence_parallel: list[str]
 ) -> None:
@@ -75,7 +75,7 @@ def state_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"], ["--fp16", "--initial-loss-scale", "1024"]])
-@pytest.mark.feature("A resumed run repeats the uninterrupted one bit for bit on the CPU")
+@pytest.mark.feature("Checkpoints: a resumed run repeats the whole one bit for bit on the CPU")
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, precision: list[str]) -> None:
     dropout = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
     ramp = ["--rampup-batch-size", "4", "4", "12", "--train-samples", "64"]
@@ -105,7 +105,7 @@ def steps(lines: list[dict[str, object]]) -> list[dict[str, object]]:
     return [{k: line[k] for k in kept if k in line} for line in lines if line["kind"] == "step"]
 
 
-@pytest.mark.feature("A run killed at any moment resumes to the same numbers")
+@pytest.mark.feature("Checkpoints: a run killed at any moment resumes to the same numbers")
 @pytest.mark.parametrize("fault", ["step.before:kill:step5", "save.before:kill:step4"])
 def test_a_killed_run_resumes_to_the_same_numbers(tmp_path: Path, fault: str) -> None:
     straight = steps(run_gpt(tmp_path / "straight"))
@@ -128,7 +128,7 @@ def generate(rank: int, world_size: int, load: str, prompt: str) -> tuple[str, l
     return text, [t.token for t in tokens]
 
 
-@pytest.mark.feature("Text from a training checkpoint with nothing but its directory")
+@pytest.mark.feature("Generation: text from a training checkpoint with nothing but its directory")
 def test_one_process_writes_what_two_tensor_ranks_write(tmp_path: Path) -> None:
     save = ["--save", str(tmp_path / "ck"), "--save-interval", "6"]
     run_gpt(tmp_path, *save, *LLAMA, "--tensor-model-parallel-size", "2", world_size=2)
