@@ -80,6 +80,9 @@ def test_the_gradient_of_replicas_is_that_of_the_joint_batch(options: dict):
     torch.testing.assert_close(first, joint_gradients(torch.float32), **tolerances.GRADIENT)
 
 
+@pytest.mark.feature(
+    "Training: gradients reduced in buckets while backward runs, with the same bits as after it"
+)
 def test_overlap_and_bucket_size_change_no_bit():
     results = [
         run_ranks(_replica, 2, options, torch.float32)[0]
@@ -156,6 +159,7 @@ def _nan_in_one_rank(rank: int, world_size: int, check: bool) -> str:
     return "no error"
 
 
+@pytest.mark.feature("Training: a NaN or infinity names its step, rank and parameter")
 def test_a_nan_is_reported_by_the_rank_that_made_it_with_the_parameter():
     quiet, loud = run_ranks(_nan_in_one_rank, 2, True)
     assert quiet == "no error"

@@ -106,6 +106,9 @@ def test_the_gradient_does_not_depend_on_the_microbatch_size(
     torch.testing.assert_close(gradients(model), gradients(plain), **tolerances.GRADIENT)
 
 
+@pytest.mark.feature(
+    "Training: loss per token, independent of micro-batches, replicas and sequence cuts"
+)
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
 def test_a_loss_per_token_weighs_every_token_alike(
     alone: ProcessGroupCollection, num_microbatches: int

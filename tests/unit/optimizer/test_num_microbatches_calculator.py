@@ -43,6 +43,7 @@ def test_without_a_global_batch_size_every_replica_does_one_microbatch():
     assert calculator(global_batch_size=None).num_microbatches(0) == 1
 
 
+@pytest.mark.feature("Training: batch-size ramp-up, also across a resume")
 def test_the_ramp_grows_by_increments_over_its_samples():
     # Three increments over 48 samples: one every 16.
     calc = calculator(rampup_batch_size=("4", "4", "48"))

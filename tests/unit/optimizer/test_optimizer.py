@@ -68,6 +68,7 @@ def torch_adam(groups: list[dict]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True)
 
 
+@pytest.mark.feature("Training: AdamW with the bits of torch.optim, SGD, clipping by global norm")
 def test_adam_is_torchs_adamw_to_the_bit(alone: ProcessGroupCollection):
     run, plain = Run(alone, clip_grad=0.0), TinyModel()
     adam = torch_adam(decaying_groups(plain))
@@ -110,6 +111,9 @@ def test_clipping_is_torchs_clipping(alone: ProcessGroupCollection):
     )
 
 
+@pytest.mark.feature(
+    "Training: fp32, bf16 and fp16 with fp32 main parameters, constant and dynamic loss scale"
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_models_are_updated_through_32_bit_main_parameters(
     alone: ProcessGroupCollection, dtype: torch.dtype

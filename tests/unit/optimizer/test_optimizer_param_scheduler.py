@@ -43,6 +43,9 @@ def scheduler(groups: list[dict] | None = None, **more: Any) -> OptimizerParamSc
     return OptimizerParamScheduler(optimizer, **{**values, **more})
 
 
+@pytest.mark.feature(
+    "Training: constant, linear, cosine, inverse-square-root, WSD rates; weight-decay ramps"
+)
 @pytest.mark.parametrize(
     ("style", "more", "table"),
     [
