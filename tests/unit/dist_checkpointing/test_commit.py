@@ -61,15 +61,19 @@ def save_and_retire(root: Path, iteration: int) -> None:
         commit.retire(previous.folder, saved.attempt, iteration)
 
 
+def assert_whole(folder: Path, iteration: int) -> None:
+    for key, tensor in read_all(folder).items():
+        assert (tensor == iteration).all(), f"{key} of iteration {iteration} is mixed"
+
+
 def loadable(root: Path) -> int | None:
-    """The iteration that would be loaded, every byte of it verified."""
+    """The iteration that would be loaded; every byte of it and of the older ones is verified."""
     choice = choose(root)
     if choice is None:
         return None
-    iteration = choice.found.manifest.iteration
-    for key, tensor in read_all(choice.found.folder).items():
-        assert (tensor == iteration).all(), f"{key} of iteration {iteration} is mixed"
-    return iteration
+    for found in (choice.found, *choice.older):
+        assert_whole(found.folder, found.iteration)
+    return choice.found.iteration
 
 
 def names_of_published(root: Path) -> list[str]:
@@ -98,18 +102,22 @@ def run_and_kill(action: Callable[[], object], call: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def calls_in_a_save(root: Path) -> int:
+def calls_of(action: Callable[[], object]) -> int:
     calls = 0
 
     def count(frame, event, argument):
         nonlocal calls
         calls += 1
 
-    save_and_retire(root, 1)
     sys.setprofile(count)
-    save_and_retire(root, 2)
+    action()
     sys.setprofile(None)
     return calls
+
+
+def calls_in_a_save(root: Path) -> int:
+    save_and_retire(root, 1)
+    return calls_of(partial(save_and_retire, root, 2))
 
 
 @pytest.mark.feature("Checkpoints: a kill at any moment of a save leaves a whole checkpoint")
@@ -150,16 +158,27 @@ def test_a_storm_over_one_step_that_is_saved_again_and_again(tmp_path):
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000002", TRACKER]
 
 
-def test_a_kill_at_any_call_leaves_the_old_or_the_new_tracker(tmp_path):
+def test_a_kill_while_the_tracker_is_replaced_leaves_the_old_or_the_new_one(tmp_path):
     commit.set_tracker(tmp_path, "100000", "a", 1)
-    seen, call, status = [], 0, -signal.SIGKILL
-    while status == -signal.SIGKILL:
-        call += 1
-        status = run_and_kill(partial(commit.set_tracker, tmp_path, "200000", "b", 2), call)
+    calls = calls_of(partial(commit.set_tracker, tmp_path, "100000", "a", 1))
+    seen = []
+    for call in range(1, calls, max(1, calls // 25)):
+        replace = partial(commit.set_tracker, tmp_path, "200000", "b", 2)
+        assert run_and_kill(replace, call) == -signal.SIGKILL
         seen.append(read_tracker(tmp_path).text)
-    assert status == 0
     assert seen == sorted(seen)
     assert set(seen) == {"100000", "200000"}
+
+
+def test_a_delete_that_is_killed_leaves_all_of_it_or_rubbish(tmp_path):
+    folder = publish_model(tmp_path / "counted", 1)
+    calls = calls_of(partial(commit.retire, folder, "b", 2))
+    for call in range(1, calls, calls // 20):
+        root = tmp_path / str(call)
+        folder = publish_model(root, 1)
+        assert run_and_kill(partial(commit.retire, folder, "b", 2), call) == -signal.SIGKILL
+        for found in published(root):
+            assert read_all(found.folder)
 
 
 @pytest.mark.parametrize("point", POINTS)

@@ -61,6 +61,15 @@ def test_a_tracker_that_lags_is_known_also_in_a_copy_without_times(tmp_path):
     assert chosen(tmp_path) == 10
 
 
+def test_a_tracker_nobody_touched_lags_whatever_the_file_server_s_clock_says(tmp_path):
+    publish_model(tmp_path, 5)
+    in_the_future = published(tmp_path)[0].manifest.published_at_ns + 10**12
+    set_tracker(tmp_path, "5", ns=in_the_future)
+    publish_model(tmp_path, 10)
+    tracker_as_before_the_newest(tmp_path)
+    assert chosen(tmp_path) == 10
+
+
 def test_the_first_save_needs_no_tracker(tmp_path):
     publish_model(tmp_path, 5)
     (tmp_path / TRACKER).unlink()
