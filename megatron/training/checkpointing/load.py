@@ -104,6 +104,8 @@ def _choose(
             answer = _choose_here(config)
         except CheckpointError as problem:
             error = problem
+        except OSError as problem:
+            error = CheckpointError(f"--load {config.load} cannot be read: {problem}")
     together(error, world)
     answer = broadcast_json(answer, world)
     if not answer:

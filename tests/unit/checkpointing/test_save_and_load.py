@@ -206,6 +206,12 @@ def test_a_load_that_names_nothing_is_an_error(tmp_path):
         load_run(options(tmp_path, load=str(tmp_path / "typo")), make_parts())
 
 
+def test_a_load_that_is_no_directory_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="--load .*file cannot be read: .*Not a directory"):
+        load_run(CheckpointConfig(load=str(tmp_path / "file")), make_parts())
+
+
 def test_exit_on_missing_checkpoint_is_an_error_also_for_a_new_run(tmp_path):
     with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint: .* holds no"):
         load_run(options(tmp_path, exit_on_missing_checkpoint=True), make_parts())
