@@ -88,13 +88,15 @@ class BlockEncoder:
         return EncodedTexts(tokens, lengths.astype(np.int32), num_sequences)
 
     def _check_ids(self, batch: TokenBatch) -> None:
+        """Ids must fit the file's type, which follows from the size of the vocabulary."""
         if len(batch.ids) == 0:
             return
+        limits = np.iinfo(self.dtype)
         low, high = int(batch.ids.min()), int(batch.ids.max())
-        if low < 0 or high >= self.vocab_size:
+        if low < limits.min or high > limits.max:
             raise DataError(
-                f"the tokenizer gave the id {low if low < 0 else high}, its vocabulary has "
-                f"{self.vocab_size}: its files do not belong together"
+                f"the tokenizer gave the id {high if high > limits.max else low} and says that "
+                f"its vocabulary has {self.vocab_size}: its files do not belong together"
             )
 
     def _not_unicode(self, block: Block, documents: Sequence[Text], error: Exception) -> Exception:

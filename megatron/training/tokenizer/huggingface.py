@@ -46,6 +46,9 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
         else:
             self._library = None
             self._tokens = _tokens_of_wrapper(self._wrapper)
+        if self._library is not None:  # files of sentence models cut and fill up by themselves
+            self._library.no_truncation()
+            self._library.no_padding()
 
     @classmethod
     def build(cls, spec: TokenizerSpec) -> _HuggingFaceTokenizer:

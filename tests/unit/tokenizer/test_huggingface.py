@@ -95,6 +95,16 @@ def test_ids_around_a_text_are_known_to_the_fast_libraries(bpe_dir, tmp_path):
     assert json.loads(found.tokenizer_json)["post_processor"] is None
 
 
+def test_a_length_limit_in_the_file_does_not_cut_texts(bpe_dir, tmp_path):
+    rules = tokenizers.Tokenizer.from_file(str(bpe_dir / "tokenizer.json"))
+    wanted = rules.encode("one two three four").ids
+    rules.enable_truncation(2)
+    rules.enable_padding(length=100)
+    rules.save(str(tmp_path / "tokenizer.json"))
+    assert create(tmp_path).tokenize("one two three four") == wanted
+    assert create(tmp_path).tokenize_batch(["one two three four"]).ids.tolist() == wanted
+
+
 def test_offsets_start_where_the_tokens_do(bpe_dir):
     tokenizer = create(bpe_dir)
     ids = tokenizer.tokenize("one two three")

@@ -278,6 +278,13 @@ def test_a_fault_in_a_worker_ends_the_run_and_shows_its_traceback(
     assert "ZeroDivisionError: oh" in capfd.readouterr().err
 
 
+def test_an_id_that_does_not_fit_the_file_is_an_error(tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "5 70000"}])
+    argv = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
+    with pytest.raises(DataError, match="in.jsonl, bytes 0 to 20: the tokenizer gave the id 70000"):
+        preprocess_data.main([*argv, "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"])
+
+
 def test_no_more_blocks_are_under_way_than_the_window_allows(monkeypatch):
     monkeypatch.setattr(
         BlockEncoder, "encode", lambda self, block: EncodedBlock({}, block.start, 0, 0)
