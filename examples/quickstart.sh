@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 out=${1:-quickstart}
 train_iters=${TRAIN_ITERS:-400}
-workers=$(nproc)
+workers=$(($(nproc) < 8 ? $(nproc) : 8))
 
 say() { printf '\n== %s\n' "$*"; }
 
