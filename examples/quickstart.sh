@@ -39,6 +39,7 @@ done
 
 train() {
     "$python" pretrain_gpt.py \
+        --transformer-impl local \
         --num-layers 4 \
         --hidden-size 192 \
         --num-attention-heads 6 \
@@ -68,14 +69,15 @@ train() {
         --no-create-attention-mask-in-dataloader \
         --log-interval 20 \
         --log-throughput \
-        --eval-interval "$train_iters" \
-        --eval-iters 20 \
+        --eval-interval $((train_iters / 4)) \
+        --eval-iters 10 \
         --save "$out/checkpoints" \
         --load "$out/checkpoints" \
         --save-interval "$train_iters" \
         --tensorboard-dir "$out/tensorboard" \
         --log-validation-ppl-to-tensorboard \
-        "$@" 2>&1 | tee -a "$out/train.log"
+        "$@" 2>&1 | tee -a "$out/train.log" |
+        sed -u '/-- arguments --/,/-- end of arguments --/d'
 }
 
 say "training, first half: it stops and saves at iteration $((train_iters / 2))"
