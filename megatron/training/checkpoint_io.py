@@ -38,8 +38,6 @@ def save(run: Runtime) -> None:
 def _save(run: Runtime) -> None:
     iteration = run.state.iteration
     fault_point("save.before", step=iteration)
-    for chunk in run.model_chunks:
-        chunk.eval()
     run.timers("save-checkpoint", log_level=0).start(barrier=True)
     deleted = save_run(
         run.config.checkpoint,
@@ -50,8 +48,6 @@ def _save(run: Runtime) -> None:
     )
     run.timers("save-checkpoint").stop(barrier=True)
     run.timers.log(["save-checkpoint"])
-    for chunk in run.model_chunks:
-        chunk.train()
     run.saved_at = iteration
     run.callbacks.on_checkpoint(run, CheckpointEvent(kind="saved", iteration=iteration))
     if deleted is not None:

@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import import_module
 from megatron.training.config.run import RunConfig
 from megatron.training.data import get_blend_and_blend_per_split
 from megatron.training.runtime import Runtime
+from megatron.training.tokenizer.checks import check_data
 
 
 def build_gpt_model(
@@ -58,8 +59,8 @@ def gpt_layer_spec(config: RunConfig) -> Any:
     if spec and spec[0] != "local":
         return import_module(tuple(spec))
     if spec or config.model.transformer_impl == "local":
-        return get_gpt_layer_local_spec(config.model)
-    return get_gpt_layer_with_transformer_engine_spec(config.model)
+        return get_gpt_layer_local_spec(config=config.model)
+    return get_gpt_layer_with_transformer_engine_spec(config=config.model)
 
 
 def gpt_dataset_config(run: Runtime) -> GPTDatasetConfig:
@@ -89,9 +90,30 @@ def gpt_dataset_config(run: Runtime) -> GPTDatasetConfig:
 
 def build_gpt_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:
     """Train, validation and test set with at least ``num_samples`` samples each."""
+    config = gpt_dataset_config(run)
+    if run.is_rank_0 and not run.config.data.mock_data:
+        _check_data(run, config)
     cls = MockGPTDataset if run.config.data.mock_data else GPTDataset
     builder = BlendedMegatronDatasetBuilder(
-        cls, list(num_samples), lambda: run.groups.tp.rank() == 0, gpt_dataset_config(run)
+        cls, list(num_samples), lambda: run.groups.tp.rank() == 0, config
     )
     train, valid, test = builder.build()
     return train, valid, test
+
+
+def _check_data(run: Runtime, config: GPTDatasetConfig) -> None:
+    """On one rank: the data fits the tokenizer, the vocabulary and the flags that act on EOD."""
+    data = run.config.data
+    given = {
+        "--reset-position-ids": data.reset_position_ids,
+        "--reset-attention-mask": data.reset_attention_mask,
+        "--eod-mask-loss": data.eod_mask_loss,
+    }
+    blends = [config.blend] if config.blend is not None else config.blend_per_split or []
+    for prefix in {p: None for blend in blends if blend is not None for p in blend[0]}:
+        check_data(
+            GPTDataset.build_low_level_dataset(prefix, config),
+            run.tokenizer,
+            run.padded_vocab_size,
+            [flag for flag, is_given in given.items() if is_given],
+        )

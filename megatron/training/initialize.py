@@ -90,8 +90,22 @@ def start(config: RunConfig) -> Runtime:
     if config.model.disable_bf16_reduced_precision_matmul:
         device.keep_bf16_sums_in_fp32()
     if config.model.deterministic_mode:
-        torch.use_deterministic_algorithms(True)
+        _require_determinism()
     return run
+
+
+_DETERMINISTIC_NCCL = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
+
+
+def _require_determinism() -> None:
+    """Refuse kernels whose sums have no fixed order.  Raises ConfigError."""
+    algorithm = os.environ.get("NCCL_ALGO")
+    if device.is_cuda() and algorithm not in _DETERMINISTIC_NCCL:
+        raise ConfigError(
+            f"--deterministic-mode: the environment variable NCCL_ALGO is {algorithm}; set it to "
+            f"one of {', '.join(_DETERMINISTIC_NCCL)}"
+        )
+    torch.use_deterministic_algorithms(True)
 
 
 def initialize_megatron(

@@ -11,6 +11,7 @@ from torch import nn
 from megatron.core import device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.param_groups import no_weight_decay_on_embeddings
 from megatron.core.param_init import initialize_parameters
 from megatron.core.transformer.module import Float16Module
 from megatron.training.printing import print_rank_0
@@ -22,6 +23,7 @@ from megatron.training.tokenizer import (
     padded_vocab_size,
     padding_message,
 )
+from megatron.training.tokenizer.checks import check_vocab
 
 ModelProvider = Callable[..., nn.Module]
 
@@ -33,6 +35,7 @@ def setup_tokenizer(run: Runtime) -> None:
     asked = run.config.tokenizer.padded_vocab_size
     if asked is not None:
         run.padded_vocab_size = asked
+        check_vocab(run.tokenizer, asked)
         return
     vocab_size = run.tokenizer.vocab_size
     run.padded_vocab_size = padded_vocab_size(
@@ -70,9 +73,14 @@ def build_model(run: Runtime, model_provider: ModelProvider, *, wrap: bool = Tru
 
 def build_optimizer(run: Runtime) -> None:
     """Fill ``run.optimizer`` and ``run.scheduler``."""
+    own_embedding_std = run.config.asked.get("embedding_init_method_std") is not None
     run.optimizer = get_megatron_optimizer(
-        run.config.optimizer, run.model_chunks, pg_collection=run.groups
+        run.config.optimizer,
+        run.model_chunks,
+        no_weight_decay_cond=no_weight_decay_on_embeddings if own_embedding_std else None,
+        pg_collection=run.groups,
     )
+    run.optimizer.timers = run.timers
     run.scheduler = build_scheduler(run)
 
 

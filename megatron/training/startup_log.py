@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core.transformer.attention_backends import attention_report, request_of
 from megatron.training.printing import print_rank_0
 from megatron.training.runtime import Runtime
 
@@ -46,6 +47,25 @@ def print_layout(run: Runtime) -> None:
             f"{model.virtual_pipeline_model_parallel_size}"
         )
     print_rank_0(f"using {model.params_dtype} for parameters ...")
+
+
+def print_attention_backends(run: Runtime) -> None:
+    """Which attention implementations may run, and why not the others; on rank 0.
+
+    Raises ConfigError when --attention-backend names what cannot run this model.
+    """
+    model, data = run.config.model, run.config.data
+    request = request_of(
+        model.params_dtype,
+        model.kv_channels,
+        has_mask=data.reset_attention_mask,
+        has_bias=run.config.language_model.position_embedding_type == "alibi",
+        dropout=model.attention_dropout,
+        softcap=model.attn_logit_softcapping,
+    )
+    print_rank_0("attention backends:")
+    for row in attention_report(model.attention_backend, request):
+        print_rank_0(f"    {row.name:8} {row.reason}")
 
 
 def print_datetime(label: str) -> None:

@@ -18,7 +18,12 @@ from megatron.training.loop import train
 from megatron.training.printing import print_rank_0
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import number_of_train_iters
-from megatron.training.startup_log import print_arguments, print_datetime, print_layout
+from megatron.training.startup_log import (
+    print_arguments,
+    print_attention_backends,
+    print_datetime,
+    print_layout,
+)
 
 
 def pretrain(
@@ -66,6 +71,7 @@ def _prepare(run: Runtime, model_provider: setup.ModelProvider, provider: data.P
     run.train_iters = number_of_train_iters(run.config, run.batches)
     print_layout(run)
     print_arguments(flat_values(run.config))
+    print_attention_backends(run)
     setup.setup_tokenizer(run)
     print_datetime("after megatron is initialized")
     run.timers("model-and-optimizer-setup", log_level=0).start(barrier=True)

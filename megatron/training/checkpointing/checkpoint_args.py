@@ -28,6 +28,22 @@ FORCED = (
     "add_qkv_bias",
     "squared_relu",
     "swiglu",
+    "openai_gelu",
+    "geglu",
+    "qk_layernorm",
+    "qk_layernorm_full_width",
+    "qk_l2_norm",
+    "no_rope_freq",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor",
+    "norm_epsilon",
+    "apply_residual_connection_post_layernorm",
+    "layer_norm_placement",
+    "embedding_scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "softmax_scale",
     "untie_embeddings_and_output_weights",
     "apply_layernorm_1p",
     "normalization",
@@ -47,7 +63,7 @@ FORCED = (
     "tokenizer_type",
     "tiktoken_pattern",
 )
-FORCED_PREFIXES = ("hybrid_", "mamba_", "heterogeneous_")
+FORCED_PREFIXES = ("hybrid_", "mamba_", "heterogeneous_", "window_", "longrope_")
 FORCED_PARALLEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
