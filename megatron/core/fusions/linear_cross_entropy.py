@@ -56,14 +56,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss = _turn_into_gradient(logits, rows)
         else:
             loss = _turn_into_gradient_divided(logits, rows, group)
-        ctx.save_for_backward(x, weight, logits)
+        ctx.save_for_backward(x, weight, logits, rows.ignored)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, grad_logits = ctx.saved_tensors
+        x, weight, grad_logits, ignored = ctx.saved_tensors
         # Tokens weigh differently: scale rows of the narrow matrices, not of the wide one.
-        scale = (grad / _scale_of(x.dtype)).unsqueeze(-1).to(x.dtype)
+        grad = grad.masked_fill(ignored, 0) / _scale_of(x.dtype)
+        scale = grad.unsqueeze(-1).to(x.dtype)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             grad_x = torch.mm(grad_logits, weight).mul_(scale)
@@ -78,6 +79,11 @@ class _Rows:
     def __init__(self, index: Tensor, is_mine: Tensor, ignored: Tensor, columns: int) -> None:
         self.index, self.is_mine, self.ignored = index.unsqueeze(-1), is_mine, ignored
         self.columns = columns
+
+    def hide_padding(self, logits: Tensor) -> None:
+        """Columns beyond the vocabulary never enter a softmax."""
+        if self.columns < logits.shape[1]:
+            logits[:, self.columns :] = float("-inf")
 
     def at_target(self, values: Tensor, part: slice) -> Tensor:
         """The target's entry of each row; zero where another rank has it."""
@@ -103,7 +109,7 @@ def _turn_into_gradient(logits: Tensor, rows: _Rows) -> Tensor:
     """Overwrite ``logits`` by (softmax - onehot) * scale; the loss of each token."""
     loss = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
     scale = _scale_of(logits.dtype)
-    logits[:, rows.columns :] = float("-inf")
+    rows.hide_padding(logits)
     for part in _parts(logits):
         values = logits[part]
         prob = torch.softmax(values, -1, dtype=loss.dtype)
@@ -111,7 +117,6 @@ def _turn_into_gradient(logits: Tensor, rows: _Rows) -> Tensor:
         loss[part] = _loss_of(values, at_target, rows, part)
         values.copy_(prob if scale == 1 else prob.mul_(scale))
         values.scatter_(-1, rows.index[part], ((at_target - 1) * scale).to(values).unsqueeze(-1))
-        values.masked_fill_(rows.ignored[part].unsqueeze(-1), 0)
     return loss.masked_fill_(rows.ignored, 0)
 
 
@@ -134,13 +139,12 @@ def _turn_into_gradient_divided(logits: Tensor, rows: _Rows, group: ProcessGroup
         hit = rows.is_mine[part].to(prob.dtype).unsqueeze(-1)
         prob.scatter_add_(-1, rows.index[part], -hit)
         values.copy_(prob if scale == 1 else prob.mul_(scale))
-        values.masked_fill_(rows.ignored[part].unsqueeze(-1), 0)
     return (log_sum - at_target).masked_fill_(rows.ignored, 0)
 
 
 def _own_sums(logits: Tensor, rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor]:
     """Log of the sum of this rank's exponentials, and the target's logit, for ``tokens``."""
-    logits[:, rows.columns :] = float("-inf")
+    rows.hide_padding(logits)
     log_sum = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
     for part in _parts(logits):
         log_sum[part] = logits[part].to(log_sum.dtype).logsumexp(-1)

@@ -1,0 +1,219 @@
+"""The attention core: every implementation gives the formula's values and gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.enums import AttnBackend, AttnMaskType
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention_backends import (
+    AttentionRequest,
+    attention_report,
+    choose,
+    refusal,
+    request_of,
+)
+from megatron.core.transformer.attention_masks import (
+    alibi_bias,
+    alibi_slopes,
+    band,
+    is_causal_mask,
+    visible_keys,
+    window_of_layer,
+)
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from tests import tolerances
+from tests.unit.one_process import tiny_config
+
+S, B, N, D = 10, 2, 4, 8
+
+
+def inputs(num_groups: int = N, keys: int = S) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((S, B, N, D), (keys, B, num_groups, D), (keys, B, num_groups, D))
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    """Head by head, in loops over groups."""
+    heads, per_group = [], q.shape[2] // k.shape[2]
+    for head in range(q.shape[2]):
+        group = head // per_group
+        scores = torch.einsum("qbd,kbd->bqk", q[:, :, head], k[:, :, group]) / math.sqrt(D)
+        own_bias = bias[0, head] if torch.is_tensor(bias) else bias
+        scores = (scores + own_bias).masked_fill(~seen, float("-inf"))
+        heads.append(torch.einsum("bqk,kbd->qbd", scores.softmax(-1), v[:, :, group]))
+    return torch.cat(heads, -1)
+
+
+def documents(*lengths: int) -> Tensor:
+    index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return index[:, None] == index[None]
+
+
+def packed(*lengths: int) -> PackedSeqParams:
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+
+
+CAUSAL = torch.ones(S, S).tril().bool()
+SHORT = (torch.arange(S)[:, None] - torch.arange(S)) <= 3
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tensor]] = {
+    "causal": ({}, {}, CAUSAL),
+    "bidirectional": ({}, {"attn_mask_type": AttnMaskType.no_mask}, torch.ones(S, S).bool()),
+    "documents": ({}, {"attention_mask": ~documents(4, 6)[None, None]}, CAUSAL & documents(4, 6)),
+    "packed": ({}, {"packed_seq_params": packed(3, 2, 5)}, CAUSAL & documents(3, 2, 5)),
+    "window": ({"window_size": (3, 0)}, {}, CAUSAL & SHORT),
+    "query_key_layer_scaling": ({"apply_query_key_layer_scaling": True}, {}, CAUSAL),
+}
+
+
+@pytest.mark.parametrize("backend", [AttnBackend.auto, AttnBackend.flash, AttnBackend.unfused])
+@pytest.mark.parametrize("num_groups", [4, 2, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_each_backend_is_the_formula(backend: AttnBackend, num_groups: int, case: str) -> None:
+    config, call, seen = CASES[case]
+    core = DotProductAttention(tiny_config(attention_backend=backend, **config), layer_number=3)
+    scale = torch.linspace(-1, 1, S * B * N * D, dtype=torch.float64).view(S, B, -1)
+    ours, plain = inputs(num_groups), inputs(num_groups)
+    # the plain softmax runs in float32 where that is asked for
+    limits = tolerances.of(torch.float32 if "scaling" in case else torch.float64)
+    out, expected = core(*ours, **call), formula(*plain, seen)
+    torch.testing.assert_close(out, expected, **limits)
+    (out * scale).sum().backward()
+    (expected * scale).sum().backward()
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, **limits)
+
+
+@pytest.mark.parametrize("backend", [AttnBackend.auto, AttnBackend.unfused])
+def test_alibi_is_added_to_the_scores(backend: AttnBackend) -> None:
+    core = DotProductAttention(tiny_config(attention_backend=backend), layer_number=1)
+    bias = alibi_bias(alibi_slopes(N), S, S)
+    out = core(*inputs(), attention_bias=bias)
+    expected = formula(*inputs(), CAUSAL, bias.double())
+    torch.testing.assert_close(out, expected, **tolerances.of(torch.float64))
+    assert alibi_slopes(4).tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
+    six = [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]
+    assert alibi_slopes(6).tolist() == six
+
+
+@pytest.mark.parametrize("backend", [AttnBackend.auto, AttnBackend.unfused])
+def test_one_new_query_sees_all_earlier_keys_and_two_see_their_own(backend: AttnBackend) -> None:
+    core = DotProductAttention(tiny_config(attention_backend=backend), layer_number=1)
+    q, k, v = inputs()
+    expected = formula(q, k, v, CAUSAL)
+    for count in (1, 2):
+        out = core(q[-count:], k, v)
+        torch.testing.assert_close(out, expected[-count:], **tolerances.of(torch.float64))
+
+
+def test_the_soft_cap_squashes_scores() -> None:
+    core = DotProductAttention(tiny_config(attn_logit_softcapping=0.5), layer_number=1)
+    q, k, v = inputs()
+    scores = torch.einsum("qbnd,kbnd->bnqk", q, k) / math.sqrt(D)
+    probs = (0.5 * torch.tanh(scores / 0.5)).masked_fill(~CAUSAL, float("-inf")).softmax(-1)
+    expected = torch.einsum("bnqk,kbnd->qbnd", probs, v).flatten(2)
+    torch.testing.assert_close(core(q, k, v), expected, **tolerances.of(torch.float64))
+
+
+def test_half_precision_softmax_in_fp32_is_closer_to_the_truth() -> None:
+    errors = []
+    for in_fp32 in (False, True):
+        config = tiny_config(
+            attention_backend=AttnBackend.unfused, attention_softmax_in_fp32=in_fp32
+        )
+        core = DotProductAttention(config, layer_number=1)
+        q, k, v = (t.detach().bfloat16() for t in inputs())
+        expected = formula(q.double(), k.double(), v.double(), CAUSAL)
+        errors.append(float((core(q, k, v) - expected).norm()))
+    assert errors[1] <= errors[0]
+
+
+def test_attention_dropout_needs_the_plain_path_on_the_cpu_and_keeps_the_mean() -> None:
+    torch.manual_seed(0)
+    core = DotProductAttention(tiny_config(attention_dropout=0.4), layer_number=1)
+    q, k, v = (t.detach() for t in inputs())
+    mean = torch.stack([core(q, k, v) for _ in range(800)]).mean(0)
+    torch.testing.assert_close(mean, core.eval()(q, k, v), rtol=0, atol=0.2)
+    assert choose(AttnBackend.auto, request_of(torch.float32, D, dropout=0.4)) == ("plain",)
+
+
+def test_an_asked_for_kernel_that_cannot_run_is_refused_with_its_reason() -> None:
+    request = request_of(torch.float32, 64, softcap=30.0)
+    with pytest.raises(ConfigError, match="flash: it has no soft cap on scores"):
+        choose(AttnBackend.flash, request)
+    with pytest.raises(ConfigError, match="attention-backend fused .* it needs a GPU"):
+        choose(AttnBackend.fused, request_of(torch.float32, 64))
+    with pytest.raises(ConfigError, match="it has no dropout on the CPU"):
+        choose(AttnBackend.flash, request_of(torch.float32, 64, dropout=0.1))
+
+
+def test_kernels_of_a_gpu_are_refused_by_what_they_lack() -> None:
+    def gpu(**changes: Any) -> AttentionRequest:
+        values: dict[str, Any] = {"is_cuda": True, "dtype": torch.bfloat16, "head_dim": 128}
+        return AttentionRequest(**values | changes)
+
+    assert choose(AttnBackend.auto, gpu()) == ("flash", "fused", "efficient")
+    assert refusal("flash", gpu(dtype=torch.float32)) == "it has no kernel for float32"
+    assert refusal("fused", gpu(head_dim=192)) == "heads of 192 are too wide"
+    assert refusal("flash", gpu(has_mask=True)) == "it takes no mask beyond causality"
+    assert refusal("efficient", gpu(has_mask=True)) is None
+    assert choose(AttnBackend.auto, gpu(has_softcap=True)) == ("plain",)
+
+
+def test_the_report_has_a_reason_for_each_backend() -> None:
+    rows = attention_report(AttnBackend.auto, request_of(torch.float32, 64))
+    assert [(r.name, r.is_chosen, r.reason) for r in rows] == [
+        ("flash", True, "chosen"),
+        ("fused", False, "it needs a GPU"),
+        ("efficient", False, "it needs a GPU"),
+        ("plain", False, "a kernel can do it"),
+    ]
+    rows = attention_report(AttnBackend.local, request_of(torch.float32, 64))
+    assert [r.reason for r in rows if r.name == "flash"] == [
+        "--attention-backend local leaves it out"
+    ]
+
+
+def test_masks_are_made_only_where_causality_is_not_enough() -> None:
+    q, k, _ = inputs()
+    assert visible_keys(q, k, is_causal=True) == (None, True)
+    assert visible_keys(q, k, is_causal=False) == (None, False)
+    assert visible_keys(q, k, is_causal=True, window=(S, 0)) == (None, True)
+    mask, is_causal = visible_keys(q, k, is_causal=False, window=(2, 1))
+    assert not is_causal
+    assert mask is not None
+    distance = torch.arange(S) - torch.arange(S)[:, None]
+    assert torch.equal(mask, (distance >= -2) & (distance <= 1))
+
+
+def test_a_causal_mask_is_recognised() -> None:
+    assert is_causal_mask(~CAUSAL[None, None])
+    assert not is_causal_mask(~(CAUSAL & documents(4, 6))[None, None])
+    assert not is_causal_mask(torch.zeros(S, S).bool())
+    assert not is_causal_mask(torch.zeros(1, 1, 1, S).bool())
+    assert band(2, 5, -1, 0, torch.device("cpu")).tolist() == [
+        [True, True, True, True, False],
+        [True] * 5,
+    ]
+
+
+def test_windows_alternate_as_asked() -> None:
+    def pattern(skip: Any) -> list[bool]:
+        config = tiny_config(window_size=(4, 0), window_attn_skip_freq=skip)
+        return [window_of_layer(config, i) is not None for i in range(6)]
+
+    assert pattern(None) == [True] * 6
+    assert pattern(3) == [True, True, False] * 2
+    assert pattern((1, 0, 0, 1, 1, 0)) == [True, False, False, True, True, False]
+    assert window_of_layer(tiny_config(), 0) is None

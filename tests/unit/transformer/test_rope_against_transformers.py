@@ -1,0 +1,66 @@
+"""Scaled rotary frequencies against those of `transformers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.transformer.rope import (
+    RopeScaling,
+    RotaryEmbedding,
+    base_frequencies,
+    llama3_frequencies,
+    longrope_frequencies,
+    yarn_frequencies,
+)
+
+rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+configs = pytest.importorskip("transformers.models.llama.configuration_llama")
+
+HF_KINDS: dict[str, dict[str, Any]] = {
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {},
+    "longrope": {
+        "short_factor": [1.0 + 0.1 * i for i in range(16)],
+        "long_factor": [2.0 + 0.5 * i for i in range(16)],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", HF_KINDS)
+@pytest.mark.parametrize("length", [32, 4096])
+def test_frequencies_are_those_of_transformers(kind: str, length: int) -> None:
+    original, factor = 64, 16.0
+    hf = configs.LlamaConfig(
+        hidden_size=128,
+        num_attention_heads=4,
+        max_position_embeddings=int(original * factor),
+        rope_parameters={
+            "rope_type": kind,
+            "rope_theta": 10000.0,
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            **HF_KINDS[kind],
+        },
+    )
+    expected, amplitude = rope_utils.ROPE_INIT_FUNCTIONS[kind](hf, "cpu", seq_len=length)
+    scaling = RopeScaling(
+        kind=kind,
+        factor=factor,
+        original_max_positions=original,
+        short_factors=tuple(HF_KINDS[kind].get("short_factor", ())),
+        long_factors=tuple(HF_KINDS[kind].get("long_factor", ())),
+    )
+    found = {
+        "llama3": lambda: llama3_frequencies(base_frequencies(32, 10000), scaling),
+        "yarn": lambda: yarn_frequencies(32, 10000, scaling),
+        "longrope": lambda: longrope_frequencies(32, 10000, scaling, length),
+    }[kind]()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert scaling.amplitude == pytest.approx(amplitude)
+    rope = RotaryEmbedding(32, scaling=scaling)
+    assert torch.equal(rope.frequencies(length), found)
+    table = rope.table(length, 0, torch.float32)
+    torch.testing.assert_close(table.cos[0], torch.full_like(table.cos[0], amplitude))
