@@ -36,8 +36,11 @@ def train_step(run: Runtime) -> StepResult:
     for chunk in run.model_chunks:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
+    barrier = config.optimizer.barrier_with_L1_time
+    run.timers("forward-backward", log_level=1).start(barrier=barrier)
     with naming_step(iteration):
         losses = forward_backward(run, run.train_data, num_microbatches, forward_only=False)
+    run.timers("forward-backward").stop()
     if config.training.empty_unused_memory_level >= 1:
         device.empty_cache()
 
@@ -45,7 +48,7 @@ def train_step(run: Runtime) -> StepResult:
         updated, grad_norm, num_zeros = False, None, None
         run.state.skipped_train_samples += batch_size
     else:
-        run.timers("optimizer", log_level=1).start(barrier=config.optimizer.barrier_with_L1_time)
+        run.timers("optimizer", log_level=1).start(barrier=barrier)
         updated, grad_norm, num_zeros = run.optimizer.step()
         run.timers("optimizer").stop()
     if updated:
