@@ -88,7 +88,7 @@ def build_model(tp: int) -> DistributedDataParallel:
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
-    model = GPTModel(config, get_gpt_layer_local_spec(config), VOCAB_SIZE, SEQ_LENGTH)
+    model = GPTModel(config, get_gpt_layer_local_spec(config=config), VOCAB_SIZE, SEQ_LENGTH)
     model.to(device.current())
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
 

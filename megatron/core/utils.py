@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -19,8 +21,63 @@ def divide(numerator: int, denominator: int) -> int:
     return numerator // denominator
 
 
+class PaddedSize(int):
+    """A size that remembers how much of it is not padding.
+
+    Scripts hand ``args.padded_vocab_size`` to a model and nothing else; the model learns the true
+    size from it.
+    """
+
+    true_size: int
+
+    def __new__(cls, padded_size: int, true_size: int) -> PaddedSize:
+        size = super().__new__(cls, padded_size)
+        size.true_size = true_size
+        return size
+
+    def __reduce__(self) -> tuple[type[PaddedSize], tuple[int, int]]:
+        return type(self), (int(self), self.true_size)
+
+
 def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:
     """``logger.log(*args)`` on one rank: ``args`` are level, message and its values."""
     if not dist.is_initialized() or dist.get_rank() == rank:
         extra = {**kwargs.pop("extra", {}), "all_ranks": True}  # the handler lets it through
         logger.log(*args, extra=extra, **kwargs)
+
+
+def get_attr_wrapped_model(
+    model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False
+) -> Any:
+    """``model.attr`` of the outermost module that has it, below wrappers; or that module.
+
+    Without ``allow_none`` a None does not count.  Raises RuntimeError when nobody has it.
+    """
+    assert not isinstance(model, list), "one model chunk, not a list of them"
+    while model is not None:
+        value = getattr(model, attr, None)
+        if value is not None or (allow_none and hasattr(model, attr)):
+            return model if return_model_obj else value
+        model = model._modules.get("module")
+    raise RuntimeError(f"no module of this model has an attribute {attr!r}")
+
+
+def get_model_config(model: nn.Module) -> Any:
+    """The config that a model was built from, below wrappers."""
+    return get_attr_wrapped_model(model, "config", allow_none=False)
+
+
+class StragglerDetector(AbstractContextManager["StragglerDetector"]):
+    """The context that scripts put around reading a batch and around the model.
+
+    It measures nothing: ``--log-straggler``, which would turn it on, is refused.
+    """
+
+    enabled = False
+
+    def __call__(self, bdata: bool = False) -> StragglerDetector:
+        """A context around reading data (``bdata``) or computing."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None

@@ -50,7 +50,7 @@ def build(case: str, groups: Any, padded: int, **changes: Any) -> GPTModel:
     torch.manual_seed(1234)
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(config),
+        get_gpt_layer_local_spec(config=config),
         padded,
         16,
         pg_collection=groups,

@@ -46,6 +46,7 @@ DOORS = {
         "megatron/core/distributed/distributed_data_parallel.py",
         "megatron/core/optimizer/__init__.py",
         "megatron/core/pipeline_parallel/schedules.py",
+        "megatron/core/tensor_parallel/doors.py",
         "megatron/core/tensor_parallel/random.py",
         "megatron/training/initialize.py",  # installs it
         "megatron/training/utils.py",  # the reference's helpers for scripts

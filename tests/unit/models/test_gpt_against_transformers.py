@@ -64,7 +64,7 @@ def hf_model(model: str, config: str, **changes: Any) -> Any:
 
 def our_model(layer: dict[str, Any], model: dict[str, Any]) -> GPTModel:
     config = tiny_config(**layer)
-    spec = get_gpt_layer_local_spec(config)
+    spec = get_gpt_layer_local_spec(config=config)
     args = (config, spec, VOCABULARY, 64)
     return GPTModel(*args, pg_collection=one_process_groups(), **model).eval()
 

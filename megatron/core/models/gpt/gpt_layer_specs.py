@@ -6,6 +6,8 @@ import logging
 from functools import lru_cache
 
 from megatron.core import optional
+from megatron.core.config import states
+from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -26,15 +28,27 @@ logger = logging.getLogger(__name__)
 
 
 def get_gpt_layer_local_spec(
-    config: TransformerConfig | None = None,
-    *,
-    qk_layernorm: bool | None = None,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+    fp8: str | None = None,
+    moe_use_legacy_grouped_gemm: bool = False,
     normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    use_kitchen: bool = False,
+    *,
+    config: TransformerConfig | None = None,
 ) -> ModuleSpec:
-    """A layer of plain torch.  ``normalization`` is the config's; it is accepted for scripts."""
-    del normalization
-    if qk_layernorm is None:
-        qk_layernorm = config is not None and config.qk_layernorm
+    """A layer of plain torch.
+
+    Scripts describe the layer by the other arguments; what they leave out, and where norms stand,
+    is read from ``config``.  Kind of norm and precision always come from the config of the model.
+    """
+    del moe_grouped_gemm, fp8, moe_use_legacy_grouped_gemm, normalization
+    _refuse_what_is_not_here(num_experts, multi_latent_attention, use_kitchen)
+    del qk_l2_norm  # the attention reads it in its config
+    qk_layernorm = qk_layernorm or (config is not None and config.qk_layernorm)
     is_wide = config is not None and config.qk_layernorm_full_width
     placement = "pre" if config is None else config.layer_norm_placement
     before = IdentityOp if placement == "post" else Norm
@@ -52,6 +66,17 @@ def get_gpt_layer_local_spec(
             post_mlp_layernorm=after,
         ),
     )
+
+
+def _refuse_what_is_not_here(
+    num_experts: int | None, multi_latent_attention: bool, use_kitchen: bool
+) -> None:
+    if num_experts is not None:
+        raise ConfigError(f"a GPT layer with num_experts {num_experts}: {states.EXPERTS}")
+    if multi_latent_attention:
+        raise ConfigError(f"a GPT layer with latent attention: {states.LATENT_ATTENTION}")
+    if use_kitchen:
+        raise ConfigError(f"a GPT layer with use_kitchen: {states.KITCHEN}")
 
 
 def _self_attention(qk_layernorm: bool, is_wide: bool) -> ModuleSpec:
@@ -77,13 +102,32 @@ def _mlp() -> ModuleSpec:
 
 
 def get_gpt_layer_with_transformer_engine_spec(
-    config: TransformerConfig | None = None,
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+    fp8: str | None = None,
+    moe_use_legacy_grouped_gemm: bool = False,
+    qk_l2_norm: bool = False,
+    use_te_op_fuser: bool = False,
+    use_kitchen: bool = False,
     *,
-    qk_layernorm: bool | None = None,
+    config: TransformerConfig | None = None,
 ) -> ModuleSpec:
     """A layer of Transformer Engine's modules; of plain torch, with one warning, without it."""
+    del use_te_op_fuser  # a choice among kernels
     _warn_without_transformer_engine()
-    return get_gpt_layer_local_spec(config, qk_layernorm=qk_layernorm)
+    return get_gpt_layer_local_spec(
+        num_experts,
+        moe_grouped_gemm,
+        qk_layernorm,
+        multi_latent_attention,
+        fp8,
+        moe_use_legacy_grouped_gemm,
+        qk_l2_norm=qk_l2_norm,
+        use_kitchen=use_kitchen,
+        config=config,
+    )
 
 
 @lru_cache(maxsize=1)
@@ -97,9 +141,27 @@ def get_gpt_decoder_block_spec(
     config: TransformerConfig,
     use_transformer_engine: bool = False,
     normalization: str | None = None,
+    qk_l2_norm: bool = False,
+    vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """A spec for every layer of the model."""
+    """A spec for every layer of the model; a stage takes its own."""
+    del normalization, qk_l2_norm, vp_stage  # the config and the stage say it
     if use_transformer_engine:
         _warn_without_transformer_engine()
-    layer = get_gpt_layer_local_spec(config, normalization=normalization)
+    layer = get_gpt_layer_local_spec(config.num_moe_experts, config=config)
     return TransformerBlockSubmodules([layer] * config.num_layers, Norm)
+
+
+def get_gpt_mtp_block_spec(
+    config: TransformerConfig,
+    spec: TransformerBlockSubmodules | ModuleSpec,
+    use_transformer_engine: bool = False,
+    vp_stage: int | None = None,
+) -> None:
+    """What --mtp-num-layers adds to a model: nothing where it is not given.
+
+    Raises ConfigError where it is.
+    """
+    del spec, use_transformer_engine, vp_stage
+    if config.mtp_num_layers:
+        raise ConfigError(f"--mtp-num-layers {config.mtp_num_layers}: {states.MULTI_TOKEN}")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import device, parallel_state
+from megatron.core.config import states
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rope import RotaryTable
 from megatron.core.models.common.embeddings.language_model_embedding import (
@@ -34,6 +35,7 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import PaddedSize
 
 POSITION_TYPES = ("learned_absolute", "rope", "alibi", "none")
 
@@ -59,12 +61,20 @@ class GPTModel(LanguageModule):
         rope_scaling_factor: float = 8.0,
         scatter_embedding_sequence_parallel: bool = True,
         seq_len_interpolation_factor: float | None = None,
+        mtp_block_spec: None = None,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
         *,
         unpadded_vocab_size: int | None = None,
     ) -> None:
-        """``vocab_size`` counts padding rows; ``unpadded_vocab_size`` (None: the same) does not."""
+        """``vocab_size`` counts padding rows, ``unpadded_vocab_size`` does not.
+
+        Left out, the latter is what ``vocab_size`` remembers, else the same.
+        """
+        if mtp_block_spec is not None:
+            raise ConfigError(f"GPTModel with mtp_block_spec: {states.MULTI_TOKEN}")
+        if unpadded_vocab_size is None and isinstance(vocab_size, PaddedSize):
+            unpadded_vocab_size = vocab_size.true_size
         groups = parallel_state.current() if pg_collection is None else pg_collection
         super().__init__(config, groups, unpadded_vocab_size)
         if position_embedding_type not in POSITION_TYPES:

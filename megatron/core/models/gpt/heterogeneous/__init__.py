@@ -1,0 +1,1 @@
+"""GPT with layers of differing shape."""

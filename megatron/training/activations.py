@@ -1,0 +1,5 @@
+"""The path under which scripts import activation functions."""
+
+from megatron.core.activations import fast_gelu as fast_gelu
+from megatron.core.activations import quick_gelu as quick_gelu
+from megatron.core.activations import squared_relu as squared_relu
