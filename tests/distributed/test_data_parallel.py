@@ -69,9 +69,9 @@ def joint_gradients(dtype: torch.dtype) -> list[dict]:
     [
         {},
         {"overlap_grad_reduce": True},
-        {"overlap_grad_reduce": True, "ddp_bucket_size": 1},
-        {"overlap_grad_reduce": True, "ddp_num_buckets": 3, "ddp_average_in_collective": True},
-        {"ddp_pad_buckets_for_high_nccl_busbw": True, "ddp_average_in_collective": True},
+        {"overlap_grad_reduce": True, "bucket_size": 1},
+        {"overlap_grad_reduce": True, "ddp_num_buckets": 3, "average_in_collective": True},
+        {"pad_buckets_for_high_nccl_busbw": True, "average_in_collective": True},
     ],
 )
 def test_the_gradient_of_replicas_is_that_of_the_joint_batch(options: dict):
@@ -86,7 +86,7 @@ def test_the_gradient_of_replicas_is_that_of_the_joint_batch(options: dict):
 def test_overlap_and_bucket_size_change_no_bit():
     results = [
         run_ranks(_replica, 2, options, torch.float32)[0]
-        for options in ({}, {"overlap_grad_reduce": True, "ddp_bucket_size": 100})
+        for options in ({}, {"overlap_grad_reduce": True, "bucket_size": 100})
     ]
     torch.testing.assert_close(*results, **tolerances.BITWISE)
 
@@ -108,7 +108,7 @@ def test_the_reduction_runs_in_the_dtype_asked_for(in_fp32: bool):
 def _other_way_round(rank: int, world_size: int) -> dict:
     """Each rank finishes its parameters in another order, and leaves one out."""
     model = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(4))
-    ddp = wrap(model, overlap_grad_reduce=True, ddp_bucket_size=1)
+    ddp = wrap(model, overlap_grad_reduce=True, bucket_size=1)
     for _ in range(2):
         ddp.zero_grad_buffer()
         used = [m for i, m in enumerate(model) if i != rank]
@@ -131,7 +131,7 @@ def _with_experts(rank: int, world_size: int, average: bool) -> dict:
     model = nn.ModuleDict({"dense": nn.Linear(2, 2, bias=False), "expert": nn.Linear(2, 2)})
     for name, p in model.named_parameters():
         set_info(p, ParamInfo(global_shape=tuple(p.shape), is_expert=name.startswith("expert")))
-    ddp = wrap(model, layout={"ep": 2}, ddp_average_in_collective=average)
+    ddp = wrap(model, layout={"ep": 2}, average_in_collective=average)
     for p in model.parameters():
         (p.sum() * (rank + 1)).backward()
     ddp.finish_grad_sync()
@@ -148,7 +148,7 @@ def test_experts_are_reduced_among_their_copies_and_divided_by_all_replicas(aver
 
 def _nan_in_one_rank(rank: int, world_size: int, check: bool) -> str:
     model = TinyModel()
-    ddp = wrap(model, check_for_nan_in_loss_and_grad=check, overlap_grad_reduce=True)
+    ddp = wrap(model, check_for_nan_in_grad=check, overlap_grad_reduce=True)
     if rank == 1:
         model.second.bias.register_hook(lambda grad: grad * float("inf"))
     mean_loss(ddp, token_batch(2)).backward()

@@ -115,7 +115,7 @@ def _nan_in_one_rank(rank: int, world_size: int) -> str:
     """The second tensor-parallel rank has it, in a parameter that the first one counts."""
     groups = make_groups(tp=2)
     model = nn.Linear(2, 2)
-    ddp_config = DistributedDataParallelConfig(check_for_nan_in_loss_and_grad=True)
+    ddp_config = DistributedDataParallelConfig(check_for_nan_in_grad=True)
     ddp = DistributedDataParallel(ModelConfig(), ddp_config, model, pg_collection=groups)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1.0), [ddp], pg_collection=groups)
     (ddp(torch.ones(1, 2)) * (1.0 if rank == 0 else float("nan"))).sum().backward()
@@ -158,7 +158,7 @@ def _train(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_replicas_train_like_one_process(dtype: torch.dtype):
     ((losses, counts, _),) = run_ranks(_train, 1, dtype, {})
-    options = {"overlap_grad_reduce": True, "ddp_bucket_size": 100}
+    options = {"overlap_grad_reduce": True, "bucket_size": 100}
     first, second = run_ranks(_train, 2, dtype, options)
     torch.testing.assert_close(first[1:], second[1:], **tolerances.BITWISE)
     together = [(a + b) / 2 for a, b in zip(first[0], second[0], strict=True)]

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
+from megatron.core.config import states
+from megatron.core.config.errors import ConfigError
 from megatron.core.distributed.buckets import (
     PARAM_ALIGNMENT,
     bucket_multiple,
@@ -62,6 +64,8 @@ class DistributedDataParallel(nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__()
+        if ddp_config.use_distributed_optimizer:
+            raise ConfigError(f"--use-distributed-optimizer: {states.DISTRIBUTED_OPTIMIZER}")
         self.config = config
         self.ddp_config = ddp_config
         self.module = module
@@ -160,13 +164,13 @@ class DistributedDataParallel(nn.Module):
         return Reduction(
             group=self.groups.expt_dp if key.is_expert else self.groups.dp_cp,
             factor=1.0 / self.groups.dp_cp.size() if is_mean else 1.0,
-            average_in_collective=is_mean and self.ddp_config.ddp_average_in_collective,
-            check_for_nan=self.ddp_config.check_for_nan_in_loss_and_grad,
+            average_in_collective=is_mean and self.ddp_config.average_in_collective,
+            check_for_nan=self.ddp_config.check_for_nan_in_grad,
         )
 
     def _bucket_size(self, reduction: Reduction, total_numel: int) -> int | None:
         return target_bucket_size(
-            asked=self.ddp_config.ddp_bucket_size,
+            asked=self.ddp_config.bucket_size,
             num_buckets=self.ddp_config.ddp_num_buckets,
             total_numel=total_numel,
             group_size=reduction.group.size(),
@@ -186,7 +190,7 @@ class DistributedDataParallel(nn.Module):
             param_alignment=PARAM_ALIGNMENT,
             bucket_multiple=bucket_multiple(
                 reduction.group.size(),
-                for_high_bus_bandwidth=self.ddp_config.ddp_pad_buckets_for_high_nccl_busbw,
+                for_high_bus_bandwidth=self.ddp_config.pad_buckets_for_high_nccl_busbw,
             ),
         )
         return GradBuffer(params, layout, key.grad_dtype, reduction)

@@ -12,10 +12,12 @@ from megatron.core.config.option import option
 class DistributedDataParallelConfig:
     """How gradients and parameters travel between data-parallel ranks."""
 
-    check_for_nan_in_loss_and_grad: bool = option(
+    check_for_nan_in_grad: bool = option(  # and in the loss
         True,
         "Train on when a loss or gradient is NaN or infinite.",
         group="training",
+        flag="--no-check-for-nan-in-loss-and-grad",
+        dest="check_for_nan_in_loss_and_grad",
     )
     check_for_large_grads: bool = option(
         False,
@@ -51,21 +53,27 @@ class DistributedDataParallelConfig:
         "Number of buckets that gradients are reduced in.",
         group="distributed",
     )
-    ddp_bucket_size: int | None = option(
+    bucket_size: int | None = option(
         None,
         "Parameters in a bucket of gradients; the larger of 40 M and 1 M times the replicas"
         " if not given.",
         group="distributed",
+        flag="--ddp-bucket-size",
+        dest="ddp_bucket_size",
     )
-    ddp_pad_buckets_for_high_nccl_busbw: bool = option(
+    pad_buckets_for_high_nccl_busbw: bool = option(
         False,
         "Pad buckets of gradients to a multiple of a large power of 2.",
         group="distributed",
+        flag="--ddp-pad-buckets-for-high-nccl-busbw",
+        dest="ddp_pad_buckets_for_high_nccl_busbw",
     )
-    ddp_average_in_collective: bool = option(
+    average_in_collective: bool = option(
         False,
         "Let the collective divide gradients by the number of replicas.",
         group="distributed",
+        flag="--ddp-average-in-collective",
+        dest="ddp_average_in_collective",
     )
     overlap_param_gather: bool = option(
         False,
@@ -154,3 +162,5 @@ class DistributedDataParallelConfig:
         flag="--torch-fsdp2-no-reshard-after-forward",
         ignored=states.only_with("--use-torch-fsdp2"),
     )
+    # Scripts say it here as well as in OptimizerConfig, where its flag is.
+    use_distributed_optimizer: bool = False

@@ -50,7 +50,7 @@ def get_megatron_optimizer(
         grad_scaler=_grad_scaler(config, {param.dtype for _, param in named}),
         check_for_nan=any(
             isinstance(chunk, DistributedDataParallel)
-            and chunk.ddp_config.check_for_nan_in_loss_and_grad
+            and chunk.ddp_config.check_for_nan_in_grad
             for chunk in model_chunks
         ),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.config import states
 from megatron.core.config.option import option
@@ -192,3 +193,7 @@ class OptimizerConfig:
         choices=("fp32", "fp16", "bf16", "fp8"),
         refused=states.LOW_PRECISION_STATE,
     )
+    # What scripts say of the model once more; the parameters' own dtypes decide.
+    fp16: bool = False
+    bf16: bool = False
+    params_dtype: Any = None

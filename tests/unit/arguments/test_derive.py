@@ -104,9 +104,9 @@ def test_bf16_gradients_are_summed_in_fp32_unless_asked_otherwise() -> None:
 
 
 def test_an_adaptive_loss_scale_meets_overflow_on_purpose() -> None:
-    assert run_of("--fp16").ddp.check_for_nan_in_loss_and_grad is False
-    assert run_of("--fp16 --loss-scale 8").ddp.check_for_nan_in_loss_and_grad is True
-    assert run_of("--bf16").ddp.check_for_nan_in_loss_and_grad is True
+    assert run_of("--fp16").ddp.check_for_nan_in_grad is False
+    assert run_of("--fp16 --loss-scale 8").ddp.check_for_nan_in_grad is True
+    assert run_of("--bf16").ddp.check_for_nan_in_grad is True
 
 
 def test_sequence_parallelism_needs_tensor_parallelism() -> None:

@@ -41,7 +41,7 @@ class Run:
     ) -> None:
         self.model = TinyModel(dtype=dtype) if model is None else model
         ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, check_for_nan_in_loss_and_grad=check
+            grad_reduce_in_fp32=True, check_for_nan_in_grad=check
         )
         self.ddp = DistributedDataParallel(
             ModelConfig(), ddp_config, self.model, pg_collection=groups

@@ -77,7 +77,7 @@ def numbers_are_large_enough(run: RunConfig) -> Iterator[str]:
 def one_way_to_count_buckets(run: RunConfig) -> Iterator[str]:
     """The number of buckets follows from their size."""
     d = run.ddp
-    if d.ddp_num_buckets is not None and d.ddp_bucket_size is not None:
+    if d.ddp_num_buckets is not None and d.bucket_size is not None:
         yield "--ddp-num-buckets and --ddp-bucket-size exclude each other: keep one"
 
 
