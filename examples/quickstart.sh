@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 out=${1:-quickstart}
-train_iters=${TRAIN_ITERS:-400}
+train_iters=${TRAIN_ITERS:-600}
 workers=$(($(nproc) < 8 ? $(nproc) : 8))
 
 say() { printf '\n== %s\n' "$*"; }
