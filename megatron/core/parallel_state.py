@@ -142,6 +142,16 @@ def get_expert_data_parallel_group() -> ProcessGroup:
     return current().expt_dp
 
 
+def get_embedding_group() -> ProcessGroup:
+    """First and last stage, which share the word embedding."""
+    return current().embd
+
+
+def get_position_embedding_group() -> ProcessGroup:
+    """The stage that holds the position embedding."""
+    return current().pos_embd
+
+
 # -- sizes and ranks --------------------------------------------------------------------------
 
 

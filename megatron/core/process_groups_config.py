@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -33,6 +33,8 @@ class ProcessGroupCollection:
     tp_ep: ProcessGroup
     tp_ep_pp: ProcessGroup  # one model replica of the expert layers
     expt_dp: ProcessGroup  # gradients of expert parameters are reduced here
+    embd: ProcessGroup  # first and last stage, which share the word embedding; else this rank
+    pos_embd: ProcessGroup  # the first stage alone; else this rank
     world: ProcessGroup
     dense_grid: RankGrid
     expert_grid: RankGrid
@@ -71,7 +73,13 @@ def make_grids(
     dense = {"tp": tp, "cp": cp, "ep": 1, "dp": world_size // dense_cut, "pp": pp}
     expert = {"tp": expt_tp, "cp": 1, "ep": ep, "dp": world_size // expert_cut, "pp": pp}
     axes = order.split("-")
-    return RankGrid({a: dense[a] for a in axes}), RankGrid({a: expert[a] for a in axes})
+    grids = RankGrid({a: dense[a] for a in axes}), RankGrid({a: expert[a] for a in axes})
+    if grids[0].groups("pp") != grids[1].groups("pp"):
+        raise ValueError(
+            f"in the order {order} dense and expert layers would lie on different pipelines: use "
+            f"one stage, or as many expert replicas ({expert['dp']}) as replicas ({dense['dp']})"
+        )
+    return grids
 
 
 def create_process_groups(
@@ -84,15 +92,20 @@ def create_process_groups(
     members: dict[tuple[int, ...], ProcessGroup] = {}
     me = dist.get_rank()
 
-    def mine(grid: RankGrid, *axes: str) -> ProcessGroup:
+    def mine_of(groups: Iterable[Sequence[int]]) -> ProcessGroup:
         found = None
-        for ranks in map(tuple, grid.groups(*axes)):
+        for ranks in map(tuple, groups):
             if ranks not in members:
                 members[ranks] = _new_group(ranks, timeout)
             if me in ranks:
                 found = members[ranks]
-        assert found is not None, f"rank {me} is outside the grid {grid.sizes}"
+        assert found is not None, f"rank {me} is outside the grid {dense.sizes}"
         return found
+
+    def mine(grid: RankGrid, *axes: str) -> ProcessGroup:
+        return mine_of(grid.groups(*axes))
+
+    pipelines = dense.groups("pp")
 
     return ProcessGroupCollection(
         tp=mine(dense, "tp"),
@@ -109,10 +122,19 @@ def create_process_groups(
         tp_ep=mine(expert, "tp", "ep"),
         tp_ep_pp=mine(expert, "tp", "ep", "pp"),
         expt_dp=mine(expert, "dp"),
+        embd=mine_of(g for pipeline in pipelines for g in _ends_together(pipeline)),
+        pos_embd=mine_of([rank] for pipeline in pipelines for rank in pipeline),
         world=mine(dense, *dense.sizes),
         dense_grid=dense,
         expert_grid=expert,
     )
+
+
+def _ends_together(pipeline: Sequence[int]) -> list[list[int]]:
+    """First and last stage in one group, each stage between them in one of its own."""
+    if len(pipeline) == 1:
+        return [list(pipeline)]
+    return [[pipeline[0], pipeline[-1]], *([rank] for rank in pipeline[1:-1])]
 
 
 def _new_group(ranks: Sequence[int], timeout: timedelta | None) -> ProcessGroup:
