@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -19,12 +20,9 @@ def one_process_groups() -> ProcessGroupCollection:
     """Every axis off."""
     group = one_rank()
     dense, expert = make_grids(1)
-    names = (
-        "tp pp dp cp mp tp_cp tp_dp tp_dp_cp dp_cp ep expt_tp tp_ep tp_ep_pp expt_dp world".split()
-    )
-    return ProcessGroupCollection(
-        **dict.fromkeys(names, group), dense_grid=dense, expert_grid=expert
-    )
+    grids = {"dense_grid": dense, "expert_grid": expert}
+    names = {f.name for f in fields(ProcessGroupCollection)} - grids.keys()
+    return ProcessGroupCollection(**dict.fromkeys(names, group), **grids)
 
 
 def tiny_config(**changes: Any) -> TransformerConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ class Alone:
 
 def groups_of_one() -> ProcessGroupCollection:
     dense, expert = make_grids(1)
-    names = "tp pp dp cp mp tp_cp tp_dp tp_dp_cp dp_cp ep expt_tp tp_ep tp_ep_pp expt_dp world"
-    groups: dict[str, Any] = {name: Alone() for name in names.split()}
+    grids = ("dense_grid", "expert_grid")
+    names = [f.name for f in fields(ProcessGroupCollection) if f.name not in grids]
+    groups: dict[str, Any] = {name: Alone() for name in names}
     return ProcessGroupCollection(**groups, dense_grid=dense, expert_grid=expert)
 
 
