@@ -83,7 +83,7 @@ def first_sentence(path: Path) -> str:
             taken.append(row.lstrip("#/ "))
         comment = "\n".join(taken)
     paragraph = " ".join(comment.split("\n\n")[0].split())
-    return re.split(r"(?<=[^.A-Z])\.(?:\s|$)|;\s", paragraph)[0]
+    return re.split(r"(?<!e\.g)(?<!i\.e)\.(?:\s|$)|;\s", paragraph)[0]
 
 
 if __name__ == "__main__":
