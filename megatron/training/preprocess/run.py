@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,8 +32,10 @@ from megatron.training.preprocess.sentences import sentence_splitter
 from megatron.training.preprocess.workers import WorkerPool
 from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.checks import check_eod
-from megatron.training.tokenizer.fast import choose_encoder
+from megatron.training.tokenizer.fast import TextEncoder, candidates, difference
 from megatron.training.tokenizer.fingerprint import Fingerprint
+
+logger = logging.getLogger(__name__)
 
 _SAMPLE_POSITIONS = 8
 _SAMPLE_BYTES = 1 << 13  # of text, at each position
@@ -78,40 +80,54 @@ class PreprocessOptions:
 
 def preprocess(options: PreprocessOptions, tokenizer: MegatronTokenizer) -> list[str]:
     """Write the token files; the prefixes written.  A rerun goes on where one was interrupted."""
-    started_at_s = time.monotonic()
     paths = find_inputs(options.input)
     _check_one_kind(paths, options.record_format)
-    encoder = _block_encoder(options, tokenizer, paths)
-    with WorkerPool(encoder, options.workers) as pool:
-        # Only now: a thread that runs while workers are forked may hold a lock they would inherit.
-        fingerprint = _Background(tokenizer)
-        _say(f"{encoder.encoder.name} encodes; started in {time.monotonic() - started_at_s:.2f} s")
-        run = _Run(options, pool, encoder.dtype, paths)
+    sample = _sample(paths, options.record_format)
+    for encoder in candidates(tokenizer, options.tokenizer_backend):
         try:
-            if options.partitions > 1:
-                prefixes = run.partitioned(fingerprint.result())
-            else:
-                prefixes = run.whole()
+            return _preprocess_with(encoder, options, tokenizer, paths, sample)
+        except _OtherIds as found:
+            if options.tokenizer_backend != "auto":
+                flag = f"--tokenizer-backend {options.tokenizer_backend}"
+                raise ConfigError(f"{flag}: {found}; use auto or owner") from found
+            logger.warning("%s; it is switched off", found)
+    raise AssertionError("the owner comes last and is never refused")
+
+
+def _preprocess_with(
+    encoder: TextEncoder,
+    options: PreprocessOptions,
+    tokenizer: MegatronTokenizer,
+    paths: Sequence[str],
+    sample: Sequence[str],
+) -> list[str]:
+    blocks_to_tokens = _block_encoder(options, tokenizer, encoder)
+    _say(f"{encoder.name} encodes")
+    # Workers first: a thread that runs while they are forked may hold a lock they would inherit.
+    with (
+        WorkerPool(blocks_to_tokens, options.workers) as pool,
+        _Check(tokenizer, encoder, sample) as check,
+    ):
+        run = _Run(options, pool, check, blocks_to_tokens.dtype, paths)
+        try:
+            prefixes = run.partitioned() if options.partitions > 1 else run.whole()
         except BadRecord as error:
             line = locate(error)
             raise DataError(f"{error.path}, line {line}: {error.reason}") from error
-    made = fingerprint.result()
-    for prefix in prefixes:
-        made.write(prefix)
+        for prefix in prefixes:
+            check.fingerprint().write(prefix)
     return prefixes
 
 
 def _block_encoder(
-    options: PreprocessOptions, tokenizer: MegatronTokenizer, paths: Sequence[str]
+    options: PreprocessOptions, tokenizer: MegatronTokenizer, encoder: TextEncoder
 ) -> BlockEncoder:
-    record_format = options.record_format
     splitter = (
         sentence_splitter(options.lang, options.keep_newlines) if options.split_sentences else None
     )
-    sample = _sample(paths, record_format)
     return BlockEncoder(
-        encoder=choose_encoder(tokenizer, sample, options.tokenizer_backend),
-        record_format=record_format,
+        encoder=encoder,
+        record_format=options.record_format,
         dtype=DType.optimal_dtype(tokenizer.vocab_size),
         vocab_size=tokenizer.vocab_size,
         eod=check_eod(tokenizer, "--append-eod") if options.append_eod else None,
@@ -146,11 +162,13 @@ class _Run:
         self,
         options: PreprocessOptions,
         pool: WorkerPool,
+        check: _Check,
         dtype: type[np.integer],
         paths: Sequence[str],
     ) -> None:
         self.options = options
         self.pool = pool
+        self.check = check
         self.dtype = dtype
         self.paths = paths
         keys = options.record_format.json_keys
@@ -163,7 +181,7 @@ class _Run:
         self._write([Segment(path) for path in self.paths], outputs)
         return list(outputs.values())
 
-    def partitioned(self, fingerprint: Fingerprint) -> list[str]:
+    def partitioned(self) -> list[str]:
         """Partition by partition, then all of them in a row."""
         options = self.options
         partitioning = Partitioning(
@@ -173,8 +191,7 @@ class _Run:
             options.record_format,
             options.output_prefix,
         )
-        key = self._manifest_key(fingerprint)
-        manifest = Manifest(options.output_prefix + ".partitions.json", key)
+        manifest = Manifest(options.output_prefix + ".partitions.json", self._manifest_key())
         if manifest.finished:
             _say(f"partitions {sorted(manifest.finished)} are finished already")
         segments = partitioning.by_segments()
@@ -225,6 +242,8 @@ class _Run:
             for key, texts in block.texts.items():
                 _append(builders[key], texts)
             progress.add(block.num_documents, block.num_bytes, block.stored_bytes)
+            self.check.raise_if_found()
+        self.check.wait()
         for key, builder in builders.items():
             builder.finalize(get_idx_path(outputs[key]))
         progress.finish()
@@ -251,13 +270,13 @@ class _Run:
                 os.remove(get_bin_path(prefix))
                 os.remove(get_idx_path(prefix))
 
-    def _manifest_key(self, fingerprint: Fingerprint) -> dict[str, object]:
+    def _manifest_key(self) -> dict[str, object]:
         """All that decides what the partitions hold."""
         stats = [(os.path.abspath(path), os.stat(path)) for path in self.paths]
         options = self.options
         return {
             "inputs": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
-            "tokenizer": fingerprint.sha256,
+            "tokenizer": self.check.fingerprint().sha256,
             "json_keys": list(self.keys),
             "sample_by": options.record_format.sample_by,
             "plain_text": options.record_format.plain_text,
@@ -270,23 +289,39 @@ class _Run:
         }
 
 
-class _Background:
-    """The tokenizer's fingerprint, computed while the workers are busy."""
+class _OtherIds(Exception):
+    """The encoder that is at work gives other ids than the tokenizer's own library."""
 
-    def __init__(self, tokenizer: MegatronTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._fingerprint: Fingerprint | None = None
-        self._thread = threading.Thread(target=self._compute, daemon=True)
-        self._thread.start()
 
-    def _compute(self) -> None:
-        self._fingerprint = Fingerprint.of(self._tokenizer)
+class _Check:
+    """Compares the encoder with its owner, then takes the fingerprint, while workers are busy."""
 
-    def result(self) -> Fingerprint:
-        """Wait for it."""
-        self._thread.join()
-        assert self._fingerprint is not None, "the fingerprint failed, see the thread's traceback"
-        return self._fingerprint
+    def __init__(
+        self, tokenizer: MegatronTokenizer, encoder: TextEncoder, sample: Sequence[str]
+    ) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._difference = self._thread.submit(difference, tokenizer, encoder, sample)
+        self._fingerprint = self._thread.submit(Fingerprint.of, tokenizer)
+
+    def __enter__(self) -> _Check:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)  # none may run when workers are forked again
+
+    def raise_if_found(self) -> None:
+        """Raise _OtherIds if a difference is known by now."""
+        if self._difference.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Raise _OtherIds if there is a difference."""
+        if (found := self._difference.result()) is not None:
+            raise _OtherIds(found)
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the tokenizer."""
+        return self._fingerprint.result()
 
 
 def _append(builder: IndexedDatasetBuilder, texts: EncodedTexts) -> None:

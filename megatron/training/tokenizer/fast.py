@@ -1,15 +1,14 @@
 """The fastest library that gives a tokenizer's own ids.
 
 ``gigatoken`` and ``tiktoken`` run the rules of a byte-level BPE many times faster than the library
-that owns them.  Each is compared with the owner before it is used, on a sample of the texts and
-on a probe of Unicode and of the special tokens; any difference switches it off with a warning.
+that owns them.  Each is compared with the owner on a sample of the texts and on a probe of Unicode
+and of the special tokens; any difference rules it out.
 """
 
 from __future__ import annotations
 
-import logging
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,8 +19,6 @@ from megatron.training.tokenizer.base import MegatronTokenizer, TokenBatch
 from megatron.training.tokenizer.bpe_rules import BpeRules
 from megatron.training.tokenizer.fast_gigatoken import GigatokenEncoder
 from megatron.training.tokenizer.fast_tiktoken import TiktokenEncoder
-
-logger = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "gigatoken", "tiktoken", "owner")
 _PROBE_STRIDE = 128  # code points; scripts are assigned in blocks
@@ -37,6 +34,7 @@ class TextEncoder(Protocol):
     """Texts to ids, many at once."""
 
     name: str
+    added_tokens: Sequence[str]  # words found in a text before it is cut
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         """Text by text what the tokenizer's ``tokenize`` gives."""
@@ -46,35 +44,50 @@ class OwnerEncoder:
     """The library that owns the tokenizer."""
 
     name = "owner"
+    added_tokens: Sequence[str] = ()
 
     def __init__(self, tokenizer: MegatronTokenizer) -> None:
         self.encode_batch = tokenizer.tokenize_batch
 
 
-def choose_encoder(
-    tokenizer: MegatronTokenizer, sample: Sequence[str], backend: str = "auto"
-) -> TextEncoder:
-    """The first of gigatoken, tiktoken and the owner that is here and gives the owner's ids.
+def candidates(tokenizer: MegatronTokenizer, backend: str = "auto") -> Iterator[TextEncoder]:
+    """Encoders from the fastest to the owner, those that are here and can run these rules.
 
-    A ``backend`` other than auto asks for one of them; ConfigError if it cannot be had.
+    Each but the owner is to be held to ``difference`` before its ids are used.  A ``backend``
+    other than auto asks for one of them; ConfigError if it cannot be had.
     """
-    if backend == "owner":
-        return OwnerEncoder(tokenizer)
-    rules = tokenizer.bpe_rules()
-    texts = [] if rules is None else [*probe_texts(rules.added_tokens), *sample]
+    rules = tokenizer.bpe_rules() if backend != "owner" else None
     for name in ("gigatoken", "tiktoken") if backend == "auto" else (backend,):
-        encoder, reason = _try(name, tokenizer, rules, texts)
+        encoder, reason = _load(name, tokenizer, rules)
         if encoder is not None:
-            return encoder
-        if backend != "auto":
+            yield encoder
+        elif backend != "auto":
             raise ConfigError(f"--tokenizer-backend {backend}: {reason}; use auto or owner")
-    return OwnerEncoder(tokenizer)
+    if backend == "auto":
+        yield OwnerEncoder(tokenizer)
 
 
-def _try(
-    name: str, tokenizer: MegatronTokenizer, rules: BpeRules | None, texts: Sequence[str]
+def difference(
+    tokenizer: MegatronTokenizer, encoder: TextEncoder, sample: Sequence[str]
+) -> str | None:
+    """Why ``encoder`` must not stand in for ``tokenizer``; None if its ids are the owner's."""
+    if isinstance(encoder, OwnerEncoder):
+        return None
+    texts = [*probe_texts(encoder.added_tokens), *sample]
+    if _equal(tokenizer.tokenize_batch(texts), encoder.encode_batch(texts)):
+        return None
+    for text in texts:
+        if not _equal(tokenizer.tokenize_batch([text]), encoder.encode_batch([text])):
+            break
+    return f"{encoder.name} gives other ids than the tokenizer's own library, for {text[:80]!r}"
+
+
+def _load(
+    name: str, tokenizer: MegatronTokenizer, rules: BpeRules | None
 ) -> tuple[TextEncoder | None, str | None]:
-    """The encoder, if it can be had and is right; else why not."""
+    """The encoder, if it can be had; else why not."""
+    if name == "owner":
+        return OwnerEncoder(tokenizer), None
     if rules is None:
         return None, f"{tokenizer.name} has no byte-level BPE"
     if reason := why_missing(name):
@@ -84,26 +97,7 @@ def _try(
         encoder = GigatokenEncoder.load(rules)
     else:
         encoder = TiktokenEncoder.load(rules, tokenizer)
-    if encoder is None:
-        return None, f"{name} cannot run these rules"
-    text = first_difference(tokenizer, encoder, texts)
-    if text is None:
-        return encoder, None
-    reason = f"{name} gives other ids than the tokenizer's own library, for {text!r}"
-    logger.warning("%s; it is switched off", reason)
-    return None, reason
-
-
-def first_difference(
-    tokenizer: MegatronTokenizer, encoder: TextEncoder, texts: Sequence[str]
-) -> str | None:
-    """The start of the first text whose ids differ from the owner's; None if none does."""
-    if _equal(tokenizer.tokenize_batch(texts), encoder.encode_batch(texts)):
-        return None
-    for text in texts:
-        if not _equal(tokenizer.tokenize_batch([text]), encoder.encode_batch([text])):
-            return text[:80]
-    return "(all of the sample together)"
+    return encoder, f"{name} cannot run these rules"
 
 
 def _equal(wanted: TokenBatch, found: TokenBatch) -> bool:

@@ -26,6 +26,7 @@ class GigatokenEncoder:
 
     def __init__(self, rules: BpeRules, memory_growth: int = _MEMORY_GROWTH) -> None:
         self._rules = rules
+        self.added_tokens = rules.added_tokens
         self._memory_growth = memory_growth
         self._start_afresh()
 

@@ -42,6 +42,7 @@ class TiktokenEncoder:
                  owner: MegatronTokenizer) -> None:  # fmt: skip
         self.encoding = encoding
         self._rules = rules
+        self.added_tokens = rules.added_tokens
         self.ids = ids  # int32 [ranks]: the owner's id of each rank
         self._owner = owner
         self._has_specials = bool(encoding.special_tokens_set)

@@ -35,12 +35,14 @@ class Fingerprint:
     @classmethod
     def of(cls, tokenizer: MegatronTokenizer) -> Fingerprint:
         """Digest the vocabulary and the behaviour of ``tokenizer``."""
-        vocab = sorted((index, token) for token, index in tokenizer.vocab.items())
+        vocab = tokenizer.vocab
+        tokens = sorted(vocab, key=vocab.__getitem__)
         is_null = isinstance(tokenizer, _NullTokenizer)
         ids = [] if is_null else [list(map(int, tokenizer.tokenize(text))) for text in _TEXTS]
-        content = json.dumps([vocab, ids, _eod_of(tokenizer)])
-        digest = hashlib.sha256(content.encode()).hexdigest()
-        return cls(tokenizer.name, tokenizer.vocab_size, _eod_of(tokenizer), digest)
+        digest = hashlib.sha256("\0".join(tokens).encode(errors="surrogatepass"))
+        digest.update(repr([sorted(vocab.values()), ids, _eod_of(tokenizer)]).encode())
+        eod = _eod_of(tokenizer)
+        return cls(tokenizer.name, tokenizer.vocab_size, eod, digest.hexdigest())
 
     def write(self, prefix: str) -> None:
         """Write the sidecar of ``prefix``, whole or not at all."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import unicodedata
 
 import numpy as np
@@ -30,6 +29,12 @@ def gpt2(bpe_dir):
     )
 
 
+def checked(tokenizer, sample, backend):
+    """The first candidate that gives the owner's ids."""
+    encoders = fast.candidates(tokenizer, backend)
+    return next(e for e in encoders if fast.difference(tokenizer, e, sample) is None)
+
+
 def same(a: TokenBatch, b: TokenBatch) -> bool:
     return np.array_equal(a.ids, b.ids) and np.array_equal(a.lengths, b.lengths)
 
@@ -38,7 +43,7 @@ def same(a: TokenBatch, b: TokenBatch) -> bool:
 def test_each_library_gives_the_owners_ids(gpt2, backend):
     if backend != "owner":
         pytest.importorskip(backend)
-    encoder = fast.choose_encoder(gpt2, corpus_texts()[:20], backend)
+    encoder = checked(gpt2, corpus_texts()[:20], backend)
     assert encoder.name == backend
     texts = [*corpus_texts(), *fast.probe_texts([]), "", "x" * 100_000]
     assert same(encoder.encode_batch(texts), gpt2.tokenize_batch(texts))
@@ -57,47 +62,44 @@ def test_special_tokens_and_ids_around_a_text_are_kept(bpe_dir, tmp_path, backen
     owner = create_tokenizer(
         TokenizerSpec(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     )
-    encoder = fast.choose_encoder(owner, ["a sample"], backend)
+    encoder = checked(owner, ["a sample"], backend)
     texts = ["one <|endoftext|> two</s>", "", "<s><s>", *corpus_texts()[:5]]
     assert same(encoder.encode_batch(texts), owner.tokenize_batch(texts))
 
 
-def test_a_library_that_differs_is_switched_off_with_a_warning(gpt2, monkeypatch, caplog):
+def test_one_wrong_id_is_a_difference_that_names_the_text(gpt2):
     class Wrong:
-        name = "gigatoken"
+        name = "wrong"
+        added_tokens = ()
 
         def encode_batch(self, texts):
             batch = gpt2.tokenize_batch(texts)
-            return TokenBatch(np.where(batch.ids == batch.ids[0], 1, batch.ids), batch.lengths)
+            wrong = gpt2.tokenize("zebra")[-1]
+            return TokenBatch(np.where(batch.ids == wrong, 1, batch.ids), batch.lengths)
 
-    monkeypatch.setattr(GigatokenEncoder, "load", classmethod(lambda cls, rules: Wrong()))
-    monkeypatch.setattr(fast, "why_missing", lambda name: None if name == "gigatoken" else "no")
-    with caplog.at_level(logging.WARNING):
-        encoder = fast.choose_encoder(gpt2, [], "auto")
-    assert encoder.name == "owner"
-    assert "gigatoken gives other ids than the tokenizer's own library" in caplog.text
-    with pytest.raises(ConfigError, match="--tokenizer-backend gigatoken: .*other ids"):
-        fast.choose_encoder(gpt2, [], "gigatoken")
+    found = fast.difference(gpt2, Wrong(), ["a zebra"])
+    assert found is not None
+    assert found.startswith("wrong gives other ids than the tokenizer's own library, for ")
 
 
 def test_without_gigatoken_tiktoken_is_taken_and_without_both_the_owner(gpt2, monkeypatch):
     pytest.importorskip("tiktoken")
     missing = {"gigatoken": "gone"}
     monkeypatch.setattr(fast, "why_missing", missing.get)
-    assert fast.choose_encoder(gpt2, [], "auto").name == "tiktoken"
+    assert checked(gpt2, [], "auto").name == "tiktoken"
     missing["tiktoken"] = "gone"
-    assert fast.choose_encoder(gpt2, [], "auto").name == "owner"
+    assert checked(gpt2, [], "auto").name == "owner"
     with pytest.raises(ConfigError, match="--tokenizer-backend gigatoken: gone"):
-        fast.choose_encoder(gpt2, [], "gigatoken")
+        checked(gpt2, [], "gigatoken")
 
 
 def test_a_tokenizer_that_is_no_byte_level_bpe_stays_with_its_owner():
     tokenizer = create_tokenizer(
         TokenizerSpec(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(SPM_MODEL))
     )
-    assert fast.choose_encoder(tokenizer, ["x"], "auto").name == "owner"
+    assert checked(tokenizer, ["x"], "auto").name == "owner"
     with pytest.raises(ConfigError, match="GPTSentencePieceTokenizer has no byte-level BPE"):
-        fast.choose_encoder(tokenizer, ["x"], "tiktoken")
+        checked(tokenizer, ["x"], "tiktoken")
 
 
 def test_gigatoken_forgets_its_words_when_they_take_too_much_memory(gpt2):
@@ -165,7 +167,7 @@ def test_tiktoken_runs_rules_with_a_pattern_of_their_own(bpe_dir, tmp_path):
         TokenizerSpec(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
     )
     # gigatoken knows no fast way to cut like this and is passed over
-    encoder = fast.choose_encoder(owner, corpus_texts()[:5], "auto")
+    encoder = checked(owner, corpus_texts()[:5], "auto")
     assert encoder.name == "tiktoken"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 import signal
 from pathlib import Path
@@ -16,9 +17,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.preprocess import run, workers
 from megatron.training.preprocess.encode import BlockEncoder, EncodedBlock
 from megatron.training.preprocess.inputs import Block
-from megatron.training.tokenizer import TokenizerSpec, create_tokenizer
+from megatron.training.tokenizer import TokenBatch, TokenizerSpec, create_tokenizer
+from megatron.training.tokenizer.fast_gigatoken import GigatokenEncoder
 from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint
-from tests.tokenizer_files import CORPUS, DATA, SPM_MODEL, corpus_texts
+from tests.tokenizer_files import CORPUS, DATA, SPM_MODEL, corpus_texts, write_bpe
 from tools import preprocess_data
 
 TOKENIZER = ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", str(SPM_MODEL)]
@@ -283,6 +285,36 @@ def test_an_id_that_does_not_fit_the_file_is_an_error(tmp_path):
     argv = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
     with pytest.raises(DataError, match="in.jsonl, bytes 0 to 20: the tokenizer gave the id 70000"):
         preprocess_data.main([*argv, "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"])
+
+
+@pytest.mark.parametrize("partitions", ["1", "2"])
+def test_a_fast_library_with_other_ids_is_switched_off_with_a_warning(
+    corpus_file, tmp_path, monkeypatch, caplog, partitions
+):
+    bpe = write_bpe(tmp_path / "bpe", 400)
+    argv = ["--input", str(corpus_file), "--workers", "1", "--partitions", partitions]
+    argv += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(bpe)]
+    owner = ["--tokenizer-backend", "owner", "--output-prefix", str(tmp_path / "wanted")]
+    preprocess_data.main([*argv, *owner])
+
+    class Wrong:
+        name = "gigatoken"
+        added_tokens = ()
+
+        def encode_batch(self, texts):
+            return TokenBatch(np.ones(len(texts), np.int32), np.ones(len(texts), np.int64))
+
+    monkeypatch.setattr(GigatokenEncoder, "load", classmethod(lambda cls, rules: Wrong()))
+    missing = {"tiktoken": "gone"}
+    monkeypatch.setattr("megatron.training.tokenizer.fast.why_missing", missing.get)
+    prefix = ["--output-prefix", str(tmp_path / "out")]
+    with caplog.at_level(logging.WARNING):
+        preprocess_data.main([*argv, *prefix])
+    assert "gigatoken gives other ids than the tokenizer's own library" in caplog.text
+    assert "it is switched off" in caplog.text
+    assert contents(tmp_path / "out_text_document") == contents(tmp_path / "wanted_text_document")
+    with pytest.raises(ConfigError, match="--tokenizer-backend gigatoken: .*; use auto or owner"):
+        preprocess_data.main([*argv, *prefix, "--tokenizer-backend", "gigatoken"])
 
 
 def test_no_more_blocks_are_under_way_than_the_window_allows(monkeypatch):
