@@ -7,7 +7,7 @@ the end are Megatron's names over one installed calculator, for scripts that use
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -191,7 +191,7 @@ class NumMicroBatchesCalculator:
 # -- Megatron's names over one installed calculator -------------------------------------------
 
 _calculator: NumMicroBatchesCalculator | None = None
-_consumed_samples = 0
+_consumed_samples: Callable[[], int] = int  # int() is 0
 
 
 def init_num_microbatches_calculator(
@@ -237,16 +237,18 @@ def reconfigure_num_microbatches_calculator(
         logger.info("setting number of microbatches to %d", get_num_microbatches())
 
 
-def install_num_microbatches_calculator(calculator: NumMicroBatchesCalculator) -> None:
-    """Make ``calculator`` what the functions below answer from."""
+def install_num_microbatches_calculator(
+    calculator: NumMicroBatchesCalculator, consumed_samples: Callable[[], int] = int
+) -> None:
+    """Make ``calculator`` what the functions below answer from, at ``consumed_samples()``."""
     global _calculator, _consumed_samples
-    _calculator, _consumed_samples = calculator, 0
+    _calculator, _consumed_samples = calculator, consumed_samples
 
 
 def destroy_num_microbatches_calculator() -> None:
     """Forget the installed calculator."""
     global _calculator, _consumed_samples
-    _calculator, _consumed_samples = None, 0
+    _calculator, _consumed_samples = None, int
 
 
 unset_num_microbatches_calculator = destroy_num_microbatches_calculator
@@ -261,7 +263,7 @@ def update_num_microbatches(
     """
     global _consumed_samples
     before = get_current_global_batch_size()
-    _consumed_samples = consumed_samples
+    _consumed_samples = lambda: consumed_samples  # noqa: E731
     if verbose and get_current_global_batch_size() != before:
         logger.info("ramping up batch size to %d", get_current_global_batch_size())
 
@@ -274,7 +276,7 @@ def _installed() -> NumMicroBatchesCalculator:
 
 def get_num_microbatches() -> int:
     """Micro-batches of one replica in the coming step."""
-    return _installed().num_microbatches(_consumed_samples)
+    return _installed().num_microbatches(_consumed_samples())
 
 
 def get_micro_batch_size() -> int:
@@ -284,9 +286,9 @@ def get_micro_batch_size() -> int:
 
 def get_current_global_batch_size() -> int:
     """The batch asked for in the coming step."""
-    return _installed().nominal_batch_size(_consumed_samples)
+    return _installed().nominal_batch_size(_consumed_samples())
 
 
 def get_current_running_global_batch_size() -> int:
     """The batch run in the coming step."""
-    return _installed().global_batch_size(_consumed_samples)
+    return _installed().global_batch_size(_consumed_samples())

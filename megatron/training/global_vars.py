@@ -1,20 +1,21 @@
-"""One variable, the running Runtime, for scripts; nothing inside ``megatron/`` calls get_args."""
+"""The running Runtime, for scripts; nothing inside ``megatron/`` calls get_args."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron.core.timers import Timers
-from megatron.training.arguments.legacy import legacy_namespace
+from megatron.training.arguments.legacy import ReadOnlyNamespace, legacy_namespace, refresh
 from megatron.training.runtime import Runtime
 
 _runtime: Runtime | None = None
+_namespace: ReadOnlyNamespace | None = None
 
 
 def set_run(run: Runtime | None) -> None:
     """Make ``run`` what the functions below answer from."""
-    global _runtime
-    _runtime = run
+    global _runtime, _namespace
+    _runtime, _namespace = run, None
 
 
 def get_run() -> Runtime:
@@ -25,8 +26,16 @@ def get_run() -> Runtime:
 
 
 def get_args() -> Any:
-    """A read-only copy of the configuration and the counters, in the old flat form."""
-    return legacy_namespace(get_run())
+    """The configuration and the counters in the old flat form, read-only.
+
+    One object for the whole run, whose counters are brought up to date at each call.
+    """
+    global _namespace
+    if _namespace is None:
+        _namespace = legacy_namespace(get_run())
+    else:
+        refresh(_namespace, get_run())
+    return _namespace
 
 
 def get_tokenizer() -> Any:

@@ -1,7 +1,7 @@
 """The reference's flat namespace, for scripts that were written for it.
 
-`legacy_namespace` is what get_args() returns: a read-only copy of the configuration, with the
-derived values and counters that scripts look for.  Nothing inside ``megatron/`` reads it.
+`legacy_namespace` is what get_args() returns: the configuration, read-only, with the derived
+values and counters that scripts look for.  Nothing inside ``megatron/`` reads it.
 """
 
 from __future__ import annotations
@@ -15,33 +15,48 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, options_of
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import PaddedSize
 from megatron.training.arguments import parser as parsing
 from megatron.training.arguments.options import read_config
 from megatron.training.arguments.resolve import DERIVED_FIELDS, resolve
-from megatron.training.arguments.sections import SECTIONS
+from megatron.training.arguments.sections import SECTIONS, flags_and_defaults
 from megatron.training.config.run import RunConfig
+from megatron.training.printing import rank, world_size
 
 if TYPE_CHECKING:
     from megatron.training.runtime import Runtime
 
 
+# What a run has done so far; all else in the namespace is what it was asked to do.
+_COUNTERS = (
+    "iteration",
+    "consumed_train_samples",
+    "skipped_train_samples",
+    "consumed_valid_samples",
+    "num_floating_point_operations_so_far",
+)
+
+
 class ReadOnlyNamespace(Namespace):
-    """A namespace that says how to change a value instead of changing it."""
+    """A namespace that says how to change a value instead of changing it.
+
+    Its copies are plain namespaces, which may be written.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise ConfigError(
-            f"get_args() returns a copy and {name} = {value!r} would change nothing: set "
-            f"--{name.replace('_', '-')} or give pretrain() args_defaults"
-        )
+        if name in flags_and_defaults():
+            cure = f"set {flags_and_defaults()[name][0]} or give pretrain() args_defaults"
+        elif name in (*_COUNTERS, "curr_iteration"):
+            cure = "steps are counted by pretrain(), train_step() and load_checkpoint()"
+        else:
+            cure = "write to copy.copy(get_args()), or keep the value in a variable of your own"
+        raise ConfigError(f"get_args() is read-only, {name} = {value!r} changes nothing: {cure}")
 
     def __delattr__(self, name: str) -> None:
-        raise ConfigError(f"get_args() returns a copy: deleting {name} would change nothing")
+        raise ConfigError(f"get_args() is read-only: deleting {name} would change nothing")
 
-
-def _read_only(values: Mapping[str, Any]) -> ReadOnlyNamespace:
-    namespace = ReadOnlyNamespace()
-    vars(namespace).update(values)
-    return namespace
+    def __reduce__(self) -> tuple[type[Namespace], tuple[()], dict[str, Any]]:
+        return Namespace, (), dict(vars(self))
 
 
 def flat_values(run: RunConfig) -> dict[str, Any]:
@@ -57,6 +72,7 @@ def flat_values(run: RunConfig) -> dict[str, Any]:
             values[name_of_field] = section[name_of_field]
     m = run.model
     values.update(run.extra)
+    values.setdefault("yaml_cfg", None)  # what the file said stands in the other values
     values.update(
         world_size=run.world_size,
         data_parallel_size=run.data_parallel_size,
@@ -69,25 +85,33 @@ def flat_values(run: RunConfig) -> dict[str, Any]:
 
 def legacy_namespace(runtime: Runtime) -> ReadOnlyNamespace:
     """Configuration and counters of a running program, in the reference's flat form."""
-    values, state = flat_values(runtime.config), runtime.state
-    if runtime.padded_vocab_size:
-        values["padded_vocab_size"] = runtime.padded_vocab_size
-    values.update(
-        rank=_environment("RANK", 0),
-        local_rank=_environment("LOCAL_RANK", runtime.config.distributed.local_rank),
-        train_iters=runtime.train_iters or runtime.config.training.train_iters,
-        iteration=state.iteration,
-        curr_iteration=state.iteration,
-        consumed_train_samples=state.consumed_train_samples,
-        skipped_train_samples=state.skipped_train_samples,
-        consumed_valid_samples=state.consumed_valid_samples,
-        num_floating_point_operations_so_far=state.num_floating_point_operations_so_far,
-    )
-    return _read_only(values)
+    namespace = ReadOnlyNamespace()
+    vars(namespace).update(flat_values(runtime.config), rank=rank(), local_rank=_local_rank(runtime))
+    refresh(namespace, runtime)
+    return namespace
 
 
-def _environment(name: str, default: int) -> int:
-    return int(os.environ.get(name, default))
+def refresh(namespace: ReadOnlyNamespace, runtime: Runtime) -> None:
+    """Bring up to date what changes in the life of ``runtime``.  Cheap: once per get_args()."""
+    values, state = vars(namespace), vars(runtime.state)
+    for name in _COUNTERS:
+        values[name] = state[name]
+    values["curr_iteration"] = state["iteration"]
+    if runtime.train_iters:
+        values["train_iters"] = runtime.train_iters
+    if runtime.padded_vocab_size and not isinstance(values["padded_vocab_size"], PaddedSize):
+        values["padded_vocab_size"] = _padded_vocab_size(runtime)
+
+
+def _padded_vocab_size(runtime: Runtime) -> int:
+    """The size for a model; it remembers the true one if padding stays out of the loss."""
+    if runtime.config.language_model.pad_vocab_in_loss:
+        return runtime.padded_vocab_size
+    return PaddedSize(runtime.padded_vocab_size, runtime.tokenizer.vocab_size)
+
+
+def _local_rank(runtime: Runtime) -> int:
+    return int(os.environ.get("LOCAL_RANK", runtime.config.distributed.local_rank))
 
 
 def parse_args(
@@ -96,19 +120,16 @@ def parse_args(
 ) -> Namespace:
     """The command line as the reference's scripts expect it: with rank and world_size."""
     args = parsing.parse_args(extra_args_provider, ignore_unknown_args)
-    vars(args).update(rank=_environment("RANK", 0), world_size=_environment("WORLD_SIZE", 1))
+    vars(args).update(rank=rank(), world_size=world_size())
     return args
 
 
 def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Namespace:
     """Check ``args`` and fill in every derived value, in place.  Raises ConfigError."""
     parsing.apply_defaults(args, defaults or {})
-    world_size = vars(args).get("world_size") or _environment("WORLD_SIZE", 1)
-    vars(args).update(flat_values(resolve(args, world_size)))
-    vars(args).setdefault("rank", _environment("RANK", 0))
-    vars(args).update(
-        consumed_train_samples=0, skipped_train_samples=0, consumed_valid_samples=0, iteration=0
-    )
+    run = resolve(args, vars(args).get("world_size") or world_size())
+    vars(args).update(flat_values(run), **dict.fromkeys(_COUNTERS, 0))
+    vars(args).setdefault("rank", rank())
     return args
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import torch
 
 import megatron.training.arguments as facade
 from megatron.core.config.errors import ConfigError
+from megatron.training import global_vars
 from megatron.training.arguments.legacy import legacy_namespace
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
@@ -29,6 +31,7 @@ class FakeRuntime:
     state: TrainState = field(default_factory=TrainState)
     padded_vocab_size: int = 128
     train_iters: int = 10
+    tokenizer: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=100))
 
 
 def namespace(words: str = "", **settings: Any) -> Any:
@@ -48,7 +51,7 @@ def test_derived_values_are_there_under_the_reference_names() -> None:
 
 def test_every_flag_of_the_parser_is_there() -> None:
     missing = vars(parse_args(argv=argv())).keys() - vars(namespace()).keys() - {"parse_warnings"}
-    assert missing == {"yaml_cfg"}
+    assert not missing
 
 
 def test_dests_keep_the_reference_meaning() -> None:
@@ -57,13 +60,56 @@ def test_dests_keep_the_reference_meaning() -> None:
     assert args.profile_ranks == [0]
 
 
-def test_writing_says_what_to_do_instead() -> None:
-    args = namespace()
-    with pytest.raises(ConfigError, match="set --micro-batch-size or give pretrain"):
-        args.micro_batch_size = 4
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("micro_batch_size", "set --micro-batch-size or give pretrain"),
+        ("no_persist_layer_norm", "set --no-persist-layer-norm or"),
+        ("iteration", "steps are counted by pretrain"),
+        ("curr_iteration", "steps are counted by pretrain"),
+        ("my_model", "keep the value in a variable of your own"),
+    ],
+)
+def test_writing_says_what_to_do_instead(name: str, cure: str) -> None:
+    with pytest.raises(ConfigError, match=f"get_args.. is read-only, {name} = 4 .*{cure}"):
+        setattr(namespace(), name, 4)
+
+
+def test_deleting_says_that_it_changes_nothing() -> None:
     with pytest.raises(ConfigError, match="deleting seed would change nothing"):
-        del args.seed
-    assert copy.deepcopy(args).micro_batch_size == 2
+        del namespace().seed
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, lambda n: pickle.loads(pickle.dumps(n))])
+def test_a_copy_may_be_written(make: Any) -> None:
+    args = namespace("--swiglu")
+    mine = make(args)
+    assert vars(mine) == vars(args)
+    mine.num_layers = 7
+    assert facade.core_transformer_config_from_args(mine).num_layers == 7
+    assert args.num_layers == 4
+
+
+def test_get_args_is_one_object_whose_counters_are_current() -> None:
+    run = FakeRuntime(run_of(""), train_iters=0, padded_vocab_size=0)
+    global_vars.set_run(run)  # type: ignore[arg-type]
+    try:
+        args = global_vars.get_args()
+        assert (args.iteration, args.padded_vocab_size, args.train_iters) == (0, None, 10)
+        run.state.iteration, run.train_iters, run.padded_vocab_size = 5, 12, 128
+        assert global_vars.get_args() is args
+        assert (args.iteration, args.curr_iteration) == (5, 5)
+        assert (args.padded_vocab_size, args.train_iters) == (128, 12)
+        other = FakeRuntime(run_of("--seed 5"))
+        global_vars.set_run(other)  # type: ignore[arg-type]
+        assert global_vars.get_args().seed == 5
+    finally:
+        global_vars.set_run(None)
+
+
+def test_the_padded_size_remembers_the_true_one_unless_padding_enters_the_loss() -> None:
+    assert namespace().padded_vocab_size.true_size == 100
+    assert type(namespace("--pad-vocab-in-loss").padded_vocab_size) is int
 
 
 def test_a_users_flags_are_in_the_namespace() -> None:
