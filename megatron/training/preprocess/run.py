@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _SAMPLE_POSITIONS = 8
 _SAMPLE_BYTES = 1 << 13  # of text, at each position
+_SURROGATE = re.compile("[\ud800-\udfff]")  # a text with one is no Unicode: workers say where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,7 @@ def _sample(paths: Sequence[str], record_format: RecordFormat) -> list[str]:
         with contextlib.suppress(BadRecord):  # the worker that meets it says where it stands
             for texts in record_format.texts(block).values():
                 found += [text[:_SAMPLE_BYTES] for text in flatten(texts)[0]]
-    return found
+    return [text for text in found if not _SURROGATE.search(text)]
 
 
 def _check_one_kind(paths: Sequence[str], record_format: RecordFormat) -> None:

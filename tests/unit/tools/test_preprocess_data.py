@@ -239,6 +239,18 @@ def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, reason, fo
     assert not (tmp_path / "out_text_document.idx").exists()
 
 
+@pytest.mark.parametrize("backend", ["gigatoken", "tiktoken", "owner"])
+def test_a_lone_surrogate_is_an_error_with_every_library(tmp_path, backend):
+    if backend != "owner":
+        pytest.importorskip(backend)
+    bpe = write_bpe(tmp_path / "bpe", 400)
+    source = write_lines(tmp_path / "in.jsonl", [{"text": "a"}, {"text": "b \ud800"}])
+    argv = ["--input", str(source), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
+    argv += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(bpe)]
+    with pytest.raises(DataError, match=f"^{source}, line 2: the text is no Unicode"):
+        preprocess_data.main([*argv, "--tokenizer-backend", backend])
+
+
 def test_bytes_that_are_no_utf8_are_named_with_their_line(tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
