@@ -30,7 +30,8 @@ test-dist:
 	@python=$$(tools/env.sh) && $$python -m pytest -q tests/distributed tests/functional
 
 bench:
-	@python=$$(tools/env.sh) && for file in benchmarks/*.py; do $$python $$file || exit 1; done
+	@python=$$(tools/env.sh) && \
+	for file in $$(grep -l __main__ benchmarks/*.py); do echo $$file; $$python $$file || exit 1; done
 
 tree:
 	@python=$$(tools/env.sh) && $$python tools/tree.py && $$python tools/features.py && $$python tools/flags.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -69,6 +70,9 @@ DATA_FLAGS = (
     "--tokenizer-type",
     "--tiktoken-pattern",
 )
+# Values that have an entry for each layer.
+PER_LAYER = ("--moe-layer-freq", "--window-attn-skip-freq")
+
 FOLDERS = {
     "--save": "checkpoints",
     "--load": "checkpoints",
@@ -95,31 +99,73 @@ def scale_down(args: Mapping[str, Any], out: Path) -> dict[str, Any]:
     return small
 
 
+def smallest_world(args: Mapping[str, Any]) -> int:
+    """The fewest ranks that the parallel degrees can be laid on."""
+    dense = _dense_ranks(args)
+    stages = _number(args, "--pipeline-model-parallel-size", 1)
+    experts = _number(args, "--expert-model-parallel-size", 1)
+    if experts > 1:
+        tensor = _number(args, "--tensor-model-parallel-size", 1)
+        experts *= _number(args, "--expert-tensor-parallel-size", tensor)
+    world = dense
+    while world % (experts * stages):
+        world += dense
+    return world
+
+
+def _dense_ranks(args: Mapping[str, Any]) -> int:
+    return prod(_number(args, flag, 1) for flag in DEGREES)
+
+
+def _number(args: Mapping[str, Any], flag: str, default: int) -> int:
+    return int(args.get(flag, default))
+
+
 def _fit_layers(small: dict[str, Any]) -> None:
     """As few layers as give every virtual stage one, two in all at least."""
-    stages = int(small.get("--pipeline-model-parallel-size", 1))
-    per_chunk = small.get("--num-layers-per-virtual-pipeline-stage")
-    chunks = int(small.get("--num-virtual-stages-per-pipeline-rank", 2 if per_chunk else 1))
-    if per_chunk:
+    stages = _number(small, "--pipeline-model-parallel-size", 1)
+    if "--num-layers-per-virtual-pipeline-stage" in small:
         small["--num-layers-per-virtual-pipeline-stage"] = "1"
-    if "--num-layers" in small and "--pipeline-model-parallel-layout" not in small:
-        fewest = max(2, stages * min(chunks, 2))
-        small["--num-layers"] = str(min(int(small["--num-layers"]), fewest))
+    if "--num-layers" not in small or "--pipeline-model-parallel-layout" in small:
+        return
+    layers = min(int(small["--num-layers"]), max(2, stages * min(_chunks(small), 2)))
+    small["--num-layers"] = str(layers)
+    for flag in PER_LAYER:
+        if "[" in str(small.get(flag, "")):
+            small[flag] = _fewer_entries(str(small[flag]), layers)
+
+
+def _chunks(args: Mapping[str, Any]) -> int:
+    several = "--num-layers-per-virtual-pipeline-stage" in args
+    return _number(args, "--num-virtual-stages-per-pipeline-rank", 2 if several else 1)
+
+
+def _fewer_entries(pattern: str, count: int) -> str:
+    """``count`` entries of a list such as ``([0]*1+[1]*23)``, first and last among them.
+
+    >>> _fewer_entries("([0]*1+[1]*23)", 4)
+    '([0,1,1,1])'
+    """
+    entries = [
+        entry.strip()
+        for inside, times in re.findall(r"\[([^\]]*)\](?:\s*\*\s*(\d+))?", pattern)
+        for entry in inside.split(",") * int(times or 1)
+    ]
+    last = len(entries) - 1
+    return f"([{','.join(entries[round(i * last / (count - 1))] for i in range(count))}])"
 
 
 def _fit_batch(small: dict[str, Any]) -> None:
     """Two micro-batches on each replica, and as many as there are stages."""
-    stages = int(small.get("--pipeline-model-parallel-size", 1))
-    replicas = max(1, int(small.get("--expert-model-parallel-size", 1)))
-    replicas = max(1, replicas // prod(int(small.get(flag, 1)) for flag in DEGREES))
-    micro = int(small.get("--micro-batch-size", 1))
+    replicas = smallest_world(small) // _dense_ranks(small)
+    stages = _number(small, "--pipeline-model-parallel-size", 1)
+    one_each = _number(small, "--micro-batch-size", 1) * replicas
+    ramp = "--rampup-batch-size" in small
     if "--global-batch-size" in small:
-        small["--global-batch-size"] = str(micro * replicas * max(2, stages))
-    ramp = small.get("--rampup-batch-size")
+        small["--global-batch-size"] = str(one_each * max(2, stages) * (2 if ramp else 1))
     if ramp:
-        size = micro * replicas
-        samples = 2 * ITERATIONS * size
-        small["--rampup-batch-size"] = [str(size), str(size), str(samples)]
+        step = one_each * stages
+        small["--rampup-batch-size"] = [str(step), str(step), str(step * ITERATIONS // 2)]
 
 
 def _fit_samples(small: dict[str, Any], args: Mapping[str, Any]) -> None:

@@ -20,14 +20,13 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
 from megatron.core.config.errors import ConfigError, MegatronError
-from tools.recipe_scale import DEGREES, scale_down
+from tools.recipe_scale import scale_down, smallest_world
 from tools.recipe_yaml import read_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         out = (options.out or Path(tempfile.mkdtemp(prefix="recipe-"))).resolve()
         if options.scale_down:
             recipe.args = scale_down(recipe.args, out)
-        world_size = options.world_size or smallest_world(recipe)
+        world_size = options.world_size or smallest_world(recipe.args)
         commands = [command(recipe, world_size, options.nproc_per_node)]
     except MegatronError as error:
         print(f"run_recipe: {error}", file=sys.stderr)
@@ -117,19 +116,6 @@ def script_of(path: Path) -> str:
     """The entry script that the folders above a recipe speak of."""
     words = re.split(r"[/_\-.]", path.resolve().as_posix().lower())
     return next((SCRIPTS[word] for word in words[-12:] if word in SCRIPTS), "pretrain_gpt.py")
-
-
-def smallest_world(recipe: Recipe) -> int:
-    """The fewest ranks its parallel degrees can be laid on."""
-    dense = prod(recipe.number(flag, 1) for flag in DEGREES)
-    stages = recipe.number("--pipeline-model-parallel-size", 1)
-    tensor = recipe.number("--tensor-model-parallel-size", 1)
-    experts = recipe.number("--expert-model-parallel-size", 1)
-    experts *= recipe.number("--expert-tensor-parallel-size", tensor) if experts > 1 else 1
-    world = dense
-    while world % (experts * stages):
-        world += dense
-    return world
 
 
 def command(recipe: Recipe, world_size: int, nproc_per_node: int | None = None) -> list[str]:

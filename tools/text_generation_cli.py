@@ -60,7 +60,11 @@ def main() -> None:
             seed=args.seed,
         )
         for line in answer(
-            _prompts(args), args.load, params, step=args.ckpt_step, device_kind=args.device,
+            _prompts(args),
+            args.load,
+            params,
+            step=args.ckpt_step,
+            device_kind=args.device,
             as_json=args.json,
         ):
             print(line, flush=True)

@@ -9,7 +9,7 @@ import pytest
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.training.arguments.parser import build_parser
 from tools import recipe_yaml, run_recipe
-from tools.recipe_scale import scale_down
+from tools.recipe_scale import scale_down, smallest_world
 
 RECIPES = sorted((Path(__file__).parents[2] / "golden/recipes").glob("*.yaml"))
 RESUME = next(path for path in RECIPES if path.name == "gpt_resume.yaml")
@@ -137,7 +137,7 @@ def test_a_frequency_in_brackets_stays_one_word():
 def test_the_world_is_as_small_as_the_degrees_allow():
     def world(**degrees):
         args = {f"--{k.replace('_', '-')}-parallel-size": str(v) for k, v in degrees.items()}
-        return run_recipe.smallest_world(run_recipe.Recipe(args))
+        return smallest_world(args)
 
     assert world() == 1
     assert world(tensor_model=2, pipeline_model=4) == 8
@@ -161,8 +161,9 @@ def test_the_small_form_keeps_every_flag_but_the_data_and_parses(path, tmp_path)
     dropped = set(recipe.args) - set(small)
     assert dropped <= {"--data-path", "--vocab-file", "--merge-file", "--tokenizer-model"}
     parsed = build_parser().parse_args(run_recipe.words_of(small, recipe.env))
-    assert parsed.train_iters <= 10
+    assert parsed.train_iters == 10 or parsed.train_samples == 10 * parsed.global_batch_size
     assert parsed.hidden_size <= 64
+    assert parsed.mock_data
 
 
 def test_a_run_measured_in_samples_shrinks_in_samples(tmp_path):
@@ -171,6 +172,23 @@ def test_a_run_measured_in_samples_shrinks_in_samples(tmp_path):
     assert small["--global-batch-size"] == "2"
     assert small["--train-samples"] == "20"
     assert small["--lr-decay-samples"] == "16"
+
+
+def test_a_list_for_each_layer_shrinks_with_the_layers(tmp_path):
+    args = {"--num-layers": "24", "--moe-layer-freq": "([0]*3 + [1]*20 + [0])"}
+    assert scale_down(args, tmp_path)["--moe-layer-freq"] == "([0,0])"
+    stages = {"--pipeline-model-parallel-size": "4"}
+    args = {"--num-layers": "24", "--moe-layer-freq": "([0]*1+[1]*23)", **stages}
+    assert scale_down(args, tmp_path)["--moe-layer-freq"] == "([0,1])"
+    assert scale_down({"--moe-layer-freq": "2"}, tmp_path)["--moe-layer-freq"] == "2"
+
+
+def test_a_ramp_ends_inside_the_small_run(tmp_path):
+    args = {"--rampup-batch-size": "32 32 65324160", "--global-batch-size": "256"}
+    small = scale_down({**args, "--train-samples": "268554688"}, tmp_path)
+    start, step, samples = map(int, small["--rampup-batch-size"])
+    assert start + step == int(small["--global-batch-size"])
+    assert samples < int(small["--train-samples"])
 
 
 def test_virtual_stages_each_keep_a_layer(tmp_path):
