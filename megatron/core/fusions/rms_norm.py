@@ -1,0 +1,55 @@
+"""x / rms(x) * weight with statistics in float32, keeping only its input for backward.
+
+``h`` is the width.  On a GPU torch has a kernel of its own; on the CPU its formula keeps three
+tensors of the input's size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core import device
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[..., h], [h] -> [..., h] in plain torch."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # Converted first: torch is several times slower where the operands' dtypes differ.
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        wide = x.to(dtype)
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.rsqrt(length.square_().div_(x.shape[-1]).add_(eps))
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight.to(dtype)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad, wide_weight = grad.to(scale.dtype), weight.to(scale.dtype)
+        normed = x.to(scale.dtype) * scale
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (normed * grad).flatten(0, -2).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            through = grad * wide_weight
+            along = (normed * through).mean(-1, keepdim=True)
+            grad_x = torch.addcmul(through, normed, along, value=-1).mul_(scale).to(x.dtype)
+        return grad_x, grad_weight, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[..., h], [h] -> [..., h]"""
+    if device.is_cuda(x.device):
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return _RMSNorm.apply(x, weight, eps)

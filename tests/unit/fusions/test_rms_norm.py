@@ -1,0 +1,38 @@
+"""The kernel has the values and gradients of its plain form, and keeps less."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.fusions.rms_norm import rms_norm, rms_norm_reference
+from tests import tolerances
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_values_and_gradients_are_those_of_the_plain_form(dtype: torch.dtype) -> None:
+    results = []
+    for function in (rms_norm, rms_norm_reference):
+        torch.manual_seed(0)
+        x = torch.randn(5, 3, 16, dtype=torch.float64).to(dtype).requires_grad_()
+        weight = torch.randn(16, dtype=torch.float64).to(dtype).requires_grad_()
+        out = function(x, weight, 1e-3)
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+        results.append((out, x.grad, weight.grad))
+    assert results[0][0].dtype == dtype
+    torch.testing.assert_close(results[0], results[1], **tolerances.of(dtype))
+
+
+def test_frozen_weights_and_inputs_are_left_out() -> None:
+    x, weight = torch.randn(4, 8), torch.randn(8, requires_grad=True)
+    rms_norm(x, weight, 1e-5).sum().backward()
+    assert weight.grad is not None
+    assert x.grad is None
+    rms_norm(x.requires_grad_(), weight.detach(), 1e-5).sum().backward()
+    assert x.grad is not None
+
+
+def test_backward_keeps_the_input_and_one_number_a_row() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    sizes = [t.numel() for t in rms_norm(x, torch.ones(8), 1e-5).grad_fn.saved_tensors]
+    assert sizes == [32, 8, 4]
