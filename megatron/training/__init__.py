@@ -12,7 +12,8 @@ __getattr__ = lazy_exports(
         **dict.fromkeys(_UTILS, "megatron.training.utils"),
         "initialize_megatron": "megatron.training.initialize",
         "pretrain": "megatron.training.training",
-        "get_model": "megatron.training.utils",
-        "get_train_valid_test_num_samples": "megatron.training.utils",
+        "get_model": "megatron.training.own_loop",
+        "get_train_valid_test_num_samples": "megatron.training.own_loop",
+        "inprocess_restart": "megatron.training.inprocess_restart",
     },
 )

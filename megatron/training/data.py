@@ -7,6 +7,7 @@ by (consumed samples, micro-batch size, data-parallel rank).
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,11 @@ from megatron.training.runtime import Runtime
 Provider = Callable[[Sequence[int | None]], tuple[Any, Any, Any]]
 
 
-def get_blend_and_blend_per_split(data: DataConfig) -> tuple[Any, Any]:
-    """(blend, None), (None, [train, valid, test]) or (None, None) from the data flags."""
+def get_blend_and_blend_per_split(data: DataConfig | Namespace) -> tuple[Any, Any]:
+    """(blend, None), (None, [train, valid, test]) or (None, None) from the data flags.
+
+    Scripts hand over get_args().
+    """
     if data.data_path or data.data_args_path:
         words = data.data_path or _words(data.data_args_path, "--data-args-path")
         return get_blend_from_list(list(words)), None
@@ -61,10 +65,10 @@ def build_data(run: Runtime, provider: Provider) -> None:
     print_rank_0(" > datasets target sizes (minimum size):")
     for name, size in zip(("train:     ", "validation:", "test:      "), sizes, strict=True):
         print_rank_0(f"    {name} {size}")
+    train, valid, test = _provided(run, provider, sizes)
     if run.config.data.dataloader_type == "external":
-        _take_external(run, provider(sizes))
+        _take_external(run, train, valid, test)
         return
-    train, valid, test = provider(sizes)
     if not run.config.validation.skip_train:
         loader = make_loader(run, train, run.state.consumed_train_samples)
         run.train_data = iter(loader) if loader is not None else None
@@ -78,6 +82,16 @@ def build_data(run: Runtime, provider: Provider) -> None:
     run.valid_loaders = [make_loader(run, s, 0, whole=whole) for s in found] or [None] * num_valid
     run.test_loader = make_loader(run, test, 0)
     run.has_test_set = bool(num_test)
+
+
+def _provided(run: Runtime, provider: Provider, sizes: Sequence[int | None]) -> Any:
+    """What the provider gives this rank.
+
+    One that does not say ``is_distributed`` is asked on the ranks that read, and there alone.
+    """
+    if getattr(provider, "is_distributed", False) or run.groups.tp.rank() == 0:
+        return provider(sizes)
+    return None, None, None
 
 
 def agree_on(tp_group: dist.ProcessGroup, *counts: int) -> list[int]:
@@ -116,12 +130,12 @@ def make_loader(
     )
 
 
-def _take_external(run: Runtime, loaders: tuple[Any, Any, Any]) -> None:
-    train, valid, test = loaders
+def _take_external(run: Runtime, train: Any, valid: Any, test: Any) -> None:
+    found = agree_on(run.groups.tp, int(valid is not None), int(test is not None))
     run.train_data = iter(train) if train is not None else None
-    run.valid_loaders = [valid] if valid is not None else []
+    run.valid_loaders = [valid] * found[0]
     run.test_loader = test
-    run.has_test_set = test is not None
+    run.has_test_set = bool(found[1])
 
 
 def _words(path: str | None, flag: str) -> list[str]:

@@ -66,6 +66,8 @@ def evaluate(
                 print_rank_0("Exiting during evaluation, timelimit reached")
                 totals = None
                 break
+        if totals is not None:
+            _report_non_loss_data(run, loader)
     for chunk in run.model_chunks:
         chunk.train()
     if totals is None:
@@ -77,6 +79,28 @@ def evaluate(
         set_index=set_index,
         is_final=is_final,
     )
+
+
+def _report_non_loss_data(run: Runtime, loader: Any) -> None:
+    """Hand what a program looks at besides losses to its own function, with the TensorBoard writer.
+
+    It comes from the program's ``non_loss_data_func``, else from one more forward pass over the
+    first global batch.  Collective.
+    """
+    process = run.process_non_loss_data_func
+    if run.non_loss_data_func is not None:
+        collected = run.non_loss_data_func(run.model_chunks)
+    elif process is not None:
+        collected = forward_backward(
+            run,
+            iter(loader) if loader is not None else None,
+            run.batches.num_microbatches_at_full_size(),
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    writer = run.callbacks.tensorboard_writer()  # of the last rank
+    if process is not None and writer is not None:
+        process(collected, run.state.iteration, writer)
 
 
 def whole_pass_iters(run: Runtime, loader: Any) -> int:

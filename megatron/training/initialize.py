@@ -7,6 +7,7 @@ layout, the same on every rank.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import random
 import sys
@@ -21,7 +22,11 @@ import torch.distributed as dist
 
 from megatron.core import device, parallel_state
 from megatron.core.config.errors import ConfigError
-from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.num_microbatches_calculator import (
+    NumMicroBatchesCalculator,
+    destroy_num_microbatches_calculator,
+    install_num_microbatches_calculator,
+)
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
@@ -38,6 +43,8 @@ from megatron.training.config.run import RunConfig
 from megatron.training.log_setup import setup_logging
 from megatron.training.printing import print_rank_0, world_size
 from megatron.training.runtime import Runtime
+from megatron.training.schedule import number_of_train_iters
+from megatron.training.setup import setup_tokenizer
 from megatron.training.signals import catch_stop_signal
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
@@ -48,13 +55,18 @@ def configure(
     extra_args_provider: ExtraArgs | None = None,
     args_defaults: Mapping[str, Any] | None = None,
     argv: Sequence[str] | None = None,
+    *,
+    ignore_unknown_args: bool = False,
+    parsed_args: argparse.Namespace | None = None,
 ) -> RunConfig:
-    """Parse and check the command line; talks to nobody.
+    """Parse and check the command line, or take ``parsed_args``; talks to nobody.
 
     Raises ConfigError with every conflict.  Under --check-only prints the layout and ends the
     program.
     """
-    namespace = parse_args(extra_args_provider, argv=argv, args_defaults=args_defaults)
+    namespace = parsed_args or parse_args(
+        extra_args_provider, ignore_unknown_args, argv=argv, args_defaults=args_defaults
+    )
     if namespace.check_only:
         raise SystemExit(check_only(namespace))
     if namespace.use_checkpoint_args:
@@ -86,6 +98,9 @@ def start(config: RunConfig) -> Runtime:
         started_at_s=_PROCESS_STARTED_AT_S,
     )
     global_vars.set_run(run)
+    install_num_microbatches_calculator(
+        run.batches, consumed_samples=lambda: run.state.consumed_train_samples
+    )
     _set_seeds(config, groups)
     if config.model.disable_bf16_reduced_precision_matmul:
         device.keep_bf16_sums_in_fp32()
@@ -116,22 +131,41 @@ def initialize_megatron(
     skip_mpu_initialization: bool = False,
     get_embedding_ranks: object = None,
     get_position_embedding_ranks: object = None,
-    parsed_args: object = None,
+    parsed_args: argparse.Namespace | None = None,
     store: object = None,
 ) -> None:
     """Start-up for scripts that drive the library themselves.  Collective.
 
     A GPU is never needed (``allow_no_cuda``); which ranks hold the embedding follows from the
-    layout.
+    layout.  What was opened is closed when the program ends.
     """
-    del ignore_unknown_args, allow_no_cuda, skip_mpu_initialization
-    del get_embedding_ranks, get_position_embedding_ranks, parsed_args, store
-    start(configure(extra_args_provider, args_defaults))
+    del allow_no_cuda, get_embedding_ranks, get_position_embedding_ranks, store
+    if skip_mpu_initialization:
+        raise ConfigError(
+            "initialize_megatron(skip_mpu_initialization=True): the process groups are always "
+            "made; leave the argument out"
+        )
+    config = configure(
+        extra_args_provider,
+        args_defaults,
+        ignore_unknown_args=ignore_unknown_args,
+        parsed_args=parsed_args,
+    )
+    run = start(config)
+    atexit.register(_end, run)
+    run.train_iters = number_of_train_iters(config, run.batches)
+    setup_tokenizer(run)
+
+
+def _end(run: Runtime) -> None:
+    run.callbacks.close()
+    shut_down()
 
 
 def shut_down() -> None:
     """Forget the run and destroy the process groups, before the interpreter goes down."""
     global_vars.set_run(None)
+    destroy_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

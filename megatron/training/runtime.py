@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.callbacks.base import CallbackList
 from megatron.training.config.run import RunConfig
-from megatron.training.state import TrainState
+from megatron.training.state import StepResult, TrainState
 
 
 @dataclass
@@ -41,6 +41,7 @@ class Runtime:
     test_loader: Any = None
     has_test_set: bool = False  # the same on all ranks
     callbacks: CallbackList = field(default_factory=CallbackList)
+    last_step: StepResult | None = None  # for scripts that log the step they have made
     saved_at: int | None = None  # iteration of the newest checkpoint of this run
     train_iters: int = 0  # derived from --train-samples where that is given
 

@@ -11,7 +11,10 @@ from torch import nn
 from megatron.core import device
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.param_groups import no_weight_decay_on_embeddings
+from megatron.core.optimizer.param_groups import (
+    ParamCondition,
+    no_weight_decay_on_embeddings,
+)
 from megatron.core.param_init import initialize_parameters
 from megatron.core.transformer.module import Float16Module
 from megatron.training.printing import print_rank_0
@@ -71,13 +74,23 @@ def build_model(run: Runtime, model_provider: ModelProvider, *, wrap: bool = Tru
     run.model_chunks = [model]
 
 
-def build_optimizer(run: Runtime) -> None:
-    """Fill ``run.optimizer`` and ``run.scheduler``."""
+def build_optimizer(
+    run: Runtime,
+    *,
+    no_weight_decay_cond: ParamCondition | None = None,
+    scale_lr_cond: ParamCondition | None = None,
+    lr_mult: float = 1.0,
+) -> None:
+    """Fill ``run.optimizer`` and ``run.scheduler``; the conditions are `make_param_groups`'s."""
     own_embedding_std = run.config.asked.get("embedding_init_method_std") is not None
+    if no_weight_decay_cond is None and own_embedding_std:
+        no_weight_decay_cond = no_weight_decay_on_embeddings
     run.optimizer = get_megatron_optimizer(
         run.config.optimizer,
         run.model_chunks,
-        no_weight_decay_cond=no_weight_decay_on_embeddings if own_embedding_std else None,
+        no_weight_decay_cond=no_weight_decay_cond,
+        scale_lr_cond=scale_lr_cond,
+        lr_mult=lr_mult,
         pg_collection=run.groups,
     )
     run.optimizer.timers = run.timers

@@ -74,7 +74,12 @@ def train_step(run: Runtime) -> StepResult:
 
 
 def forward_backward(
-    run: Runtime, data_iterator: object, num_microbatches: int, *, forward_only: bool
+    run: Runtime,
+    data_iterator: object,
+    num_microbatches: int,
+    *,
+    forward_only: bool,
+    collect_non_loss_data: bool = False,
 ) -> list[dict[str, Tensor]]:
     """Run the schedule; returns the reported dictionary of each micro-batch (last stage)."""
     hooks = StepHooks(
@@ -95,6 +100,7 @@ def forward_backward(
         micro_batch_size=run.config.training.micro_batch_size,
         decoder_seq_length=run.config.data.decoder_seq_length,
         forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
         config=run.config.model,
         groups=run.groups,
         hooks=hooks,

@@ -8,7 +8,9 @@ from typing import Any
 
 from megatron.core.config.errors import MegatronError
 from megatron.core.enums import ModelType
-from megatron.training import data, evaluate, setup
+from megatron.core.lazy import lazy_exports
+from megatron.training import data, setup
+from megatron.training import evaluate as evaluation
 from megatron.training.arguments.legacy import flat_values
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.checkpoint_io import load, save_unless_saved
@@ -24,6 +26,22 @@ from megatron.training.startup_log import (
     print_datetime,
     print_layout,
 )
+
+# What scripts that bring their own loop look for here.
+_OWN_LOOP = (
+    "build_train_valid_test_data_iterators",
+    "build_train_valid_test_datasets",
+    "evaluate_and_print_results",
+    "get_model",
+    "get_optimizer_param_scheduler",
+    "get_train_valid_test_num_samples",
+    "save_checkpoint_and_time",
+    "setup_model_and_optimizer",
+    "train_step",
+    "training_log",
+    "update_train_iters",
+)
+__getattr__ = lazy_exports(__name__, dict.fromkeys(_OWN_LOOP, "megatron.training.own_loop"))
 
 
 def pretrain(
@@ -105,9 +123,9 @@ def _train_and_evaluate(run: Runtime) -> None:
             return
         print_datetime("after training is done")
         save_unless_saved(run)
-    for result in evaluate.evaluate_all(run, is_final=True):
+    for result in evaluation.evaluate_all(run, is_final=True):
         run.callbacks.on_eval_end(run, result)
     if run.has_test_set:
-        test = evaluate.evaluate(run, run.test_loader, split="test", is_final=True)
+        test = evaluation.evaluate(run, run.test_loader, split="test", is_final=True)
         if test is not None:
             run.callbacks.on_eval_end(run, test)

@@ -1,11 +1,10 @@
-"""A training script as people have them for Megatron-LM core_v0.14: nothing of it knows this project.
+"""A training script as people have them for Megatron-LM core_v0.14.
 
-Everything comes from the reference's paths, goes through get_args() and hands over no process
-group.  `test_user_scripts.py` runs it like any script.
+Nothing of it knows this project: everything comes from the reference's paths, goes through
+get_args() and hands over no process group.  `test_user_scripts.py` runs it like any script.
 """
 
 import inspect
-import os
 from contextlib import nullcontext
 from functools import partial
 
@@ -42,7 +41,6 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import (
     average_losses_across_data_parallel_group,
-    calc_params_l2_norm,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
     get_blend_and_blend_per_split,
@@ -53,7 +51,7 @@ from megatron.training.yaml_arguments import core_transformer_config_from_yaml
 
 stimer = StragglerDetector()
 SPIKY_LOSS_FACTOR = 10
-seen = {"num_microbatches": set(), "training": set(), "norm": None, "non_loss": [], "iterations": []}
+seen = {"num_microbatches": set(), "training": set(), "non_loss": [], "iterations": []}
 
 
 def add_my_arguments(parser):
@@ -256,10 +254,7 @@ def core_gpt_dataset_config_from_args(args):
 def train_valid_test_datasets_provider(train_val_test_num_samples):
     args = get_args()
     config = core_gpt_dataset_config_from_args(args)
-    if args.sft:
-        dataset_type = SFTDataset
-    else:
-        dataset_type = MockGPTDataset if args.mock_data else GPTDataset
+    dataset_type = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     print_rank_0("> building train, validation, and test datasets for GPT ...")
     train_ds, valid_ds, test_ds = BlendedMegatronDatasetBuilder(
         dataset_type, train_val_test_num_samples, is_dataset_built_on_rank, config
@@ -281,4 +276,3 @@ if __name__ == "__main__":
         args_defaults={"tokenizer_type": "GPT2BPETokenizer", "my_scale": 2.0},
         store=store,
     )
-    seen["rank"] = int(os.environ.get("RANK", 0))

@@ -55,7 +55,7 @@ DOORS = {
     "megatron.training.global_vars": {
         "megatron/training/__init__.py",
         "megatron/training/initialize.py",  # installs it
-        "megatron/training/setup.py",  # get_model() and its like, for scripts
+        "megatron/training/own_loop.py",  # get_model(), train_step() and their like, for scripts
         "megatron/training/training.py",
         "megatron/training/utils.py",
         "megatron/training/batch.py",

@@ -52,6 +52,11 @@ class TransformerConfig(
     bf16: bool = False
 
     @property
+    def use_kitchen(self) -> bool:
+        """Whether layers come from the kitchen package, whose flags are refused."""
+        return self.kitchen_config_file is not None or self.kitchen_recipe_number is not None
+
+    @property
     def init_method(self) -> Init:
         """Initial values of a matrix."""
         if self.init_method_xavier_uniform:

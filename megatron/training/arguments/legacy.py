@@ -86,7 +86,8 @@ def flat_values(run: RunConfig) -> dict[str, Any]:
 def legacy_namespace(runtime: Runtime) -> ReadOnlyNamespace:
     """Configuration and counters of a running program, in the reference's flat form."""
     namespace = ReadOnlyNamespace()
-    vars(namespace).update(flat_values(runtime.config), rank=rank(), local_rank=_local_rank(runtime))
+    values = flat_values(runtime.config)
+    vars(namespace).update(values, rank=rank(), local_rank=_local_rank(runtime))
     refresh(namespace, runtime)
     return namespace
 
