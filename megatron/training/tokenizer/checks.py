@@ -74,7 +74,9 @@ def check_same_tokenizer(prefix: str, tokenizer: MegatronTokenizer) -> None:
 def check_data_ids(dataset: IndexedDataset, padded_vocab_size: int) -> None:
     """No id in a sample of the data may lie outside the vocabulary."""
     for tokens in _sample(dataset):
-        largest, smallest = int(tokens.max(initial=-1)), int(tokens.min(initial=0))
+        if not tokens.size:
+            continue
+        largest, smallest = int(tokens.max()), int(tokens.min())
         if largest >= padded_vocab_size or smallest < 0:
             wrong = largest if largest >= padded_vocab_size else smallest
             raise DataError(

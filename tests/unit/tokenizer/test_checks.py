@@ -30,8 +30,8 @@ def sentencepiece(kind="GPTSentencePieceTokenizer"):
     return create_tokenizer(TokenizerSpec(tokenizer_type=kind, tokenizer_model=str(SPM_MODEL)))
 
 
-def write_data(prefix, documents):
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", np.int32)
+def write_data(prefix, documents, dtype=np.int32):
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype)
     for tokens in documents:
         builder.add_document(tokens, [len(tokens)])
     builder.finalize(f"{prefix}.idx")
@@ -55,6 +55,14 @@ def test_ids_beyond_the_padded_vocabulary_are_refused():
     with pytest.raises(ConfigError, match="--padded-vocab-size 10 is fewer than the 11 ids"):
         checks.check_vocab(_NullTokenizer(10), 10)
     checks.check_vocab(_NullTokenizer(10), 11)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.int64])
+def test_every_type_of_token_file_is_checked(tmp_path, dtype):
+    dataset = write_data(tmp_path / "data", [[1, 64], [], [0]], dtype)
+    with pytest.raises(DataError, match="holds the id 64"):
+        checks.check_data_ids(dataset, 64)
+    checks.check_data_ids(dataset, 65)
 
 
 def test_a_token_file_of_another_vocabulary_is_refused(tmp_path):
