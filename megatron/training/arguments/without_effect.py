@@ -62,8 +62,16 @@ NEEDS = (
         lambda ns: ns.record_memory_history,
         ("memory_snapshot_path",),
     ),
-    Need("--save", lambda ns: ns.save is not None, ("no_save_optim", "no_save_rng")),
-    Need("--load", lambda ns: ns.load is not None, ("no_load_optim", "no_load_rng")),
+    Need(
+        "--save",
+        lambda ns: ns.save is not None,
+        ("save_interval", "save_retain_interval", "no_save_optim", "no_save_rng"),
+    ),
+    Need(
+        "--load",
+        lambda ns: ns.load is not None,
+        ("no_load_optim", "no_load_rng", "use_checkpoint_opt_param_scheduler"),
+    ),
     Need(
         "--use-checkpoint-args",
         lambda ns: ns.use_checkpoint_args,

@@ -91,6 +91,7 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "no_save_rng": "--no-save-rng",
         "no_load_optim": "--no-load-optim",
         "no_load_rng": "--no-load-rng",
+        "use_checkpoint_opt_param_scheduler": "--use-checkpoint-opt_param-scheduler",
         "use_tokenizer_model_from_checkpoint_args": (
             "--no-use-tokenizer-model-from-checkpoint-args"
         ),

@@ -10,9 +10,7 @@ from megatron.training.config.run import RunConfig
 def saving_knows_when(run: RunConfig) -> Iterator[str]:
     """Old checkpoints are dropped between those that are kept."""
     c = run.checkpoint
-    if c.save_interval is not None and c.save is None:
-        yield f"--save-interval {c.save_interval} needs --save"
-    if c.save_retain_interval is None:
+    if c.save is None or c.save_retain_interval is None:
         return
     if c.save_interval is None or c.save_retain_interval % max(1, c.save_interval):
         yield (
@@ -29,7 +27,6 @@ def loading_knows_where(run: RunConfig) -> Iterator[str]:
         ("--ckpt-step", c.ckpt_step is not None),
         ("--load-newest-valid", c.load_newest_valid),
         ("--exit-on-missing-checkpoint", c.exit_on_missing_checkpoint),
-        ("--use-checkpoint-opt_param-scheduler", run.scheduler.use_checkpoint_opt_param_scheduler),
     ):
         if asked and c.load is None:
             yield f"{flag} needs --load"
