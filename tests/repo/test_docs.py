@@ -13,11 +13,13 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benc
 
 
 def test_the_tree_page_is_current():
-    assert tree.TARGET.read_text() == tree.render(), "run make tree"
+    is_current = tree.TARGET.read_text() == tree.render()
+    assert is_current, "docs/tree.md is old: run make tree"
 
 
 def test_the_table_of_features_is_current():
-    assert features.table() in features.README.read_text(), "run make tree"
+    is_current = features.table() in features.README.read_text()
+    assert is_current, "README's table of features is old: run make tree"
 
 
 def test_every_feature_names_its_area_and_one_sentence():
