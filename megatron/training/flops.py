@@ -16,6 +16,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.core.transformer.attention_masks import window_of_layer
+from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+    FULL,
+    LINEAR,
+    LayerShape,
+    layer_shapes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 
@@ -74,22 +80,27 @@ def _model_flops(
     padded_vocab_size: int,
     keys_per_query: Iterable[float],  # one number per layer
 ) -> ModelFlops:
-    """Per token and layer, with h = hidden, a = heads, g = query groups, d = kv channels:
+    """Per token and full layer, with h = hidden, a = heads, g = query groups, d = kv channels:
 
     q and output projection 2*h*a*d, k and v 2*h*g*d, MLP 2 or (gated) 3 times h*ffn,
-    scores and their product with the values 2*a*d*keys; per token h*vocabulary.
+    scores and their product with the values 2*a*d*keys; per token h*vocabulary.  A part that is
+    replaced by one matrix has h*h, an absent one nothing.
     """
     heads_width = model.num_attention_heads * model.kv_channels
     groups_width = model.num_query_groups * model.kv_channels
     mlp_matrices = 3 if model.gated_linear_unit else 2
-    weights_per_layer = model.hidden_size * (
-        2 * heads_width + 2 * groups_width + mlp_matrices * model.ffn_hidden_size
-    )
-    weights = model.num_layers * weights_per_layer + model.hidden_size * padded_vocab_size
+    alike = LayerShape(FULL, FULL, model.ffn_hidden_size)
+    shapes = layer_shapes(model) or [alike] * model.num_layers
+    columns, keys = padded_vocab_size, 0.0
+    for shape, layer_keys in zip(shapes, keys_per_query, strict=True):
+        attention = {FULL: 2 * heads_width + 2 * groups_width, LINEAR: model.hidden_size}
+        mlp = {FULL: mlp_matrices * (shape.ffn_hidden_size or 0), LINEAR: model.hidden_size}
+        columns += attention.get(shape.attention, 0) + mlp.get(shape.mlp, 0)
+        keys += layer_keys if shape.attention == FULL else 0
     scale = FORWARD_AND_BACKWARD * MULTIPLY_ADD * num_tokens
     return ModelFlops(
-        linear=float(scale * weights),
-        attention=float(scale * 2 * heads_width * sum(keys_per_query)),
+        linear=float(scale * model.hidden_size * columns),
+        attention=float(scale * 2 * heads_width * keys),
     )
 
 

@@ -12,7 +12,11 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
+    get_gpt_heterogeneous_layer_spec,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training.config.run import RunConfig
 from megatron.training.data import get_blend_and_blend_per_split
@@ -58,6 +62,8 @@ def gpt_layer_spec(config: RunConfig) -> Any:
     spec = config.language_model.spec
     if spec and spec[0] != "local":
         return import_module(tuple(spec))
+    if layer_shapes(config.model) is not None:
+        return get_gpt_heterogeneous_layer_spec(config.model)
     if spec or config.model.transformer_impl == "local":
         return get_gpt_layer_local_spec(config=config.model)
     return get_gpt_layer_with_transformer_engine_spec(config=config.model)

@@ -29,7 +29,7 @@ def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCoun
     model = config.model
     undivided = replace(model, tensor_model_parallel_size=1)
     final_norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
-    layers = model.num_layers * layer_parameters(undivided) + final_norm
+    layers = layer_parameters(undivided) + final_norm
     embedding = model.hidden_size * padded_vocab_size
     num_embeddings = 2 if config.language_model.untie_embeddings_and_output_weights else 1
     pp, tp = model.pipeline_model_parallel_size, model.tensor_model_parallel_size

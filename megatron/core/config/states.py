@@ -52,7 +52,6 @@ CONVERT = "converting between checkpoint formats is not in this version; drop th
 ENCODER_DECODER = "BERT and T5 are not in this version; drop the flag"
 HYBRID = "Mamba and hybrid models are not in this version; drop the flag"
 RETRO = "retrieval-augmented models are not in this version; drop the flag"
-HETEROGENEOUS = "layers of differing shape are not in this version; drop the flag"
 SERVING = "dynamic batching is not in this version; drop the flag"
 MULTIMODAL = "models of images and text are not in this version; drop the flag"
 SFT = "fine-tuning on conversations is not in this version; drop the flag"

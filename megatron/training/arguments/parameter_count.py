@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+    FULL,
+    LINEAR,
+    LayerShape,
+    layer_shapes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 
@@ -20,27 +26,51 @@ def padded_vocab_size(run: RunConfig) -> int | None:
 
 
 def layer_parameters(m: TransformerConfig) -> int:
-    """Parameters of one layer on one tensor-parallel rank."""
+    """Parameters of all layers on one tensor-parallel rank."""
+    alike = LayerShape(FULL, FULL, m.ffn_hidden_size)
+    shapes = layer_shapes(m) or [alike] * m.num_layers
+    return sum(_attention_parameters(m, s.attention) + _mlp_parameters(m, s) for s in shapes)
+
+
+def _attention_parameters(m: TransformerConfig, kind: str) -> int:
+    if kind != FULL:
+        return _replaced(m, kind)
     tp, hidden = m.tensor_model_parallel_size, m.hidden_size
     query, key_value = m.kv_channels * m.num_attention_heads, m.kv_channels * m.num_query_groups
     projections = (query + 2 * key_value) // tp
-    inner = m.ffn_hidden_size // tp * (2 if m.gated_linear_unit else 1)
-    weights = hidden * (projections + query // tp + inner + m.ffn_hidden_size // tp)
     biases = projections if m.add_bias_linear or m.add_qkv_bias else 0
-    biases += 2 * hidden + inner if m.add_bias_linear else 0
-    return weights + biases + _norm_parameters(m)
-
-
-def _norm_parameters(m: TransformerConfig) -> int:
-    per_channel = 2 if m.normalization == "LayerNorm" else 1
-    norms = 4 if m.layer_norm_placement == "sandwich" else 2
-    qk = 0
+    biases += hidden if m.add_bias_linear else 0
+    norms = 0
     if m.qk_layernorm_full_width:  # an RMS norm, whatever the others are
-        qk = m.kv_channels * (m.num_attention_heads + m.num_query_groups)
-        qk //= m.tensor_model_parallel_size
+        norms = m.kv_channels * (m.num_attention_heads + m.num_query_groups) // tp
     elif m.qk_layernorm:
-        qk = per_channel * 2 * m.kv_channels
-    return per_channel * norms * m.hidden_size + qk
+        norms = 2 * m.kv_channels * _parameters_per_channel(m)
+    return hidden * (projections + query // tp) + biases + norms + _norms_of_part(m)
+
+
+def _mlp_parameters(m: TransformerConfig, shape: LayerShape) -> int:
+    if shape.mlp != FULL:
+        return _replaced(m, shape.mlp)
+    tp, hidden, width = m.tensor_model_parallel_size, m.hidden_size, shape.ffn_hidden_size or 0
+    inner = width // tp * (2 if m.gated_linear_unit else 1)
+    biases = hidden + inner if m.add_bias_linear else 0
+    return hidden * (inner + width // tp) + biases + _norms_of_part(m)
+
+
+def _replaced(m: TransformerConfig, kind: str) -> int:
+    """A part that is one matrix, or absent with its norm."""
+    if kind != LINEAR:
+        return 0
+    return m.hidden_size**2 // m.tensor_model_parallel_size + _norms_of_part(m)
+
+
+def _norms_of_part(m: TransformerConfig) -> int:
+    norms = 2 if m.layer_norm_placement == "sandwich" else 1
+    return norms * m.hidden_size * _parameters_per_channel(m)
+
+
+def _parameters_per_channel(m: TransformerConfig) -> int:
+    return 2 if m.normalization == "LayerNorm" else 1
 
 
 def embedding_parameters(run: RunConfig) -> int | None:
@@ -58,6 +88,6 @@ def embedding_parameters(run: RunConfig) -> int | None:
 
 def rank_parameters(run: RunConfig) -> tuple[int, bool]:
     """Parameters on one rank, and whether the vocabulary is among them."""
-    layers = run.model.num_layers * layer_parameters(run.model)
+    layers = layer_parameters(run.model)
     embedding = embedding_parameters(run)
     return layers + (embedding or 0), embedding is not None

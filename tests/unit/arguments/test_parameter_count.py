@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megatron.training.arguments.parameter_count import padded_vocab_size, rank_parameters
 from megatron.training.gpt import build_gpt_model
 from tests.unit.arguments.commands import run_of
 from tests.unit.one_process import one_process_groups
+
+FULL = {"attention": {}, "ffn": {"ffn_mult": 2.0}}
+LINEAR = {"attention": {"replace_with_linear": True}, "ffn": {"no_op": True}}
+ABSENT = {"attention": {"no_op": True}, "ffn": {"replace_with_linear": True}}
+SHAPES = {"block_configs": [FULL, LINEAR, ABSENT, FULL]}
 
 
 @pytest.mark.parametrize(
@@ -21,6 +28,8 @@ from tests.unit.one_process import one_process_groups
         "--qk-layernorm --qk-layernorm-full-width --layer-norm-placement sandwich",
         "--layer-norm-placement post --geglu",
         "--qk-l2-norm --position-embedding-type none",
+        "--swiglu --normalization RMSNorm --disable-bias-linear "
+        f"--heterogeneous-layers-config-encoded-json {json.dumps(SHAPES, separators=(',', ':'))}",
     ],
 )
 def test_the_estimate_is_exact_on_one_rank(words: str) -> None:

@@ -126,13 +126,11 @@ class BaseConfig:
         None,
         "JSON file with the shape of each layer, in the Llama-Nemotron form.",
         group="heterogeneous architecture",
-        refused=states.HETEROGENEOUS,
     )
     heterogeneous_layers_config_encoded_json: str | None = option(
         None,
         "The text of --heterogeneous-layers-config-path itself.",
         group="heterogeneous architecture",
-        refused=states.HETEROGENEOUS,
     )
     symmetric_ar_type: str | None = option(
         None,

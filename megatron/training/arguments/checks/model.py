@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.config.errors import ConfigError
+from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.training.config.run import RunConfig
 
 
@@ -100,6 +102,14 @@ def residual_branches_once(run: RunConfig) -> Iterator[str]:
         )
 
 
+def heterogeneous_layers_agree(run: RunConfig) -> Iterator[str]:
+    """A description of each layer says of the whole what the command line says."""
+    try:
+        layer_shapes(run.model)
+    except ConfigError as error:
+        yield str(error)
+
+
 def spec_names_an_object(run: RunConfig) -> Iterator[str]:
     """A spec is `local`, or a module and a name in it."""
     spec = run.language_model.spec
@@ -124,6 +134,7 @@ CHECKS = (
     window_is_a_window,
     no_rope_pattern_fits_the_layers,
     residual_branches_once,
+    heterogeneous_layers_agree,
     spec_names_an_object,
     transformer_impl_is_possible,
 )

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from megatron.core.config import states
-from megatron.core.config.errors import ConfigError
+from dataclasses import replace
+
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.heterogeneous.heterogeneous_config import (
+    FULL,
+    LINEAR,
+    LayerShape,
+    layer_shapes,
+)
+from megatron.core.transformer.heterogeneous.linear_replacement import LinearReplacement
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -12,13 +21,40 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def get_gpt_heterogeneous_layer_spec(
     config: TransformerConfig, use_te: bool = False
 ) -> TransformerBlockSubmodules:
-    """A spec for every layer, all alike where the config describes no differences.
+    """A spec for every layer, all alike where the config describes no differences."""
+    block = get_gpt_decoder_block_spec(config, use_te)
+    shapes = layer_shapes(config)
+    if shapes is None or block.layer_specs is None:
+        return block
+    pairs = zip(block.layer_specs, shapes, strict=True)
+    specs = [_shaped(spec, shape) for spec, shape in pairs]
+    return TransformerBlockSubmodules(specs, block.layer_norm)
 
-    Raises ConfigError where it does.
-    """
-    if (
-        config.heterogeneous_layers_config_path is not None
-        or config.heterogeneous_layers_config_encoded_json
-    ):
-        raise ConfigError(f"--heterogeneous-layers-config-path: {states.HETEROGENEOUS}")
-    return get_gpt_decoder_block_spec(config, use_te)
+
+def _shaped(spec: ModuleSpec, shape: LayerShape) -> ModuleSpec:
+    """The layer of ``spec`` with its parts as ``shape`` says."""
+    slots = spec.submodules
+    if shape.attention == LINEAR:
+        slots = replace(slots, self_attention=LinearReplacement)
+    elif shape.attention != FULL:
+        slots = replace(
+            slots,
+            input_layernorm=IdentityOp,
+            self_attention=IdentityOp,
+            self_attn_bda=IdentityFuncOp,
+            post_self_attn_layernorm=IdentityOp,
+        )
+    if shape.mlp == FULL:
+        mlp = replace(slots.mlp, params={"ffn_hidden_size": shape.ffn_hidden_size})
+        slots = replace(slots, mlp=mlp)
+    elif shape.mlp == LINEAR:
+        slots = replace(slots, mlp=LinearReplacement)
+    else:
+        slots = replace(
+            slots,
+            pre_mlp_layernorm=IdentityOp,
+            mlp=IdentityOp,
+            mlp_bda=IdentityFuncOp,
+            post_mlp_layernorm=IdentityOp,
+        )
+    return replace(spec, submodules=slots)

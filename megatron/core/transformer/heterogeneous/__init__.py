@@ -1,0 +1,1 @@
+"""Layers that differ in shape, as architecture search leaves them."""
