@@ -5,9 +5,10 @@
 #
 # On a GPU when there is one, else on the CPU; PYTHON=... uses that environment as it is.
 set -euo pipefail
+out=${1:+$(realpath -m "$1")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${out:-quickstart}
 
-out=${1:-quickstart}
 train_iters=${TRAIN_ITERS:-600}
 workers=$(($(nproc) < 8 ? $(nproc) : 8))
 
@@ -18,8 +19,15 @@ python=$(tools/env.sh)
 started_at_s=$SECONDS
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$workers}
 
-say "corpus: the text of the installed Python standard library"
+if [[ -e $out && ! -e $out/.quickstart ]]; then
+    echo "$out exists and was not made by this script: name another folder" >&2
+    exit 1
+fi
 rm -rf "$out"
+mkdir -p "$out"
+touch "$out/.quickstart"
+
+say "corpus: the text of the installed Python standard library"
 "$python" examples/quickstart/corpus.py "$out"
 
 say "tokenizer: byte-level BPE of 4096 ids"

@@ -28,7 +28,7 @@ if [[ ! -f $stamp || "$(cat $stamp)" != "$state" ]]; then
     fi
     echo "preparing .venv with $("$python" --version) and $torch" >&2
     {
-        [[ -x .venv/bin/python ]] || "$python" -m venv .venv
+        [[ -x .venv/bin/python ]] || "$python" -m venv .venv || { rm -rf .venv && exit 1; }
         .venv/bin/python -m pip install --quiet "$torch"
         .venv/bin/python -m pip install --quiet --editable ".[dev]"
     } >&2

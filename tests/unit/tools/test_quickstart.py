@@ -1,0 +1,104 @@
+"""The quickstart: its commands are ones the programs take, and its yardstick is right."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.quickstart import corpus, unigram
+from megatron.training.arguments.parser import build_parser
+from megatron.training.arguments.resolve import resolve
+from tools import preprocess_data, text_generation_cli
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# Stands in for python: notes what it is asked to run, a line a command.
+RECORDER = """#!{python}
+import json, sys
+with open({record!r}, "a") as record:
+    record.write(json.dumps(sys.argv[1:]) + "\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """What the script runs, in order."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    record, recorder = folder / "record", folder / "python"
+    recorder.write_text(RECORDER.format(python=sys.executable, record=str(record)))
+    recorder.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(recorder)}
+    script = ["bash", str(ROOT / "examples/quickstart.sh"), str(folder / "out")]
+    subprocess.run(script, check=True, env=env, capture_output=True)
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def words_of(commands: list[list[str]], program: str) -> list[list[str]]:
+    return [words[1:] for words in commands if words[0] == program]
+
+
+def test_it_trains_halfway_and_goes_on_with_the_same_command(commands):
+    first, second = words_of(commands, "pretrain_gpt.py")
+    assert first == [*second, "--exit-interval", first[-1]]
+    parsed = build_parser().parse_args(first)
+    assert parsed.exit_interval * 2 == parsed.train_iters
+    assert parsed.save == parsed.load
+    assert resolve(parsed, 1).training.train_iters == parsed.train_iters
+
+
+def test_every_tool_it_calls_takes_its_flags(commands):
+    for words in words_of(commands, "tools/preprocess_data.py"):
+        preprocess_data.get_parser().parse_args(words)
+    (words,) = words_of(commands, "tools/text_generation_cli.py")
+    text_generation_cli.build_parser().parse_args(words)
+
+
+def test_every_program_it_calls_exists(commands):
+    assert all((ROOT / words[0]).exists() for words in commands)
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    script = ["bash", str(ROOT / "examples/quickstart.sh"), str(tmp_path)]
+    env = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(script, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "exists and was not made by this script" in done.stderr
+    assert (tmp_path / "mine").exists()
+
+
+def test_the_corpus_parts_share_no_file(tmp_path, monkeypatch):
+    library = tmp_path / "library"
+    (library / "test").mkdir(parents=True)
+    for i in range(45):
+        (library / f"m{i}.py").write_text(f"number = {i}\n")
+    (library / "test" / "left_out.py").write_text("x = 1\n")
+    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(library)})
+    monkeypatch.setattr(sys, "argv", ["corpus.py", str(tmp_path / "out")])
+    assert corpus.main() == 0
+    parts = [
+        {json.loads(line)["text"] for line in (tmp_path / "out" / name).read_text().splitlines()}
+        for name in ("train.jsonl", "valid.jsonl")
+    ]
+    assert len(parts[0]) == 42
+    assert len(parts[1]) == 3
+    assert not parts[0] & parts[1]
+
+
+def test_the_unigram_loss_is_the_cross_entropy_of_counts_plus_one():
+    train, valid = np.array([0, 0, 1]), np.array([0, 1, 2])
+    expected = -(math.log(3 / 6) + math.log(2 / 6) + math.log(1 / 6)) / 3
+    assert unigram.unigram_loss(train, valid) == pytest.approx(expected)
+
+
+def test_the_last_validation_line_of_a_log_counts():
+    line = " validation loss at iteration {} | lm loss value: {} | lm loss PPL: 1.0E+00 | \n"
+    log = line.format(10, "5.5E+00") + "---\n" + line.format("20 on validation set", "4.25E+00")
+    assert unigram.last_validation_loss(log) == 4.25
