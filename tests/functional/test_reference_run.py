@@ -1,0 +1,156 @@
+"""A run that the reference began goes on here and prints what the reference printed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.param_info import ParamInfo, info_of
+from megatron.training.log_parser import TrainingLine, ValidationLine, parse_log
+from megatron.training.runtime import Runtime
+from tests.functional.runs import train_gpt
+from tests.ranks import run_ranks
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+STATE = GOLDEN / "reference_run"
+PRINTED = GOLDEN / "gpt_torch.losses"
+
+# The reference's command line, word for word, but for the files.
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 10 "
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 "
+    "--adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0 --init-method-std 0.02 --seed 1234 "
+    "--hidden-dropout 0 --attention-dropout 0 --make-vocab-size-divisible-by 64 --split 90,5,5 "
+    "--tokenizer-type GPTSentencePieceTokenizer --log-interval 1 --eval-iters 2 "
+    "--eval-interval 10 --save-interval 5 --log-params-norm --log-num-zeros-in-grad "
+    "--use-cpu-initialization --transformer-impl local --no-persist-layer-norm "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-rope-fusion "
+    "--no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
+    "--attention-softmax-in-fp32 --attention-backend unfused --distributed-backend gloo "
+    "--num-workers 0 --no-create-attention-mask-in-dataloader"
+).split()
+OURS = ["--device", "cpu", "--pad-vocab-in-loss"]
+LAYOUTS = [
+    "",
+    "--overlap-grad-reduce",
+    "--tensor-model-parallel-size 2",
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+]
+
+# What a line says besides the time.  The last printed digit may be rounded the other way (the
+# reference rounds the learning rate to fp32 before it prints it).  The bias of a key has no part in
+# the softmax: its gradient is rounding noise of 1e-12, of which an entry may be 0 by chance.
+PRINTED_DIGITS = {
+    "consumed samples": 0.0,
+    "learning rate": 1.1e-10,
+    "global batch size": 0.0,
+    "lm loss": 1.1e-6,
+    "loss scale": 0.0,
+    "grad norm": 1.1e-3,
+    "num zeros": 2.0,
+    "params norm": 1.1e-3,
+    "number of skipped iterations": 0.0,
+    "number of nan iterations": 0.0,
+}
+
+Line = TrainingLine | ValidationLine
+
+
+def take_over(run: Runtime) -> None:
+    """What `load` does, from the reference's numbers instead of a checkpoint of our own."""
+    counters = json.loads((STATE / "iteration_5.json").read_text())
+    with np.load(STATE / "iteration_5.npz") as arrays:
+        saved = {key: torch.from_numpy(arrays[key]) for key in arrays}
+    left = set(saved)
+
+    def fill(tensor: torch.Tensor, info: ParamInfo, key: str) -> None:
+        left.remove(key)
+        assert info.global_shape == saved[key].shape
+        dim = info.shard_dim or 0
+        for local, whole in info.slices(tuple(tensor.shape)):
+            part = saved[key].narrow(dim, whole.start, whole.stop - whole.start)
+            tensor.narrow(dim, local.start, local.stop - local.start).copy_(part)
+
+    with torch.no_grad():
+        for param in run.model_chunks[0].parameters():
+            fill(param, info_of(param), f"model/{info_of(param).name}")
+        for name, info, state in run.optimizer.named_state():
+            for kind, tensor in state.items():
+                fill(tensor, info, f"{kind}/{name}")
+    assert not left
+    run.optimizer.load_scalar_state({"step": counters["step"]})
+    run.scheduler.load_state_dict(counters["opt_param_scheduler"])
+    run.state.iteration = counters["iteration"]
+    run.state.consumed_train_samples = counters["consumed_train_samples"]
+
+
+def go_on(rank: int, world_size: int, argv: Sequence[str]) -> str:
+    """pretrain_gpt.py from the reference's iteration 5 on; what it prints."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        mock.patch("megatron.training.training.load", take_over),
+    ):
+        train_gpt(rank, world_size, argv)
+    return printed.getvalue()
+
+
+def continued(folder: Path, *flags: str, world_size: int = 1) -> list[Line]:
+    """The lines of a run that goes on from iteration 5, with the reference's data and flags."""
+    for suffix in ("bin", "idx"):
+        (folder / f"text_text_document.{suffix}").symlink_to(
+            GOLDEN / "data" / f"text_text_document.{suffix}"
+        )
+    files = ["--data-path", str(folder / "text_text_document"), "--data-cache-path"]
+    files += [str(folder / "cache"), "--tokenizer-model", str(GOLDEN / "data" / "spm.model")]
+    argv = [*FLAGS, *files, *OURS, *flags]
+    return list(parse_log(run_ranks(go_on, world_size, argv)[-1].splitlines()))
+
+
+def expected() -> list[Line]:
+    """What the reference printed after iteration 5."""
+    return [line for line in parse_log(PRINTED.read_text().splitlines()) if line.iteration > 5]
+
+
+@pytest.mark.parametrize("flags", LAYOUTS)
+@pytest.mark.feature("Training: from the weights and optimizer of a Megatron-LM run, the numbers it printed")
+def test_it_goes_on_with_the_numbers_that_the_reference_printed(
+    tmp_path: Path, flags: str
+) -> None:
+    world_size = 1 if not flags else 2
+    ours = continued(tmp_path, *flags.split(), world_size=world_size)
+    theirs = expected()
+    training = [line for line in theirs if isinstance(line, TrainingLine)]
+    assert len(training) == 5
+    for here, there in zip(ours[:5], training, strict=True):
+        assert isinstance(here, TrainingLine)
+        assert here.iteration == there.iteration
+        assert set(there.values) == set(PRINTED_DIGITS)
+        for label, tolerance in PRINTED_DIGITS.items():
+            assert here.values[label] == pytest.approx(there.values[label], abs=tolerance), label
+    compare_evaluations(ours[5:], theirs[5:])
+
+
+def compare_evaluations(ours: Sequence[Line], theirs: Sequence[Line]) -> None:
+    """In the loop, on the validation set and on the test set.
+
+    The reference reads on in the validation set where the pass before ended; here every pass
+    reads the same samples, so that both passes print what its first one printed.
+    """
+    assert len(ours) == len(theirs) == 3
+    first_pass, _, test = theirs
+    for here, there in zip(ours, (first_pass, first_pass, test), strict=True):
+        assert isinstance(here, ValidationLine)
+        assert isinstance(there, ValidationLine)
+        assert here.losses["lm loss"] == pytest.approx(there.losses["lm loss"], abs=1.1e-6)
+        assert here.perplexities["lm loss"] == pytest.approx(
+            there.perplexities["lm loss"], rel=2e-6
+        )
