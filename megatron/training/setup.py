@@ -63,11 +63,12 @@ def build_model(run: Runtime, model_provider: ModelProvider, *, wrap: bool = Tru
         model, config.training.seed, random=config.model.perform_initialization
     )
     _print_number_of_parameters(run, model)
+    model_config = vars(model).get("config", config.model)  # a script may have varied it
     if config.model.fp16 or config.model.bf16:
-        model = Float16Module(config.model, model)
+        model = Float16Module(model_config, model)
     if wrap:
         model = DistributedDataParallel(
-            config=config.model, ddp_config=config.ddp, module=model, pg_collection=groups
+            config=model_config, ddp_config=config.ddp, module=model, pg_collection=groups
         )
         if config.training.data_parallel_random_init:
             model.broadcast_params()

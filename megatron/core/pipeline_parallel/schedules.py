@@ -58,6 +58,7 @@ def forward_backward_no_pipelining(
     forward_only: bool = False,
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: object = None,
     config: ScheduleConfig | None = None,
     groups: ProcessGroupCollection | None = None,
     hooks: StepHooks = _NO_HOOKS,
@@ -66,9 +67,10 @@ def forward_backward_no_pipelining(
 
     Gradients are the step's when it returns, unless ``forward_only``.  Returns what the loss
     function reported, one entry per micro-batch.  ``first_val_step`` False means that weights
-    have not changed since the last call.  The sizes are for stages that exchange tensors.
+    have not changed since the last call.  Sizes, and what adjusts them, are for stages that
+    exchange tensors.
     """
-    del seq_length, micro_batch_size, decoder_seq_length
+    del seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn
     chunk, data = _only(model), _only(data_iterator)
     groups = groups or parallel_state.current()
     config = config or chunk.config  # type: ignore[assignment]

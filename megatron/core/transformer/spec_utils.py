@@ -57,9 +57,22 @@ def build_module(
         if spec_or_module.submodules is not None:
             kwargs["submodules"] = spec_or_module.submodules
     if offered:
-        names = inspect.signature(module).parameters
+        names = _arguments_of(module)
         kwargs |= {k: v for k, v in offered.items() if k in names and k not in kwargs}
     try:
         return module(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"while building {module.__name__}: {error}") from error
+
+
+def _arguments_of(module: Callable[..., Any] | type) -> set[str]:
+    """Names that a constructor takes; behind ``**kwargs`` those of its base as well."""
+    if not isinstance(module, type):
+        return set(inspect.signature(module).parameters)
+    names: set[str] = set()
+    for init in (vars(cls)["__init__"] for cls in module.__mro__ if "__init__" in vars(cls)):
+        parameters = inspect.signature(init).parameters
+        names |= parameters.keys()
+        if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+            break
+    return names

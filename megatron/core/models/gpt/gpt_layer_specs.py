@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from functools import lru_cache
+from typing import Any
 
 from megatron.core import optional
 from megatron.core.config import states
@@ -16,7 +18,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.norms import HeadsWideRMSNorm, Norm
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
@@ -165,3 +167,26 @@ def get_gpt_mtp_block_spec(
     del spec, use_transformer_engine, vp_stage
     if config.mtp_num_layers:
         raise ConfigError(f"--mtp-num-layers {config.mtp_num_layers}: {states.MULTI_TOKEN}")
+
+
+def get_imported_layer_spec(
+    path: tuple[str, ...], config: TransformerConfig
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """What --spec MODULE NAME names: a spec, or a function that gives one.
+
+    The function is called with the config if it has a parameter of that name or needs one.
+    Raises ConfigError.
+    """
+    spec: Any = import_module(path)
+    if inspect.isfunction(spec):
+        parameters = inspect.signature(spec).parameters.values()
+        if any(p.name == "config" for p in parameters):
+            spec = spec(config=config)
+        else:
+            spec = spec(config) if any(p.default is p.empty for p in parameters) else spec()
+    if not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
+        raise ConfigError(
+            f"--spec {' '.join(path)} is a {type(spec).__name__}: name a ModuleSpec, a "
+            "TransformerBlockSubmodules, or a function that returns one"
+        )
+    return spec
