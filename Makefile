@@ -10,7 +10,7 @@ help:
 	@echo "make test        all tests"
 	@echo "make test-dist   the multi-process tests only"
 	@echo "make bench       every benchmark, one after the other"
-	@echo "make tree        write docs/tree.md and README's table of features"
+	@echo "make tree        write docs/tree.md, docs/flags.md and README's table of features"
 	@echo "make format      ruff format and ruff's own fixes"
 	@echo "make quickstart  from a corpus to a trained model that writes text"
 
