@@ -121,7 +121,7 @@ def expected() -> list[Line]:
 
 
 @pytest.mark.parametrize("flags", LAYOUTS)
-@pytest.mark.feature("Training: from Megatron-LM's weights and optimizer on, the numbers it printed")
+@pytest.mark.feature("Training: from Megatron-LM's weights and optimizer on, its very numbers")
 def test_it_goes_on_with_the_numbers_that_the_reference_printed(
     tmp_path: Path, flags: str
 ) -> None:
