@@ -88,6 +88,9 @@ def one_of_two(rank: int, world_size: int, case: str, sequence_parallel: bool) -
     return *loss_and_gradients(model), start
 
 
+@pytest.mark.feature(
+    "Layouts: tensor parallelism has the loss and gradients of one process, to 1e-12"
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_two_ranks_give_the_loss_and_gradients_of_one(case: str, sequence_parallel: bool) -> None:
@@ -110,6 +113,7 @@ def test_two_ranks_give_the_loss_and_gradients_of_one(case: str, sequence_parall
         assert grads[name].abs().max() > 0, f"{name} gets no gradient"
 
 
+@pytest.mark.feature("Layouts: a loss that does not depend on vocabulary padding")
 def test_the_loss_does_not_depend_on_padding() -> None:
     for padded in (101, 104, 256):
         loss, _ = loss_and_gradients(build("gpt2", one_process_groups(), padded))

@@ -44,6 +44,7 @@ def plain_philox(counter: int, key: tuple[int, int]) -> list[int]:
     return c
 
 
+@pytest.mark.feature("Layouts: initial weights that depend on seed and name, never on the layout")
 @pytest.mark.parametrize("shape", [(8, 12), (6, 7), (10, 3), (4, 1)])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("blocks", [1, 2])

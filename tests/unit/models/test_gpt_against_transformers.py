@@ -91,6 +91,9 @@ def check(hf: Any, ours: GPTModel, convert: Callable[[dict[str, Tensor]], Any]) 
         assert error < tolerances.GRADIENT["rtol"], f"{name}: {float(error)}"
 
 
+@pytest.mark.feature(
+    "Model: GPT-2, Llama, Qwen, OLMo 2, Gemma 2: logits and gradients of transformers"
+)
 def test_gpt2() -> None:
     hf = hf_model(
         "GPT2LMHeadModel",

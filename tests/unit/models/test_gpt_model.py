@@ -68,6 +68,7 @@ def apart(*lengths: int) -> Tensor:
 BACKENDS = [AttnBackend.auto, AttnBackend.flash, AttnBackend.unfused, AttnBackend.local]
 
 
+@pytest.mark.feature("Model: documents kept apart on every attention path, by mask or packed")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("position", ["rope", "learned_absolute", "alibi", "none"])
 @pytest.mark.parametrize("extra", [{}, {"window_size": (3, 0)}])
@@ -116,6 +117,7 @@ def test_a_causal_mask_changes_nothing_and_the_future_has_no_influence() -> None
         assert torch.equal(model(ids, positions, None)[:, :-1], plain[:, :-1])
 
 
+@pytest.mark.feature("Model: generation with a cache gives the logits of the whole sequence")
 @pytest.mark.parametrize("position", ["rope", "learned_absolute", "alibi", "none"])
 @pytest.mark.parametrize("extra", [{}, {"window_size": (3, 0), "qk_layernorm": True}])
 def test_a_cache_gives_the_logits_of_the_whole_sequence(
@@ -180,6 +182,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.feature("Model: full and selective recomputation, gradients with the same bits")
 @pytest.mark.parametrize("kind", RECOMPUTE)
 @pytest.mark.parametrize("backend", [AttnBackend.auto, AttnBackend.unfused])
 def test_recomputation_keeps_less_and_gives_the_same_bits(kind: str, backend: AttnBackend) -> None:

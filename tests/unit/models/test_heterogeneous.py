@@ -59,6 +59,7 @@ def build(config: Any, groups: Any) -> GPTModel:
     return GPTModel(*args, position_embedding_type="rope", pg_collection=groups)
 
 
+@pytest.mark.feature("Model: layers of differing shape (Llama-Nemotron)")
 def test_each_layer_has_the_shape_it_is_given() -> None:
     model = build(config_of(), one_process_groups())
     shapes = [
