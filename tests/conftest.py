@@ -12,10 +12,7 @@ import torch
 LOOPBACK = ("127.", "localhost", "::1", "0.0.0.0")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "feature(sentence): this test shows that a feature of the README's table works"
-    )
+def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
 
