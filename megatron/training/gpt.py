@@ -10,6 +10,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_imported_layer_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
@@ -17,7 +18,6 @@ from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
-from megatron.core.transformer.spec_utils import import_module
 from megatron.training.config.run import RunConfig
 from megatron.training.data import get_blend_and_blend_per_split
 from megatron.training.runtime import Runtime
@@ -61,7 +61,7 @@ def gpt_layer_spec(config: RunConfig) -> Any:
     """Which class fills which slot: --spec, else by --transformer-impl."""
     spec = config.language_model.spec
     if spec and spec[0] != "local":
-        return import_module(tuple(spec))
+        return get_imported_layer_spec(tuple(spec), config.model)
     if layer_shapes(config.model) is not None:
         return get_gpt_heterogeneous_layer_spec(config.model)
     if spec or config.model.transformer_impl == "local":

@@ -49,7 +49,9 @@ losses = []
 
 
 def add_my_arguments(parser):
-    parser.add_argument_group("mine").add_argument("--my-loop", default="steps")
+    group = parser.add_argument_group("mine")
+    group.add_argument("--my-loop", default="steps")
+    group.add_argument("--my-end", type=int, default=6)
     return parser
 
 
@@ -112,12 +114,12 @@ def steps():
     assert test_iter is None
     timers("interval-time", log_level=0).start(barrier=True)
     iteration = args.iteration
-    while iteration < args.train_iters:
+    while iteration < args.my_end:
         args = get_args()
         loss_dict, skipped, should_checkpoint, should_exit, exit_code, grad_norm, num_zeros = (
             train_step(forward_step, train_iter, model, optimizer, scheduler, config)
         )
-        assert not (skipped or should_checkpoint or should_exit or exit_code)
+        assert (skipped, should_checkpoint, should_exit, exit_code) == (0, False, False, 0)
         iteration += 1
         losses.append(float(loss_dict["lm loss"]))
         training_log(
@@ -184,7 +186,7 @@ def bare():
     forward_backward_func = get_forward_backward_func()
     per_step = args.global_batch_size // mpu.get_data_parallel_world_size()
     assert get_num_microbatches() * args.micro_batch_size == per_step
-    while iteration < args.train_iters:
+    while iteration < args.my_end:
         data_iterator = None
         if dataset is not None:
             first = iteration * args.global_batch_size

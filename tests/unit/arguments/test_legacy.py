@@ -80,7 +80,9 @@ def test_deleting_says_that_it_changes_nothing() -> None:
         del namespace().seed
 
 
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, lambda n: pickle.loads(pickle.dumps(n))])
+@pytest.mark.parametrize(
+    "make", [copy.copy, copy.deepcopy, lambda n: pickle.loads(pickle.dumps(n))]
+)
 def test_a_copy_may_be_written(make: Any) -> None:
     args = namespace("--swiglu")
     mine = make(args)

@@ -1,0 +1,162 @@
+"""Scripts written for Megatron-LM core_v0.14 run as they are, to the losses of our programs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import tolerances
+from tests.functional import user_spec
+from tests.functional.runs import TINY, losses, run_gpt, train_gpt
+from tests.ranks import run_ranks
+
+HERE = Path(__file__).resolve().parent
+DATA = HERE.parent / "golden" / "data" / "text_text_document"
+TP2 = ["--tensor-model-parallel-size", "2"]
+
+
+def run_script(rank: int, world_size: int, name: str, argv: Sequence[str]) -> dict[str, Any]:
+    """The script as a program; what it has left in ``losses`` or ``seen``."""
+    script = str(HERE / name)
+    with mock.patch("sys.argv", [script, *argv]):
+        names = runpy.run_path(script, run_name="__main__")
+    return {key: names.get(key) for key in ("losses", "seen")}
+
+
+def losses_of_script(folder: Path, *flags: str, world_size: int = 1) -> tuple[list[float], Any]:
+    """Training losses of user_pretrain.py, and what its last rank has seen."""
+    metrics = folder / "metrics.jsonl"
+    argv = [*TINY, *flags, "--metrics-file", str(metrics)]
+    left = run_ranks(run_script, world_size, "user_pretrain.py", argv)
+    return losses([*map(json.loads, metrics.read_text().splitlines())]), left[-1]
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of pretrain_gpt.py."""
+    return losses(run_gpt(tmp_path_factory.mktemp("ours")))
+
+
+def close(actual: Sequence[float], expected: Sequence[float]) -> None:
+    torch.testing.assert_close(list(actual), list(expected), **tolerances.LAYOUT_LOSS)
+
+
+@pytest.mark.feature("Scripts: a pretraining script written for Megatron-LM core_v0.14 as it is")
+@pytest.mark.parametrize("loss", ["sum", "mean", "old-batch"])
+@pytest.mark.parametrize("layout", [[], TP2], ids=["alone", "tp2"])
+def test_a_pretraining_script_gives_our_losses(
+    tmp_path: Path, ours: list[float], loss: str, layout: list[str]
+) -> None:
+    flags = [*layout, "--my-loss", loss, "--my-switch"]
+    found, left = losses_of_script(tmp_path, *flags, world_size=2 if layout else 1)
+    close(found, ours)
+    assert left["seen"]["num_microbatches"] == {4}
+    assert left["seen"]["training"] == {True, False}  # the last evaluations come after training
+    assert sorted(set(left["seen"]["iterations"])) == list(range(7))
+
+
+def test_flags_of_the_model_reach_a_script_on_real_data(tmp_path: Path) -> None:
+    flags = ["--data-path", str(DATA), "--split", "90,5,5", "--data-cache-path", str(tmp_path)]
+    flags += ["--vocab-size", "40000", "--swiglu", "--qk-layernorm"]
+    flags += ["--position-embedding-type", "rope", "--normalization", "RMSNorm"]
+    base = [f for f in TINY if f != "--mock-data"]
+    with mock.patch("tests.functional.test_user_scripts.TINY", base):
+        found, _ = losses_of_script(tmp_path, *flags)
+    assert found == losses(run_gpt(tmp_path / "ours", *flags, base=base))
+
+
+def test_what_a_loss_function_shows_besides_losses_is_handed_on(tmp_path: Path) -> None:
+    flags = ["--tensorboard-dir", str(tmp_path / "tb"), "--eval-interval", "3"]
+    _, left = losses_of_script(tmp_path, *flags, *TP2, world_size=2)
+    # at step 3, at step 6, and on both sets at the end; four micro-batches each
+    assert left["seen"]["non_loss"] == [(3, 4), (6, 4), (6, 4), (6, 4)]
+
+
+def test_a_batch_that_grows_is_seen_by_scripts(tmp_path: Path) -> None:
+    ramp = ["--rampup-batch-size", "4", "4", "12", "--train-samples", "32"]
+    base = [f for f in TINY if f not in ("--train-iters", "6")]
+    with mock.patch("tests.functional.test_user_scripts.TINY", base):
+        _, left = losses_of_script(tmp_path, *ramp)
+    assert left["seen"]["num_microbatches"] == {2, 4}
+
+
+def losses_of_loop(loop: str, *flags: str, world_size: int = 1) -> list[float]:
+    argv = [*TINY, "--my-loop", loop, *flags]
+    left = run_ranks(run_script, world_size, "user_own_loop.py", argv)
+    assert all(part["losses"] == left[0]["losses"] for part in left)
+    return left[0]["losses"]
+
+
+@pytest.mark.feature("Scripts: a loop of one's own on initialize_megatron() and train_step()")
+@pytest.mark.parametrize("loop", ["steps", "bare"])
+@pytest.mark.parametrize("layout", [[], TP2, [*TP2, "--sequence-parallel"]], ids=len)
+def test_a_loop_of_ones_own_gives_our_losses(
+    ours: list[float], loop: str, layout: list[str]
+) -> None:
+    close(losses_of_loop(loop, *layout, world_size=2 if layout else 1), ours)
+
+
+def test_a_loop_of_ones_own_logs_as_the_flags_ask(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    flags = ["--metrics-file", str(metrics), "--eval-interval", "3", "--log-params-norm"]
+    found = losses_of_loop("steps", *flags, "--tensorboard-dir", str(tmp_path / "tb"))
+    lines = [*map(json.loads, metrics.read_text().splitlines())]
+    assert [line["lm loss"] for line in lines if line["kind"] == "step"] == found
+    assert [line["iteration"] for line in lines if line["kind"] != "step"] == [3, 6]
+
+
+@pytest.mark.parametrize("loop", ["steps", "bare"])
+def test_a_loop_of_ones_own_goes_on_where_it_has_saved(
+    tmp_path: Path, ours: list[float], loop: str
+) -> None:
+    save = ["--save", str(tmp_path), "--save-interval", "3"]
+    start = losses_of_loop(loop, "--my-end", "3", *save)
+    rest = losses_of_loop(loop, "--load", str(tmp_path))
+    assert start + rest == ours
+
+
+def train_and_count(rank: int, world_size: int, argv: Sequence[str]) -> list[int]:
+    user_spec.CountingLayer.built.clear()
+    train_gpt(rank, world_size, argv)
+    return copy.copy(user_spec.CountingLayer.built)
+
+
+def losses_with_spec(folder: Path, *spec: str) -> tuple[list[float], list[int]]:
+    metrics = folder / "metrics.jsonl"
+    argv = [*TINY, "--metrics-file", str(metrics), "--spec", *spec]
+    (built,) = run_ranks(train_and_count, 1, argv)
+    return losses([*map(json.loads, metrics.read_text().splitlines())]), built
+
+
+USERS = "tests.functional.user_spec"
+
+
+@pytest.mark.feature("Model: layers of one's own by --spec")
+@pytest.mark.parametrize("name", ["half_layer", "half_layer_function", "layer_for"])
+def test_a_users_layers_are_built(tmp_path: Path, ours: list[float], name: str) -> None:
+    found, built = losses_with_spec(tmp_path, USERS, name)
+    assert built == [1, 2]
+    assert abs(found[-1] - ours[-1]) > 1e-4
+
+
+def test_a_users_description_of_our_layer_is_our_layer(tmp_path: Path, ours: list[float]) -> None:
+    assert losses_with_spec(tmp_path, USERS, "plain_layer") == (ours, [1, 2])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [["local"], ["megatron.core.models.gpt.gpt_layer_specs", "get_gpt_layer_local_spec"]],
+    ids=len,
+)
+def test_local_and_our_own_function_are_our_layer(
+    tmp_path: Path, ours: list[float], spec: list[str]
+) -> None:
+    assert losses_with_spec(tmp_path, *spec) == (ours, [])
