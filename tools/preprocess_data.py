@@ -12,11 +12,14 @@ With ``--partitions`` an interrupted run, started again, goes on after its last 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
+if __name__ == "__main__":  # numpy would start threads that are never used, and then fork
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from megatron.training.arguments.tokenizer_flags import _add_tokenizer_args
 from megatron.training.preprocess.cli import (

@@ -10,11 +10,14 @@ line, or one without a token, is an error.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
+if __name__ == "__main__":  # numpy would start threads that are never used, and then fork
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from megatron.training.arguments.tokenizer_flags import _add_tokenizer_args
 from megatron.training.preprocess.cli import (

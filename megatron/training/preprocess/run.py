@@ -39,7 +39,7 @@ from megatron.training.tokenizer.fingerprint import Fingerprint
 logger = logging.getLogger(__name__)
 
 _SAMPLE_POSITIONS = 8
-_SAMPLE_BYTES = 1 << 13  # of text, at each position
+_SAMPLE_BYTES = 1 << 12  # of text, at each position
 _SURROGATE = re.compile("[\ud800-\udfff]")  # a text with one is no Unicode: workers say where
 
 

@@ -112,7 +112,7 @@ def probe_texts(added_tokens: Iterable[str]) -> list[str]:
     """
     characters = _one_of_each_kind()
     texts = [
-        "".join(f"a{c}b {c}1{c} {c}\n" for c in characters[i : i + _CHARACTERS_PER_TEXT])
+        "".join(f"a{c}1{c} {c}\n" for c in characters[i : i + _CHARACTERS_PER_TEXT])
         for i in range(0, len(characters), _CHARACTERS_PER_TEXT)
     ]
     texts += [f"a{token}b {token} c{token}{token}" for token in added_tokens]
