@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import sys
 import time
 from typing import Any, BinaryIO
 
@@ -28,10 +29,11 @@ class MetricsFileSink(Sink):
 
     def __init__(self, path: str, iteration: int) -> None:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        if iteration == 0:
-            _set_aside(path)
-        else:
-            cut_after(path, iteration)
+        if os.path.isfile(path) and not path.startswith("/dev/"):
+            if iteration == 0 or not _is_metrics_file(path):
+                _set_aside(path)
+            else:
+                cut_after(path, iteration)
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115
 
     def write_step(self, record: StepRecord) -> None:
@@ -61,8 +63,6 @@ def cut_after(path: str, iteration: int) -> None:
 
     The evaluations at the end of the former run are repeated, so they go too.
     """
-    if not os.path.exists(path):
-        return
     keep = 0
     with open(path, "rb") as file:
         for line in file:
@@ -71,6 +71,14 @@ def cut_after(path: str, iteration: int) -> None:
             keep += len(line)
     if keep < os.path.getsize(path):
         os.truncate(path, keep)
+
+
+def _is_metrics_file(path: str) -> bool:
+    """Whether the first line is one of ours; a file of somebody else is never cut."""
+    with open(path, "rb") as file:
+        line = file.readline()
+    is_cut = not line.endswith(b"\n")
+    return line.startswith(b"{") if is_cut else _is_kept(line, sys.maxsize)
 
 
 def _is_kept(line: bytes, iteration: int) -> bool:
@@ -85,11 +93,11 @@ def _is_kept(line: bytes, iteration: int) -> bool:
 
 
 def _set_aside(path: str) -> None:
-    """A run from the beginning leaves the file of an earlier one beside its own."""
-    if os.path.exists(path) and os.path.getsize(path):
+    """Leave the file of an earlier run, or whatever else stands there, beside the new one."""
+    if os.path.getsize(path):
         os.replace(path, path + ".previous")
         logger.info(
-            "metrics of an earlier run are now in %s.previous", path, extra={"all_ranks": True}
+            "what was in %s is now in %s.previous", path, path, extra={"all_ranks": True}
         )
 
 

@@ -119,3 +119,19 @@ def test_a_run_from_the_beginning_sets_an_older_file_aside(tmp_path: Path) -> No
     write_step(MetricsFileSink(str(path), 0), 1)
     assert [s["iteration"] for s in read(path)] == [1]
     assert [s["iteration"] for s in read(tmp_path / "m.jsonl.previous")] == [5]
+
+
+def test_a_folder_is_refused_and_stays_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "folder" / "inside").mkdir(parents=True)
+    for iteration in (0, 5):
+        with pytest.raises(IsADirectoryError):
+            MetricsFileSink(str(tmp_path / "folder"), iteration)
+    assert (tmp_path / "folder" / "inside").is_dir()
+
+
+def test_a_resumed_run_does_not_cut_a_file_that_holds_something_else(tmp_path: Path) -> None:
+    path = tmp_path / "train.log"
+    path.write_text("a line of a log\nanother\n")
+    write_step(MetricsFileSink(str(path), 5), 6)
+    assert (tmp_path / "train.log.previous").read_text() == "a line of a log\nanother\n"
+    assert [s["iteration"] for s in read(path)] == [6]
