@@ -17,7 +17,7 @@ from megatron.core.fusions.rope import RotaryTable
 from megatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
 )
-from megatron.core.models.common.language_module import (
+from megatron.core.models.common.language_module.language_module import (
     LanguageModule,
     mark_as_copy_of_embedding,
 )

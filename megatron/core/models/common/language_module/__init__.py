@@ -1,0 +1,1 @@
+"""What models that end in a vocabulary share."""
