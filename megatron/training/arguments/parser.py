@@ -58,13 +58,13 @@ class Parser(argparse.ArgumentParser):
 
     def unknown(self, words: Sequence[str]) -> list[str]:
         """A sentence for each flag among ``words`` that no section declares."""
-        spellings = [s for action in self._actions for s in action.option_strings]
+        names = [s.lstrip("-") for action in self._actions for s in action.option_strings]
         problems = []
         for before, word in zip(("", *words), words, strict=False):
             if word.startswith("--"):
                 flag = word.split("=", 1)[0]
-                near = difflib.get_close_matches(flag, spellings, n=1)
-                hint = f": did you mean {near[0]}?" if near else ""
+                near = difflib.get_close_matches(flag.lstrip("-"), names, n=1)
+                hint = f": did you mean --{near[0]}?" if near else ""
                 problems.append(f"{flag} is not a flag{hint}")
             elif not before.startswith("--"):
                 problems.append(f"{word!r} belongs to no flag")

@@ -53,7 +53,7 @@ def test_an_abbreviated_flag_is_not_taken_for_another(capsys: pytest.CaptureFixt
 
 
 def test_an_outlandish_flag_gets_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    assert message_of("--xqzzy 3", capsys) == ["--xqzzy is not a flag"]
+    assert message_of("--xqzzy 3 --foo", capsys) == ["--xqzzy is not a flag", "--foo is not a flag"]
 
 
 def test_unknown_flags_can_be_left_to_others() -> None:
