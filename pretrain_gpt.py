@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import megatron.training.early_stop_signal  # noqa: F401  (before the imports that take seconds)
+
+# isort: split
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

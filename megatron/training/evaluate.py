@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.faults import fault_point
 from megatron.training.callbacks.base import EvalResult
-from megatron.training.callbacks.exit import minutes_over_limit
+from megatron.training.callbacks.exit import reason_to_hurry
 from megatron.training.data import agree_on
 from megatron.training.runtime import Runtime
 from megatron.training.step import forward_backward, reduce_losses, sum_losses
@@ -40,7 +40,7 @@ def evaluate(
 ) -> EvalResult | None:
     """Mean losses over --eval-iters global batches, or the whole set.  Collective.
 
-    None when --exit-duration-in-mins is over before the pass is.
+    None when --exit-duration-in-mins is over before the pass is, or a stop signal came.
     """
     config = run.config
     num_microbatches = run.batches.num_microbatches_at_full_size()
@@ -62,8 +62,8 @@ def evaluate(
             reported = forward_backward(run, data, num_microbatches, forward_only=True)
             for key, pair in sum_losses(reported).items():
                 totals[key] = totals[key] + pair if key in totals else pair
-            if minutes_over_limit(run) is not None:
-                print_rank_0("Exiting during evaluation, timelimit reached")
+            if (reason := reason_to_hurry(run)) is not None:
+                print_rank_0(f"Exiting during evaluation, {reason}")
                 totals = None
                 break
         if totals is not None:

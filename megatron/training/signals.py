@@ -1,18 +1,18 @@
 """SIGTERM as a wish: the first one is remembered until a step is done, the second ends at once.
 
 The handler is installed at the begin of start-up, so that a signal that comes while the model is
-built or loaded is kept for the loop.
+built or loaded is kept for the loop; `megatron.training.early_stop_signal` installs it before the
+imports that take seconds, so nothing heavy is imported here.
 """
 
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 
-import torch
-import torch.distributed as dist
-
-from megatron.core import device
+# A launcher that ends with its process group passes on what the ranks have received already.
+ECHO_S = 5.0
 
 
 class StopSignal:
@@ -21,25 +21,20 @@ class StopSignal:
     def __init__(self, signum: int) -> None:
         self.signum = signum
         self.received = False
+        self._received_at_s = 0.0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if self.received:  # asked twice: no time for a checkpoint
+        now_s = time.monotonic()
+        if not self.received:
+            self.received, self._received_at_s = True, now_s
+        elif now_s - self._received_at_s > ECHO_S:  # asked twice: no time for a checkpoint
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
-        self.received = True
 
     @property
     def name(self) -> str:
         """SIGTERM, for instance."""
         return signal.Signals(self.signum).name
-
-    def received_anywhere(self) -> bool:
-        """Whether any rank has received it.  Collective over all ranks."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self.received
-        flag = torch.tensor([int(self.received)], device=device.current())
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
 
 
 def catch_stop_signal(signum: int = signal.SIGTERM) -> StopSignal:

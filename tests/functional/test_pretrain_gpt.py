@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.training import evaluate
 from tests import tolerances
-from tests.functional.runs import TINY, losses, refusal, run_gpt
+from tests.functional.runs import TINY, losses, refusal, run_gpt, train_gpt
 from tests.ranks import run_ranks
 
 LLAMA = (
@@ -116,6 +120,23 @@ def test_a_killed_run_resumes_to_the_same_numbers(tmp_path: Path, fault: str) ->
         with pytest.raises(AssertionError, match="SIGKILL"):
             run_gpt(folder, *flags)
     assert steps(run_gpt(folder, *flags)) == straight
+
+
+def _signalled_in_evaluation(rank: int, world_size: int, argv: list[str]) -> None:
+    def signal_last_rank(point: str, *, step: int) -> None:
+        if rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with mock.patch.object(evaluate, "fault_point", signal_last_rank):
+        train_gpt(rank, world_size, argv)
+
+
+@pytest.mark.feature("Running: SIGTERM to one rank ends all of them with a checkpoint")
+def test_a_signal_in_a_long_evaluation_saves_and_ends_the_run(tmp_path: Path) -> None:
+    flags = ["--exit-signal-handler", "--save", str(tmp_path / "ck"), "--eval-interval", "2"]
+    argv = [*TINY, *flags, "--eval-iters", "1000000"]
+    run_ranks(_signalled_in_evaluation, 2, argv)
+    assert (tmp_path / "ck" / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
 def generate(rank: int, world_size: int, load: str, prompt: str) -> tuple[str, list[int]]:

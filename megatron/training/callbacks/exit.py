@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.training.callbacks.base import Callback
 from megatron.training.checkpoint_io import save_unless_saved
-from megatron.training.signals import StopSignal
+from megatron.training.signals import StopSignal, catch_stop_signal
 
 if TYPE_CHECKING:
     from megatron.training.runtime import Runtime
@@ -32,7 +32,7 @@ class ExitConditions(Callback):
         self._stop_signal = stop_signal
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
-        if self._stop_signal is not None and self._stop_signal.received_anywhere():
+        if self._stop_signal is not None and received_anywhere(self._stop_signal):
             run.state.stop(f"exiting program after receiving {self._stop_signal.name}.")
         minutes = minutes_over_limit(run)
         if minutes is not None:
@@ -44,6 +44,29 @@ class ExitConditions(Callback):
     def on_train_end(self, run: Runtime) -> None:
         if run.state.stop_reason is not None:
             save_unless_saved(run)
+
+
+def received_anywhere(stop_signal: StopSignal) -> bool:
+    """Whether any rank has received it.  Collective over all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return stop_signal.received
+    flag = torch.tensor([int(stop_signal.received)], device=device.current())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def reason_to_hurry(run: Runtime) -> str | None:
+    """Why an evaluation is not finished; the loop then stops for the same reason.
+
+    Collective over all ranks if --exit-duration-in-mins or --exit-signal-handler is given.
+    """
+    if minutes_over_limit(run) is not None:
+        return "timelimit reached"
+    if run.config.training.exit_signal_handler:
+        stop_signal = catch_stop_signal()
+        if received_anywhere(stop_signal):
+            return f"{stop_signal.name} received"
+    return None
 
 
 def minutes_over_limit(run: Runtime) -> float | None:

@@ -1,0 +1,14 @@
+"""Importing this remembers a SIGTERM from here on, if the command line has --exit-signal-handler.
+
+For the first line of a program: the imports behind it take seconds, and a launcher may want to
+stop by then.  Where the flag stands in a --yaml-cfg file, the handler comes with start-up.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megatron.training.signals import catch_stop_signal
+
+if "--exit-signal-handler" in sys.argv:
+    catch_stop_signal()
