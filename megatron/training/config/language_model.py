@@ -88,6 +88,7 @@ class LanguageModelConfig:
         False,
         "Compute the loss in float16.",
         group="mixed precision",
+        ignored="the loss is computed in float32 whatever the precision of the logits",
     )
     spec: tuple[str, ...] | None = option(
         None,

@@ -20,9 +20,8 @@ class FusionConfig:
     )
     bias_gelu_fusion: bool = option(
         True,
-        "Do not fuse bias and GELU.",
+        "Compute GELU exactly instead of by the tanh form that the fused kernel has.",
         group="training",
-        ignored=states.NO_KERNEL,
     )
     bias_swiglu_fusion: bool = option(
         True,
@@ -40,6 +39,7 @@ class FusionConfig:
         True,
         "Do not fuse bias, dropout and residual.",
         group="training",
+        ignored=states.NO_KERNEL,
     )
     apply_rope_fusion: bool = option(
         True,
