@@ -53,6 +53,10 @@ def warmup_ends_before_decay(run: RunConfig) -> Iterator[str]:
         ("samples", s.lr_warmup_samples, s.lr_decay_samples, t.train_samples),
     ):
         end = decay if decay is not None else length
+        if end == 0 and not run.validation.skip_train:
+            yield (
+                f"--train-{unit} 0 leaves nothing for the learning rate to follow: use --skip-train"
+            )
         if end is not None and warmup >= end > 0:
             flag = f"--lr-decay-{unit}" if decay is not None else f"--train-{unit}"
             yield (
