@@ -36,8 +36,8 @@ from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.timers import Timers
 from megatron.training import global_vars
 from megatron.training.arguments.check_only import check_only
-from megatron.training.arguments.parser import parse_args
-from megatron.training.arguments.resolve import resolve
+from megatron.training.arguments.legacy import resolve_args
+from megatron.training.arguments.parser import apply_defaults, parse_args
 from megatron.training.checkpointing import apply_checkpoint_args
 from megatron.training.config.run import RunConfig
 from megatron.training.log_setup import setup_logging
@@ -64,14 +64,18 @@ def configure(
     Raises ConfigError with every conflict.  Under --check-only prints the layout and ends the
     program.
     """
-    namespace = parsed_args or parse_args(
-        extra_args_provider, ignore_unknown_args, argv=argv, args_defaults=args_defaults
-    )
+    if parsed_args is None:
+        namespace = parse_args(
+            extra_args_provider, ignore_unknown_args, argv=argv, args_defaults=args_defaults
+        )
+    else:
+        namespace = parsed_args
+        apply_defaults(namespace, args_defaults or {})
     if namespace.check_only:
         raise SystemExit(check_only(namespace))
     if namespace.use_checkpoint_args:
         apply_checkpoint_args(namespace)
-    config = resolve(namespace, world_size())
+    config = resolve_args(namespace, world_size())
     for warning in config.warnings:
         print_rank_0(f"WARNING: {warning}")
     return config

@@ -7,9 +7,12 @@ given where its formula holds: sequence parallelism with selective recomputation
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass, replace
 
+from megatron.core.config.errors import ConfigError
 from megatron.training.arguments.parameter_count import layer_parameters
+from megatron.training.arguments.resolve import assemble
 from megatron.training.config.run import RunConfig
 
 _MIB = 2**20
@@ -76,7 +79,7 @@ def activation_bytes(config: RunConfig, padded_vocab_size: int, num_microbatches
 def memory_lines(
     config: RunConfig, padded_vocab_size: int, num_microbatches: int, verbose: bool = False
 ) -> list[str]:
-    """What `report_theoretical_memory` prints."""
+    """What `print_memory` prints."""
     count = count_parameters(config, padded_vocab_size)
     lines = []
     if verbose:
@@ -97,7 +100,7 @@ def memory_lines(
     return [*lines, text]
 
 
-def report_theoretical_memory(
+def print_memory(
     config: RunConfig,
     padded_vocab_size: int,
     num_microbatches: int = 1,
@@ -105,3 +108,18 @@ def report_theoretical_memory(
 ) -> None:
     """Print the estimate on this rank."""
     print("\n".join(memory_lines(config, padded_vocab_size, num_microbatches, verbose)), flush=True)
+
+
+def report_theoretical_memory(
+    args: Namespace, num_microbatches: int | None = None, verbose: bool = False
+) -> None:
+    """`print_memory` for scripts, from get_args() or validated arguments.
+
+    Raises ConfigError where the padded vocabulary size is not known.
+    """
+    if not args.padded_vocab_size:
+        raise ConfigError(
+            "report_theoretical_memory() needs the padded vocabulary size: give "
+            "--padded-vocab-size, or call initialize_megatron() first"
+        )
+    print_memory(assemble(args), args.padded_vocab_size, num_microbatches or 1, verbose)

@@ -37,6 +37,10 @@ _COUNTERS = (
 )
 
 
+# What validate_args() leaves in a namespace: the RunConfig that it stands for.
+_VALIDATED = "validated_run"
+
+
 class ReadOnlyNamespace(Namespace):
     """A namespace that says how to change a value instead of changing it.
 
@@ -125,11 +129,26 @@ def parse_args(
     return args
 
 
+def resolve_args(args: Namespace, world_size: int) -> RunConfig:
+    """`resolve`, also of arguments that were validated before and perhaps changed since."""
+    before = vars(args).get(_VALIDATED)
+    if before is None:
+        return resolve(args, world_size)
+    filled_in = {**flat_values(before), **dict.fromkeys(_COUNTERS, 0), _VALIDATED: before}
+    changed = {
+        dest: value
+        for dest, value in vars(args).items()
+        if dest not in filled_in or filled_in[dest] != value
+    }
+    return resolve(Namespace(**{"yaml_cfg": None, **before.asked, **changed}), world_size)
+
+
 def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Namespace:
     """Check ``args`` and fill in every derived value, in place.  Raises ConfigError."""
     parsing.apply_defaults(args, defaults or {})
-    run = resolve(args, vars(args).get("world_size") or world_size())
+    run = resolve_args(args, vars(args).get("world_size") or world_size())
     vars(args).update(flat_values(run), **dict.fromkeys(_COUNTERS, 0))
+    vars(args)[_VALIDATED] = run
     vars(args).setdefault("rank", rank())
     return args
 

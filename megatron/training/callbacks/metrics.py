@@ -19,7 +19,7 @@ from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.interval import Interval
 from megatron.training.callbacks.records import EvalRecord, SinkList, StepRecord
 from megatron.training.device_peak import Peak, device_peak
-from megatron.training.theoretical_memory_usage import report_theoretical_memory
+from megatron.training.theoretical_memory_usage import print_memory
 
 if TYPE_CHECKING:
     from megatron.training.runtime import Runtime
@@ -166,7 +166,7 @@ class Metrics(Callback):
         self._memory_is_reported = True
         if run.is_rank_0:
             num_microbatches = run.batches.num_microbatches(run.state.consumed_train_samples)
-            report_theoretical_memory(run.config, run.padded_vocab_size, num_microbatches)
+            print_memory(run.config, run.padded_vocab_size, num_microbatches)
         if run.groups.dp.rank() == 0 and device.is_cuda():
             print(memory_line(run.state.iteration), flush=True)
 

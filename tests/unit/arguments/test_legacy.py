@@ -15,7 +15,7 @@ import torch
 import megatron.training.arguments as facade
 from megatron.core.config.errors import ConfigError
 from megatron.training import global_vars
-from megatron.training.arguments.legacy import legacy_namespace
+from megatron.training.arguments.legacy import legacy_namespace, resolve_args
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
@@ -133,6 +133,21 @@ def test_a_script_parses_validates_and_builds_its_config(monkeypatch: pytest.Mon
     assert facade.core_transformer_config_from_args(args) == run_of("--swiglu").model
     again = facade.core_transformer_config_from_args(namespace("--swiglu"))
     assert again == run_of("--swiglu").model
+
+
+@pytest.mark.parametrize("words", ["", "--swiglu --bf16", "--fp16", "--recompute-activations"])
+def test_validated_arguments_may_be_changed_and_validated_again(words: str) -> None:
+    args = facade.validate_args(parse_args(argv=argv(words)))
+    facade.validate_args(args)
+    assert facade.core_transformer_config_from_args(args) == run_of(words).model
+    args.num_layers, args.my_own = 6, 1
+    assert resolve_args(args, 1).model.num_layers == 6
+    assert resolve_args(args, 1).extra == {"my_own": 1}
+    facade.validate_args(args)
+    assert args.num_layers == 6
+    args.hidden_size = 63
+    with pytest.raises(ConfigError, match="--hidden-size 63"):
+        facade.validate_args(args)
 
 
 def test_validation_reports_conflicts() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 
+from megatron.core.config.errors import ConfigError
+from megatron.training.arguments.legacy import flat_values
 from megatron.training.gpt import build_gpt_model
 from megatron.training.theoretical_memory_usage import (
     activation_bytes,
     count_parameters,
     memory_lines,
+    print_memory,
     report_theoretical_memory,
     weight_and_optimizer_bytes,
 )
@@ -66,7 +70,7 @@ def test_selective_recomputation_keeps_34_bytes_per_token_width_and_layer() -> N
 def test_the_report_says_how_many_parameters_there_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    report_theoretical_memory(run_config("--hidden-size 1024"), 512, verbose=True)
+    print_memory(run_config("--hidden-size 1024"), 512, verbose=True)
     assert capsys.readouterr().out == (
         "Number of parameters in transformer layers in billions:  0.03\n"
         "Number of parameters in embedding layers in billions: 0.00\n"
@@ -74,3 +78,17 @@ def test_the_report_says_how_many_parameters_there_are(
         "Number of parameters in most loaded shard in billions: 0.0257\n"
         "Theoretical memory footprints: weight and optimizer=441.49 MB\n"
     )
+
+
+def test_scripts_hand_over_their_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    config = run_config("--hidden-size 1024 --padded-vocab-size 512")
+    print_memory(config, 512, verbose=True)
+    expected = capsys.readouterr().out
+    report_theoretical_memory(Namespace(**flat_values(config)), verbose=True)
+    assert capsys.readouterr().out == expected
+
+
+def test_without_a_vocabulary_scripts_hear_what_to_do() -> None:
+    args = Namespace(**flat_values(run_config("")))
+    with pytest.raises(ConfigError, match="needs the padded vocabulary size: give --padded-vocab"):
+        report_theoretical_memory(args)

@@ -1,0 +1,111 @@
+"""Descriptions of GPT layers under the reference's signatures."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+    get_imported_layer_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.norms import HeadsWideRMSNorm, Norm
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.utils import PaddedSize
+from tests.unit.one_process import one_process_groups, one_rank, tiny_config
+
+PATH = "a_users_module"
+
+
+def test_arguments_stand_where_scripts_put_them():
+    for spec in (
+        get_gpt_layer_local_spec(None, False, True, False, None, False, "RMSNorm"),
+        get_gpt_layer_with_transformer_engine_spec(None, False, True, False, None, False, False),
+        get_gpt_layer_local_spec(config=tiny_config(qk_layernorm=True)),
+    ):
+        assert spec.submodules.self_attention.submodules.q_layernorm is Norm
+    assert get_gpt_layer_local_spec().submodules.self_attention.submodules.q_layernorm is None
+
+
+def test_the_config_says_what_scripts_cannot():
+    wide = get_gpt_layer_local_spec(config=tiny_config(qk_layernorm_full_width=True))
+    assert wide.submodules.self_attention.submodules.q_layernorm is HeadsWideRMSNorm
+
+
+def test_every_layer_of_a_block_has_a_spec():
+    block = get_gpt_decoder_block_spec(tiny_config(), use_transformer_engine=True, vp_stage=None)
+    assert len(block.layer_specs) == 2
+
+
+@pytest.mark.parametrize(
+    ("wish", "sentence"),
+    [
+        ({"num_experts": 8}, "num_experts 8: mixture of experts is not in this version"),
+        ({"multi_latent_attention": True}, "latent attention is not in this version"),
+        ({"use_kitchen": True}, "use_kitchen: the kitchen package is not public"),
+    ],
+)
+def test_what_is_not_here_is_refused(wish, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        get_gpt_layer_local_spec(**wish)
+
+
+def test_a_model_without_further_predictions_needs_no_block_for_them():
+    spec = get_gpt_layer_local_spec()
+    assert get_gpt_mtp_block_spec(tiny_config(), spec, use_transformer_engine=False) is None
+    with pytest.raises(ConfigError, match="--mtp-num-layers 1: multi-token prediction is not"):
+        get_gpt_mtp_block_spec(tiny_config(mtp_num_layers=1), spec)
+    with pytest.raises(ConfigError, match="mtp_block_spec: multi-token prediction is not"):
+        GPTModel(tiny_config(), spec, 16, 8, mtp_block_spec=spec)
+
+
+@pytest.mark.parametrize(("size", "true_size"), [(PaddedSize(16, 11), 11), (16, None)])
+def test_a_model_learns_the_true_vocabulary_from_the_padded_size(size, true_size):
+    spec = get_gpt_layer_local_spec()
+    model = GPTModel(tiny_config(), spec, size, 8, pg_collection=one_process_groups())
+    assert model.num_tokens == true_size
+    assert model.output_layer.weight.shape[0] == 16
+
+
+def test_an_imported_spec_may_come_from_a_function(monkeypatch):
+    plain = get_gpt_layer_local_spec()
+    given = []
+    users = SimpleNamespace(
+        plain=plain,
+        without=lambda: plain,
+        optional=lambda wide=False: plain,
+        positional=lambda c: given.append(c) or plain,
+        by_name=lambda *, config=None: given.append(config) or plain,
+        wrong=lambda: MLP,
+    )
+    monkeypatch.setitem(sys.modules, PATH, users)
+    config = tiny_config()
+    for name in ("plain", "without", "optional", "positional", "by_name"):
+        assert get_imported_layer_spec((PATH, name), config) is plain
+    assert given == [config, config]
+    with pytest.raises(ConfigError, match="--spec a_users_module wrong is a type: name a ModuleSp"):
+        get_imported_layer_spec((PATH, "wrong"), config)
+    with pytest.raises(ConfigError, match="--spec a_users_module nothing cannot be imported"):
+        get_imported_layer_spec((PATH, "nothing"), config)
+    with pytest.raises(ConfigError, match="--spec takes a module and a name"):
+        get_imported_layer_spec((PATH,), config)
+
+
+class HandsOn(MLP):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+def test_a_class_that_hands_its_arguments_on_gets_what_its_base_names():
+    submodules = get_gpt_layer_local_spec().submodules.mlp.submodules
+    offered = {"tp_group": one_rank(), "pg_collection": one_process_groups()}
+    mlp = build_module(HandsOn, config=tiny_config(), submodules=submodules, offered=offered)
+    assert mlp.linear_fc1.weight.shape == (128, 32)

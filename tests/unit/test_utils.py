@@ -1,0 +1,76 @@
+"""Small helpers that scripts import."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.utils import (
+    PaddedSize,
+    StragglerDetector,
+    divide,
+    ensure_divisibility,
+    get_attr_wrapped_model,
+    get_model_config,
+)
+from megatron.training.utils import to_device, unwrap_model
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.config = None
+
+
+def make_wrapped() -> tuple[nn.Module, nn.Module]:
+    inner = nn.Linear(1, 1)
+    inner.config = SimpleNamespace(num_layers=3)  # type: ignore[assignment]
+    return Wrapper(Wrapper(inner)), inner
+
+
+def test_attributes_are_found_below_wrappers():
+    outer, inner = make_wrapped()
+    assert get_model_config(outer).num_layers == 3
+    assert get_attr_wrapped_model(outer, "config") is None
+    assert get_attr_wrapped_model(outer, "in_features") == 1
+    assert get_attr_wrapped_model(outer, "in_features", return_model_obj=True) is inner
+    with pytest.raises(RuntimeError, match="no module of this model has an attribute 'nothing'"):
+        get_attr_wrapped_model(outer, "nothing")
+
+
+def test_unwrapping_ends_at_the_model():
+    outer, inner = make_wrapped()
+    assert unwrap_model(outer) is inner
+    assert unwrap_model([outer, inner]) == [inner, inner]
+
+
+def test_a_padded_size_is_a_number_that_remembers():
+    size = PaddedSize(128, 100)
+    assert (size, size.true_size, size // 2) == (128, 100, 64)
+    assert torch.empty(size).shape == (128,)
+    assert pickle.loads(pickle.dumps(size)).true_size == 100
+
+
+def test_the_straggler_detector_lets_everything_pass():
+    stimer = StragglerDetector()
+    with stimer(bdata=True), stimer:
+        pass
+    with pytest.raises(ValueError, match="mine"), stimer:
+        raise ValueError("mine")
+
+
+def test_division_without_remainder():
+    assert divide(6, 3) == 2
+    with pytest.raises(AssertionError, match="7 is not divisible by 2"):
+        ensure_divisibility(7, 2)
+
+
+def test_only_tensors_of_a_batch_are_moved():
+    moved = to_device({"tokens": torch.arange(2), "name": "x"})
+    assert moved["name"] == "x"
+    assert moved["tokens"].tolist() == [0, 1]
