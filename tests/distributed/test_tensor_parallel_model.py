@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.tensor_parallel.random import model_parallel_seed
 from tests import tolerances
 from tests.distributed.sharded import assemble_gradients, assemble_values, gradients, values
 from tests.ranks import run_ranks
@@ -141,3 +142,25 @@ def test_gathered_logits_are_those_of_one_process_without_padding() -> None:
     assert expected.shape == (2, 16, VOCABULARY)
     for logits in run_ranks(gathered_logits, 2):
         torch.testing.assert_close(logits, expected, **tolerances.of(torch.float64))
+
+
+def losses_with_dropout(rank: int, world_size: int, sequence_parallel: bool) -> Any:
+    groups = create_process_groups(*make_grids(world_size, tp=2))
+    model_parallel_seed(3, tp_rank=rank)
+    changes = {"sequence_parallel": sequence_parallel, "recompute_granularity": "selective"}
+    dropout = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
+    model = build("gpt2", groups, 104, **changes, **dropout)
+    seen: list[Tensor] = []
+    model.decoder.layers[0].register_forward_hook(lambda _m, _i, out: seen.append(out[0]))
+    loss, _ = loss_and_gradients(model)
+    return loss, seen[0].detach()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_ranks_agree_on_what_is_dropped_from_what_they_share(sequence_parallel: bool) -> None:
+    (loss0, layer0), (loss1, layer1) = run_ranks(losses_with_dropout, 2, sequence_parallel)
+    torch.testing.assert_close(loss0, loss1, **tolerances.of(torch.float64))
+    if not sequence_parallel:
+        torch.testing.assert_close(layer0, layer1, **tolerances.of(torch.float64))
+    assert layer0.shape[0] == (8 if sequence_parallel else 16)
+    assert not torch.allclose(loss0, alone("gpt2")[0], atol=1e-3)
