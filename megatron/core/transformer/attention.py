@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -102,6 +103,11 @@ class SelfAttention(MegatronModule):
     def _build_norm(
         self, spec: ModuleSpec | type | None, width: int, offered: dict[str, Any]
     ) -> Any:
+        if spec is None and self.config.qk_layernorm_full_width:
+            raise ConfigError(
+                "--qk-layernorm-full-width: the spec of the layer has no such norm; make it by "
+                "get_gpt_layer_local_spec(config=config)"
+            )
         if spec is None:
             return None
         is_cut = offered["tp_group"].size() > 1  # each rank normalises heads of its own

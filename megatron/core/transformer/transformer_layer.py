@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rope import RotaryTable
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -52,6 +53,7 @@ class TransformerLayer(MegatronModule):
     ) -> None:
         """``layer_number`` counts from 1 over the whole model."""
         super().__init__(config)
+        _check_norms(config, submodules)
         self.layer_number = layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
         self.is_sequence_cut = config.sequence_parallel and pg_collection.tp.size() > 1
@@ -132,6 +134,20 @@ class TransformerLayer(MegatronModule):
         with fork_if(drops and self.is_sequence_cut):
             add = bda(self.training, self.config.bias_dropout_fusion)
             return add(x_with_bias, residual, self.hidden_dropout)
+
+
+def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodules) -> None:
+    """A spec that was made without the config must not overrule it in silence."""
+    placement = config.layer_norm_placement
+    if placement == "pre" or not isinstance(submodules.self_attention, ModuleSpec):
+        return
+    has_before = submodules.input_layernorm is not IdentityOp
+    has_after = submodules.post_self_attn_layernorm is not IdentityOp
+    if not has_after or has_before == (placement == "post"):
+        raise ConfigError(
+            f"--layer-norm-placement {placement}: the spec of the layer puts its norms elsewhere; "
+            "make it by get_gpt_layer_local_spec(config=config)"
+        )
 
 
 class _NormCall:

@@ -109,3 +109,19 @@ def test_a_class_that_hands_its_arguments_on_gets_what_its_base_names():
     offered = {"tp_group": one_rank(), "pg_collection": one_process_groups()}
     mlp = build_module(HandsOn, config=tiny_config(), submodules=submodules, offered=offered)
     assert mlp.linear_fc1.weight.shape == (128, 32)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"layer_norm_placement": "post"},
+        {"layer_norm_placement": "sandwich"},
+        {"qk_layernorm_full_width": True},
+    ],
+)
+def test_a_spec_that_knows_less_than_the_config_is_refused(wish):
+    config, groups = tiny_config(**wish), one_process_groups()
+    (flag,) = wish
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')}.*: the spec of the layer"):
+        GPTModel(config, get_gpt_layer_local_spec(), 16, 8, pg_collection=groups)
+    GPTModel(config, get_gpt_layer_local_spec(config=config), 16, 8, pg_collection=groups)
