@@ -6,6 +6,7 @@ print (tokens/s, MFU) stand behind its last one.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Mapping
@@ -41,6 +42,9 @@ FORMATS: dict[str, str] = {
 _LOSS_FORMAT = ".6E"
 _UNITS = {"MFU": " %"}
 _BAR_WIDTH = 30
+_TERMINAL = "/dev/tty"
+
+logger = logging.getLogger(__name__)
 
 
 class ConsoleSink(Sink):
@@ -81,8 +85,31 @@ def validation_block(record: EvalRecord) -> str:
     return f"{rule}\n{text}\n{rule}"
 
 
+def terminal(asked: bool | None) -> TextIO | None:
+    """Where a progress bar is drawn under --progress-bar; None for no bar.
+
+    Standard error if somebody watches it.  If it goes to a file and a bar is ``asked`` for, the
+    terminal that the run was started from: never a file.
+    """
+    if asked is False:
+        return None
+    if sys.stderr.isatty():
+        return sys.stderr
+    if asked is None:
+        return None
+    try:
+        return open(_TERMINAL, "w")  # noqa: SIM115 - closed by the bar
+    except OSError:
+        logger.warning(
+            "--progress-bar is without effect: standard error is no terminal and none started "
+            "this run",
+            extra={"all_ranks": True},  # the bar stands on the last rank
+        )
+        return None
+
+
 class ProgressBar(Callback):
-    """Where training is, on standard error while a step runs; gone when anything is printed.
+    """Where training is, on a terminal while a step runs; gone when anything is printed.
 
     It stands first in the list of callbacks.
     """
@@ -91,11 +118,6 @@ class ProgressBar(Callback):
         self._stream = stream
         self._started_at_s = 0.0
         self._first_iteration = 0
-
-    @staticmethod
-    def is_wanted(asked: bool | None) -> bool:
-        """As asked, otherwise when somebody watches."""
-        return sys.stderr.isatty() if asked is None else asked
 
     def on_train_start(self, run: Runtime) -> None:
         self._started_at_s = time.monotonic()
@@ -113,6 +135,10 @@ class ProgressBar(Callback):
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         self._stream.write("\r\x1b[K")
         self._stream.flush()
+
+    def close(self) -> None:
+        if self._stream is not sys.stderr:
+            self._stream.close()
 
 
 def _duration(seconds: float) -> str:

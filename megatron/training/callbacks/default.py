@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from megatron.core import device
 from megatron.training.arguments.legacy import flat_values
 from megatron.training.callbacks.base import Callback, CallbackList
 from megatron.training.callbacks.checkpoint import CheckpointCallback
-from megatron.training.callbacks.console import ConsoleSink, ProgressBar
+from megatron.training.callbacks.console import ConsoleSink, ProgressBar, terminal
 from megatron.training.callbacks.energy import energy_meter
 from megatron.training.callbacks.evaluation import EvaluationCallback
 from megatron.training.callbacks.exit import ExitConditions
@@ -35,8 +34,8 @@ def default_callbacks(run: Runtime) -> CallbackList:
 
 def _in_order(run: Runtime) -> Iterator[Callback]:
     config = run.config
-    if run.is_last_rank and ProgressBar.is_wanted(config.logging.progress_bar):
-        yield ProgressBar(sys.stderr)  # goes away before anybody prints
+    if run.is_last_rank and (watched := terminal(config.logging.progress_bar)) is not None:
+        yield ProgressBar(watched)  # goes away before anybody prints
     yield from _profilers(run)  # a profile shows the step, not what follows it
     if config.training.train_sync_interval:
         yield TrainSync(config.training.train_sync_interval)

@@ -29,7 +29,8 @@ class LoggingConfig:
     )
     progress_bar: bool | None = option(
         None,
-        "Show a progress bar; without the flag only when standard error is a terminal.",
+        "Show a progress bar on the terminal, also when standard error goes to a file; without the "
+        "flag only when standard error is a terminal.",
         group="logging",
         both_ways=True,
     )

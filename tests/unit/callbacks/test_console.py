@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 
 from megatron.training.callbacks import console
-from megatron.training.callbacks.console import ProgressBar, validation_block
+from megatron.training.callbacks.console import ProgressBar, terminal, validation_block
 from megatron.training.callbacks.records import EvalRecord
 from tests.unit.callbacks.helpers import fake_run, step_result
 
@@ -60,17 +61,37 @@ def test_the_bar_stands_only_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) 
     assert "] 5/10 0:07:30 left" in stream.getvalue()
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_a_bar_is_drawn_on_a_terminal_unless_asked_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert ProgressBar.is_wanted(True)
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setattr("sys.stderr", io.StringIO())
-    assert not ProgressBar.is_wanted(None)
-    monkeypatch.setattr("sys.stderr", Terminal())
-    assert ProgressBar.is_wanted(None)
-    assert not ProgressBar.is_wanted(False)
+    assert terminal(None) is None
+    watched = Terminal()
+    monkeypatch.setattr("sys.stderr", watched)
+    assert terminal(None) is watched
+    assert terminal(True) is watched
+    assert terminal(False) is None
+
+
+def test_a_bar_that_is_asked_for_never_goes_to_a_log_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_file = io.StringIO()
+    monkeypatch.setattr("sys.stderr", log_file)
+    monkeypatch.setattr(console, "_TERMINAL", str(tmp_path / "tty"))
+    watched = terminal(True)
+    assert watched is not None
+    bar = ProgressBar(watched)
+    bar.on_train_start(fake_run())
+    bar.on_step_start(fake_run())
+    bar.close()
+    assert "/10" in (tmp_path / "tty").read_text()
+    assert log_file.getvalue() == ""
+    monkeypatch.setattr(console, "_TERMINAL", str(tmp_path / "absent" / "tty"))
+    assert terminal(True) is None
+    assert "--progress-bar is without effect" in caplog.text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.callbacks import default
+from megatron.training.callbacks import console, default
 from megatron.training.callbacks.base import Callback, CallbackList, CheckpointEvent, EvalResult
 from megatron.training.callbacks.default import default_callbacks
 from tests.unit.callbacks.helpers import fake_run, step_result
@@ -33,7 +33,10 @@ def test_a_plain_run_logs_evaluates_saves_and_may_end() -> None:
     ]
 
 
-def test_everything_asked_for_stands_in_its_place(tmp_path: Path) -> None:
+def test_everything_asked_for_stands_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "_TERMINAL", str(tmp_path / "tty"))
     before = signal.getsignal(signal.SIGTERM)
     try:
         found = names(
