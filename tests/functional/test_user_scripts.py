@@ -13,6 +13,9 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.training import get_args, get_tokenizer
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.initialize import initialize_megatron
 from tests import tolerances
 from tests.functional import user_spec
 from tests.functional.runs import TINY, losses, run_gpt, train_gpt
@@ -160,3 +163,23 @@ def test_local_and_our_own_function_are_our_layer(
     tmp_path: Path, ours: list[float], spec: list[str]
 ) -> None:
     assert losses_with_spec(tmp_path, *spec) == (ours, [])
+
+
+def start_with(rank: int, world_size: int, parsed: bool) -> tuple[int, int, int]:
+    """initialize_megatron() behind a parser of the script's own."""
+    argv = ["script.py", *TINY, *([] if parsed else ["--somebody-elses", "5"])]
+    with mock.patch("sys.argv", argv):
+        if parsed:
+            args = validate_args(parse_args())
+            args.seed = 77
+            initialize_megatron(parsed_args=args, args_defaults={"log_interval": 9})
+        else:
+            initialize_megatron(ignore_unknown_args=True)
+    args = get_args()
+    return args.seed, args.train_iters, get_tokenizer().vocab_size
+
+
+@pytest.mark.parametrize(("parsed", "seed"), [(True, 77), (False, 1234)])
+def test_start_up_takes_parsed_arguments_and_leaves_unknown_ones(parsed: bool, seed: int) -> None:
+    (found,) = run_ranks(start_with, 1, parsed)
+    assert found == (seed, 6, 101)

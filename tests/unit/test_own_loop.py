@@ -1,0 +1,92 @@
+"""The reference's functions for own loops, where the functional tests do not reach."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.training import global_vars, own_loop
+from megatron.training.arguments.legacy import core_transformer_config_from_args, flat_values
+from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.initialize import initialize_megatron
+from megatron.training.inprocess_restart import maybe_wrap_for_inprocess_restart
+from megatron.training.yaml_arguments import core_transformer_config_from_yaml
+from tests.unit.arguments.commands import run_of
+
+
+@pytest.fixture
+def nothing_runs():
+    """No run before, none after."""
+    global_vars.set_run(None)
+    yield
+    global_vars.set_run(None)
+
+
+def test_an_iterator_has_no_end_and_passes_begin_at_the_first():
+    data = own_loop.DataIterator(DataLoader(torch.arange(3), batch_size=1))
+    assert [int(next(data)) for _ in range(4)] == [0, 1, 2, 0]
+    assert [int(x) for x in data] == [0, 1, 2]
+    assert int(next(data)) == 1
+    assert len(data.dataset) == 3
+
+
+def test_train_iters_follow_from_samples():
+    values = {"train_samples": 50, "data_parallel_size": 1, "rampup_batch_size": None}
+    values |= {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": None}
+    args = argparse.Namespace(**values, decrease_batch_size_if_needed=False)
+    own_loop.update_train_iters(args)
+    assert args.train_iters == 6
+    args.train_samples = 8
+    own_loop.update_train_iters(args)
+    assert args.train_iters == 6
+
+
+def test_another_schedule_is_refused():
+    with pytest.raises(ConfigError, match="the layout has one schedule.*leave the argument out"):
+        own_loop.train_step(None, None, [], None, None, forward_backward_func=print)
+
+
+def test_short_lived_checkpoints_are_refused():
+    with pytest.raises(ConfigError, match="non_persistent_ckpt: short-lived checkpoints are not"):
+        own_loop.save_checkpoint_and_time(1, [], None, None, 0, non_persistent_ckpt=True)
+
+
+def test_logging_comes_after_a_step(nothing_runs):
+    global_vars.set_run(SimpleNamespace(last_step=None))
+    with pytest.raises(AssertionError, match=r"train_step\(\) comes before training_log\(\)"):
+        own_loop.training_log({}, {}, 0.1, None, 1, 1.0, False, 0, None, None, None)
+
+
+def test_without_a_run_scripts_hear_what_comes_first(nothing_runs):
+    with pytest.raises(RuntimeError, match="call pretrain.. or initialize_megatron.. first"):
+        own_loop.get_model(lambda **stage: None)
+
+
+def test_process_groups_are_always_made():
+    with pytest.raises(ConfigError, match="skip_mpu_initialization=True.*: the process groups are"):
+        initialize_megatron(skip_mpu_initialization=True)
+
+
+def test_nothing_wraps_a_program_that_does_not_restart_inside():
+    assert maybe_wrap_for_inprocess_restart(print) == (print, None)
+
+
+def test_a_yaml_file_gives_the_config_that_the_arguments_give():
+    args = argparse.Namespace(**flat_values(run_of("--swiglu")))
+    assert core_transformer_config_from_yaml(args) == core_transformer_config_from_args(args)
+
+
+def test_conversations_are_refused_by_name():
+    config = GPTDatasetConfig(random_seed=1, sequence_length=8)
+    builder = BlendedMegatronDatasetBuilder(SFTDataset, [1, 0, 0], lambda: True, config)
+    with pytest.raises(ConfigError, match="SFTDataset: fine-tuning on conversations is not in"):
+        builder.build()
+    with pytest.raises(ConfigError, match="SFTDataset: fine-tuning"):
+        SFTDataset.numel_low_level_dataset(None)
