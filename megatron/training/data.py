@@ -36,9 +36,8 @@ def get_blend_and_blend_per_split(data: DataConfig | Namespace) -> tuple[Any, An
         words = data.data_path or _words(data.data_args_path, "--data-args-path")
         return get_blend_from_list(list(words)), None
     if data.per_split_data_args_path:
-        text = _read(data.per_split_data_args_path, "--per-split-data-args-path")
-        per_split = json.loads(text)
-        return None, [get_blend_from_list(per_split.get(s)) for s in ("train", "valid", "test")]
+        lists = _lists_per_split(data.per_split_data_args_path)
+        return None, [get_blend_from_list(words) for words in lists]
     paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if any(paths):
         return None, [get_blend_from_list(list(p) if p else None) for p in paths]
@@ -136,6 +135,27 @@ def _take_external(run: Runtime, train: Any, valid: Any, test: Any) -> None:
     run.valid_loaders = [valid] * found[0]
     run.test_loader = test
     run.has_test_set = bool(found[1])
+
+
+def _lists_per_split(path: str) -> list[list[str] | None]:
+    """What a JSON file names for train, valid and test; None for a set that is left out."""
+    splits = ("train", "valid", "test")
+    text = _read(path, "--per-split-data-args-path")
+    needed = "an object with the lists train, valid and test of weights and prefixes is needed"
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"--per-split-data-args-path {path}: no JSON ({error}): {needed}") from None
+    if not isinstance(content, dict):
+        raise DataError(f"--per-split-data-args-path {path}: {needed}")
+    for name, words in content.items():
+        if name not in splits or not isinstance(words, list | None):
+            raise DataError(
+                f"--per-split-data-args-path {path}: {name!r} is {json.dumps(words)}: {needed}"
+            )
+    if not any(content.values()):
+        raise DataError(f"--per-split-data-args-path {path} names no data: {needed}")
+    return [content.get(name) for name in splits]
 
 
 def _words(path: str | None, flag: str) -> list[str]:

@@ -102,7 +102,10 @@ class GPTDataset(MegatronDataset):
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> LowLevelDataset:
         """Open the .bin/.idx pair, local or in object storage."""
-        assert dataset_path is not None
+        if dataset_path is None:
+            raise ConfigError(
+                "no data is named: give --data-path (or data of each split), or --mock-data"
+            )
         assert isinstance(config, GPTDatasetConfig)
         cache = config.object_storage_cache_path
         storage = ObjectStorageConfig(cache) if cache else None

@@ -121,7 +121,8 @@ class IndexedDataset:
             return _MMapReader(bin_path) if mmap else _FileReader(bin_path)
         except OSError as error:
             raise DataError(
-                f"{bin_path}: {error.strerror or error}; a data path is named without .bin or .idx"
+                f"{bin_path}: {error.strerror or error}; a data path is named without "
+                ".bin or .idx, with a weight before each of several or before none"
             ) from error
 
     def __getstate__(self) -> tuple[Any, ...]:

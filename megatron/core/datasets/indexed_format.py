@@ -77,7 +77,8 @@ class SequenceIndex:
             buffer: Any = np.memmap(idx_path, mode="r") if num_bytes else b""
         except OSError as error:
             raise DataError(
-                f"{idx_path}: {error.strerror or error}; a data path is named without .bin or .idx"
+                f"{idx_path}: {error.strerror or error}; a data path is named without "
+                ".bin or .idx, with a weight before each of several or before none"
             ) from error
         self.dtype, num_sequences, num_documents = _parse_header(idx_path, buffer)
         expected = HEADER.size + 12 * num_sequences + 8 * num_documents

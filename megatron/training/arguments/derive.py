@@ -157,9 +157,10 @@ def batch_sizes(ns: Namespace) -> Iterator[str]:
 
 def data_sources(ns: Namespace) -> Iterator[str]:
     """The split of --data-path and the order of its samples."""
-    if ns.data_path is not None and ns.split is None:
+    flag = "--data-path" if ns.data_path is not None else "--data-args-path"
+    if (ns.data_path is not None or ns.data_args_path is not None) and ns.split is None:
         ns.split = "969, 30, 1"
-        yield f"--split is not given: --data-path is cut into train, valid, test as {ns.split}"
+        yield f"--split is not given: {flag} is cut into train, valid, test as {ns.split}"
     if ns.dataloader_type is None:
         ns.dataloader_type = "single"
 

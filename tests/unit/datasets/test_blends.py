@@ -233,6 +233,11 @@ class TestBlendedDataset:
 
 
 class TestBuilder:
+    def test_data_that_nobody_names_is_an_error(self) -> None:
+        asked = config(blend=None, split="1,1,1")
+        with pytest.raises(ConfigError, match="no data is named: give --data-path"):
+            BlendedMegatronDatasetBuilder(GPTDataset, [8, 8, 8], lambda: True, asked).build()
+
     @pytest.mark.feature(
         "Data: weighted blends, exact to one sample a set, that never run off the end"
     )

@@ -1,0 +1,71 @@
+"""Data flags that name files: what the files say, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.core.config.errors import DataError
+from megatron.training.config.data import DataConfig
+from megatron.training.data import get_blend_and_blend_per_split
+
+PER_SPLIT = "--per-split-data-args-path"
+
+
+def per_split(path: Path, content: object) -> list[object]:
+    path.write_text(json.dumps(content))
+    return get_blend_and_blend_per_split(DataConfig(per_split_data_args_path=str(path)))[1]
+
+
+def test_a_file_holds_what_would_follow_data_path(tmp_path: Path) -> None:
+    file = tmp_path / "paths"
+    file.write_text("0.3 a\n0.7 b\n")
+    blend = get_blend_and_blend_per_split(DataConfig(data_args_path=str(file)))
+    assert blend == ((["a", "b"], [0.3, 0.7]), None)
+
+
+def test_a_json_file_holds_the_paths_of_each_split(tmp_path: Path) -> None:
+    file = tmp_path / "paths.json"
+    assert per_split(file, {"train": [1, "a", "2", "b"], "valid": ["c"], "test": None}) == [
+        (["a", "b"], [1.0, 2.0]),
+        (["c"], None),
+        None,
+    ]
+    assert per_split(file, {"train": ["a"]}) == [(["a"], None), None, None]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ({"tran": ["a"]}, "'tran' is [\"a\"]"),
+        ({"train": "a"}, "'train' is \"a\""),
+        (["a"], "an object with the lists"),
+        ({}, "names no data"),
+        ({"train": []}, "names no data"),
+    ],
+)
+def test_a_json_file_of_another_form_is_named_with_what_is_needed(
+    tmp_path: Path, content: object, found: str
+) -> None:
+    file = tmp_path / "paths.json"
+    with pytest.raises(DataError) as caught:
+        per_split(file, content)
+    message = str(caught.value)
+    assert message.startswith(f"{PER_SPLIT} {file}")
+    assert found in message
+    assert message.endswith("the lists train, valid and test of weights and prefixes is needed")
+
+
+def test_a_file_that_is_missing_or_no_json_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "paths.json"
+    for flag, config in (
+        (PER_SPLIT, DataConfig(per_split_data_args_path=str(file))),
+        ("--data-args-path", DataConfig(data_args_path=str(file))),
+    ):
+        with pytest.raises(DataError, match=f"{flag} {file}: no such file"):
+            get_blend_and_blend_per_split(config)
+    file.write_text("{")
+    with pytest.raises(DataError, match=f"{PER_SPLIT} {file}: no JSON"):
+        get_blend_and_blend_per_split(DataConfig(per_split_data_args_path=str(file)))
