@@ -62,6 +62,7 @@ def print_attention_backends(run: Runtime) -> None:
         has_bias=run.config.language_model.position_embedding_type == "alibi",
         dropout=model.attention_dropout,
         softcap=model.attn_logit_softcapping,
+        causal_tokens=data.seq_length,
     )
     print_rank_0("attention backends:")
     for row in attention_report(model.attention_backend, request):

@@ -1,7 +1,8 @@
 """Which implementation of the attention core runs, and why the others do not.
 
 ``flash``, ``fused`` (cuDNN) and ``efficient`` are kernels behind torch's
-scaled_dot_product_attention; ``plain`` is the formula in torch operations, which can do everything.
+scaled_dot_product_attention; ``blocks`` is causal attention in blocks of queries, for training on a
+CPU; ``plain`` is the formula in torch operations, which can do everything.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ KERNELS = {
     "fused": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+BLOCKS = "blocks"
 PLAIN = "plain"
-NAMES = (*KERNELS, PLAIN)
+NAMES = (BLOCKS, *KERNELS, PLAIN)
+_BLOCK_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 _CANDIDATES = {
     AttnBackend.auto: NAMES,
     AttnBackend.flash: ("flash",),
@@ -43,6 +46,7 @@ class AttentionRequest:
     has_bias: bool = False
     has_dropout: bool = False
     has_softcap: bool = False
+    causal_tokens: int = 0  # of a sequence that is trained on causally; 0: anything else
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ def refusal(name: str, request: AttentionRequest) -> str | None:
         return None
     if request.has_softcap:
         return "it has no soft cap on scores"
+    if name == BLOCKS:
+        return _refusal_of_blocks(request)
     if not request.is_cuda:
         if name != "flash":
             return "it needs a GPU"
@@ -75,9 +81,22 @@ def refusal(name: str, request: AttentionRequest) -> str | None:
     return None
 
 
+def _refusal_of_blocks(request: AttentionRequest) -> str | None:
+    if request.is_cuda:
+        return "it is for a CPU"
+    if request.dtype not in _BLOCK_DTYPES:
+        return f"it has no fast product of {str(request.dtype).removeprefix('torch.')}"
+    if request.has_mask or request.has_bias or not request.causal_tokens:
+        return "it is for causal attention in training"
+    # What it keeps for backward then stays below half of what a layer keeps anyway.
+    if request.causal_tokens > 16 * request.head_dim:
+        return f"it would keep the probabilities of {request.causal_tokens} tokens"
+    return None
+
+
 @lru_cache
 def choose(wanted: AttnBackend, request: AttentionRequest) -> tuple[str, ...]:
-    """The implementations that may serve ``request``: kernels, or the plain one alone.
+    """The implementations that may serve ``request``: kernels, or one of the others alone.
 
     Raises ConfigError when ``wanted`` names kernels and none of them can.
     """
@@ -88,6 +107,8 @@ def choose(wanted: AttnBackend, request: AttentionRequest) -> tuple[str, ...]:
         raise ConfigError(
             f"--attention-backend {wanted.name} cannot run this model ({why}); use auto"
         )
+    if BLOCKS in able:
+        return (BLOCKS,)
     kernels = tuple(name for name in able if name != PLAIN)
     return kernels or (PLAIN,)
 
@@ -100,8 +121,8 @@ def attention_report(wanted: AttnBackend, request: AttentionRequest) -> list[Bac
         reason = refusal(name, request)
         if reason is None and name not in _CANDIDATES[wanted]:
             reason = f"--attention-backend {wanted.name} leaves it out"
-        elif reason is None and name == PLAIN and name not in chosen:
-            reason = "a kernel can do it"
+        elif reason is None and name not in chosen:
+            reason = "a faster one can do it"
         rows.append(BackendChoice(name, name in chosen, reason or "chosen"))
     return rows
 
@@ -114,6 +135,7 @@ def request_of(
     has_bias: bool = False,
     dropout: float = 0.0,
     softcap: float | None = None,
+    causal_tokens: int = 0,
 ) -> AttentionRequest:
     """The request of a model on this process's device."""
     return AttentionRequest(
@@ -124,4 +146,5 @@ def request_of(
         has_bias=has_bias,
         has_dropout=dropout > 0,
         has_softcap=softcap is not None,
+        causal_tokens=causal_tokens,
     )

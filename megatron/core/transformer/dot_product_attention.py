@@ -16,9 +16,11 @@ from torch.nn.attention import sdpa_kernel
 
 from megatron.core import device
 from megatron.core.enums import AttnMaskType
+from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import fork_if
 from megatron.core.transformer.attention_backends import (
+    BLOCKS,
     KERNELS,
     PLAIN,
     AttentionRequest,
@@ -87,8 +89,13 @@ class DotProductAttention(MegatronModule):
             has_bias=attention_bias is not None,
             has_dropout=dropout > 0,
             has_softcap=self.softcap is not None,
+            # Not by grad mode: a recomputed pass has to draw the same dropout.
+            causal_tokens=query.shape[0] if is_causal and self.training else 0,
         )
         names = choose(self.config.attention_backend, request)
+        if BLOCKS in names:
+            with fork_if(dropout > 0):
+                return causal_attention(query, key, value, self.scale, dropout).flatten(2)
         q_bnsd, k_bnsd, v_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         with fork_if(dropout > 0):
             if PLAIN in names:

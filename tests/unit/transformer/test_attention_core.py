@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import dot_product_attention
 from megatron.core.transformer.attention_backends import (
     AttentionRequest,
     attention_report,
@@ -139,7 +140,7 @@ def test_half_precision_softmax_in_fp32_is_closer_to_the_truth() -> None:
     assert errors[1] <= errors[0]
 
 
-def test_attention_dropout_needs_the_plain_path_on_the_cpu_and_keeps_the_mean() -> None:
+def test_attention_dropout_keeps_the_mean_and_has_no_kernel_on_the_cpu() -> None:
     torch.manual_seed(0)
     core = DotProductAttention(tiny_config(attention_dropout=0.4), layer_number=1)
     q, k, v = (t.detach() for t in inputs())
@@ -174,15 +175,41 @@ def test_kernels_of_a_gpu_are_refused_by_what_they_lack() -> None:
 def test_the_report_has_a_reason_for_each_backend() -> None:
     rows = attention_report(AttnBackend.auto, request_of(torch.float32, 64))
     assert [(r.name, r.is_chosen, r.reason) for r in rows] == [
+        ("blocks", False, "it is for causal attention in training"),
         ("flash", True, "chosen"),
         ("fused", False, "it needs a GPU"),
         ("efficient", False, "it needs a GPU"),
-        ("plain", False, "a kernel can do it"),
+        ("plain", False, "a faster one can do it"),
     ]
     rows = attention_report(AttnBackend.local, request_of(torch.float32, 64))
     assert [r.reason for r in rows if r.name == "flash"] == [
         "--attention-backend local leaves it out"
     ]
+
+
+def test_training_on_short_sequences_runs_in_blocks() -> None:
+    def able(dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[str, ...]:
+        return choose(AttnBackend.auto, request_of(dtype, 64, **{"causal_tokens": 1024} | changes))
+
+    assert able() == able(torch.bfloat16) == able(dropout=0.1) == ("blocks",)
+    assert able(causal_tokens=1025) == able(has_mask=True) == able(torch.float16) == ("flash",)
+    on_gpu = AttentionRequest(is_cuda=True, dtype=torch.bfloat16, head_dim=64, causal_tokens=8)
+    assert refusal("blocks", on_gpu) == "it is for a CPU"
+    rows = attention_report(AttnBackend.auto, request_of(torch.float16, 64, causal_tokens=2048))
+    assert rows[0].reason == "it has no fast product of float16"
+    rows = attention_report(AttnBackend.auto, request_of(torch.float32, 64, causal_tokens=2048))
+    assert rows[0].reason == "it would keep the probabilities of 2048 tokens"
+
+
+def test_evaluation_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(
+        dot_product_attention, "choose", lambda _, r: [seen.append(r.causal_tokens), ("flash",)][1]
+    )
+    core = DotProductAttention(tiny_config(), layer_number=1)
+    core(*inputs())
+    core.eval()(*inputs())
+    assert seen == [S, 0]
 
 
 def test_masks_are_made_only_where_causality_is_not_enough() -> None:

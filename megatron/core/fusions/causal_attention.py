@@ -1,0 +1,113 @@
+"""Causal attention on a CPU for training, in blocks of queries that skip the keys they cannot see.
+
+``s`` tokens, ``b`` sequences, ``n`` query and ``g`` key/value heads, ``d`` head width, ``m`` = b n.
+Matrix products of many heads at once run twice as fast as torch's fused kernel, whose products
+are too small for a CPU.  Scores and softmax are float32; probabilities are kept for backward in
+the compute dtype, which is why long sequences are left to the fused kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BLOCK = 128  # queries
+_SCORES = 1 << 20  # at a time, so that they stay in the cache
+
+
+def causal_attention_reference(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """[s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d] in plain torch."""
+    group = query.shape[2] // key.shape[2]
+    key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
+    scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * scale
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return torch.einsum("bnqk,kbnd->qbnd", scores.masked_fill(later, -math.inf).softmax(-1), value)
+
+
+class _CausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float
+    ) -> Tensor:
+        q, k, v = _heads_first(query), _heads_first(key), _heads_first(value)
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        out_msd, wide = _heads_first(out), torch.promote_types(q.dtype, torch.float32)
+        kept = []
+        for heads in _passes(q):
+            wide_q, keys_by_query = q[heads].to(wide) * scale, k[heads].to(wide).transpose(1, 2)
+            for start, stop in _blocks(q.shape[1]):
+                scores = torch.bmm(wide_q[:, start:stop], keys_by_query[:, :, :stop])
+                scores[:, :, start:].masked_fill_(_later(stop - start), -math.inf)
+                probs = torch.softmax(scores, -1, out=scores).to(q.dtype)
+                kept.append(probs)
+                if dropout > 0:
+                    probs, is_kept = torch.native_dropout(probs, dropout, True)
+                    kept.append(is_kept)
+                out_msd[heads, start:stop] = torch.bmm(probs, v[heads, :stop])
+        ctx.save_for_backward(query, key, value, *kept)
+        ctx.scale, ctx.dropout = scale, dropout
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *kept = ctx.saved_tensors
+        q, k, v, grad = (_heads_first(x) for x in (query, key, value, grad))
+        scaled_q, scaled_k = q * ctx.scale, k * ctx.scale
+        grads = [x.new_empty(x.shape) for x in (query, key, value)]
+        grad_q, grad_k, grad_v = (_heads_first(x) for x in grads)
+        blocks = [(heads, span) for heads in _passes(q) for span in _blocks(q.shape[1])]
+        # From the last block of each pass: it is the one that reaches all keys.
+        for heads, (start, stop) in reversed(blocks):
+            rows, is_kept = grad[heads, start:stop], kept.pop() if ctx.dropout > 0 else None
+            probs = dropped = kept.pop()
+            grad_probs = torch.bmm(rows, v[heads, :stop].transpose(1, 2))
+            if is_kept is not None:
+                dropped = probs * is_kept * (1 / (1 - ctx.dropout))
+                grad_probs = grad_probs.mul_(is_kept).mul_(1 / (1 - ctx.dropout))
+            grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+            grad_q[heads, start:stop] = torch.bmm(grad_scores, scaled_k[heads, :stop])
+            more_k = torch.bmm(grad_scores.transpose(1, 2), scaled_q[heads, start:stop])
+            more_v = torch.bmm(dropped.transpose(1, 2), rows)
+            if stop == q.shape[1]:
+                grad_k[heads], grad_v[heads] = more_k, more_v
+            else:
+                grad_k[heads, :stop] += more_k
+                grad_v[heads, :stop] += more_v
+        return *grads, None, None
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[s, b, n, d] -> [m, s, d]; a view where the memory allows."""
+    return x.flatten(1, 2).transpose(0, 1)
+
+
+def _blocks(num_tokens: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, num_tokens, _BLOCK):
+        yield start, min(start + _BLOCK, num_tokens)
+
+
+def _passes(q: Tensor) -> Iterator[slice]:
+    """Heads that are worked on together."""
+    heads = max(1, _SCORES // (_BLOCK * q.shape[1]))
+    for start in range(0, q.shape[0], heads):
+        yield slice(start, min(start + heads, q.shape[0]))
+
+
+@lru_cache(maxsize=16)
+def _later(size: int) -> Tensor:
+    return torch.ones(size, size, dtype=torch.bool).triu(1)
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0
+) -> Tensor:
+    """[s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d], contiguous.  Dropout of probabilities."""
+    group = query.shape[2] // key.shape[2]
+    if group > 1:
+        key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
+    return _CausalAttention.apply(query, key, value, scale, dropout)
