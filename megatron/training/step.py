@@ -6,7 +6,9 @@ the data-parallel wrapper, the norm inside the optimizer, then the reported loss
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,31 +28,23 @@ from megatron.training.state import StepResult
 def train_step(run: Runtime) -> StepResult:
     """Forward, backward and update on one global batch.  Collective over all ranks.
 
-    Raises NonFiniteError when a loss or gradient is not finite and the run checks for it.
+    A step of --iterations-to-skip takes its data and does nothing with it.  Raises NonFiniteError
+    when a loss or gradient is not finite and the run checks for it.
     """
     config = run.config
     iteration = run.state.iteration + 1
     fault_point("step.before", step=iteration)
     num_microbatches = run.batches.num_microbatches(run.state.consumed_train_samples)
     batch_size = run.batches.global_batch_size(run.state.consumed_train_samples)
-    for chunk in run.model_chunks:
-        chunk.zero_grad_buffer()
-    run.optimizer.zero_grad()
-    barrier = config.optimizer.barrier_with_L1_time
-    run.timers("forward-backward", log_level=1).start(barrier=barrier)
-    with naming_step(iteration):
-        losses = forward_backward(run, run.train_data, num_microbatches, forward_only=False)
-    run.timers("forward-backward").stop()
-    if config.training.empty_unused_memory_level >= 1:
-        device.empty_cache()
-
+    losses: list[dict[str, Tensor]] = []
+    updated, grad_norm, num_zeros = False, None, None
     if iteration in config.training.iterations_to_skip:
-        updated, grad_norm, num_zeros = False, None, None
+        _pass_over(run.train_data, num_microbatches)
         run.state.skipped_train_samples += batch_size
     else:
-        run.timers("optimizer", log_level=1).start(barrier=barrier)
-        updated, grad_norm, num_zeros = run.optimizer.step()
-        run.timers("optimizer").stop()
+        with naming_step(iteration):
+            losses = _gradients(run, num_microbatches)
+            updated, grad_norm, num_zeros = _update(run)
     if updated:
         run.scheduler.step(increment=batch_size)
     if config.training.empty_unused_memory_level >= 2:
@@ -73,6 +67,43 @@ def train_step(run: Runtime) -> StepResult:
     )
 
 
+def _pass_over(data: Iterator[Any] | None, num_microbatches: int) -> None:
+    """Read the micro-batches of a step, on the ranks that read."""
+    if data is not None:
+        for _ in range(num_microbatches):
+            next(data)
+
+
+def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
+    """Leave the gradients of the step in the buffers; returns what each micro-batch reported."""
+    for chunk in run.model_chunks:
+        chunk.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    barrier = run.config.optimizer.barrier_with_L1_time
+    run.timers("forward-backward", log_level=1).start(barrier=barrier)
+    losses = forward_backward(run, run.train_data, num_microbatches, forward_only=False)
+    run.timers("forward-backward").stop()
+    if run.config.training.empty_unused_memory_level >= 1:
+        device.empty_cache()
+    return losses
+
+
+def _update(run: Runtime) -> tuple[bool, float | None, int | None]:
+    """Whether the parameters were updated, the gradient norm, how many gradients are zero."""
+    run.timers("optimizer", log_level=1).start(barrier=run.config.optimizer.barrier_with_L1_time)
+    result: tuple[bool, float | None, int | None] = run.optimizer.step()
+    run.timers("optimizer").stop()
+    return result
+
+
+def _scaled_loss(run: Runtime, loss: Tensor) -> Tensor:
+    """The loss to call backward on."""
+    if fault_point("step.gradient", step=run.state.iteration + 1) == "nan":
+        loss = loss * float("nan")
+    scaled: Tensor = run.optimizer.scale_loss(loss)
+    return scaled
+
+
 def forward_backward(
     run: Runtime,
     data_iterator: object,
@@ -83,7 +114,7 @@ def forward_backward(
 ) -> list[dict[str, Tensor]]:
     """Run the schedule; returns the reported dictionary of each micro-batch (last stage)."""
     hooks = StepHooks(
-        grad_scale_func=run.optimizer.scale_loss if run.optimizer is not None else None,
+        grad_scale_func=partial(_scaled_loss, run) if run.optimizer is not None else None,
         finalize_model_grads_func=finalize_model_grads,
         loss_check_func=require_finite_loss
         if run.config.ddp.check_for_nan_in_grad

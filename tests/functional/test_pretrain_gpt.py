@@ -171,3 +171,36 @@ def test_the_resolved_configuration_alone_starts_the_same_run(tmp_path: Path) ->
 def test_load_that_names_nothing_ends_the_run(tmp_path: Path) -> None:
     (said,) = run_ranks(refusal, 1, [*TINY, "--load", str(tmp_path / "nothing")])
     assert "nothing holds no checkpoint: correct the path" in said
+
+
+def test_skipped_iterations_take_their_data_and_run_nothing(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FAULTS", "step.gradient:nan:step2,step.gradient:nan:step4")
+        lines = steps(run_gpt(tmp_path, "--iterations-to-skip", "2", "4"))
+    assert [line["consumed_samples"] for line in lines] == [8, 16, 24, 32, 40, 48]
+    assert ["lm loss" in line for line in lines] == [True, False, True, False, True, True]
+    rates = [line["learning-rate"] for line in lines]
+    assert rates[1] == rates[0], "the schedule stands still"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_nan_in_a_gradient_names_step_and_rank(
+    tmp_path: Path, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    culprit = world_size - 1
+    monkeypatch.setenv("FAULTS", f"step.gradient:nan:step3:rank{culprit}")
+    expected = f"step 3: rank {culprit} has a NaN or infinite gradient in"
+    if world_size == 1:
+        (said,) = run_ranks(refusal, 1, TINY)
+        assert expected in said
+        return
+    stderr = tmp_path / "stderr"
+    with pytest.raises(AssertionError, match="exit code 1"):
+        run_ranks(_with_stderr, world_size, [*TINY], str(stderr))
+    for rank in range(world_size):
+        assert expected in (tmp_path / f"stderr{rank}").read_text().splitlines()[-1]
+
+
+def _with_stderr(rank: int, world_size: int, argv: list[str], stderr: str) -> None:
+    os.dup2(os.open(f"{stderr}{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    train_gpt(rank, world_size, argv)

@@ -145,7 +145,8 @@ class GradBucket:
             self._work = None
         if self._is_finite is not None and not self._is_finite:
             culprits = non_finite_gradients((s.name, s.main_grad) for s in self.slots)
-            raise NonFiniteError(f"{culprits}, met before reducing over data-parallel ranks")
+            if culprits is not None:  # else only their sum has overflowed
+                raise NonFiniteError(f"{culprits}, met before reducing over data-parallel ranks")
 
     def reset(self) -> None:
         """Begin a step."""

@@ -30,11 +30,11 @@ def require_finite_loss(loss: Tensor, microbatch: int) -> None:
         )
 
 
-def non_finite_gradients(named_grads: Iterable[tuple[str, Tensor]]) -> str:
-    """A sentence that names this rank and its NaN or infinite gradients, or says it has none."""
+def non_finite_gradients(named_grads: Iterable[tuple[str, Tensor]]) -> str | None:
+    """A sentence that names this rank and its NaN or infinite gradients; None if it has none."""
     names = [name for name, grad in named_grads if not torch.isfinite(grad).all()]
     if not names:
-        return f"rank {_rank()} has finite gradients, another rank of its model replica has not"
+        return None
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"rank {_rank()} has a NaN or infinite gradient in {', '.join(names[:3])}{more}"
 

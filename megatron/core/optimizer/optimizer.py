@@ -3,7 +3,8 @@
 A gradient that is not finite never reaches a parameter.  Under a loss scale it skips the step;
 otherwise it raises NonFiniteError if the run checks for it, and skips the step if not.
 
-Order of collectives: the norm, then the count of zeros where it is logged (`clip_grads`).
+Order of collectives: the norm, then the count of zeros where it is logged (`clip_grads`); before
+an error over all ranks, what each has found.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import NonFiniteError
+from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, global_norm
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
@@ -168,7 +170,11 @@ class MegatronOptimizer:
     def _refuse_if_checked(self) -> None:
         if self.check_for_nan and not isinstance(self.grad_scaler, DynamicGradScaler):
             named = ((p.name, p.main.grad) for p in self.params if p.main.grad is not None)
-            raise NonFiniteError(non_finite_gradients(named))
+            # Where a rank has raised already, before its replicas took over its NaN, the others
+            # wait here and leave it to that one to say what happened.
+            found = all_gather_json(non_finite_gradients(named), self.groups.world)
+            sentences = (sentence for sentence in found if sentence is not None)
+            raise NonFiniteError(next(sentences, "the norm of finite gradients overflows"))
 
     def _drop_gradients(self) -> None:
         """Leave no second name for a buffer: autograd would add to it behind the wrapper's back."""

@@ -44,8 +44,8 @@ class EvalRecord:
 
     @property
     def perplexities(self) -> dict[str, float]:
-        """exp of each loss, which is cut at 20."""
-        return {key: math.exp(min(20.0, loss)) for key, loss in self.losses.items()}
+        """exp of each loss, which is cut at 20; NaN where the loss is."""
+        return {key: math.exp(min(loss, 20.0)) for key, loss in self.losses.items()}
 
 
 class Sink(ABC):

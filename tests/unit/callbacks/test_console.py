@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,10 @@ def test_the_last_evaluations_name_their_set_and_several_sets_their_number() -> 
 
 def test_perplexity_is_cut_where_it_would_overflow() -> None:
     assert _record(losses={"lm loss": 1e4}).perplexities == {"lm loss": pytest.approx(4.85165e8)}
+
+
+def test_the_perplexity_of_a_nan_is_a_nan() -> None:
+    assert math.isnan(_record(losses={"lm loss": math.nan}).perplexities["lm loss"])
 
 
 def test_the_bar_stands_only_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
