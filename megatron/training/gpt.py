@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.core.config.errors import DataError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -100,10 +101,12 @@ def build_gpt_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple
     if run.is_rank_0 and not run.config.data.mock_data:
         _check_data(run, config)
     cls = MockGPTDataset if run.config.data.mock_data else GPTDataset
-    builder = BlendedMegatronDatasetBuilder(
-        cls, list(num_samples), lambda: run.groups.tp.rank() == 0, config
-    )
+    reads = run.groups.tp.rank() == 0
+    builder = BlendedMegatronDatasetBuilder(cls, list(num_samples), lambda: reads, config)
     train, valid, test = builder.build()
+    if train is None and reads and not run.config.validation.skip_train:
+        given = f"--split {config.split}" if config.split else "the data of each split"
+        raise DataError(f"{given} leaves nothing to train on: give training data, or --skip-train")
     return train, valid, test
 
 
