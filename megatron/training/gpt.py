@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.config.errors import DataError
+from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -97,6 +97,11 @@ def gpt_dataset_config(run: Runtime) -> GPTDatasetConfig:
 
 def build_gpt_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:
     """Train, validation and test set with at least ``num_samples`` samples each."""
+    if run.config.data.dataloader_type == "external":
+        raise ConfigError(
+            "--dataloader-type external is for programs that bring their own loaders, and this one "
+            "builds data sets: use single or cyclic"
+        )
     config = gpt_dataset_config(run)
     if run.is_rank_0 and not run.config.data.mock_data:
         _check_data(run, config)

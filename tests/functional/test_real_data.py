@@ -39,6 +39,7 @@ def test_one_file_named_once_or_as_a_blend_of_itself_trains(tmp_path: Path, pref
     [
         ([], "no data is named: give --data-path"),
         (["--data-path", "PREFIX", "--split", "0,100,0"], "--split 0,100,0 leaves nothing"),
+        (["--data-path", "PREFIX", "--dataloader-type", "external"], "use single or cyclic"),
         (["--valid-data-path", "PREFIX"], "the data of each split leaves nothing to train on"),
     ],
 )

@@ -172,11 +172,13 @@ class BlendedMegatronDatasetBuilder:
         count = self.cls.numel_low_level_dataset(source)
         begin, end = (int(round(fraction * float(count))) for fraction in fractions)
         if begin == end:
-            wanted = "one pass" if size is None else f"{size} samples"
+            wanted = "one pass is" if size is None else f"{size} samples are"
+            cut = f" (--split {self.config.split})" if self.config.split else ""
+            cure = "" if Split(i) is Split.train else ", or no use (--eval-iters 0)"
             raise DataError(
                 f"the {Split(i).name} split of {prefix} is empty: its share of {count} sequences "
-                f"is {begin} to {end} (--split {self.config.split}), and {wanted} are asked for; "
-                "give it a larger share, data of its own, or no use (--eval-iters 0)"
+                f"is {begin} to {end}{cut}, and {wanted} asked for; give it a larger share, or "
+                f"data of its own{cure}"
             )
         if count > _MOST_SEQUENCES:
             raise DataError(
