@@ -193,7 +193,10 @@ def _load(request: SampleRequest, path_prefix: str, description: str) -> GPTIndi
     try:
         with open(f"{path_prefix}-description.txt", encoding="utf-8") as file:
             is_same = file.read() == description
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        warn_once(f"{path_prefix}-*.npy cannot be read and are built again: {error}")
         return None
     loaded = [load_array(f"{path_prefix}-{name}.npy") for name in _ARRAYS]
     document_index, sample_index, shuffle_index = loaded

@@ -75,6 +75,21 @@ class TestCache:
             113,
         ]
 
+    def test_a_cache_below_a_file_is_named_with_the_cure(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(DataError, match="cannot write the index cache .* --data-cache-path"):
+            golden_datasets(tmp_path / "file" / "cache", monkeypatch)
+
+    def test_an_unreadable_description_is_built_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        golden_datasets(tmp_path, monkeypatch)
+        for description in tmp_path.glob("*-description.txt"):
+            description.write_bytes(b"\xff")
+        self.test_names_and_bytes_are_those_of_the_reference(tmp_path, monkeypatch)
+
     @pytest.mark.parametrize("name", ["document_index", "sample_index", "shuffle_index"])
     def test_a_damaged_array_is_built_again(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
