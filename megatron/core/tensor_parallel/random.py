@@ -190,6 +190,14 @@ def _takes_gradient(output: Any) -> bool:
     return torch.is_tensor(output) and output.requires_grad
 
 
+def _with_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``args``, one of which takes a gradient: else the parameters inside would get none."""
+    if not torch.is_grad_enabled() or any(_takes_gradient(a) for a in args):
+        return args
+    first = next(i for i, a in enumerate(args) if torch.is_tensor(a) and a.is_floating_point())
+    return (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])
+
+
 def _own_part(x: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's share of the elements of ``x``, in memory of its own."""
     assert x.numel() % group.size() == 0, f"{x.numel()} elements for {group.size()} ranks"
@@ -211,11 +219,7 @@ def checkpoint(
     group = tp_group if distribute_saved_activations else None
     if group is not None and group.size() == 1:
         group = None
-    if torch.is_grad_enabled() and not any(_takes_gradient(a) for a in args):
-        # Without one input that takes a gradient the parameters inside would get none.
-        first = next(i for i, a in enumerate(args) if torch.is_tensor(a))
-        args = (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])
-    return _Checkpoint.apply(function, group, *args)
+    return _Checkpoint.apply(function, group, *_with_gradient(args))
 
 
 class CheckpointWithoutOutput:
@@ -232,7 +236,7 @@ class CheckpointWithoutOutput:
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run ``function`` without keeping its activations."""
-        result = _CheckpointWithoutOutput.apply(function, self, *args)
+        result = _CheckpointWithoutOutput.apply(function, self, *_with_gradient(args))
         self._outputs = result if isinstance(result, tuple) else (result,)
         return result
 

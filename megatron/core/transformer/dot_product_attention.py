@@ -129,6 +129,9 @@ class DotProductAttention(MegatronModule):
         }
         if not device.is_cuda(query.device):
             return F.scaled_dot_product_attention(query, key, value, **options)
+        if options["enable_gqa"] and "flash" not in names:  # the others want as many heads
+            key, value = _repeat_heads(query, key, value)
+            options["enable_gqa"] = False
         with sdpa_kernel([KERNELS[name] for name in names]):
             return F.scaled_dot_product_attention(query, key, value, **options)
 
@@ -142,10 +145,7 @@ class DotProductAttention(MegatronModule):
         bias: Tensor | None,
         dropout: float,
     ) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
-        if groups > 1:
-            key = key.repeat_interleave(groups, dim=1)
-            value = value.repeat_interleave(groups, dim=1)
+        key, value = _repeat_heads(query, key, value)
         scores = torch.matmul(query * (self.scale / self.depth_scale), key.transpose(-1, -2))
         if self.config.attention_softmax_in_fp32:
             scores = scores.float()
@@ -164,6 +164,14 @@ class DotProductAttention(MegatronModule):
         if dropout > 0:
             probs = F.dropout(probs, dropout)
         return torch.matmul(probs, value)
+
+
+def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [b, g, k, d] -> [b, n, k, d], one head for each query head."""
+    times = query.shape[1] // key.shape[1]
+    if times == 1:
+        return key, value
+    return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
 
 
 def _combine(bias: Tensor, mask: Tensor | None, is_causal: bool, num_queries: int) -> Tensor:

@@ -98,6 +98,16 @@ def test_a_checkpoint_reaches_parameters_behind_a_frozen_input() -> None:
     assert weight.grad is not None
 
 
+def test_a_dropped_output_reaches_parameters_behind_a_frozen_input() -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    memory = CheckpointWithoutOutput()
+    out = memory.checkpoint(lambda x: x @ weight, torch.ones(1, 2)).square()
+    memory.discard_output_and_register_recompute(out)
+    out.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [[4.0, 4.0], [4.0, 4.0]]
+
+
 def test_a_dropped_output_has_no_memory_until_backward_and_the_same_gradient() -> None:
     def run(x: Tensor, weight: Tensor, *, drop: bool) -> Tensor:
         memory = CheckpointWithoutOutput()
