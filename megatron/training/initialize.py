@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.core import device, parallel_state
+from megatron.core import cpu_tuning, device, parallel_state
 from megatron.core.config.errors import ConfigError
 from megatron.core.num_microbatches_calculator import (
     NumMicroBatchesCalculator,
@@ -91,6 +91,10 @@ def start(config: RunConfig) -> Runtime:
         device.choose(config.distributed.device, local_rank)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if not device.is_cuda():
+        cpu_tuning.keep_freed_memory()
+        if config.model.params_dtype == torch.float32:
+            cpu_tuning.choose_float32_products(config.model.hidden_size)
     _init_default_group(config)
     groups = _create_groups(config)
     parallel_state.install(groups)

@@ -1,0 +1,61 @@
+"""What a process on a CPU sets once."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.core import cpu_tuning
+from tests.ranks import run_ranks
+
+_BLOCK = 64 << 20
+
+
+@pytest.fixture(autouse=True)
+def precision_as_before() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def cleared_pages(rank: int, world_size: int, keep: bool) -> tuple[bool, int]:
+    """Pages that the kernel has to clear when a large block is asked for again."""
+    kept = keep and cpu_tuning.keep_freed_memory()
+    torch.zeros(_BLOCK, dtype=torch.uint8).fill_(1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(_BLOCK, dtype=torch.uint8).fill_(1)
+    return kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_freed_memory_is_used_again_without_the_kernel() -> None:
+    [(_, without)] = run_ranks(cleared_pages, 1, False)
+    [(kept, pages)] = run_ranks(cleared_pages, 1, True)
+    assert pages < without / 10 if kept else pages > 0
+
+
+@pytest.mark.parametrize("hidden_size", [64, 1024])
+def test_chosen_products_are_those_of_float32(hidden_size: int) -> None:
+    is_chosen = cpu_tuning.choose_float32_products(hidden_size)
+    assert torch.get_float32_matmul_precision() == ("medium" if is_chosen else "highest")
+    assert hidden_size > 64 or not is_chosen
+    torch.manual_seed(0)
+    a, b = torch.randn(256, 300), torch.randn(300, 200)
+    exact = a.double() @ b.double()
+    assert (a @ b - exact).norm() < 1e-6 * exact.norm()
+    assert torch.equal(a @ b, a @ b)
+
+
+def test_products_that_lose_digits_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_tuning, "_products_are_float32", lambda: False)
+    assert not cpu_tuning.choose_float32_products(1024)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_precision_that_somebody_has_set_stays() -> None:
+    torch.set_float32_matmul_precision("high")
+    assert not cpu_tuning.choose_float32_products(1024)
+    assert torch.get_float32_matmul_precision() == "high"
