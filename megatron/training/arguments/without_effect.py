@@ -33,6 +33,11 @@ NEEDS = (
             "no_rope_freq",
         ),
     ),
+    Need(
+        "--position-embedding-type learned_absolute",
+        lambda ns: ns.position_embedding_type == "learned_absolute",
+        ("reset_position_ids",),
+    ),
     Need("--use-rope-scaling", lambda ns: ns.use_rope_scaling, ("rope_scaling_factor",)),
     Need("--group-query-attention", lambda ns: ns.group_query_attention, ("num_query_groups",)),
     Need("--optimizer sgd", lambda ns: ns.optimizer == "sgd", ("sgd_momentum",)),

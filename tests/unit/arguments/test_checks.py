@@ -85,6 +85,7 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
     switches = {
         "rotary_interleaved": "--rotary-interleaved",
         "use_rope_scaling": "--use-rope-scaling",
+        "reset_position_ids": "--reset-position-ids",
         "manual_gc_eval": "--no-manual-gc-eval",
         "use_pytorch_profiler": "--use-pytorch-profiler",
         "no_save_optim": "--no-save-optim",
@@ -99,6 +100,8 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
     numbers = {"adam_beta1": "0.5", "adam_beta2": "0.5", "rotary_percent": "0.5"}
     flag = "--" + dest.replace("_", "-")
     words = switches.get(dest) or f"{flag} {values.get(dest) or numbers.get(dest, '5')}"
+    if dest == "reset_position_ids":
+        words += " --position-embedding-type rope"
     if dest.startswith("adam"):
         words += " --optimizer sgd"
     without: tuple[str, ...] = ()
