@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from megatron.core import device
 
 # Elements in float32 at a time: on a CPU a few rows that stay in its cache.
-_ELEMENTS_CPU = 1 << 20
+_ELEMENTS_CPU = 1 << 19
 _ELEMENTS_GPU = 1 << 27
 _ROWS_WITHOUT_GRADIENT = 256
 # Probabilities below 6e-8 vanish in fp16; the factor is divided out again in backward.
@@ -89,6 +89,13 @@ class _Rows:
         """The target's entry of each row; zero where another rank has it."""
         return values.gather(-1, self.index[part]).squeeze(-1).masked_fill(~self.is_mine[part], 0)
 
+    def clear_ignored(self, values: Tensor) -> None:
+        """Zero in the rows that do not count."""
+        if device.is_cuda(values.device):  # without waiting for the device
+            values.masked_fill_(self.ignored.unsqueeze(-1), 0)
+        elif bool(self.ignored.any()):
+            values[self.ignored] = 0
+
 
 def _scale_of(dtype: torch.dtype) -> float:
     return _FP16_SCALE if dtype == torch.float16 else 1.0
@@ -105,18 +112,44 @@ def _parts(logits: Tensor) -> list[slice]:
     return [slice(i, i + step) for i in range(0, logits.shape[0], step)]
 
 
+class _Scratch:
+    """Room for the float32 values of one part, in the cache of a CPU."""
+
+    def __init__(self, logits: Tensor, parts: list[slice]) -> None:
+        self.dtype = _wide(logits.dtype)
+        self.room: Tensor | None = None
+        if parts and not device.is_cuda(logits.device):
+            self.room = logits.new_empty(logits[parts[0]].shape, dtype=self.dtype)
+
+    def widen(self, values: Tensor) -> Tensor:
+        """A copy in float32."""
+        if self.room is None:
+            return values.to(self.dtype, copy=True)
+        return self.room[: len(values)].copy_(values)
+
+    def softmax(self, values: Tensor) -> Tensor:
+        """Probabilities in float32."""
+        if self.room is None:  # one kernel converts and normalises
+            return torch.softmax(values, -1, dtype=self.dtype)
+        wide = self.widen(values)
+        return torch.softmax(wide, -1, out=wide)
+
+
 def _turn_into_gradient(logits: Tensor, rows: _Rows) -> Tensor:
     """Overwrite ``logits`` by (softmax - onehot) * scale; the loss of each token."""
     loss = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
     scale = _scale_of(logits.dtype)
-    rows.hide_padding(logits)
-    for part in _parts(logits):
+    logits[:, rows.columns :] = float("-inf")
+    parts = _parts(logits)
+    scratch = _Scratch(logits, parts)
+    for part in parts:
         values = logits[part]
-        prob = torch.softmax(values, -1, dtype=loss.dtype)
+        prob = scratch.softmax(values)
         at_target = rows.at_target(prob, part)
         loss[part] = _loss_of(values, at_target, rows, part)
+        prob.scatter_(-1, rows.index[part], (at_target - 1).unsqueeze(-1))
         values.copy_(prob if scale == 1 else prob.mul_(scale))
-        values.scatter_(-1, rows.index[part], ((at_target - 1) * scale).to(values).unsqueeze(-1))
+    rows.clear_ignored(logits)
     return loss.masked_fill_(rows.ignored, 0)
 
 
@@ -133,21 +166,30 @@ def _turn_into_gradient_divided(logits: Tensor, rows: _Rows, group: ProcessGroup
     log_sum, at_target = _own_sums(logits, rows, slice(None))
     log_sum = _sum_over_ranks(log_sum, at_target, group)
     scale = _scale_of(logits.dtype)
-    for part in _parts(logits):
+    parts = _parts(logits)
+    scratch = _Scratch(logits, parts)
+    for part in parts:
         values = logits[part]
-        prob = (values.to(log_sum.dtype) - log_sum[part].unsqueeze(-1)).exp_()
+        prob = scratch.widen(values).sub_(log_sum[part].unsqueeze(-1)).exp_()
         hit = rows.is_mine[part].to(prob.dtype).unsqueeze(-1)
         prob.scatter_add_(-1, rows.index[part], -hit)
         values.copy_(prob if scale == 1 else prob.mul_(scale))
+    rows.clear_ignored(logits)
     return (log_sum - at_target).masked_fill_(rows.ignored, 0)
 
 
 def _own_sums(logits: Tensor, rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor]:
     """Log of the sum of this rank's exponentials, and the target's logit, for ``tokens``."""
-    rows.hide_padding(logits)
+    logits[:, rows.columns :] = float("-inf")
     log_sum = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
-    for part in _parts(logits):
-        log_sum[part] = logits[part].to(log_sum.dtype).logsumexp(-1)
+    parts = _parts(logits)
+    scratch = _Scratch(logits, parts)
+    for part in parts:
+        values = scratch.widen(logits[part])
+        # Without columns the highest is -inf, which is not to be subtracted from itself.
+        highest = values.amax(-1).clamp_min(torch.finfo(values.dtype).min)
+        total = values.sub_(highest.unsqueeze(-1)).exp_().sum(-1)
+        log_sum[part] = total.log_().add_(highest)
     return log_sum, rows.at_target(logits, tokens).to(log_sum.dtype)
 
 
