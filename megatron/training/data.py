@@ -68,7 +68,7 @@ def build_data(run: Runtime, provider: Provider) -> None:
     if run.config.data.dataloader_type == "external":
         _take_external(run, train, valid, test)
         return
-    if not run.config.validation.skip_train:
+    if not run.config.validation.skip_train and not run.finished():
         loader = make_loader(run, train, run.state.consumed_train_samples)
         run.train_data = iter(loader) if loader is not None else None
     sets = list(valid) if isinstance(valid, list | tuple) else [valid]

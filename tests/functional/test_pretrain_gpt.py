@@ -168,6 +168,24 @@ def test_the_resolved_configuration_alone_starts_the_same_run(tmp_path: Path) ->
     assert steps(again) == steps(first)
 
 
+def test_a_finished_run_that_is_started_again_evaluates_and_ends_in_order(tmp_path: Path) -> None:
+    flags = ["--save", str(tmp_path / "ck"), "--load", str(tmp_path / "ck")]
+    first = run_gpt(tmp_path, *flags)
+    again = run_gpt(tmp_path, *flags)
+    without_time = [[{**line, "time": 0} for line in lines] for lines in (first, again)]
+    assert without_time[0] == without_time[1]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULTS", "save.before_delete:enospc:step4")
+    flags = ["--save-interval", "2", "--save-retain-interval", "100"]
+    run_gpt(tmp_path, "--save", str(tmp_path / "ck"), *flags)
+    kept = sorted(path.name for path in (tmp_path / "ck").glob("iter_*"))
+    assert kept == ["iter_0000002", "iter_0000006"]
+
+
 def test_load_that_names_nothing_ends_the_run(tmp_path: Path) -> None:
     (said,) = run_ranks(refusal, 1, [*TINY, "--load", str(tmp_path / "nothing")])
     assert "nothing holds no checkpoint: correct the path" in said

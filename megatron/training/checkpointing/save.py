@@ -133,7 +133,11 @@ def _retire_previous(config: CheckpointConfig, saved: Saved, iteration: int) -> 
     if not _is_to_retire(config.save_retain_interval, previous, iteration):
         return None
     assert previous is not None
-    if not commit.retire(previous.folder, saved.attempt, iteration):
+    try:
+        if not commit.retire(previous.folder, saved.attempt, iteration):
+            return None
+    except OSError as error:  # the new checkpoint is safe, which is what counts
+        print_rank_0(f"WARNING: {previous.folder} could not be deleted: {error}")
         return None
     print_rank_0(
         f"  successfully deleted checkpoint from iteration {previous.iteration:7d} at {config.save}"
