@@ -136,12 +136,12 @@ class FailureWatch:
     def _finish(self, text: str, *, say: bool = True) -> None:
         if say:
             print(text, file=sys.stderr, flush=True)
-        _tell_launcher(text)
+        tell_launcher(text)
         sys.stdout.flush()
         self._end(1)
 
 
-def _tell_launcher(text: str) -> None:
+def tell_launcher(text: str) -> None:
     """Leave ``text`` where torchrun looks for the reason to print at the end of its output."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:

@@ -40,6 +40,7 @@ from megatron.training.arguments.legacy import resolve_args
 from megatron.training.arguments.parser import apply_defaults, parse_args
 from megatron.training.checkpointing import apply_checkpoint_args
 from megatron.training.config.run import RunConfig
+from megatron.training.failure_watch import tell_launcher
 from megatron.training.log_setup import setup_logging
 from megatron.training.printing import print_rank_0, world_size
 from megatron.training.runtime import Runtime
@@ -71,10 +72,10 @@ def configure(
     else:
         namespace = parsed_args
         apply_defaults(namespace, args_defaults or {})
-    if namespace.check_only:
-        raise SystemExit(check_only(namespace))
-    if namespace.use_checkpoint_args:
+    if namespace.use_checkpoint_args and namespace.load is not None:
         apply_checkpoint_args(namespace)
+    if namespace.check_only:
+        raise SystemExit(check_only(namespace, print_rank_0))
     config = resolve_args(namespace, world_size())
     for warning in config.warnings:
         print_rank_0(f"WARNING: {warning}")
@@ -226,5 +227,7 @@ def _set_seeds(config: RunConfig, groups: ProcessGroupCollection) -> None:
 
 
 def fail(error: Exception) -> None:
-    """Say what went wrong in one sentence, without a traceback."""
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    """Say what went wrong in one sentence, without a traceback; the launcher repeats it."""
+    text = f"{type(error).__name__}: {error}"
+    print(text, file=sys.stderr, flush=True)
+    tell_launcher(text)

@@ -21,12 +21,15 @@ _SHOWN_RANKS = 8
 
 
 def check_only(args: Namespace, write: Callable[[str], object] = print) -> int:
-    """Print the plan of the run, status 0, or every conflict with its cure, status 1."""
+    """``write`` the plan of the run, status 0; or print every conflict with its cure, status 1.
+
+    Conflicts are printed on every rank: a launcher ends the others when the first one has failed.
+    """
     world_size = args.check_world_size or int(os.environ.get("WORLD_SIZE", "1"))
     try:
         run = resolve(args, world_size)
     except ConfigError as error:
-        write(str(error))
+        print(error, flush=True)
         return 1
     for line in plan(run):
         write(line)

@@ -35,8 +35,11 @@ def test_the_plan_shows_layout_memory_batches_and_warnings() -> None:
     assert lines[-1].startswith("  - --use-mcore-models is without effect")
 
 
-def test_every_conflict_is_printed_and_the_status_is_1() -> None:
-    status, lines = report("--check-world-size 1024 --tensor-model-parallel-size 3 --bf16 --fp16")
+def test_every_conflict_is_printed_and_the_status_is_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, _ = report("--check-world-size 1024 --tensor-model-parallel-size 3 --bf16 --fp16")
+    lines = capsys.readouterr().out.splitlines()
     assert status == 1
     assert lines[0] == "this run cannot start:"
     assert len([line for line in lines if line.startswith("  - ")]) >= 3

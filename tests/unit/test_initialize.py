@@ -1,0 +1,65 @@
+"""Start-up before any process group: what each rank prints, and what the launcher is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.core.config.errors import ConfigError
+from megatron.training.checkpointing.save import save_run
+from megatron.training.initialize import configure, fail
+from tests.unit.arguments.commands import argv
+from tests.unit.checkpointing.tiny_run import counters, make_parts, options
+
+
+def check(words: str, without: tuple[str, ...] = ()) -> int | str | None:
+    """Exit status of --check-only."""
+    with pytest.raises(SystemExit) as ended:
+        configure(argv=argv(f"--check-only {words}", without))
+    return ended.value.code
+
+
+def test_the_plan_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, first_line in (("0", "this run can start on 2 ranks"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert check("") == 0
+        assert capsys.readouterr().out.partition("\n")[0] == first_line
+
+
+def test_conflicts_are_printed_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert check("--bf16 --fp16") == 1
+    assert "--bf16 and --fp16 exclude each other" in capsys.readouterr().out
+
+
+def test_a_plan_takes_the_model_from_the_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_run(options(tmp_path), make_parts(), counters(1), asked={"num_layers": 2})
+    words = f"--use-checkpoint-args --load {tmp_path}"
+    assert check(words, without=("--num-layers",)) == 0
+    assert "Setting num_layers to 2 from checkpoint" in capsys.readouterr().out
+
+
+def test_a_missing_load_is_told_together_with_other_conflicts() -> None:
+    with pytest.raises(ConfigError) as caught:
+        configure(argv=argv("--use-checkpoint-args --bf16 --fp16"))
+    assert "--use-checkpoint-args needs --load" in str(caught.value)
+    assert "--bf16 and --fp16 exclude each other" in str(caught.value)
+
+
+def test_the_launcher_repeats_what_was_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    fail(ConfigError("--lr is required"))
+    assert capsys.readouterr().err == "ConfigError: --lr is required\n"
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == "ConfigError: --lr is required"
