@@ -94,8 +94,7 @@ def start(config: RunConfig) -> Runtime:
         raise ConfigError(str(error)) from None
     if not device.is_cuda():
         cpu_tuning.keep_freed_memory()
-        if config.model.params_dtype == torch.float32:
-            cpu_tuning.choose_float32_products(config.model.hidden_size)
+        cpu_tuning.choose_float32_products(config.model.hidden_size)
     _init_default_group(config)
     groups = _create_groups(config)
     parallel_state.install(groups)

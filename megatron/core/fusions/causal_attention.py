@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 _BLOCK = 128  # queries
-_SCORES = 1 << 20  # at a time, so that they stay in the cache
+_SCORES = 1 << 21  # at a time, so that they stay in the cache
+_WIDE = torch.float32
 
 
 def causal_attention_reference(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -36,30 +37,29 @@ class _CausalAttention(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = _heads_first(query), _heads_first(key), _heads_first(value)
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
-        out_msd, wide = _heads_first(out), torch.promote_types(q.dtype, torch.float32)
+        out_msd, wide = out.flatten(1, 2).transpose(0, 1), torch.promote_types(q.dtype, _WIDE)
         kept = []
         for heads in _passes(q):
             wide_q, keys_by_query = q[heads].to(wide) * scale, k[heads].to(wide).transpose(1, 2)
             for start, stop in _blocks(q.shape[1]):
                 scores = torch.bmm(wide_q[:, start:stop], keys_by_query[:, :, :stop])
-                scores[:, :, start:].masked_fill_(_later(stop - start), -math.inf)
+                scores[:, :, start:].add_(_hidden(stop - start, wide))
                 probs = torch.softmax(scores, -1, out=scores).to(q.dtype)
                 kept.append(probs)
                 if dropout > 0:
                     probs, is_kept = torch.native_dropout(probs, dropout, True)
                     kept.append(is_kept)
                 out_msd[heads, start:stop] = torch.bmm(probs, v[heads, :stop])
-        ctx.save_for_backward(query, key, value, *kept)
+        ctx.save_for_backward(q, k, v, *kept)
         ctx.scale, ctx.dropout = scale, dropout
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *kept = ctx.saved_tensors
-        q, k, v, grad = (_heads_first(x) for x in (query, key, value, grad))
+        q, k, v, *kept = ctx.saved_tensors
+        num_sequences, grad = grad.shape[1], _heads_first(grad)
         scaled_q, scaled_k = q * ctx.scale, k * ctx.scale
-        grads = [x.new_empty(x.shape) for x in (query, key, value)]
-        grad_q, grad_k, grad_v = (_heads_first(x) for x in grads)
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         blocks = [(heads, span) for heads in _passes(q) for span in _blocks(q.shape[1])]
         # From the last block of each pass: it is the one that reaches all keys.
         for heads, (start, stop) in reversed(blocks):
@@ -78,12 +78,13 @@ class _CausalAttention(torch.autograd.Function):
             else:
                 grad_k[heads, :stop] += more_k
                 grad_v[heads, :stop] += more_v
-        return *grads, None, None
+        grads = (x.unflatten(0, (num_sequences, -1)) for x in (grad_q, grad_k, grad_v))
+        return *(x.permute(2, 0, 1, 3) for x in grads), None, None
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[s, b, n, d] -> [m, s, d]; a view where the memory allows."""
-    return x.flatten(1, 2).transpose(0, 1)
+    """[s, b, n, d] -> [m, s, d], contiguous: its products are twice as fast as those of a view."""
+    return x.permute(1, 2, 0, 3).contiguous().flatten(0, 1)
 
 
 def _blocks(num_tokens: int) -> Iterator[tuple[int, int]]:
@@ -99,8 +100,9 @@ def _passes(q: Tensor) -> Iterator[slice]:
 
 
 @lru_cache(maxsize=16)
-def _later(size: int) -> Tensor:
-    return torch.ones(size, size, dtype=torch.bool).triu(1)
+def _hidden(size: int, dtype: torch.dtype) -> Tensor:
+    """-inf where a key comes after the query."""
+    return torch.full((size, size), -math.inf, dtype=dtype).triu(1)
 
 
 def causal_attention(
