@@ -125,26 +125,25 @@ class NumMicroBatchesCalculator:
         """Micro-batches of one replica in the step after ``consumed_samples``."""
         return self.global_batch_size(consumed_samples) // self.samples_per_microbatch
 
-    def train_iters(self, train_samples: int) -> int:
-        """Whole batches that ``train_samples`` give; a last partial batch is dropped."""
-        consumed = iterations = 0
-        for batch in self._ramping_batches():
+    def train_iters(self, train_samples: int, consumed_samples: int = 0) -> int:
+        """Whole batches left of ``train_samples``; a last partial batch is dropped."""
+        consumed, iterations = consumed_samples, 0
+        for batch in self._ramping_batches(consumed_samples):
             if consumed + batch > train_samples:
                 return iterations
             consumed += batch
             iterations += 1
-        return iterations + (train_samples - consumed) // self.full_global_batch_size
+        return iterations + max(0, train_samples - consumed) // self.full_global_batch_size
 
     def _running(self, batch_size: int) -> int:
         if self.decrease_batch_size_if_needed:
             return batch_size - batch_size % self.samples_per_microbatch
         return batch_size
 
-    def _ramping_batches(self) -> Iterator[int]:
-        """Batch sizes of the steps until the ramp is over."""
+    def _ramping_batches(self, consumed: int = 0) -> Iterator[int]:
+        """Batch sizes of the steps after ``consumed`` samples until the ramp is over."""
         if self.rampup is None:
             return
-        consumed = 0
         while consumed <= self.rampup.num_samples:
             batch = self.global_batch_size(consumed)
             yield batch

@@ -45,10 +45,16 @@ def get_blend_and_blend_per_split(data: DataConfig | Namespace) -> tuple[Any, An
 
 
 def train_valid_test_num_samples(run: Runtime) -> tuple[int | None, int | None, int | None]:
-    """How many samples each set must offer; None is one whole pass."""
-    config, batch = run.config, run.batches.full_global_batch_size
+    """How many samples each set must offer; None is one whole pass.
+
+    They decide the order of samples, so a batch that is decreased counts with its full size.
+    """
+    config, batch = run.config, run.batches.global_batch_size_wanted
     validation = config.validation
-    train = config.training.train_samples or run.train_iters * batch
+    train = config.training.train_samples
+    if train is None:
+        left = (run.train_iters - run.state.iteration) * batch  # batches may have grown since
+        train = max(run.train_iters * batch, run.state.consumed_train_samples + left)
     passes = run.train_iters // validation.eval_interval + 1
     valid = None if validation.full_validation else passes * validation.eval_iters * batch
     return train, valid, validation.eval_iters * batch

@@ -21,6 +21,14 @@ def number_of_train_iters(config: RunConfig, batches: NumMicroBatchesCalculator)
     return iters
 
 
+def recount_train_iters(run: Runtime) -> None:
+    """Let a resumed run take all of --train-samples, also where its batch sizes have changed."""
+    samples, state = run.config.training.train_samples, run.state
+    if run.config.training.train_iters is None and samples is not None:
+        left = run.batches.train_iters(samples, state.consumed_train_samples)
+        run.train_iters = state.iteration + left
+
+
 def build_scheduler(run: Runtime) -> OptimizerParamScheduler:
     """The schedule of ``run.optimizer``'s parameter groups.  Raises ConfigError."""
     optimizer, scheduler = run.config.optimizer, run.config.scheduler
@@ -30,7 +38,7 @@ def build_scheduler(run: Runtime) -> OptimizerParamScheduler:
         scheduler,
         train_iters=run.config.training.train_iters,
         train_samples=run.config.training.train_samples,
-        global_batch_size=run.batches.full_global_batch_size,
+        global_batch_size=run.batches.global_batch_size_wanted,
     )
     start, end = scheduler.start_weight_decay, scheduler.end_weight_decay
     return OptimizerParamScheduler(

@@ -36,6 +36,8 @@ def train_step(run: Runtime) -> StepResult:
     fault_point("step.before", step=iteration)
     num_microbatches = run.batches.num_microbatches(run.state.consumed_train_samples)
     batch_size = run.batches.global_batch_size(run.state.consumed_train_samples)
+    nominal = run.batches.nominal_batch_size(run.state.consumed_train_samples)
+    run.state.skipped_train_samples += nominal - batch_size
     losses: list[dict[str, Tensor]] = []
     updated, grad_norm, num_zeros = False, None, None
     if iteration in config.training.iterations_to_skip:

@@ -19,7 +19,7 @@ from megatron.training.initialize import configure, fail, shut_down, start
 from megatron.training.loop import train
 from megatron.training.printing import print_rank_0
 from megatron.training.runtime import Runtime
-from megatron.training.schedule import number_of_train_iters
+from megatron.training.schedule import number_of_train_iters, recount_train_iters
 from megatron.training.startup_log import (
     print_arguments,
     print_attention_backends,
@@ -97,6 +97,7 @@ def _prepare(run: Runtime, model_provider: setup.ModelProvider, provider: data.P
     if not run.config.validation.skip_train:
         setup.build_optimizer(run)
     load(run)
+    recount_train_iters(run)
     run.timers("model-and-optimizer-setup").stop()
     print_datetime("after model, optimizer, and learning rate scheduler are built")
     run.timers("train/valid/test-data-iterators-setup", log_level=0).start(barrier=True)

@@ -186,6 +186,35 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
     assert kept == ["iter_0000002", "iter_0000006"]
 
 
+def test_a_resumed_run_with_larger_batches_takes_all_samples(tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "ck"), "--load", str(tmp_path / "ck")]
+    base = [f for f in TINY if f not in ("--train-iters", "6")]
+    samples = ["--train-samples", "64"]
+    run_gpt(tmp_path, *samples, *save, "--exit-interval", "2", base=base)
+    lines = run_gpt(tmp_path, *samples, *save, "--global-batch-size", "16", base=base)
+    consumed = [line["consumed_samples"] for line in lines if line["kind"] == "step"]
+    assert consumed == [8, 16, 32, 48, 64]
+
+
+def test_a_resumed_run_by_steps_has_data_for_other_batch_sizes(tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "ck"), "--load", str(tmp_path / "ck")]
+    run_gpt(tmp_path, *save, "--exit-interval", "5")
+    smaller = ["--global-batch-size", "2", "--override-opt_param-scheduler"]
+    lines = run_gpt(tmp_path, *save, *smaller)
+    assert [line["consumed_samples"] for line in lines if line["kind"] == "step"][-1] == 42
+
+
+@pytest.mark.feature("Running: a batch that does not divide evenly is decreased on request")
+def test_a_decreased_batch_keeps_schedule_and_data_of_the_full_one(tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "ck"), "--load", str(tmp_path / "ck")]
+    flags = ["--micro-batch-size", "3", "--decrease-batch-size-if-needed", *save]
+    lines = run_gpt(tmp_path, *flags, "--exit-interval", "3")
+    assert [line["consumed_samples"] for line in lines] == [6, 12, 18]
+    assert [line["skipped-train-samples"] for line in lines] == [2, 4, 6]
+    # micro-batches that divide the batch: the same schedule, so that the checkpoint fits
+    assert run_gpt(tmp_path, *save)[3]["consumed_samples"] == 26
+
+
 def test_load_that_names_nothing_ends_the_run(tmp_path: Path) -> None:
     (said,) = run_ranks(refusal, 1, [*TINY, "--load", str(tmp_path / "nothing")])
     assert "nothing holds no checkpoint: correct the path" in said

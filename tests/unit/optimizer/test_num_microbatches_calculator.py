@@ -76,6 +76,17 @@ def test_train_iters_are_the_whole_batches_of_a_simulated_run(train_samples: int
     assert calc.train_iters(train_samples) == iterations
 
 
+@pytest.mark.parametrize("done", [0, 1, 5, 9, 30])
+def test_steps_done_and_steps_left_are_the_whole_run(done: int):
+    calc = calculator(rampup_batch_size=(4, 4, 48))
+    consumed = sum(batches(calc, done))
+    assert done + calc.train_iters(1000, consumed) == calc.train_iters(1000)
+
+
+def test_nothing_is_left_of_fewer_samples_than_are_consumed():
+    assert calculator().train_iters(100, 1000) == 0
+
+
 def test_a_resumed_run_continues_the_ramp_where_it_was():
     calc = calculator(rampup_batch_size=(4, 4, 48))
     consumed = sum(batches(calc, 5))
