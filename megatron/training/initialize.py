@@ -187,6 +187,11 @@ def _init_default_group(config: RunConfig) -> None:
     print_rank_0("> initializing torch distributed ...")
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
+    elif config.world_size > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {config.world_size}, but RANK and MASTER_ADDR are not set, so this "
+            "process is alone: start with torchrun, or unset WORLD_SIZE"
+        )
     else:  # no launcher: a world of one needs no rendezvous
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.checkpointing.save import save_run
-from megatron.training.initialize import configure, fail
+from megatron.training.initialize import _init_default_group, configure, fail
 from tests.unit.arguments.commands import argv
 from tests.unit.checkpointing.tiny_run import counters, make_parts, options
 
@@ -63,3 +63,11 @@ def test_the_launcher_repeats_what_was_wrong(
     assert capsys.readouterr().err == "ConfigError: --lr is required\n"
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert message["message"] == "ConfigError: --lr is required"
+
+
+def test_ranks_that_nobody_launched_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 2, .* start with torchrun"):
+        _init_default_group(configure(argv=argv("")))
