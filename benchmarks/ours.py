@@ -29,7 +29,8 @@ def flags(shape: Shape, dtype: str) -> list[str]:
         f"--weight-decay {WEIGHT_DECAY} --clip-grad {CLIP} --mock-data "
         f"--tokenizer-type NullTokenizer --vocab-size {shape.vocab - 1} "
         "--make-vocab-size-divisible-by 1 --hidden-dropout 0 --attention-dropout 0 "
-        "--no-create-attention-mask-in-dataloader --eval-iters 0 --num-workers 0"
+        "--no-create-attention-mask-in-dataloader --eval-iters 0 --num-workers 0 "
+        "--no-bias-gelu-fusion"  # the exact GELU, as the others have it
     )
     if shape.family == "llama":
         words += " --swiglu --normalization RMSNorm --position-embedding-type rope"

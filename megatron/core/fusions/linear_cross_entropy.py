@@ -46,9 +46,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: ProcessGroup,
         num_columns: int,
     ) -> Tensor:
-        index = target - group.rank() * weight.shape[0]
-        is_mine = (index >= 0) & (index < num_columns)
-        rows = _Rows(index.masked_fill(~is_mine, 0), is_mine, target < 0, num_columns)
+        rows = _Rows(target, group, weight.shape[0], num_columns)
         if not any(ctx.needs_input_grad):
             return _loss_alone(x, weight, rows, group)
         logits = torch.mm(x, weight.t())
@@ -76,9 +74,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _Rows:
     """Where the targets are: column on this rank, whether it is here, whether it counts."""
 
-    def __init__(self, index: Tensor, is_mine: Tensor, ignored: Tensor, columns: int) -> None:
-        self.index, self.is_mine, self.ignored = index.unsqueeze(-1), is_mine, ignored
-        self.columns = columns
+    def __init__(self, target: Tensor, group: ProcessGroup, width: int, columns: int) -> None:
+        self.columns, self.ignored = columns, target < 0
+        self.is_mine: Tensor | None = None  # everything that counts
+        if group.size() == 1:
+            self.index = target.clamp_min(0).unsqueeze(-1)
+        else:
+            index = target - group.rank() * width
+            self.is_mine = (index >= 0) & (index < columns)
+            self.index = index.masked_fill(~self.is_mine, 0).unsqueeze(-1)
 
     def hide_padding(self, logits: Tensor) -> None:
         """Columns beyond the vocabulary never enter a softmax."""
@@ -87,14 +91,8 @@ class _Rows:
 
     def at_target(self, values: Tensor, part: slice) -> Tensor:
         """The target's entry of each row; zero where another rank has it."""
-        return values.gather(-1, self.index[part]).squeeze(-1).masked_fill(~self.is_mine[part], 0)
-
-    def clear_ignored(self, values: Tensor) -> None:
-        """Zero in the rows that do not count."""
-        if device.is_cuda(values.device):  # without waiting for the device
-            values.masked_fill_(self.ignored.unsqueeze(-1), 0)
-        elif bool(self.ignored.any()):
-            values[self.ignored] = 0
+        found = values.gather(-1, self.index[part]).squeeze(-1)
+        return found if self.is_mine is None else found.masked_fill(~self.is_mine[part], 0)
 
 
 def _scale_of(dtype: torch.dtype) -> float:
@@ -139,7 +137,7 @@ def _turn_into_gradient(logits: Tensor, rows: _Rows) -> Tensor:
     """Overwrite ``logits`` by (softmax - onehot) * scale; the loss of each token."""
     loss = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
     scale = _scale_of(logits.dtype)
-    logits[:, rows.columns :] = float("-inf")
+    rows.hide_padding(logits)
     parts = _parts(logits)
     scratch = _Scratch(logits, parts)
     for part in parts:
@@ -149,7 +147,6 @@ def _turn_into_gradient(logits: Tensor, rows: _Rows) -> Tensor:
         loss[part] = _loss_of(values, at_target, rows, part)
         prob.scatter_(-1, rows.index[part], (at_target - 1).unsqueeze(-1))
         values.copy_(prob if scale == 1 else prob.mul_(scale))
-    rows.clear_ignored(logits)
     return loss.masked_fill_(rows.ignored, 0)
 
 
@@ -166,6 +163,7 @@ def _turn_into_gradient_divided(logits: Tensor, rows: _Rows, group: ProcessGroup
     log_sum, at_target = _own_sums(logits, rows, slice(None))
     log_sum = _sum_over_ranks(log_sum, at_target, group)
     scale = _scale_of(logits.dtype)
+    assert rows.is_mine is not None, "for a group of more than one rank"
     parts = _parts(logits)
     scratch = _Scratch(logits, parts)
     for part in parts:
@@ -174,13 +172,12 @@ def _turn_into_gradient_divided(logits: Tensor, rows: _Rows, group: ProcessGroup
         hit = rows.is_mine[part].to(prob.dtype).unsqueeze(-1)
         prob.scatter_add_(-1, rows.index[part], -hit)
         values.copy_(prob if scale == 1 else prob.mul_(scale))
-    rows.clear_ignored(logits)
     return (log_sum - at_target).masked_fill_(rows.ignored, 0)
 
 
 def _own_sums(logits: Tensor, rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor]:
     """Log of the sum of this rank's exponentials, and the target's logit, for ``tokens``."""
-    logits[:, rows.columns :] = float("-inf")
+    rows.hide_padding(logits)
     log_sum = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
     parts = _parts(logits)
     scratch = _Scratch(logits, parts)

@@ -118,7 +118,7 @@ def vocab_parallel_cross_entropy(
     nothing and has no gradient.
     """
     limit = vocab_size or vocab_parallel_logits.shape[-1] * tp_group.size()
-    check_token_ids(target.clamp_min(0), limit)
+    check_token_ids(target, limit, may_ignore=True)
     return _VocabParallelCrossEntropy.apply(
         vocab_parallel_logits, target, label_smoothing, tp_group, vocab_size
     )

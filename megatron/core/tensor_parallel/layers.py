@@ -257,17 +257,20 @@ class RowParallelLinear(nn.Module):
         return f"{self.input_size}, {self.output_size}, rank {tp.rank()} of {tp.size()}"
 
 
-def check_token_ids(token_ids: Tensor, num_tokens: int) -> None:
-    """Raise DataError unless all ids are in [0, num_tokens); on a GPU the device asserts later."""
-    if token_ids.is_meta:
+def check_token_ids(token_ids: Tensor, num_tokens: int, *, may_ignore: bool = False) -> None:
+    """Raise DataError unless all ids are in [0, num_tokens); on a GPU the device asserts later.
+
+    With ``may_ignore`` a negative id is a label that does not count.
+    """
+    if token_ids.is_meta or token_ids.numel() == 0:
         return
-    fits = ((token_ids >= 0) & (token_ids < num_tokens)).all()
+    low, high = torch.aminmax(token_ids)
+    fits = high < num_tokens if may_ignore else (low >= 0) & (high < num_tokens)
     if device.is_cuda(token_ids.device):
         torch._assert_async(fits, f"a token id is outside the vocabulary of {num_tokens}")
     elif not fits:
-        low, high = int(token_ids.min()), int(token_ids.max())
         raise DataError(
-            f"token ids from {low} to {high} do not fit a vocabulary of {num_tokens}: "
+            f"token ids from {int(low)} to {int(high)} do not fit a vocabulary of {num_tokens}: "
             "the data was made with another tokenizer, or --vocab-size is too small"
         )
 

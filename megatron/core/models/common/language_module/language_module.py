@@ -58,7 +58,8 @@ class LanguageModule(MegatronModule):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden, self.tp_group)
         padded = weight.shape[0]
-        check_token_ids(labels.clamp_min(0), self.num_tokens or padded * self.tp_group.size())
+        limit = self.num_tokens or padded * self.tp_group.size()
+        check_token_ids(labels, limit, may_ignore=True)
         loss = linear_cross_entropy(
             hidden.flatten(0, 1),
             weight,
