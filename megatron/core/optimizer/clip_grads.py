@@ -76,19 +76,24 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device.current())
     if device.is_cuda(tensors[0].device):
-        norms = torch.stack(torch._foreach_norm(list(tensors), 2, torch.float32))
-    else:
-        norms = torch.cat([part for tensor in tensors for part in _norms_of_blocks(tensor)])
+        return _sum_of_squared(torch.stack(torch._foreach_norm(list(tensors), 2, torch.float32)))
+    small = [t for t in tensors if 0 < t.numel() <= _BLOCK]
+    blocks = [norms for t in tensors if t.numel() > _BLOCK for norms in _norms_of_blocks(t)]
+    if small:
+        blocks.append(torch.stack(torch._foreach_norm(small, 2, torch.float32)))
+    return _sum_of_squared(torch.cat(blocks)) if blocks else tensors[0].new_zeros(()).double()
+
+
+def _sum_of_squared(norms: Tensor) -> Tensor:
     return norms.double().square().sum()
 
 
 def _norms_of_blocks(tensor: Tensor) -> list[Tensor]:
     flat = tensor.reshape(-1)
-    whole = flat.numel() // _BLOCK * _BLOCK
-    parts = [flat[:whole].view(-1, _BLOCK), flat[whole:].view(1, -1)]
-    return [
-        torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts if part.numel()
-    ]
+    rest = flat.numel() % _BLOCK
+    parts = [flat[: flat.numel() - rest], flat[flat.numel() - rest :]] if rest else [flat]
+    rows = (part.view(-1, min(_BLOCK, part.numel())) for part in parts)
+    return [torch.linalg.vector_norm(r, dim=1, dtype=torch.float32) for r in rows]
 
 
 def _sorted_by_counting(

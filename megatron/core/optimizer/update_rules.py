@@ -97,10 +97,17 @@ class AdamW(UpdateRule):
     def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
         betas = (config.adam_beta1, config.adam_beta2)
         super().__init__([{"betas": betas, "eps": config.adam_eps, **group} for group in groups])
+        devices = {param.device for param in self._params()}
+        self._steps = {d: torch.zeros((), dtype=torch.float32, device=d) for d in devices}
+
+    def step(self, divisor: float = 1.0) -> None:
+        for steps in self._steps.values():  # all parameters have taken as many
+            steps.add_(1.0)
+        super().step(divisor)
 
     def new_state(self, param: nn.Parameter) -> State:
         return {
-            "step": torch.zeros((), dtype=torch.float32, device=param.device),
+            "step": self._steps[param.device],
             "exp_avg": torch.zeros_like(param),
             "exp_avg_sq": torch.zeros_like(param),
         }
@@ -113,15 +120,13 @@ class AdamW(UpdateRule):
         group: dict[str, Any],
         grad_scale: Tensor | None,
     ) -> None:
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1.0)
         torch._fused_adamw_(
             params,
             _gradients(params),
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
-            steps,
+            [state["step"] for state in states],
             lr=group["lr"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
