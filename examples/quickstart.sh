@@ -9,7 +9,7 @@ out=${1:+$(realpath -m "$1")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${out:-quickstart}
 
-train_iters=${TRAIN_ITERS:-600}
+train_iters=${TRAIN_ITERS:-400}
 workers=$(($(nproc) < 8 ? $(nproc) : 8))
 
 say() { printf '\n== %s\n' "$*"; }
