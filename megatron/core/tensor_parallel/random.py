@@ -112,14 +112,12 @@ def model_parallel_cuda_manual_seed(
     )
 
 
-@contextlib.contextmanager
-def fork_if(condition: bool, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
+def fork_if(
+    condition: bool, name: str = MODEL_PARALLEL_STREAM
+) -> contextlib.AbstractContextManager[None]:
     """`RNGStatesTracker.fork` where ``condition`` holds and streams exist."""
-    with _tracker.fork(name) if condition and _tracker.is_initialized() else _nothing():
-        yield
-
-
-def _nothing() -> contextlib.AbstractContextManager[None]:
+    if condition and _tracker.is_initialized():
+        return _tracker.fork(name)
     return contextlib.nullcontext()
 
 

@@ -123,10 +123,10 @@ class SelfAttention(MegatronModule):
         """[s, b, h] -> query [s, b, n/tp, d], key and value [s, b, g/tp, d]."""
         mixed, bias = self.linear_qkv(hidden_states)
         assert bias is None, "the projection adds its bias itself"
-        mixed = mixed.unflatten(-1, (self.local_groups, -1))
-        width = self.head_dim
+        s, b, width = *mixed.shape[:2], self.head_dim
+        mixed = mixed.view(s, b, self.local_groups, -1)
         query, key, value = mixed.split([self.heads_per_group * width, width, width], -1)
-        query = query.unflatten(-1, (-1, width)).flatten(2, 3)
+        query = query.reshape(s, b, -1, width)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:

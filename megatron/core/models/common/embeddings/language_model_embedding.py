@@ -81,9 +81,7 @@ class LanguageModelEmbedding(MegatronModule):
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
         """[b, s] ids and positions -> [s, b, h] (or [s/tp, b, h])"""
-        hidden = self.word_embeddings(input_ids)
-        if not self.is_cut:
-            hidden = hidden.transpose(0, 1)
+        hidden = self.word_embeddings(input_ids if self.is_cut else input_ids.transpose(0, 1))
         if self.scale is not None:
             hidden = hidden * self.scale
         if self.position_embeddings is not None:
