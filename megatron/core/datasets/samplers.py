@@ -7,7 +7,9 @@ global batch is the same samples for every layout, batch-size ramp and resumptio
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -202,6 +204,17 @@ def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderCon
 
 
 def outlive_signals(worker_id: int) -> None:
-    """In a reading process: leave SIGTERM and SIGINT to the rank, which saves and then ends it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """In a reading process: leave SIGTERM and SIGINT to the rank, which saves and then ends it.
+
+    A SIGTERM of the rank itself, sent when it ends without having asked the process to, ends it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for `_obey_parent` to take
+    threading.Thread(target=_obey_parent, daemon=True).start()
+
+
+def _obey_parent() -> None:
+    parent = os.getppid()
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass  # from a launcher, to the whole process group
+    os._exit(0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from megatron.core.datasets.samplers import (
     MegatronPretrainingRandomSampler,
     MegatronPretrainingSampler,
     build_data_loader,
-    outlive_signals,
 )
 
 TOTAL = 100
@@ -142,11 +142,30 @@ class TestLoader:
             self.load(dataloader_type="random")
 
 
-def test_reading_processes_leave_signals_to_the_rank() -> None:
-    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        outlive_signals(0)
-        assert all(signal.getsignal(s) == signal.SIG_IGN for s in before)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+_READS_AND_FAILS = """
+import os, signal, sys
+from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
+
+class Numbers(list):
+    def __getitem__(self, index):
+        return os.getpid()
+
+config = DataLoaderConfig(micro_batch_size=1, num_workers=1)
+data = iter(build_data_loader(Numbers(range(1000)), 0, config))
+worker = int(next(data))
+for number in (signal.SIGTERM, signal.SIGINT):  # as to a whole process group
+    os.system(f"kill -{int(number)} {worker}")
+assert int(next(data)) == worker
+def keep():
+    kept = data  # a frame of the traceback holds on to the iterator
+    raise ValueError("boom")
+keep()
+"""
+
+
+def test_reading_processes_outlive_signals_but_not_a_rank_that_fails() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _READS_AND_FAILS], capture_output=True, text=True, timeout=60
+    )
+    assert ended.stderr.rstrip().endswith("ValueError: boom")
+    assert ended.returncode == 1
