@@ -26,6 +26,7 @@ BLOCKS = "blocks"
 PLAIN = "plain"
 NAMES = (BLOCKS, *KERNELS, PLAIN)
 _BLOCK_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+_FEW_TOKENS = 128
 _CANDIDATES = {
     AttnBackend.auto: NAMES,
     AttnBackend.flash: ("flash",),
@@ -88,6 +89,8 @@ def _refusal_of_blocks(request: AttentionRequest) -> str | None:
         return f"it has no fast product of {str(request.dtype).removeprefix('torch.')}"
     if request.has_mask or request.has_bias or not request.causal_tokens:
         return "it is for causal attention in training"
+    if request.dtype != torch.bfloat16 and request.causal_tokens < _FEW_TOKENS:
+        return f"a kernel is faster for {request.causal_tokens} tokens"
     # What it keeps for backward then stays below half of what a layer keeps anyway.
     if request.causal_tokens > 16 * request.head_dim:
         return f"it would keep the probabilities of {request.causal_tokens} tokens"

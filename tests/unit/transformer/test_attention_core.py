@@ -197,8 +197,28 @@ def test_training_on_short_sequences_runs_in_blocks() -> None:
     assert refusal("blocks", on_gpu) == "it is for a CPU"
     rows = attention_report(AttnBackend.auto, request_of(torch.float16, 64, causal_tokens=2048))
     assert rows[0].reason == "it has no fast product of float16"
+    rows = attention_report(AttnBackend.auto, request_of(torch.float32, 64, causal_tokens=127))
+    assert rows[0].reason == "a kernel is faster for 127 tokens"
+    assert able(torch.bfloat16, causal_tokens=127) == ("blocks",)
     rows = attention_report(AttnBackend.auto, request_of(torch.float32, 64, causal_tokens=2048))
     assert rows[0].reason == "it would keep the probabilities of 2048 tokens"
+
+
+@pytest.mark.parametrize("num_groups", [4, 2])
+def test_blocks_are_the_kernel(num_groups: int) -> None:
+    results = []
+    for backend in (AttnBackend.auto, AttnBackend.flash):
+        torch.manual_seed(0)
+        q, k, v = (
+            torch.randn(128, 1, heads, D, dtype=torch.float64, requires_grad=True)
+            for heads in (N, num_groups, num_groups)
+        )
+        core = DotProductAttention(tiny_config(attention_backend=backend), layer_number=1)
+        out = core(q, k, v)
+        out.square().sum().backward()
+        results.append((out, q.grad, k.grad, v.grad))
+        assert ("Causal" in out.grad_fn.next_functions[0][0].name()) == (backend.name == "auto")
+    torch.testing.assert_close(*results, **tolerances.of(torch.float64))
 
 
 def test_evaluation_runs_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
