@@ -129,8 +129,9 @@ class _Scratch:
         """Probabilities in float32."""
         if self.room is None:  # one kernel converts and normalises
             return torch.softmax(values, -1, dtype=self.dtype)
-        wide = self.widen(values)
-        return torch.softmax(wide, -1, out=wide)
+        room = self.room[: len(values)]
+        wide = values if values.dtype == self.dtype else self.widen(values)
+        return torch.softmax(wide, -1, out=room)
 
 
 def _turn_into_gradient(logits: Tensor, rows: _Rows) -> Tensor:
