@@ -9,6 +9,8 @@ TensorBoard and chrome://tracing is written; otherwise the window is marked for 
 from __future__ import annotations
 
 import contextlib
+import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch.autograd.profiler import emit_nvtx
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from megatron.training.config.run import RunConfig
     from megatron.training.runtime import Runtime
     from megatron.training.state import StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class TorchProfiler(Callback):
@@ -42,7 +46,7 @@ class TorchProfiler(Callback):
             self._profiler = profile(
                 activities=activities,
                 schedule=schedule(wait=0, warmup=first - done, active=last - first, repeat=1),
-                on_trace_ready=tensorboard_trace_handler(folder, worker_name=f"rank{self._rank}"),
+                on_trace_ready=partial(_write_trace, folder, f"rank{self._rank}"),
                 record_shapes=True,
                 with_stack=True,
             )
@@ -58,6 +62,14 @@ class TorchProfiler(Callback):
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
+
+
+def _write_trace(folder: str, worker: str, profiler: profile) -> None:
+    """Where the trace cannot be written, training goes on without it."""
+    try:
+        tensorboard_trace_handler(folder, worker_name=worker)(profiler)
+    except (OSError, RuntimeError) as error:  # the latter when it cannot make the folder
+        logger.warning("no profile of %s: %s", worker, error, extra={"all_ranks": True})
 
 
 class NsysRange(Callback):

@@ -164,6 +164,17 @@ def test_a_run_resumed_behind_the_window_is_not_profiled(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_trace_that_cannot_be_written_does_not_end_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "tensorboard"
+    run = fake_run(f"--profile --use-pytorch-profiler --tensorboard-dir {folder}")
+    train(run, TorchProfiler(rank=0), last=13)
+    assert run.state.iteration == 13
+    assert "no profile of rank0: Can't create directory" in caplog.text
+
+
 def test_nsys_sees_the_same_window(monkeypatch: pytest.MonkeyPatch) -> None:
     run = fake_run("--profile --profile-step-start 3 --profile-step-end 5")
     calls: list[tuple[str, int]] = []
