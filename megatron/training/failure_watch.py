@@ -34,6 +34,7 @@ _LEFT = "failure_watch/left"  # ranks that no longer look
 _PATIENCE_S = 3.0  # for peers to acknowledge, beyond their polling interval
 _LINGER_S = 1.0  # a peer lets the failing rank end first
 _STORE_LOST_S = 10.0  # the store may go a little before a rank that ends in order
+_FEW_LINES = 10  # of a message; with torchrun's own lines it stays among the last 20
 _FAREWELL_S = 60.0  # rank 0 keeps the store for ranks that still close their logs
 
 
@@ -96,13 +97,15 @@ class FailureWatch:
 
     def _fail(self, error: BaseException) -> None:
         """Tell all ranks of ``error`` and end this process."""
-        mine = f"rank {self._rank} failed: {type(error).__name__}: {error}"
+        mine = f"rank {self._rank} failed: {type(error).__name__}: {in_few_lines(str(error))}"
         first = mine
         with contextlib.suppress(RuntimeError):  # without a store the launcher has to see it
             first = self._store.compare_set(_FAILURE, "", mine).decode()
         if first == mine:
             if not isinstance(error, MegatronError):  # whose message is a whole sentence
                 traceback.print_exception(error)
+            elif in_few_lines(str(error)) != str(error):
+                print(error, file=sys.stderr, flush=True)
         else:  # ours is an echo: a connection that the other rank's end has closed
             self._thread.join()  # ends the process if it has seen the failure
         with contextlib.suppress(RuntimeError):
@@ -139,6 +142,17 @@ class FailureWatch:
         tell_launcher(text)
         sys.stdout.flush()
         self._end(1)
+
+
+def in_few_lines(text: str) -> str:
+    """``text`` without its middle, so that what stands before it is not far above.
+
+    An exception of a reading process, for instance, carries the whole traceback in its message.
+    """
+    lines = [line for line in text.splitlines() if line.strip()]
+    if len(lines) <= _FEW_LINES:
+        return text
+    return "\n".join([*lines[:4], "  ...", *lines[-4:]])
 
 
 def tell_launcher(text: str) -> None:

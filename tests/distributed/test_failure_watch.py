@@ -49,6 +49,18 @@ def test_a_users_mistake_is_one_sentence_without_a_traceback(tmp_path: Path) -> 
     assert (tmp_path / "stderr0").read_text() == expected
 
 
+def test_a_long_message_leaves_the_rank_among_the_last_lines(tmp_path: Path) -> None:
+    error = ValueError("caught in a worker\n" + "  a line\n" * 50 + "ValueError: boom\n")
+    with pytest.raises(AssertionError, match="exit code 1"):
+        run_ranks(_wait_while_rank_1_raises, 2, str(tmp_path), error, True)
+    message = json.loads((tmp_path / "error1.json").read_text())["message"]["message"]
+    lines = message.splitlines()
+    assert lines[0] == "rank 1 failed: ValueError: caught in a worker"
+    assert lines[-1] == "ValueError: boom"
+    assert len(lines) <= 10
+    assert (tmp_path / "stderr1").read_text().count("  a line") >= 50, "the traceback has all"
+
+
 def _end_in_order(rank: int, world_size: int) -> str:
     with failure_watch(poll_s=0.05):
         dist.barrier()
