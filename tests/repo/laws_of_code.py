@@ -24,6 +24,7 @@ ARGUMENT_FACADES = ("megatron/training/arguments/", "megatron/training/global_va
 MAY_EXIT = {
     "megatron/training/training.py": "pretrain() is the main of every training script",
     "megatron/training/initialize.py": "--check-only ends the program after its report",
+    "megatron/core/datasets/samplers.py": "a thread ends its reading process, busy or not",
     "megatron/core/faults.py": "a rank that waits in a collective cannot unwind",
 }
 
