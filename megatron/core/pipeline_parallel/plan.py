@@ -1,0 +1,71 @@
+"""What each pipeline rank does in one step, as data: no torch, no communication.
+
+A pipeline of virtual stages 0 .. num_stages - 1, several of them on a rank (its model chunks).  A
+schedule gives each rank the order of its work; adding the transfers between stages to it gives the
+instructions that `executor` follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+class Work(NamedTuple):
+    """A pass of one micro-batch through one chunk.
+
+    "backward" computes the gradients of inputs, and those of weights unless the plan has a
+    "weight" for the same micro-batch and chunk.
+    """
+
+    kind: Literal["forward", "backward", "weight"]
+    microbatch: int  # 0 .. num_microbatches - 1
+    chunk: int  # which of this rank's model chunks
+
+
+class Transfer(NamedTuple):
+    """One tensor on its way from a virtual stage to a neighbour on another rank."""
+
+    kind: Literal["activation", "gradient"]
+    microbatch: int
+    source: int  # virtual stage
+    target: int
+
+
+class Exchange(NamedTuple):
+    """Transfers of one rank that are posted together, as one operation."""
+
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+
+
+Instruction = Work | Exchange
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which virtual stage lies where.
+
+    A tensor goes through the ranks of chunk 0, then of chunk 1, ...; with ``is_v`` every second
+    chunk is passed through backwards, so that the last rank of a chunk is the first of the next.
+    """
+
+    num_ranks: int
+    num_chunks: int = 1
+    is_v: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """Virtual stages of the whole pipeline."""
+        return self.num_ranks * self.num_chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        """The virtual stage of one chunk of a rank."""
+        turned = self.is_v and chunk % 2 == 1
+        return chunk * self.num_ranks + (self.num_ranks - 1 - rank if turned else rank)
+
+    def location(self, stage: int) -> tuple[int, int]:
+        """(rank, chunk) of a virtual stage."""
+        chunk, place = divmod(stage, self.num_ranks)
+        turned = self.is_v and chunk % 2 == 1
+        return (self.num_ranks - 1 - place if turned else place), chunk
