@@ -1,7 +1,8 @@
 """Megatron's ``parallel_state`` for code that was written against it.
 
-One variable, and functions that read it.  Only doors use it (models, the DDP wrapper and the
-optimizer when called without groups); everything deeper is given its groups.
+Functions that read one variable, kept beside the class of the groups.  Only doors use it (models,
+the DDP wrapper and the optimizer when called without groups); everything deeper is given its
+groups.
 """
 
 from __future__ import annotations
@@ -14,25 +15,22 @@ from torch.distributed import ProcessGroup
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
+    get_installed,
     make_grids,
+    set_installed,
 )
-
-_groups: ProcessGroupCollection | None = None
 
 
 def install(groups: ProcessGroupCollection) -> None:
     """Make ``groups`` what the functions below answer from."""
-    global _groups
-    if _groups is not None:
+    if is_initialized():
         raise RuntimeError("model parallel groups exist already; destroy_model_parallel() first")
-    _groups = groups
+    set_installed(groups)
 
 
 def current() -> ProcessGroupCollection:
     """The installed groups."""
-    if _groups is None:
-        raise RuntimeError("model parallel groups do not exist: initialize_model_parallel() first")
-    return _groups
+    return ProcessGroupCollection.use_mpu_process_groups()
 
 
 def initialize_model_parallel(
@@ -66,17 +64,16 @@ def initialize_model_parallel(
 
 def destroy_model_parallel() -> None:
     """Forget the installed groups."""
-    global _groups
-    _groups = None
+    set_installed(None)
 
 
 def is_initialized() -> bool:
     """Whether groups are installed."""
-    return _groups is not None
+    return get_installed() is not None
 
 
 model_parallel_is_initialized = is_initialized
-is_unitialized = lambda: _groups is None  # noqa: E731  (the spelling scripts use)
+is_unitialized = lambda: not is_initialized()  # noqa: E731  (the spelling scripts use)
 
 
 # -- groups ---------------------------------------------------------------------------------

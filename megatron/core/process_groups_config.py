@@ -5,18 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.rank_grid import RankGrid
 
+# Joined axes: where at most one of them is larger than one, its group is theirs.
+_JOINS = {
+    "mp": ("tp", "pp"),
+    "tp_cp": ("tp", "cp"),
+    "tp_dp": ("tp", "dp"),
+    "tp_dp_cp": ("tp", "dp", "cp"),
+    "dp_cp": ("dp", "cp"),
+    "tp_ep": ("expt_tp", "ep"),
+    "tp_ep_pp": ("expt_tp", "ep", "pp"),
+}
+# Axes that are off unless a program says otherwise.  Replicas are not among them: gradients that
+# are not reduced are a silent error.
+_MAY_BE_OFF = ("tp", "pp", "cp", "ep", "pos_embd")
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(init=False, kw_only=True, eq=False)
 class ProcessGroupCollection:
-    """Every group this rank belongs to.  A field is always a group: of size 1 where an axis is off.
+    """The groups this rank belongs to, of size 1 where an axis is off.  Each is set once.
 
-    Names: axes joined by ``_``; ``expt_`` marks the grid of expert layers.
+    Names: axes joined by ``_``; ``expt_`` marks the grid of expert layers.  `create_process_groups`
+    sets all of them.  A program that brings groups of its own gives those it has, here or by
+    assignment; of the others, those that follow from them are filled in when they are first read,
+    and AttributeError names the rest.
     """
 
     tp: ProcessGroup
@@ -39,6 +57,75 @@ class ProcessGroupCollection:
     dense_grid: RankGrid
     expert_grid: RankGrid
 
+    def __init__(self, **groups: Any) -> None:
+        for name, group in groups.items():
+            setattr(self, name, group)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dataclass_fields__:
+            raise AttributeError(
+                f"ProcessGroupCollection has no group {name!r}; it has "
+                f"{', '.join(self.__dataclass_fields__)}"
+            )
+        if name in self.__dict__:
+            raise AttributeError(f"ProcessGroupCollection: {name!r} is set or was read already")
+        self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        """A group that was not given; called only for names that are not set."""
+        if name not in self.__dataclass_fields__:
+            raise AttributeError(name)
+        self.__dict__[name] = group = self._that_follows(name)
+        return group
+
+    def _that_follows(self, name: str) -> ProcessGroup:
+        """Group ``name``, from those that were given."""
+        if name in _MAY_BE_OFF:
+            return self._alone()
+        if name == "world":
+            return dist.group.WORLD or self._alone()
+        if name in _JOINS:
+            parts = [getattr(self, part) for part in _JOINS[name]]
+            large = [group for group in parts if group.size() > 1]
+            if len(large) < 2:
+                return (large or parts)[0]
+        elif name == "expt_tp":
+            return self.tp
+        elif name == "dp" and "dp_cp" in self.__dict__ and self.cp.size() == 1:
+            return self.dp_cp
+        elif name == "dp" and self.tp.size() * self.pp.size() * self.cp.size() == self.world.size():
+            return self._alone()
+        elif name == "expt_dp" and self.ep.size() == 1 and self.expt_tp is self.tp:
+            return self.dp_cp
+        elif name == "embd" and self.pp.size() <= 2:
+            return self.pp
+        raise AttributeError(
+            f"ProcessGroupCollection: {name!r} is asked for, but was not given and does not follow "
+            f"from {', '.join(self.__dict__)}"
+        )
+
+    def _alone(self) -> ProcessGroup:
+        """This rank by itself."""
+        for group in vars(self).values():
+            if isinstance(group, ProcessGroup) and group.size() == 1:
+                return group
+        if not dist.is_initialized():
+            return ProcessGroup(0, 1)
+        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+    @classmethod
+    def use_mpu_process_groups(
+        cls, required_pgs: Sequence[str] | None = None
+    ) -> ProcessGroupCollection:
+        """The installed groups of `parallel_state`, or those of them that are named."""
+        if _installed is None:
+            raise RuntimeError(
+                "model parallel groups do not exist: initialize_model_parallel() first"
+            )
+        if required_pgs is None:
+            return _installed
+        return cls(**{name: getattr(_installed, name) for name in required_pgs})
+
     @property
     def is_first_stage(self) -> bool:
         """Whether this rank holds the embedding."""
@@ -48,6 +135,20 @@ class ProcessGroupCollection:
     def is_last_stage(self) -> bool:
         """Whether this rank computes the loss."""
         return self.pp.rank() == self.pp.size() - 1
+
+
+_installed: ProcessGroupCollection | None = None  # what `parallel_state` answers from
+
+
+def set_installed(groups: ProcessGroupCollection | None) -> None:
+    """Make ``groups`` what `parallel_state` answers from."""
+    global _installed
+    _installed = groups
+
+
+def get_installed() -> ProcessGroupCollection | None:
+    """What `set_installed` was given last."""
+    return _installed
 
 
 def make_grids(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import parallel_state, rank_grid
+from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
@@ -138,3 +139,60 @@ def test_dense_and_expert_layers_must_lie_on_the_same_pipelines() -> None:
     make_grids(16, pp=2, ep=2, order=ORDERS[0])
     with pytest.raises(ValueError, match="different pipelines"):
         make_grids(16, pp=2, ep=2, order=ORDERS[1])
+
+
+@pytest.mark.parametrize("world_of_16", [5], indirect=True)
+def test_a_grid_of_ones_own_names_what_is_wrong(world_of_16: int) -> None:
+    grid = HyperCommGrid([2, 3, 2], ["tp", "cp", "dp"], rank_offset=4)
+    assert grid.get_rank_enum(["dp", "tp"]) == [[4, 5, 10, 11], [6, 7, 12, 13], [8, 9, 14, 15]]
+    with pytest.raises(KeyError, match="no groups of tp-dp: create_pg comes first"):
+        grid.get_pg(["dp", "tp"])
+    assert members(grid.create_pg(["dp", "tp"], group_desc="both")) == [4, 5, 10, 11]
+    with pytest.raises(KeyError, match="the groups of tp-dp exist already"):
+        grid.create_pg(["tp", "dp"])
+    for dims in ("pp", [], ["tp", "tp"], ["tp", "ep"]):
+        with pytest.raises(ValueError, match="no choice among the axes"):
+            grid.create_pg(dims)
+    with pytest.raises(RuntimeError, match="needs 20 ranks, the world has 16"):
+        HyperCommGrid([4, 4], ["tp", "dp"], rank_offset=4)
+    with pytest.raises(ValueError, match="2 sizes .* for 1 names"):
+        HyperCommGrid([2, 2], ["tp"])
+    with pytest.raises(ValueError, match="names differ"):
+        HyperCommGrid([2, 2], ["tp", "tp"])
+
+
+@pytest.mark.parametrize("world_of_16", [9], indirect=True)
+def test_groups_that_follow_from_others_need_not_be_given(world_of_16: int) -> None:
+    tp, dp = (HyperCommGrid([2, 8], ["tp", "dp"]).create_pg(name) for name in ("tp", "dp"))
+    groups = ProcessGroupCollection(tp=tp)
+    with pytest.raises(AttributeError, match="'dp' is asked for, but .* not follow from tp"):
+        _ = groups.dp_cp
+    groups.dp = dp
+    assert groups.mp is groups.tp_cp is groups.expt_tp is tp
+    assert groups.dp_cp is groups.expt_dp is dp
+    assert members(groups.pp) == members(groups.embd) == [9]
+    assert groups.pp is groups.cp
+    assert groups.world is dist.group.WORLD
+    with pytest.raises(AttributeError, match="'tp_dp' is asked for"):
+        _ = groups.tp_dp
+    with pytest.raises(AttributeError, match="'dp' is set or was read already"):
+        groups.dp = tp
+    with pytest.raises(AttributeError, match="no group 'tpx'"):
+        ProcessGroupCollection(tpx=tp)
+
+
+def test_a_program_without_torch_distributed_is_alone() -> None:
+    assert ProcessGroupCollection().dp_cp.size() == 1
+    with pytest.raises(AttributeError, match="dense_grid"):
+        _ = ProcessGroupCollection().dense_grid
+
+
+@pytest.mark.parametrize("world_of_16", [9], indirect=True)
+def test_the_installed_groups_are_taken_whole_or_by_name(world_of_16: int) -> None:
+    with pytest.raises(RuntimeError, match="do not exist"):
+        ProcessGroupCollection.use_mpu_process_groups()
+    parallel_state.initialize_model_parallel(2)
+    whole = ProcessGroupCollection.use_mpu_process_groups()
+    assert whole is parallel_state.current()
+    some = ProcessGroupCollection.use_mpu_process_groups(["tp", "dp"])
+    assert (some.tp, some.dp) == (whole.tp, whole.dp)
