@@ -69,6 +69,9 @@ PURE = (
     "megatron/core/rank_grid.py",
     "megatron/core/optional.py",
     "megatron/core/lazy.py",
+    "megatron/core/pipeline_parallel/plan.py",
+    "megatron/core/pipeline_parallel/orders.py",
+    "megatron/core/pipeline_parallel/instructions.py",
     "megatron/training/config/",
 )
 
