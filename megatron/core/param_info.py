@@ -6,12 +6,28 @@ nothing else rides on a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _ATTRIBUTE = "_megatron_param_info"
+
+
+@dataclass(frozen=True)
+class FlatPart:
+    """What a data-parallel rank holds of a tensor-parallel share that is cut once more.
+
+    The share has ``shape``; this rank holds its elements from ``start`` on, flattened row by row.
+    ``num_copies`` ranks hold the same, this one is number ``copy`` among them.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    copy: int = 0
+    num_copies: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +53,8 @@ class ParamInfo:
     is_embedding_or_output: bool = False  # takes --decoupled-lr
     is_shared_embedding: bool = False  # word embedding that the output layer uses too
     is_duplicate: bool = False  # a copy of a parameter that another rank counts
+    part: FlatPart | None = None  # None: this rank holds all of its tensor-parallel share
+    dtype: torch.dtype | None = None  # that layers see, where the parameter is kept in another
 
     @property
     def counts_once_per_tp_group(self) -> bool:
@@ -56,6 +74,37 @@ class ParamInfo:
             if stop > start:
                 yield slice(b * share, b * share + stop - start), slice(start, stop)
 
+    def pieces(self, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Pairs (offset in the whole, view of ``tensor``) that cover all but padding.
+
+        ``tensor``: this rank's values of the parameter, or of something of its shape.
+        """
+        if self.part is None:
+            yield from self._placed(tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+            return
+        flat, done = tensor.view(-1), 0
+        start = self.part.start
+        for offset, box in flat_boxes(self.part.shape, start, start + flat.numel()):
+            view = flat[done : done + prod(box)].view(box)
+            done += prod(box)
+            yield from self._placed(self.part.shape, offset, view)
+
+    def _placed(
+        self, share: tuple[int, ...], offset: tuple[int, ...], view: Tensor
+    ) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """``view``, a box at ``offset`` of the ``share``: one piece per block it touches."""
+        if not share:
+            yield (), view
+            return
+        dim = 0 if self.shard_dim is None else self.shard_dim
+        begin, end = offset[dim], offset[dim] + view.shape[dim]
+        for local, global_ in _joined(self.slices(share)):
+            low, high = max(begin, local.start), min(end, local.stop)
+            if low < high and view.numel():
+                moved = list(offset)
+                moved[dim] = global_.start + low - local.start
+                yield tuple(moved), view.narrow(dim, low - begin, high - low)
+
 
 def set_info(param: nn.Parameter, info: ParamInfo) -> None:
     """Attach ``info`` to ``param``, replacing what was there."""
@@ -66,6 +115,12 @@ def info_of(param: nn.Parameter) -> ParamInfo:
     """The record of ``param``; a plain one for a parameter that nobody described."""
     info = param.__dict__.get(_ATTRIBUTE)
     return info if info is not None else ParamInfo(global_shape=tuple(param.shape))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor that FSDP2 has cut (the same memory); others as they are."""
+    with torch.no_grad():
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def name_parameters(model: nn.Module, rename: dict[str, str] | None = None) -> None:
@@ -81,3 +136,50 @@ def name_parameters(model: nn.Module, rename: dict[str, str] | None = None) -> N
                 name = global_ + name.removeprefix(local)
                 break
         set_info(param, replace(info_of(param), name=name))
+
+
+def flat_boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut flat elements [start, stop) of a row-major tensor into boxes (offset, extent), in order.
+
+    >>> list(flat_boxes((3, 4), 2, 9))
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = prod(shape[1:])
+    first_whole, end_whole = -(-start // row), stop // row
+
+    def part_of_row(
+        r: int, begin: int, end: int
+    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        for offset, box in flat_boxes(shape[1:], begin - r * row, end - r * row):
+            yield (r, *offset), (1, *box)
+
+    if first_whole > end_whole:  # begins and ends inside one row
+        yield from part_of_row(end_whole, start, stop)
+        return
+    if start < first_whole * row:
+        yield from part_of_row(first_whole - 1, start, first_whole * row)
+    if first_whole < end_whole:
+        offset = (first_whole, *(0 for _ in shape[1:]))
+        yield offset, (end_whole - first_whole, *shape[1:])
+    if stop > end_whole * row:
+        yield from part_of_row(end_whole, end_whole * row, stop)
+
+
+def _joined(slices: Iterable[tuple[slice, slice]]) -> Iterator[tuple[slice, slice]]:
+    """Neighbours both here and in the whole tensor become one: blocks that nobody cuts."""
+    held: tuple[slice, slice] | None = None
+    for local, global_ in slices:
+        if held and (held[0].stop, held[1].stop) == (local.start, global_.start):
+            local, global_ = slice(held[0].start, local.stop), slice(held[1].start, global_.stop)
+        elif held:
+            yield held
+        held = (local, global_)
+    if held:
+        yield held

@@ -81,33 +81,31 @@ def initialize_parameters(model: nn.Module, seed: int, *, random: bool = True) -
 @torch.no_grad()
 def fill_parameter(param: Tensor, info: ParamInfo, seed: int) -> None:
     """Write this rank's part of the global parameter that ``info`` describes; padding is zero."""
-    if info.init in ("zeros", "ones"):
+    pieces = list(info.pieces(param))
+    if info.init in ("zeros", "ones") or sum(view.numel() for _, view in pieces) < param.numel():
         param.zero_()
-        if info.init == "ones":
-            for local, _ in _pieces(param, info):
-                local.fill_(1.0)
-        return
-    assert info.name, "a parameter that is drawn needs a name: name_parameters comes first"
-    shares = info.slices(tuple(param.shape))
-    covered = sum(local.stop - local.start for local, _ in shares)
-    if covered != param.shape[info.shard_dim or 0]:
-        param.zero_()
-    key = _key(seed, info.name)
-    for local, starts in _pieces(param, info):
-        _fill_rows(local, starts, key, info)
+    if info.init == "ones":
+        for _, view in pieces:
+            view.fill_(1.0)
+    elif info.init != "zeros":
+        assert info.name, "a parameter that is drawn needs a name: name_parameters comes first"
+        key = _key(seed, info.name)
+        for offset, view in pieces:
+            _fill_rows(*_rows(offset, view, info.global_shape), key, info)
 
 
-def _pieces(param: Tensor, info: ParamInfo) -> list[tuple[Tensor, Tensor]]:
-    """Parts of ``param`` as [rows, width] views, with the global index where each row starts."""
-    dim = info.shard_dim or 0
-    shape = info.global_shape
-    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-    view = param.view(outer, param.shape[dim], inner)
-    rows = torch.arange(outer, dtype=torch.int64, device=param.device) * (shape[dim] * inner)
-    return [
-        (view[:, local].reshape(outer, -1) if outer == 1 else view[:, local], rows + at * inner)
-        for local, at in ((lo, gl.start) for lo, gl in info.slices(tuple(param.shape)))
-    ]
+def _rows(offset: tuple[int, ...], view: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A box of a tensor of ``shape`` as rows [rows, ...] without a gap, and where each row starts.
+
+    Starts are indices into the whole, flattened.
+    """
+    dim = next((d for d in reversed(range(view.dim())) if view.shape[d] != shape[d]), 0)
+    starts = torch.zeros(1, dtype=torch.int64, device=view.device)
+    for d, length in enumerate(shape):
+        count = view.shape[d] if d < dim else 1
+        places = offset[d] + torch.arange(count, dtype=torch.int64, device=view.device)
+        starts = (starts[:, None] * length + places).view(-1)
+    return view.view(math.prod(view.shape[:dim]), *view.shape[dim:]), starts
 
 
 def _fill_rows(target: Tensor, starts: Tensor, key: tuple[int, int], info: ParamInfo) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import param_init
-from megatron.core.param_info import ParamInfo, set_info
+from megatron.core.param_info import FlatPart, ParamInfo, set_info
 from megatron.core.param_init import Init, fill_parameter, initialize_parameters, philox
 
 
@@ -58,6 +58,17 @@ def test_shards_put_together_are_the_whole(shape: tuple[int, int], dim: int, blo
         mine = filled(info, local)
         expected = [part.chunk(2, dim)[rank] for part in whole.chunk(blocks, dim)]
         assert torch.equal(mine, torch.cat(expected, dim))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("init", ["normal", "ones"])
+def test_a_part_of_a_shard_is_drawn_alone(dim: int, init: str) -> None:
+    info = normal(10, 8, shard_dim=dim, shard_index=1, shard_count=2, num_blocks=2 - dim, init=init)
+    share = (6, 8) if dim == 0 else (10, 4)  # six rows of twelve: two are padding
+    whole = filled(info, share)
+    for start, stop in ((0, 8), (8, 24), (3, 41), (40, 40)):
+        mine = filled(replace(info, part=FlatPart(share, start)), (min(stop, 40) - start,))
+        assert torch.equal(mine, whole.view(-1)[start:stop])
 
 
 def test_cutting_into_chunks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

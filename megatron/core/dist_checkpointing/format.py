@@ -60,7 +60,9 @@ def write_rank_files(
         }
     if boxes:
         name = f"__{rank}_0.safetensors"
-        named = [(_piece_name(tensor, piece), piece.data) for tensor, piece in boxes]
+        named = [
+            (_piece_name(tensor, piece), piece.data.to(tensor.dtype)) for tensor, piece in boxes
+        ]
         origin = {"format": "pt", "file": name, "iteration": str(iteration), "attempt": attempt}
         done = write_file(folder / name, named, origin, iteration)
         report.files[name] = asdict(FileEntry(done.num_bytes, done.header_bytes, done.header_crc32))

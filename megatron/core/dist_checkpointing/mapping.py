@@ -7,14 +7,13 @@ records serve both ways: saving reads the views, loading fills them.  Nothing he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from megatron.core.param_info import ParamInfo
+from megatron.core.param_info import FlatPart, ParamInfo
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
@@ -46,7 +45,10 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedTensor:
-    """What this rank holds of one tensor.  ``replica`` is None if another rank always writes it."""
+    """What this rank holds of one tensor.  ``replica`` is None if another rank always writes it.
+
+    ``dtype`` is that of the file; the pieces may lie in memory in another one.
+    """
 
     key: str
     global_shape: tuple[int, ...]
@@ -61,21 +63,24 @@ class ShardedTensor:
 
 
 def from_param(
-    key: str, info: ParamInfo, tensor: Tensor, replica: Replica | None = Replica()
+    key: str,
+    info: ParamInfo,
+    tensor: Tensor,
+    replica: Replica | None = Replica(),
+    *,
+    dtype: torch.dtype | None = None,
 ) -> ShardedTensor:
-    """Record a tensor with the shape of the parameter that ``info`` describes (or a moment of it).
+    """Record what this rank holds of a parameter that ``info`` describes (or of a moment of it).
 
-    ``tensor``: the rank's share; rows of vocabulary padding are left out of the pieces.
+    Rows of vocabulary padding are left out of the pieces.  ``dtype``: in the file, if another than
+    in memory.
     """
-    shape = tuple(tensor.shape)
-    _check_shape(key, info, shape)
-    origin = (0,) * len(shape)
-    pieces = _globalize(info, shape, origin, tensor.detach())
+    _check_shape(key, info, tuple(tensor.shape) if info.part is None else info.part.shape)
     return ShardedTensor(
         key=key,
         global_shape=tuple(info.global_shape),
-        dtype=tensor.dtype,
-        pieces=tuple(pieces),
+        dtype=dtype or tensor.dtype,
+        pieces=tuple(Piece(offset, view) for offset, view in info.pieces(tensor.detach())),
         replica=replica,
     )
 
@@ -87,61 +92,21 @@ def from_flat_range(
 
     This is what one rank of a distributed optimizer owns of a parameter of ``local_shape``.
     """
-    shape = tuple(local_shape)
-    _check_shape(key, info, shape)
-    pieces: list[Piece] = []
-    done = 0
-    for offset, box in flat_boxes(shape, start, start + flat.numel()):
-        view = flat.detach()[done : done + prod(box)].view(box)
-        done += prod(box)
-        pieces += _globalize(info, shape, offset, view)
-    return ShardedTensor(
-        key=key, global_shape=tuple(info.global_shape), dtype=flat.dtype, pieces=tuple(pieces)
-    )
-
-
-def flat_boxes(
-    shape: Sequence[int], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut flat elements [start, stop) of a row-major tensor into boxes (offset, extent), in order.
-
-    >>> list(flat_boxes((3, 4), 2, 9))
-    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row = prod(shape[1:])
-    first_whole, end_whole = -(-start // row), stop // row
-
-    def part_of_row(
-        r: int, begin: int, end: int
-    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        for offset, box in flat_boxes(shape[1:], begin - r * row, end - r * row):
-            yield (r, *offset), (1, *box)
-
-    if first_whole > end_whole:  # begins and ends inside one row
-        yield from part_of_row(end_whole, start, stop)
-        return
-    if start < first_whole * row:
-        yield from part_of_row(first_whole - 1, start, first_whole * row)
-    if first_whole < end_whole:
-        offset = (first_whole, *(0 for _ in shape[1:]))
-        yield offset, (end_whole - first_whole, *shape[1:])
-    if stop > end_whole * row:
-        yield from part_of_row(end_whole, end_whole * row, stop)
+    return from_param(key, replace(info, part=FlatPart(tuple(local_shape), start)), flat)
 
 
 def replica_of(info: ParamInfo, groups: ProcessGroupCollection) -> Replica | None:
     """Who else holds the values of a parameter: the ranks that reduce its gradient together.
+
+    Where those have cut it among them: the ranks with the same part.
 
     None where another tensor-parallel rank, or the owner of a shared embedding, writes it.
     """
     tp_group = groups.expt_tp if info.is_expert else groups.tp
     if info.is_duplicate or (info.counts_once_per_tp_group and tp_group.rank() > 0):
         return None
+    if info.part is not None:
+        return Replica(info.part.copy, info.part.num_copies, "part")
     group = groups.expt_dp if info.is_expert else groups.dp_cp
     return Replica(group.rank(), group.size(), "expt_dp" if info.is_expert else "dp_cp")
 
@@ -165,36 +130,6 @@ def to_write(tensors: Iterable[ShardedTensor], share_work: bool = True) -> list[
         if writer == replica.index:
             mine.append(tensor)
     return sorted(mine, key=lambda t: t.key)
-
-
-def _globalize(
-    info: ParamInfo, local_shape: tuple[int, ...], offset: tuple[int, ...], view: Tensor
-) -> Iterator[Piece]:
-    """Pieces of ``view``, a box at ``offset`` of the local share: one per block it touches."""
-    if not local_shape:
-        yield Piece((), view)
-        return
-    dim = 0 if info.shard_dim is None else info.shard_dim
-    begin, end = offset[dim], offset[dim] + view.shape[dim]
-    for local, global_ in _joined(info.slices(local_shape)):
-        low, high = max(begin, local.start), min(end, local.stop)
-        if low < high and view.numel():
-            moved = list(offset)
-            moved[dim] = global_.start + low - local.start
-            yield Piece(tuple(moved), view.narrow(dim, low - begin, high - low))
-
-
-def _joined(slices: Iterable[tuple[slice, slice]]) -> Iterator[tuple[slice, slice]]:
-    """Neighbours both here and in the whole tensor become one: blocks that nobody cuts."""
-    held: tuple[slice, slice] | None = None
-    for local, global_ in slices:
-        if held and (held[0].stop, held[1].stop) == (local.start, global_.start):
-            local, global_ = slice(held[0].start, local.stop), slice(held[1].start, global_.stop)
-        elif held:
-            yield held
-        held = (local, global_)
-    if held:
-        yield held
 
 
 def _check_shape(key: str, info: ParamInfo, local_shape: tuple[int, ...]) -> None:

@@ -52,7 +52,7 @@ def count_zeros(
     counts = torch.zeros(2, dtype=torch.int64, device=device.current())
     for info, tensor in tensors:
         if counts_here(info, groups):
-            for part in _without_padding(info, tensor):
+            for _, part in info.pieces(tensor):
                 counts[int(info.is_expert)] += part.numel() - torch.count_nonzero(part)
     return int(_sum_over_model(counts, groups))
 
@@ -123,13 +123,3 @@ def _sum_over_model(pair: Tensor, groups: ProcessGroupCollection) -> Tensor:
     if groups.tp_ep_pp.size() > 1:
         dist.all_reduce(expert, group=groups.tp_ep_pp)
     return dense + expert
-
-
-def _without_padding(info: ParamInfo, tensor: Tensor) -> list[Tensor]:
-    if info.shard_dim is None and tuple(tensor.shape) == info.global_shape:
-        return [tensor]
-    dim = info.shard_dim or 0
-    return [
-        tensor.narrow(dim, local.start, local.stop - local.start)
-        for local, _ in info.slices(tuple(tensor.shape))
-    ]

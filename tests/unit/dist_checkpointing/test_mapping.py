@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from megatron.core import param_info
 from megatron.core.dist_checkpointing import mapping
 from megatron.core.dist_checkpointing.mapping import (
     Replica,
@@ -36,7 +37,7 @@ def paste(target: torch.Tensor, record: ShardedTensor) -> torch.Tensor:
 
 
 def test_doctests():
-    assert doctest.testmod(mapping).failed == 0
+    assert doctest.testmod(param_info).failed == 0
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
