@@ -3,12 +3,13 @@
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help check format test test-dist bench tree quickstart
+.PHONY: help check format test test-dist fuzz bench tree quickstart
 
 help:
 	@echo "make check       ruff, mypy on the pure packages, the laws of the repository"
 	@echo "make test        all tests"
 	@echo "make test-dist   the multi-process tests only"
+	@echo "make fuzz N=200  random layouts against one process; FIRST=0 is the first seed"
 	@echo "make bench       every benchmark, one after the other"
 	@echo "make tree        write docs/tree.md, docs/flags.md and README's table of features"
 	@echo "make format      ruff format and ruff's own fixes"
@@ -28,6 +29,10 @@ test:
 
 test-dist:
 	@python=$$(tools/env.sh) && $$python -m pytest -q tests/distributed tests/functional
+
+fuzz:
+	@python=$$(tools/env.sh) && \
+	$$python -m tests.distributed.draws --draws $(or $(N),200) --first $(or $(FIRST),0)
 
 bench:
 	@python=$$(tools/env.sh) && \

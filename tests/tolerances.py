@@ -21,6 +21,14 @@ GRADIENT = {"rtol": 1e-4, "atol": 1e-6}
 # Losses of one run in two parallel layouts, fp32, no dropout, up to 50 steps.
 LAYOUT_LOSS = {"rtol": 1e-5, "atol": 1e-5}
 
+# Any layout against one process, no dropout, three steps.  Losses and the gradient norm relative to
+# themselves; the difference of a gradient relative to max(its norm, 1e-6 of the global norm);
+# weights absolute.  What is further off in fp32 must be within the line of fp64.
+LAYOUT = {
+    torch.float32: {"loss": 1e-6, "norm": 1e-6, "gradient": 1e-5, "weight": 1e-6},
+    torch.float64: dict.fromkeys(("loss", "norm", "gradient", "weight"), 1e-11),
+}
+
 # Logits of one fp32 model against another implementation of it.
 LOGITS = {"rtol": 1e-5, "atol": 1e-5}
 

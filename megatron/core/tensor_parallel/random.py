@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device, parallel_state
@@ -163,7 +163,11 @@ class _Checkpoint(torch.autograd.Function):
             tensors[0] = _own_part(tensors[0], group)
         ctx.save_for_backward(*tensors)
         with torch.no_grad():
-            return function(*args)
+            outputs = function(*args)
+        # A parameter that is handed on (a bias added later) has to stay a leaf.
+        if isinstance(outputs, tuple):
+            return tuple(o.detach() if isinstance(o, nn.Parameter) else o for o in outputs)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

@@ -98,6 +98,16 @@ def test_a_checkpoint_reaches_parameters_behind_a_frozen_input() -> None:
     assert weight.grad is not None
 
 
+def test_a_checkpoint_hands_a_parameter_on_and_leaves_it_a_leaf() -> None:
+    weight, bias = torch.ones(2, 2, requires_grad=True), torch.nn.Parameter(torch.ones(2))
+    for _ in range(2):
+        out, later = checkpoint(lambda x: (x @ weight, bias), False, torch.ones(1, 2))
+        (out + later).sum().backward()
+    assert bias.is_leaf
+    assert torch.equal(bias.grad, torch.full((2,), 2.0))
+    assert torch.equal(weight.grad, torch.full((2, 2), 2.0))
+
+
 def test_a_dropped_output_reaches_parameters_behind_a_frozen_input() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     memory = CheckpointWithoutOutput()

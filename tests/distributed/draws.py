@@ -1,0 +1,142 @@
+"""Random layouts of random models, and a night of them.
+
+    python -m tests.distributed.draws --draws 200 --first 0     (make fuzz N=200)
+
+A draw is a function of its seed and of the table of features.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.distributed.layouts import differences, refusals
+from tools.layout_axes import FEATURES, Case, Sizes, case_of
+
+MAX_RANKS = 8
+DEGREES = {"tp": (1, 2, 4), "dp": (1, 2, 3, 4, 8)}
+VOCABULARIES = (60, 96, 100, 112)  # one less than a prime: the token that ends a document
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A case that can start, and the reasons why others, drawn before it, could not."""
+
+    seed: int
+    case: Case
+    refused: tuple[str, ...]
+
+    def __str__(self) -> str:
+        features = " ".join(sorted(self.case.features))
+        command = " ".join(self.case.command())
+        return (
+            f"seed {self.seed}: {features}\n"
+            f"  python -m tests.distributed.draws --draws 1 --first {self.seed}\n"
+            f"  torchrun --nproc-per-node {self.case.world_size} pretrain_gpt.py {command}\n"
+            f"  python pretrain_gpt.py {' '.join(self.case.command_alone())}"
+        )
+
+
+def draw(seed: int) -> Draw:
+    """The first case of several ranks from ``seed`` that `resolve` takes without a word."""
+    rng = random.Random(seed)
+    refused: list[str] = []
+    while True:
+        case = _any_case(rng)
+        problems = refusals(case.command(), case.world_size) + refusals(case.command_alone(), 1)
+        if not problems:
+            return Draw(seed, case, tuple(refused))
+        refused.extend(problems)
+
+
+def _any_case(rng: random.Random) -> Case:
+    """Some degrees, some feature of about half the groups, some sizes."""
+    degrees: dict[str, int] = {}
+    while not 2 <= _product(degrees) <= MAX_RANKS:
+        degrees = {axis: rng.choice(choices) for axis, choices in DEGREES.items()}
+    chosen = [axis for axis, degree in degrees.items() if degree > 1]
+    groups: dict[str, list[str]] = {}
+    for feature in FEATURES.values():
+        is_possible = all(name in chosen or name not in DEGREES for name in feature.needs)
+        if feature.name not in DEGREES and is_possible:
+            groups.setdefault(feature.group, []).append(feature.name)
+    for names in groups.values():
+        if rng.random() < 0.5:
+            chosen.append(rng.choice(names))
+    sizes = Sizes(
+        **{axis: degree for axis, degree in degrees.items() if degree > 1},
+        layers=rng.choice((1, 2, 3)),
+        seq=rng.choice((16, 32)),
+        vocab=rng.choice(VOCABULARIES),
+        micro=rng.choice((1, 2, 3)),
+        microbatches=rng.choice((1, 2, 3)),
+    )
+    return case_of(chosen, sizes)
+
+
+def _product(degrees: dict[str, int]) -> int:
+    ranks = 1
+    for degree in degrees.values():
+        ranks *= degree
+    return ranks
+
+
+@dataclass
+class Night:
+    """What a series of draws has shown."""
+
+    features: Counter[str] = field(default_factory=Counter)
+    rules: Counter[str] = field(default_factory=Counter)  # with which draws were refused
+    settled: list[int] = field(default_factory=list)  # over the line in fp32, not in fp64
+    failed: dict[int, str] = field(default_factory=dict)
+
+    def add(self, drawn: Draw) -> None:
+        """Run a draw."""
+        self.features.update(drawn.case.features)
+        self.rules.update(re.sub(r"\d+", "N", problem) for problem in drawn.refused)
+        try:
+            in_fp32 = differences(drawn.case)
+            wrong = differences(drawn.case, dtype=torch.float64) if in_fp32 else []
+        except AssertionError as error:  # a rank failed
+            in_fp32 = wrong = str(error).splitlines()[-20:]
+        if wrong:
+            self.failed[drawn.seed] = "\n    ".join([str(drawn), *wrong])
+            print(f"FAILED {self.failed[drawn.seed]}", flush=True)
+        elif in_fp32:
+            self.settled.append(drawn.seed)
+
+    def summary(self) -> str:
+        """How many, which features how often, what was refused, what failed."""
+        lines = ["refused combinations, which were drawn again:"]
+        lines += [f"  {count:4} {rule}" for rule, count in self.rules.most_common()]
+        lines += ["features:"]
+        lines += [f"  {self.features[name]:4} {name}" for name in FEATURES]
+        lines += [f"settled in fp64: {len(self.settled)} {self.settled}"]
+        lines += [f"failed: {len(self.failed)} {sorted(self.failed)}"]
+        lines += [f"  {text}" for text in self.failed.values()]
+        return "\n".join(lines)
+
+
+def main() -> int:
+    """Draw, run, sum up; 1 when a draw failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--draws", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first draw")
+    asked = parser.parse_args()
+    night, started_at_s = Night(), time.monotonic()
+    for seed in range(asked.first, asked.first + asked.draws):
+        night.add(draw(seed))
+    print(night.summary())
+    print(f"{asked.draws} draws from {asked.first} in {time.monotonic() - started_at_s:.0f} s")
+    return 1 if night.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Runs a layout and the one process it must agree with, and says where they differ.
+
+A run is the application itself, from the command line on; the harness looks at the step from
+outside.  In float64 every ``float32`` that the code names is float64 (`_in_float64`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.datasets.gpt_dataset import MockGPTDataset
+from megatron.core.optimizer import optimizer as optimizers
+from megatron.core.param_info import ParamInfo, info_of
+from megatron.training import batch, loop
+from megatron.training.arguments.parser import parse_args
+from megatron.training.arguments.resolve import resolve
+from tests import tolerances
+from tests.functional.runs import train_gpt
+from tests.ranks import run_ranks
+from tools.layout_axes import Case
+
+# A global tensor with NaN where the rank does not hold it, by the parameter's global name.
+Parts = list[tuple[str, Tensor]]
+
+
+@dataclass
+class Trace:
+    """What one rank saw of a run."""
+
+    losses: list[float] = field(default_factory=list)  # none where the last stage is elsewhere
+    norms: list[float] = field(default_factory=list)
+    gradients: Parts = field(default_factory=list)  # of the first step, before clipping
+    weights: Parts = field(default_factory=list)  # after the last
+
+
+def refusals(argv: Sequence[str], world_size: int) -> list[str]:
+    """Why the command line cannot start, or which of its flags would do nothing."""
+    try:
+        run = resolve(parse_args(argv=list(argv)), world_size)
+    except ConfigError as error:
+        return [line.removeprefix("  - ") for line in str(error).splitlines()[1:]]
+    return [warning for warning in run.warnings if "without effect" in warning]
+
+
+def must_agree(case: Case) -> None:
+    """One answer: in fp32 to the tolerances, else in fp64.  Raises AssertionError."""
+    if in_fp32 := differences(case):
+        in_fp64 = differences(case, dtype=torch.float64)
+        assert not in_fp64, "\n".join([*in_fp32, "in fp64:", *in_fp64, " ".join(case.command())])
+
+
+def differences(case: Case, *, dtype: torch.dtype = torch.float32) -> list[str]:
+    """Where the layout's answer is not that of one process."""
+    in_double = dtype == torch.float64
+    padded = "padded" in case.features
+    layout = run_ranks(trace, case.world_size, case.command(), padded, in_double)
+    (alone,) = run_ranks(trace, 1, case.command_alone(), padded, in_double)
+    return compare(layout, alone, tolerances.LAYOUT[dtype])
+
+
+def compare(layout: Sequence[Trace], alone: Trace, allowed: dict[str, float]) -> list[str]:
+    """A sentence for each number that is further off than ``allowed``."""
+    found: list[str] = []
+    assert any(rank.losses for rank in layout), "no rank reported a loss"
+    for rank, seen in enumerate(layout):
+        for what, actual, expected in (
+            ("loss", seen.losses or alone.losses, alone.losses),
+            ("norm", seen.norms, alone.norms),
+        ):
+            assert len(actual) == len(expected) == 3, f"rank {rank}: {what} of {len(actual)} steps"
+            for step, (a, e) in enumerate(zip(actual, expected, strict=True), 1):
+                if not abs(a - e) <= allowed[what] * abs(e):
+                    found.append(f"{what} of step {step} on rank {rank}: {a!r}, alone {e!r}")
+    for name, error in _errors([rank.gradients for rank in layout], alone.gradients).items():
+        if not error.norm <= allowed["gradient"] * error.scale:
+            found.append(f"gradient of {name}: off by {error.norm:.2e} of {error.scale:.2e}")
+    for name, error in _errors([rank.weights for rank in layout], alone.weights).items():
+        if not error.largest <= allowed["weight"]:
+            found.append(f"weight {name}: off by {error.largest:.2e}")
+    return found
+
+
+@dataclass(frozen=True)
+class Error:
+    """Of one tensor: norm of the difference, what it is compared with, its largest element."""
+
+    norm: float
+    scale: float
+    largest: float
+
+
+def _errors(ranks: Sequence[Parts], alone: Parts) -> dict[str, Error]:
+    """The largest difference that any rank has, element by element; every element somewhere."""
+    expected = dict(alone)
+    total = torch.stack([t.double().norm() for t in expected.values()]).norm()
+    worst = {name: torch.full_like(t, -1.0) for name, t in expected.items()}
+    for parts in ranks:
+        for name, part in parts:
+            off = (part - expected[name]).abs()
+            worst[name] = torch.where(part.isnan(), worst[name], torch.maximum(worst[name], off))
+    missing = [name for name, t in worst.items() if (t < 0).any()]
+    assert not missing, f"no rank holds all of {missing}"
+    return {
+        name: Error(
+            norm=float(off.double().norm()),
+            scale=max(float(expected[name].double().norm()), 1e-6 * float(total)),
+            largest=float(off.max()),
+        )
+        for name, off in worst.items()
+    }
+
+
+def trace(rank: int, world_size: int, argv: Sequence[str], padded: bool, in_double: bool) -> Trace:
+    """Train on this rank; what it saw."""
+    seen = Trace()
+    step, norm = loop.train_step, optimizers.global_norm
+
+    def train_step(run: Any) -> Any:
+        result = step(run)
+        seen.losses.extend(float(loss) for loss in result.losses.values())
+        seen.norms.append(result.grad_norm)
+        chunks = [p for chunk in run.model_chunks for p in chunk.parameters()]
+        seen.weights = [_part(info_of(p), p.detach()) for p in chunks]
+        return result
+
+    def global_norm(grads: Any, groups: Any) -> float:
+        if not seen.gradients:
+            seen.gradients = [_part(info, grad) for info, grad in grads]
+        return norm(grads, groups)
+
+    with contextlib.ExitStack() as stack:
+        quiet = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(contextlib.redirect_stdout(quiet))
+        stack.enter_context(mock.patch.object(loop, "train_step", train_step))
+        stack.enter_context(mock.patch.object(optimizers, "global_norm", global_norm))
+        stack.enter_context(_short_documents(padded))
+        if in_double:
+            stack.enter_context(_in_float64())
+        train_gpt(rank, world_size, argv)
+    return seen
+
+
+def _part(info: ParamInfo, local: Tensor) -> tuple[str, Tensor]:
+    """The global tensor as far as ``local`` holds it."""
+    assert local.isfinite().all(), f"{info.name} is not finite"
+    dim = info.shard_dim or 0
+    whole = torch.full(info.global_shape, torch.nan, dtype=local.dtype)
+    for mine, wide in info.slices(tuple(local.shape)):
+        part = local.narrow(dim, mine.start, mine.stop - mine.start)
+        whole.narrow(dim, wide.start, wide.stop - wide.start).copy_(part)
+    return info.name, whole
+
+
+@contextlib.contextmanager
+def _short_documents(padded: bool) -> Iterator[None]:
+    """Documents that end within a sample; ``padded`` samples whose text ends early as well."""
+    query = MockGPTDataset._query_document_sample_shuffle_indices
+
+    def cut(self: MockGPTDataset, idx: int) -> Any:
+        text, documents = query(self, idx)
+        return (text[: 3 + 5 * idx % len(text)] if padded else text), documents
+
+    with (
+        mock.patch.object(MockGPTDataset, "_MEAN_DOCUMENT_LENGTH", 8),
+        mock.patch.object(MockGPTDataset, "_query_document_sample_shuffle_indices", cut),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _in_float64() -> Iterator[None]:
+    """What the code calls float32 is float64, for the life of this rank."""
+    single, before = torch.float32, torch.get_default_dtype()
+    adamw, sgd = torch._fused_adamw_, torch._fused_sgd_
+
+    # The kernels read these two as float32 whatever the parameters are.
+    def step_adamw(params: Any, grads: Any, a: Any, b: Any, c: Any, steps: Any, **rest: Any) -> Any:
+        steps = [step.to(single) for step in steps]
+        return adamw(params, _unscaled(grads, rest), a, b, c, steps, **rest)
+
+    def step_sgd(params: Any, grads: Any, momenta: Any, **rest: Any) -> Any:
+        return sgd(params, _unscaled(grads, rest), momenta, **rest)
+
+    with (
+        mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch, "float", torch.float64),
+        mock.patch.object(torch, "_fused_adamw_", step_adamw),
+        mock.patch.object(torch, "_fused_sgd_", step_sgd),
+        mock.patch.object(Tensor, "float", Tensor.double),
+        mock.patch.dict(batch._DTYPES, loss_mask=torch.float64),
+    ):
+        torch.set_default_dtype(torch.float64)
+        yield
+    torch.set_default_dtype(before)
+
+
+def _unscaled(grads: list[Tensor], rest: dict[str, Any]) -> list[Tensor]:
+    scale = rest.pop("grad_scale")
+    return grads if scale is None else [grad / scale for grad in grads]

@@ -1,0 +1,65 @@
+"""Every layout computes what one process computes: random ones, and all that were ever wrong."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests import tolerances
+from tests.distributed.draws import draw
+from tests.distributed.layouts import Trace, compare, must_agree
+from tools.layout_axes import Sizes, case_of
+
+# What the fuzzer, or somebody's fuzzer of such systems, has found wrong once.
+FOUND = {
+    "mlp-recomputed-with-its-bias-added-later": ("tp recompute-selective", Sizes()),
+    "vocabulary-that-tp-does-not-divide": ("tp dp", Sizes(tp=4)),
+    "micro-batch-size-with-padded-samples": (
+        "dp padded eod-mask per-token-loss", Sizes(micro=1, microbatches=4),
+    ),
+    "replicas-with-other-numbers-of-tokens": ("dp padded", Sizes(dp=4)),
+    "clipping-over-tensor-ranks": ("tp sp dp clip gqa rms-norm", Sizes()),
+}  # fmt: skip
+
+
+@pytest.mark.feature("Layouts: a fuzzer compares random layouts and models with one process")
+@pytest.mark.parametrize("seed", range(20))
+def test_a_random_layout_gives_the_answer_of_one_process(seed: int) -> None:
+    drawn = draw(seed)
+    print(drawn)  # pytest shows it when the test fails
+    must_agree(drawn.case)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_wrong_once_is_right(name: str) -> None:
+    features, sizes = FOUND[name]
+    must_agree(case_of(features.split(), sizes))
+
+
+def trace_of(losses: list[float]) -> Trace:
+    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    return Trace(losses, [1.0, 1.0, 1.0], [("w", weight)], [("w", weight)])
+
+
+def test_the_comparison_sees_each_kind_of_difference() -> None:
+    alone, allowed = trace_of([3.0, 2.0, 1.0]), tolerances.LAYOUT[torch.float32]
+    elsewhere = trace_of([])  # a stage without the loss
+    assert compare([copy.deepcopy(alone), elsewhere], alone, allowed) == []
+    other = copy.deepcopy(alone)
+    other.losses[1] *= 1 + 1e-5
+    other.norms[2] += 1e-5
+    other.gradients[0][1][1, 0] += 1e-3
+    other.weights[0][1][0, 1] += 1e-5
+    found = compare([alone, other], alone, allowed)
+    assert [sentence.split(":")[0] for sentence in found] == [
+        "loss of step 2 on rank 1", "norm of step 3 on rank 1", "gradient of w", "weight w",
+    ]  # fmt: skip
+    half = copy.deepcopy(alone)
+    half.gradients[0][1][1] = torch.nan
+    half.weights[0][1][0] = torch.nan
+    with pytest.raises(AssertionError, match=r"no rank holds all of \['w'\]"):
+        compare([half], alone, allowed)
+    with pytest.raises(AssertionError, match="no rank reported a loss"):
+        compare([elsewhere], alone, allowed)

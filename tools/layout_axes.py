@@ -1,0 +1,144 @@
+"""Features whose combinations must give one answer, their flags, and a command line of several.
+
+The fuzzer draws from this table, the pairwise list of cases covers it, and `tools/matrix.py` makes
+a page of it.  A feature is one alternative of its group; ``{tp}`` and the like are `Sizes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+BASE = (
+    "--device cpu --hidden-size 32 --num-attention-heads 8 --seq-length {seq} "
+    "--max-position-embeddings {seq} --num-layers {layers} --train-iters 3 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size {vocab} --make-vocab-size-divisible-by 1 "
+    "--hidden-dropout 0 --attention-dropout 0 --log-interval 1 --eval-iters 0 --num-workers 0 "
+    "--lr-decay-style constant --micro-batch-size {micro} --global-batch-size {batch}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """``flags`` of the command line; one process is given them too unless ``is_layout``."""
+
+    name: str
+    group: str
+    flags: str = ""
+    is_layout: bool = True
+    needs: tuple[str, ...] = ()
+
+
+def _layout(group: str, name: str, flags: str = "", *needs: str) -> Feature:
+    return Feature(name=name, group=group, flags=flags, needs=needs)
+
+
+def _model(group: str, name: str, flags: str = "", *needs: str) -> Feature:
+    return Feature(name=name, group=group, flags=flags, needs=needs, is_layout=False)
+
+
+_FEATURES = (
+    _layout("tensor", "tp", "--tensor-model-parallel-size {tp}"),
+    _layout("sequence", "sp", "--sequence-parallel", "tp"),
+    _layout("data", "dp"),
+    _layout("reduce", "overlap-grad-reduce", "--overlap-grad-reduce", "dp"),
+    _layout("buckets", "buckets", "--ddp-bucket-size 700", "dp"),
+    _layout("recompute", "recompute-full",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    _layout("recompute", "recompute-block",
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 1"),
+    _layout("recompute", "recompute-selective",
+            "--recompute-granularity selective --recompute-modules core_attn mlp layernorm"),
+    _layout("deterministic", "deterministic", "--deterministic-mode"),
+    _model("optimizer", "adam", "--optimizer adam --adam-eps 1e-3 --lr 0.01"),
+    _model("optimizer", "sgd", "--optimizer sgd --lr 0.1"),
+    _model("clip", "clip", "--clip-grad 0.5"),
+    _model("clip", "no-clip", "--clip-grad 0"),
+    _model("loss", "mean-of-microbatches"),
+    _model("loss", "per-token-loss", "--calculate-per-token-loss"),
+    _model("output", "tied"),
+    _model("output", "untied", "--untie-embeddings-and-output-weights"),
+    _model("heads", "gqa", "--group-query-attention --num-query-groups 4"),
+    _model("positions", "learned"),
+    _model("positions", "rope", "--position-embedding-type rope"),
+    _model("positions", "alibi", "--position-embedding-type alibi"),
+    _model("norm", "rms-norm", "--normalization RMSNorm"),
+    _model("mlp", "swiglu", "--swiglu --ffn-hidden-size 48"),
+    _model("bias", "no-bias", "--disable-bias-linear"),
+    _model("attention", "plain-attention", "--attention-backend unfused"),
+    _model("documents", "reset-mask", "--reset-attention-mask"),
+    _model("masked", "eod-mask", "--eod-mask-loss"),
+    _model("padded", "padded"),  # no flag: the data set's samples end early
+)  # fmt: skip
+FEATURES = {feature.name: feature for feature in _FEATURES}
+
+# What a command line has when it says nothing of a group.
+DEFAULTS = ("adam", "clip", "mean-of-microbatches", "tied", "learned")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Degrees of the axes where they are on, and the numbers of the model and the batch."""
+
+    tp: int = 2
+    dp: int = 2
+    layers: int = 2
+    seq: int = 16
+    vocab: int = 96  # and the token that ends a document: a prime
+    micro: int = 2
+    microbatches: int = 2  # a replica's in one step
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and a model."""
+
+    features: frozenset[str]
+    sizes: Sizes = Sizes()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the layout."""
+        return self._degree("tp") * self._degree("dp")
+
+    def command(self) -> list[str]:
+        """Arguments of ``pretrain_gpt.py`` on `world_size` ranks."""
+        return self._words(self.features, self.sizes.micro)
+
+    def command_alone(self) -> list[str]:
+        """The same model and batch in one process.
+
+        In one micro-batch, unless the loss is a mean over means of micro-batches that differ.
+        """
+        batch = self.sizes.micro * self.sizes.microbatches * self._degree("dp")
+        same = {"padded", "eod-mask"} & self.features and "per-token-loss" not in self.features
+        kept = {name for name in self.features if not FEATURES[name].is_layout}
+        return self._words(kept, self.sizes.micro if same else batch)
+
+    def _degree(self, axis: str) -> int:
+        return int(vars(self.sizes)[axis]) if axis in self.features else 1
+
+    def _words(self, features: Iterable[str], micro: int) -> list[str]:
+        batch = self.sizes.micro * self.sizes.microbatches * self._degree("dp")
+        numbers = {**vars(self.sizes), "micro": micro, "batch": batch}
+        chosen = set(features)
+        texts = [BASE, *(f.flags for f in _FEATURES if f.name in chosen)]
+        if "reset-mask" not in chosen:
+            texts.append("--no-create-attention-mask-in-dataloader")
+        return " ".join(texts).format(**numbers).split()
+
+
+def case_of(names: Iterable[str], sizes: Sizes | None = None) -> Case:
+    """The case that has these features, what they need, and the defaults of other groups."""
+    chosen: dict[str, None] = {}
+
+    def add(name: str) -> None:
+        for needed in FEATURES[name].needs:
+            add(needed)
+        chosen[name] = None
+
+    for name in names:
+        add(name)
+    taken = {FEATURES[name].group for name in chosen}
+    chosen.update((n, None) for n in DEFAULTS if FEATURES[n].group not in taken)
+    return Case(frozenset(chosen), sizes or Sizes())
