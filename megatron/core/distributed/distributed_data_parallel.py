@@ -210,9 +210,9 @@ class DistributedDataParallel(nn.Module):
 
     def _on_gradient(self, slot: GradSlot, bucket: GradBucket, _: Tensor) -> None:
         assert not bucket.is_started, f"{slot.name} got a gradient after its bucket was reduced"
-        slot.take()
+        has_come = slot.take()
         is_due = self.is_last_microbatch and self.ddp_config.overlap_grad_reduce
-        if is_due and bucket.mark_ready(slot):
+        if has_come and is_due and bucket.mark_ready(slot):
             while self._next < len(self.buckets) and self.buckets[self._next].is_ready:
                 self._start_next()
 

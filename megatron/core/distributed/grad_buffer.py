@@ -67,8 +67,11 @@ class GradSlot:
         param.main_grad = main_grad  # type: ignore[attr-defined]
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
-    def take(self) -> None:
-        """Account for the gradient that autograd has just finished."""
+    def take(self) -> bool:
+        """Account for the gradient that autograd has just finished; whether there was one.
+
+        There is none where a layer has left it to a queue: it will come with another pass.
+        """
         param: Any = self.param
         if param.grad_added_to_main_grad:
             assert not self._came_through_autograd, f"{self.name} comes now this way, now that"
@@ -80,7 +83,10 @@ class GradSlot:
             else:
                 add_into(self.main_grad, param.grad)
             self.is_stale = False
+        else:
+            return False
         param.grad = None
+        return True
 
     def reset(self) -> None:
         """Begin a step.  Only layers that add to ``main_grad`` themselves need zeros."""

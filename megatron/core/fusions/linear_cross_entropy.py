@@ -1,14 +1,13 @@
-"""The output layer and its loss in one step, without the copies that logits usually leave.
+"""The loss of each token, without the copies that logits usually leave.
 
-``t`` tokens, ``h`` width, ``v`` true and ``p`` padded local vocabulary.  The matmul writes its
-logits [t, p] once, in the compute dtype; they are turned in place, a few rows at a time in float32,
-into what backward needs, softmax minus one-hot.  Logits and their gradient are never held in
-float32 for all tokens, and never both.  Collectives over the group: one max and one sum forward.
+``t`` tokens, ``h`` width, ``v`` true and ``p`` padded local vocabulary.  Logits [t, p] in the
+compute dtype are turned in place, a few rows at a time in float32, into what backward needs,
+softmax minus one-hot.  Logits and their gradient are never held in float32 for all tokens, and
+never both.  `tensor_parallel.output_loss` puts the output layer before it.  Collectives over the
+group: one max and one sum.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,39 +35,22 @@ def linear_cross_entropy_reference(
     return loss.masked_fill(target < 0, 0)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        group: ProcessGroup,
-        num_columns: int,
-    ) -> Tensor:
-        rows = _Rows(target, group, weight.shape[0], num_columns)
-        if not any(ctx.needs_input_grad):
-            return _loss_alone(x, weight, rows, group)
-        logits = torch.mm(x, weight.t())
-        if group.size() == 1:
-            loss = _turn_into_gradient(logits, rows)
-        else:
-            loss = _turn_into_gradient_divided(logits, rows, group)
-        ctx.save_for_backward(x, weight, logits, rows.ignored)
-        return loss
+def loss_and_gradient(
+    logits: Tensor, target: Tensor, *, group: ProcessGroup, num_columns: int
+) -> Tensor:
+    """Loss of each token; ``logits`` [t, p] become its gradient, `gradient_scale` times as large.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, grad_logits, ignored = ctx.saved_tensors
-        # Tokens weigh differently: scale rows of the narrow matrices, not of the wide one.
-        grad = grad.masked_fill(ignored, 0) / _scale_of(x.dtype)
-        scale = grad.unsqueeze(-1).to(x.dtype)
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.mm(grad_logits, weight).mul_(scale)
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.mm(grad_logits.t(), x * scale)
-        return grad_x, grad_weight, None, None, None
+    ``num_columns`` of this rank's columns are true ones.  Collective over the group.
+    """
+    rows = _Rows(target, group, logits.shape[1], num_columns)
+    if group.size() == 1:
+        return _turn_into_gradient(logits, rows)
+    return _turn_into_gradient_divided(logits, rows, group)
+
+
+def gradient_scale(dtype: torch.dtype) -> float:
+    """The factor by which `loss_and_gradient` keeps gradients in the range of ``dtype``."""
+    return _FP16_SCALE if dtype == torch.float16 else 1.0
 
 
 class _Rows:
@@ -93,10 +75,6 @@ class _Rows:
         """The target's entry of each row; zero where another rank has it."""
         found = values.gather(-1, self.index[part]).squeeze(-1)
         return found if self.is_mine is None else found.masked_fill(~self.is_mine[part], 0)
-
-
-def _scale_of(dtype: torch.dtype) -> float:
-    return _FP16_SCALE if dtype == torch.float16 else 1.0
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -137,7 +115,7 @@ class _Scratch:
 def _turn_into_gradient(logits: Tensor, rows: _Rows) -> Tensor:
     """Overwrite ``logits`` by (softmax - onehot) * scale; the loss of each token."""
     loss = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
-    scale = _scale_of(logits.dtype)
+    scale = gradient_scale(logits.dtype)
     rows.hide_padding(logits)
     parts = _parts(logits)
     scratch = _Scratch(logits, parts)
@@ -163,7 +141,7 @@ def _turn_into_gradient_divided(logits: Tensor, rows: _Rows, group: ProcessGroup
     """The same where each rank has some of the columns."""
     log_sum, at_target = _own_sums(logits, rows, slice(None))
     log_sum = _sum_over_ranks(log_sum, at_target, group)
-    scale = _scale_of(logits.dtype)
+    scale = gradient_scale(logits.dtype)
     assert rows.is_mine is not None, "for a group of more than one rank"
     parts = _parts(logits)
     scratch = _Scratch(logits, parts)
@@ -203,8 +181,14 @@ def _sum_over_ranks(log_sum: Tensor, at_target: Tensor, group: ProcessGroup) -> 
     return highest + both[0].log()
 
 
-def _loss_alone(x: Tensor, weight: Tensor, rows: _Rows, group: ProcessGroup) -> Tensor:
-    """The loss where nobody asks for a gradient: logits of a few tokens at a time."""
+def loss_alone(
+    x: Tensor, weight: Tensor, target: Tensor, *, group: ProcessGroup, num_columns: int
+) -> Tensor:
+    """The loss where nobody asks for a gradient: logits of a few tokens at a time.
+
+    Collective over the group.
+    """
+    rows = _Rows(target, group, weight.shape[0], num_columns)
     sums = [
         _own_sums(torch.mm(x[part], weight.t()), rows, part)
         for part in (
@@ -215,19 +199,3 @@ def _loss_alone(x: Tensor, weight: Tensor, rows: _Rows, group: ProcessGroup) -> 
     log_sum, at_target = torch.cat([s for s, _ in sums]), torch.cat([a for _, a in sums])
     log_sum = _sum_over_ranks(log_sum, at_target, group)
     return (log_sum - at_target).masked_fill_(rows.ignored, 0)
-
-
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    group: ProcessGroup,
-    num_columns: int,
-) -> Tensor:
-    """[t, h], [p, h], [t] -> loss of each token [t] in float32.
-
-    ``weight`` is this rank's share of the vocabulary, ``num_columns`` of its rows are true.  The
-    gradient of ``x`` is this rank's term of a sum over the group.  A negative target costs nothing.
-    """
-    return _LinearCrossEntropy.apply(x, weight, target, group, num_columns)

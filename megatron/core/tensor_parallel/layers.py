@@ -14,6 +14,8 @@ reduces its output (all-reduce, or reduce-scatter under SP).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,13 +30,13 @@ from megatron.core.param_info import ParamInfo
 from megatron.core.param_init import Init, new_parameter
 from megatron.core.tensor_parallel.mappings import (
     all_gather_first_dim,
-    all_gather_single,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_single,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from megatron.core.tensor_parallel.weight_gradient import WeightGrad, is_deferred, may_be_deferred
 
 
 class LayerConfig(Protocol):
@@ -55,8 +57,11 @@ def share_of(size: int, group: ProcessGroup, what: str) -> int:
     return size // group.size()
 
 
-class _ColumnMatmul(torch.autograd.Function):
-    """x W^T + b with the communication of a column layer hidden behind its matmuls."""
+class _Linear(torch.autograd.Function):
+    """x W^T + b whose weight gradient may be left in a queue, where the weight ``is_own``.
+
+    With ``group`` it is the matmul of a column layer, its communication hidden behind matmuls.
+    """
 
     @staticmethod
     def forward(
@@ -64,37 +69,55 @@ class _ColumnMatmul(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        group: ProcessGroup,
+        is_own: bool,
+        group: ProcessGroup | None,
         sequence_parallel: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        total_x = all_gather_first_dim(x, group) if sequence_parallel else x
-        return F.linear(total_x, weight, bias)
+        ctx.params = weight, bias  # themselves, for a queue and for main_grad
+        ctx.is_own, ctx.group, ctx.sequence_parallel = is_own, group, sequence_parallel
+        if sequence_parallel:
+            assert group is not None, "which group cuts the sequence?"
+            x = all_gather_first_dim(x, group)
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        gathering, total_x = None, x
-        if ctx.sequence_parallel and needs_weight:
-            total_x = x.new_empty((x.shape[0] * ctx.group.size(), *x.shape[1:]))
-            gathering = all_gather_single(total_x, x.contiguous(), group=ctx.group, async_op=True)
-        reducing, grad_x, partial_grad_x = None, None, None
-        if needs_x:
-            partial_grad_x = grad.matmul(weight)
-            reducing, grad_x = _start_reduction(partial_grad_x, ctx.group, ctx.sequence_parallel)
-        grad_weight = grad_bias = None
-        if needs_weight:
-            if gathering is not None:
-                gathering.wait()
-            grad_weight = grad.flatten(0, -2).t().matmul(total_x.flatten(0, -2))
-        if needs_bias:
-            grad_bias = grad.flatten(0, -2).sum(0)
-        if reducing is not None:
-            reducing.wait()
-        del partial_grad_x  # kept until the reduction had read it
-        return grad_x, grad_weight, grad_bias, None, None
+        needs_x, *needs = ctx.needs_input_grad[:3]
+        params = [p if needed else None for p, needed in zip(ctx.params, needs, strict=True)]
+        gather_group = ctx.group if ctx.sequence_parallel else None
+        item = WeightGrad(*params, grad, x, group=gather_group, is_own=ctx.is_own)
+        grad_x = partial(grad.matmul, weight) if needs_x else None
+        grads = linear_backward(item, grad_x, ctx.group, sequence_parallel=ctx.sequence_parallel)
+        return *grads, None, None, None
+
+
+def linear_backward(
+    item: WeightGrad,
+    partial_grad_x: Callable[[], Tensor] | None,
+    group: ProcessGroup | None,
+    *,
+    sequence_parallel: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of input, weight and bias; the latter two None where a queue has taken them.
+
+    ``partial_grad_x`` computes this rank's term of the input gradient, which is summed over
+    ``group`` (all-reduce, or reduce-scatter under SP) beside the weight gradient's product.
+    """
+    is_later = is_deferred(item)
+    if not is_later:
+        item.start()
+    reducing = grad_x = term = None
+    if partial_grad_x is not None:
+        grad_x = term = partial_grad_x()
+        if group is not None:
+            reducing, grad_x = _start_reduction(term, group, sequence_parallel)
+    grads = (None, None) if is_later else item.compute()
+    if reducing is not None:
+        reducing.wait()
+    del term  # kept until the reduction had read it
+    return grad_x, *grads
 
 
 def _start_reduction(
@@ -105,6 +128,13 @@ def _start_reduction(
         return dist.all_reduce(grad, group=group, async_op=True), grad
     total = grad.new_empty((grad.shape[0] // group.size(), *grad.shape[1:]))
     return reduce_scatter_single(total, grad, group=group, async_op=True), total
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_own: bool = True) -> Tensor:
+    """x W^T + b without communication; in torch's own form where nobody asks for more."""
+    if is_own and may_be_deferred() and torch.is_grad_enabled():
+        return _Linear.apply(x, weight, bias, True, None, False)
+    return F.linear(x, weight, bias)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -173,11 +203,11 @@ class ColumnParallelLinear(nn.Module):
         """[s, b, i] -> [s, b, o/tp], or [s, b, o] where the output is gathered."""
         weight = self.weight if weight is None else weight
         assert weight is not None, "this layer has no weight of its own: pass one"
-        bias = None if self.skip_bias_add else self.bias
+        bias, is_own = None if self.skip_bias_add else self.bias, weight is self.weight
         if self.tp_group.size() == 1:
-            y = F.linear(x, weight, bias)
+            y = _linear(x, weight, bias, is_own)
         else:
-            y = _ColumnMatmul.apply(x, weight, bias, self.tp_group, self.sequence_parallel)
+            y = _Linear.apply(x, weight, bias, is_own, self.tp_group, self.sequence_parallel)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
             y = gather_from_tensor_model_parallel_region(y, self.tp_group)
@@ -241,8 +271,8 @@ class RowParallelLinear(nn.Module):
             assert not self.sequence_parallel, "sequence parallelism needs a parallel input"
             x = scatter_to_tensor_model_parallel_region(x, self.tp_group)
         if self.tp_group.size() == 1 and not self.skip_bias_add:
-            return F.linear(x, self.weight, self.bias), None
-        y = F.linear(x, self.weight)
+            return _linear(x, self.weight, self.bias), None
+        y = _linear(x, self.weight, None)
         if self.sequence_parallel:
             y = reduce_scatter_to_sequence_parallel_region(y, self.tp_group)
         else:

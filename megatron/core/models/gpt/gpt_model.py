@@ -220,8 +220,13 @@ class GPTModel(LanguageModule):
         layer, weight = self.output_layer, self._output_weight()
         if type(layer) is ColumnParallelLinear and self.config.final_logit_softcapping is None:
             weight = layer.weight if weight is None else weight
-            is_cut = layer.sequence_parallel
-            return self.linear_and_loss(hidden, weight, labels, is_sequence_cut=is_cut)
+            return self.linear_and_loss(
+                hidden,
+                weight,
+                labels,
+                is_sequence_cut=layer.sequence_parallel,
+                is_own_weight=weight is layer.weight,
+            )
         logits, _ = layer(hidden, weight, runtime_gather_output=False)
         return self.compute_language_model_loss(labels, self.cap(logits))
 

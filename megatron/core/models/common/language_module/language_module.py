@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron.core.fusions.linear_cross_entropy import linear_cross_entropy
 from megatron.core.param_info import info_of, set_info
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.cross_entropy import (
@@ -15,10 +14,7 @@ from megatron.core.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
 )
 from megatron.core.tensor_parallel.layers import check_token_ids
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.output_loss import linear_cross_entropy
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -47,16 +43,19 @@ class LanguageModule(MegatronModule):
         return loss.transpose(0, 1).contiguous()
 
     def linear_and_loss(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, *, is_sequence_cut: bool
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        is_sequence_cut: bool,
+        is_own_weight: bool = False,
     ) -> Tensor:
         """Hidden states [s, b, h], weight [p/tp, h], labels [b, s] -> loss of each token [b, s].
 
-        Equal to the output layer followed by `compute_language_model_loss`.
+        Where ``is_sequence_cut`` they are [s/tp, b, h].  Equal to the output layer
+        followed by `compute_language_model_loss`.  ``is_own_weight``: no embedding shares it.
         """
-        if is_sequence_cut:
-            hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(hidden, self.tp_group)
         padded = weight.shape[0]
         limit = self.num_tokens or padded * self.tp_group.size()
         check_token_ids(labels, limit, may_ignore=True)
@@ -66,8 +65,10 @@ class LanguageModule(MegatronModule):
             labels.transpose(0, 1).flatten(),
             group=self.tp_group,
             num_columns=true_columns(padded, self.num_tokens, self.tp_group),
+            sequence_parallel=is_sequence_cut,
+            is_own=is_own_weight,
         )
-        return loss.view(hidden.shape[:2]).transpose(0, 1).contiguous()
+        return loss.view(-1, hidden.shape[1]).transpose(0, 1).contiguous()
 
     def finish_logits(self, logits: Tensor, *, is_gathered: bool) -> Tensor:
         """Logits [s, b, v] for a caller: [b, s, v], capped, and without padding.
