@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training.batch import load_batch
 from megatron.training.global_vars import get_run
 from megatron.training.gpt import build_gpt_datasets, build_gpt_model
@@ -49,6 +50,7 @@ def forward_step(data_iterator: Iterator[Any] | None, model: GPTModel) -> tuple[
     run = get_run()
     run.timers("batch-generator", log_level=2).start()
     batch = load_batch(data_iterator, run.config, run.groups.tp)
+    batch = get_batch_on_this_cp_rank(batch, run.groups.cp)
     run.timers("batch-generator").stop()
     losses = model(
         batch["tokens"],

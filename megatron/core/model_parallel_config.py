@@ -229,21 +229,19 @@ class ModelParallelConfig:
         1,
         "Ranks that share each sequence.",
         group="distributed",
-        refused=states.CONTEXT,
     )
     cp_comm_type: tuple[str, ...] = option(
         ("p2p",),
-        "How ranks that share a sequence exchange keys and values.",
+        "How ranks that share a sequence exchange keys and values: p2p, a2a, allgather or a2a+p2p; "
+        "one for all layers, or one for each.",
         group="distributed",
         nargs="+",
-        ignored=states.only_with("--context-parallel-size"),
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = option(
         None,
-        "Inner and outer size of a two-level exchange of keys and values.",
+        "Ranks that trade heads, and ranks of a ring of such sets, for --cp-comm-type a2a+p2p.",
         group="distributed",
         nargs="+",
-        ignored=states.only_with("--context-parallel-size"),
     )
     expert_model_parallel_size: int = option(
         1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,6 +20,16 @@ class PackedSeqParams:
     cu_seqlens_kv_padded: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence with its padding, in a row of all context-parallel ranks.
+
+        Read from the device once.
+        """
+        ends = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
+        assert ends is not None, "packed sequences come with cu_seqlens_q"
+        return tuple(n for n in ends.diff().tolist() if n > 0)
 
 
 def sequence_index(cu_seqlens: Tensor, num_tokens: int) -> Tensor:

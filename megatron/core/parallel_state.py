@@ -7,6 +7,7 @@ groups.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -39,6 +40,7 @@ def initialize_model_parallel(
     virtual_pipeline_model_parallel_size: int | None = None,
     *,
     context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
     order: str = "tp-cp-ep-dp-pp",
@@ -59,7 +61,8 @@ def initialize_model_parallel(
         order=order,
     )
     timeout = timedelta(minutes=distributed_timeout_minutes)
-    install(create_process_groups(dense, expert, timeout=timeout))
+    levels = hierarchical_context_parallel_sizes
+    install(create_process_groups(dense, expert, timeout=timeout, context_levels=levels))
 
 
 def destroy_model_parallel() -> None:
@@ -102,6 +105,16 @@ def get_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup
 def get_context_parallel_group() -> ProcessGroup:
     """Ranks that share a sequence."""
     return current().cp
+
+
+def get_context_parallel_global_ranks() -> list[int]:
+    """World ranks of those that share a sequence."""
+    return dist.get_process_group_ranks(current().cp)
+
+
+def get_hierarchical_context_parallel_groups() -> list[ProcessGroup]:
+    """Inner and outer group of a two-level exchange."""
+    return [current().cp_inner, current().cp_outer]
 
 
 def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:

@@ -41,6 +41,8 @@ class ProcessGroupCollection:
     pp: ProcessGroup
     dp: ProcessGroup
     cp: ProcessGroup
+    cp_inner: ProcessGroup  # a2a+p2p: neighbours in cp, who trade heads; else this rank
+    cp_outer: ProcessGroup  # a2a+p2p: one of each set of neighbours, in a ring; else cp
     mp: ProcessGroup  # one model replica of the dense layers: tp x pp
     tp_cp: ProcessGroup
     tp_dp: ProcessGroup
@@ -184,11 +186,16 @@ def make_grids(
 
 
 def create_process_groups(
-    dense: RankGrid, expert: RankGrid, *, timeout: timedelta | None = None
+    dense: RankGrid,
+    expert: RankGrid,
+    *,
+    timeout: timedelta | None = None,
+    context_levels: Sequence[int] | None = None,
 ) -> ProcessGroupCollection:
-    """Create all groups on all ranks.  Collective: every rank calls it with the same grids.
+    """Create all groups on all ranks.  Collective: every rank calls it with the same arguments.
 
-    Groups with equal members are created once and shared.
+    Groups with equal members are created once and shared.  ``context_levels`` are the sizes of
+    ``cp_inner`` and ``cp_outer``.
     """
     members: dict[tuple[int, ...], ProcessGroup] = {}
     me = dist.get_rank()
@@ -206,13 +213,18 @@ def create_process_groups(
     def mine(grid: RankGrid, *axes: str) -> ProcessGroup:
         return mine_of(grid.groups(*axes))
 
-    pipelines = dense.groups("pp")
+    pipelines, contexts = dense.groups("pp"), dense.groups("cp")
+    inner, outer = context_levels or (1, len(contexts[0]))
+    if inner * outer != len(contexts[0]):
+        raise ValueError(f"{inner} x {outer} context-parallel ranks are not {len(contexts[0])}")
 
     return ProcessGroupCollection(
         tp=mine(dense, "tp"),
         pp=mine(dense, "pp"),
         dp=mine(dense, "dp"),
         cp=mine(dense, "cp"),
+        cp_inner=mine_of(c[i : i + inner] for c in contexts for i in range(0, len(c), inner)),
+        cp_outer=mine_of(c[i::inner] for c in contexts for i in range(inner)),
         mp=mine(dense, "tp", "pp"),
         tp_cp=mine(dense, "tp", "cp"),
         tp_dp=mine(dense, "tp", "dp"),

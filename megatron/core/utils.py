@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.core import parallel_state
+from megatron.core.sequence_share import held_tokens
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -81,3 +86,26 @@ class StragglerDetector(AbstractContextManager["StragglerDetector"]):
 
     def __exit__(self, *error: object) -> None:
         return None
+
+
+def get_batch_on_this_cp_rank(
+    batch: Mapping[str, Tensor | None],
+    cp_group: ProcessGroup | None = None,
+    *,
+    lengths: tuple[int, ...] | None = None,
+) -> dict[str, Tensor | None]:
+    """This rank's share of the tokens: [b, s] -> [b, s/cp], a mask [b, 1, s, s] -> [b, 1, s/cp, s].
+
+    ``lengths`` are those of the sequences that are packed into a row, if several are: see
+    `PackedSeqParams.lengths`.  Without a group it is the installed one.
+    """
+    cp = parallel_state.current().cp if cp_group is None else cp_group
+    if cp.size() == 1:
+        return dict(batch)
+
+    def share(key: str, x: Tensor) -> Tensor:
+        dim = 2 if key == "attention_mask" else 1
+        held = held_tokens(lengths or (x.shape[dim],), cp.rank(), cp.size(), x.device)
+        return x.index_select(dim, held)
+
+    return {key: None if x is None else share(key, x) for key, x in batch.items()}

@@ -57,9 +57,3 @@ def load_batch(
 def get_batch_on_this_tp_rank(data_iterator: Any) -> dict[str, Tensor | None]:
     """`load_batch` for scripts that pass nothing but the iterator."""
     return load_batch(data_iterator, global_vars.get_run().config, parallel_state.current().tp)
-
-
-def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """This rank's share of the sequence: all of it, since a sequence lies on one rank."""
-    assert parallel_state.get_context_parallel_world_size() == 1
-    return batch

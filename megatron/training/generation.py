@@ -42,6 +42,8 @@ _OWN = {
     "sequence_parallel": False,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
+    "cp_comm_type": ["p2p"],
+    "hierarchical_context_parallel_sizes": None,
     "data_path": None,
     "train_data_path": None,
     "valid_data_path": None,

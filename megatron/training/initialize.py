@@ -210,7 +210,8 @@ def _create_groups(config: RunConfig) -> ProcessGroupCollection:
         order="tp-cp-ep-pp-dp" if config.distributed.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
     )
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
-    groups = create_process_groups(dense, expert, timeout=timeout)
+    levels = m.hierarchical_context_parallel_sizes
+    groups = create_process_groups(dense, expert, timeout=timeout, context_levels=levels)
     print_rank_0(f"> initialized tensor model parallel with size {m.tensor_model_parallel_size}")
     print_rank_0(
         f"> initialized pipeline model parallel with size {m.pipeline_model_parallel_size}"
@@ -227,7 +228,8 @@ def _set_seeds(config: RunConfig, groups: ProcessGroupCollection) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    model_parallel_seed(seed, tp_rank=groups.tp.rank())
+    cp_rank = groups.cp.rank() if groups.cp.size() > 1 else None
+    model_parallel_seed(seed, tp_rank=groups.tp.rank(), cp_rank=cp_rank)
 
 
 def fail(error: Exception) -> None:

@@ -14,7 +14,7 @@ from megatron.core.datasets.gpt_dataset import (
     get_ltor_masks_and_position_ids as get_ltor_masks_and_position_ids,
 )
 from megatron.core.optimizer import clip_grads
-from megatron.training.batch import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
+from megatron.core.utils import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
 from megatron.training.batch import get_batch_on_this_tp_rank as get_batch_on_this_tp_rank
 from megatron.training.data import get_blend_and_blend_per_split as get_blend_and_blend_per_split
 from megatron.training.printing import is_last_rank as is_last_rank

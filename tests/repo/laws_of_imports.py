@@ -47,10 +47,11 @@ DOORS = {
         "megatron/core/optimizer/__init__.py",
         "megatron/core/pipeline_parallel/schedules.py",
         "megatron/core/tensor_parallel/doors.py",
+        "megatron/core/utils.py",  # get_batch_on_this_cp_rank for scripts
         "megatron/core/tensor_parallel/random.py",
         "megatron/training/initialize.py",  # installs it
         "megatron/training/utils.py",  # the reference's helpers for scripts
-        "megatron/training/batch.py",  # get_batch_on_this_*_rank for scripts
+        "megatron/training/batch.py",  # get_batch_on_this_tp_rank for scripts
     },
     "megatron.training.global_vars": {
         "megatron/training/__init__.py",

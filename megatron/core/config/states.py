@@ -17,7 +17,6 @@ PIPELINE = (
     "pipeline parallelism is not in this version; leave --pipeline-model-parallel-size at 1 and "
     "raise --tensor-model-parallel-size or the number of replicas instead"
 )
-CONTEXT = "context parallelism is not in this version; drop the flag"
 EXPERTS = "mixture of experts is not in this version; drop the flag to train a dense model"
 LATENT_ATTENTION = (
     "latent attention is not in this version; --group-query-attention also shrinks the keys and "

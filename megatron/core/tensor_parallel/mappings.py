@@ -11,6 +11,7 @@ The group is always given; in a group of one rank every function returns its inp
     gather  sequence      all-gather            [s/tp, ..] -> [s, ..]   reduce-scatter or slice
     scatter sequence      keep own slice        [s, ..] -> [s/tp, ..]   all-gather
     reduce-scatter seq.   reduce-scatter        [s, ..] -> [s/tp, ..]   all-gather
+    all-to-all            part i to rank i      [tp, ..] -> [tp, ..]    the same
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ def reduce_scatter_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
         return x
     out = x.new_empty((_share(x.shape[0], group), *x.shape[1:]))
     reduce_scatter_single(out, x.contiguous(), group=group)
+    return out
+
+
+def _swap_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous(), group=group)
     return out
 
 
@@ -162,6 +169,17 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return all_gather_first_dim(grad, ctx.group), None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _swap_first_dim(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _swap_first_dim(grad, ctx.group), None
+
+
 def copy_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Identity; all ranks used the same input, so backward sums their gradients."""
     return x if group.size() == 1 else _Copy.apply(x, group)
@@ -203,3 +221,8 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup) -> Tenso
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the ranks, each keeping its slice: [s, ...] -> [s/tp, ...]."""
     return x if group.size() == 1 else _ReduceScatterSequence.apply(x, group)
+
+
+def all_to_all_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[size, ...]: part i goes to rank i, and part i of the result came from rank i."""
+    return x if group.size() == 1 else _AllToAll.apply(x, group)

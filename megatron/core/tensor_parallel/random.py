@@ -4,6 +4,10 @@ Dropout in a region that all tensor-parallel ranks hold alike draws from the def
 is the same on all of them; in a region cut over the ranks it draws from the model-parallel stream,
 which differs.  A stream is a saved state of the device's default generator, swapped in for the
 length of a ``with`` block.
+
+Context-parallel ranks hold other tokens, so none of them may draw what another draws: their
+model-parallel streams differ, and hidden states draw from a context-parallel stream that is the
+same on all tensor-parallel ranks.  The default stream stays the same on all of them.
 """
 
 from __future__ import annotations
@@ -22,9 +26,11 @@ from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 DATA_PARALLEL_STREAM = "data-parallel-rng"
 EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
+CONTEXT_PARALLEL_STREAM = "context-parallel-rng"  # only where sequences are divided
 # Distances between the seeds of the streams: fixed, because checkpoints continue them.
 _TENSOR_OFFSET = 2718
 _EXPERT_OFFSET = 1024
+_CONTEXT_OFFSET = 100_000
 
 
 class RNGStatesTracker:
@@ -41,6 +47,10 @@ class RNGStatesTracker:
     def is_initialized(self) -> bool:
         """Whether there is any stream."""
         return bool(self._states)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a stream ``name``."""
+        return name in self._states
 
     def get_states(self) -> dict[str, Tensor]:
         """A copy of every stream's state, for a checkpoint."""
@@ -85,13 +95,24 @@ get_cuda_rng_tracker = get_rng_tracker
 
 
 def model_parallel_seed(
-    seed: int, *, tp_rank: int, ep_rank: int = 0, expert_tp_rank: int = 0
+    seed: int,
+    *,
+    tp_rank: int,
+    cp_rank: int | None = None,
+    ep_rank: int = 0,
+    expert_tp_rank: int = 0,
 ) -> None:
-    """Seed the default stream alike, and the named streams apart, for this rank."""
+    """Seed the default stream alike, and the named streams apart, for this rank.
+
+    ``cp_rank`` is None where a sequence lies on one rank.
+    """
     _tracker.reset()
     device.manual_seed(seed)
     _tracker.add(DATA_PARALLEL_STREAM, seed)
-    _tracker.add(MODEL_PARALLEL_STREAM, seed + _TENSOR_OFFSET + tp_rank)
+    context = 0 if cp_rank is None else _CONTEXT_OFFSET * (cp_rank + 1)
+    _tracker.add(MODEL_PARALLEL_STREAM, seed + _TENSOR_OFFSET + tp_rank + context)
+    if cp_rank is not None:
+        _tracker.add(CONTEXT_PARALLEL_STREAM, seed + context)
     _tracker.add(EXPERT_PARALLEL_STREAM, seed + _EXPERT_OFFSET + 100 * ep_rank + expert_tp_rank)
 
 
@@ -107,6 +128,7 @@ def model_parallel_cuda_manual_seed(
     model_parallel_seed(
         seed,
         tp_rank=groups.tp.rank(),
+        cp_rank=groups.cp.rank() if groups.cp.size() > 1 else None,
         ep_rank=groups.ep.rank(),
         expert_tp_rank=groups.expt_tp.rank(),
     )
@@ -115,10 +137,20 @@ def model_parallel_cuda_manual_seed(
 def fork_if(
     condition: bool, name: str = MODEL_PARALLEL_STREAM
 ) -> contextlib.AbstractContextManager[None]:
-    """`RNGStatesTracker.fork` where ``condition`` holds and streams exist."""
-    if condition and _tracker.is_initialized():
+    """`RNGStatesTracker.fork` where ``condition`` holds and the stream exists."""
+    if condition and _tracker.has(name):
         return _tracker.fork(name)
     return contextlib.nullcontext()
+
+
+def fork_for_tokens(
+    condition: bool, *, is_sequence_cut: bool
+) -> contextlib.AbstractContextManager[None]:
+    """Where ``condition`` holds, draw for hidden states: what no rank with other tokens draws.
+
+    ``is_sequence_cut``: tensor-parallel ranks hold different tokens, not the same.
+    """
+    return fork_if(condition, MODEL_PARALLEL_STREAM if is_sequence_cut else CONTEXT_PARALLEL_STREAM)
 
 
 # -- recomputation --------------------------------------------------------------------------

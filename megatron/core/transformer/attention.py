@@ -86,6 +86,12 @@ class SelfAttention(MegatronModule):
             attn_mask_type=attn_mask_type,
             offered={**offered, "attention_type": "self"},
         )
+        if pg_collection.cp.size() > 1 and not hasattr(self.core_attention, "exchange"):
+            raise ConfigError(
+                "--context-parallel-size: the spec's core attention "
+                f"{type(self.core_attention).__name__} knows no exchange between ranks; use "
+                "DotProductAttention or a class derived from it"
+            )
         self.linear_proj = build_module(
             submodules.linear_proj,
             query_width,

@@ -48,6 +48,7 @@ class AttentionRequest:
     has_dropout: bool = False
     has_softcap: bool = False
     causal_tokens: int = 0  # of a sequence that is trained on causally; 0: anything else
+    in_ring: bool = False  # keys come block by block; window, mask or bias need the formula
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ def refusal(name: str, request: AttentionRequest) -> str | None:
         return "it has no soft cap on scores"
     if name == BLOCKS:
         return _refusal_of_blocks(request)
+    if request.in_ring and (why := _refusal_in_ring(name, request)):
+        return why
     if not request.is_cuda:
         if name != "flash":
             return "it needs a GPU"
@@ -79,6 +82,16 @@ def refusal(name: str, request: AttentionRequest) -> str | None:
             return f"heads of {request.head_dim} are too wide"
     if name == "flash" and (request.has_mask or request.has_bias):
         return "it takes no mask beyond causality"
+    return None
+
+
+def _refusal_in_ring(name: str, request: AttentionRequest) -> str | None:
+    if name == "fused":
+        return "it is not used in a ring"
+    if request.has_mask or request.has_bias:
+        return "in a ring it takes nothing beyond causality"
+    if request.is_cuda and request.head_dim % 8:
+        return f"heads of {request.head_dim} are no multiple of 8"
     return None
 
 

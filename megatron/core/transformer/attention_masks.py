@@ -32,13 +32,17 @@ def window_of_layer(config: AttentionConfig, layer_index: int) -> Window | None:
 @lru_cache(maxsize=16)
 def band(num_queries: int, num_keys: int, left: int, right: int, device: torch.device) -> Tensor:
     """Keys from ``left`` before to ``right`` after the query; -1 is no limit: [q, k]."""
-    query = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
-    key = torch.arange(num_keys, device=device).unsqueeze(0)
-    seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    query = torch.arange(num_keys - num_queries, num_keys, device=device)
+    return band_at(query, torch.arange(num_keys, device=device), left, right)
+
+
+def band_at(query: Tensor, key: Tensor, left: int, right: int) -> Tensor:
+    """`band` for queries and keys at given positions [q] and [k]."""
+    seen = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
     if left >= 0:
-        seen &= key >= query - left
+        seen &= key >= query.unsqueeze(1) - left
     if right >= 0:
-        seen &= key <= query + right
+        seen &= key <= query.unsqueeze(1) + right
     return seen
 
 
@@ -58,11 +62,14 @@ def visible_keys(
     window: Window | None = None,
     hidden: Tensor | None = None,
     packed: PackedSeqParams | None = None,
+    first_query: int | None = None,
 ) -> tuple[Tensor | None, bool]:
     """The mask that attention needs beside plain causality, and whether that is all it needs.
 
     query [q, b, n, d], key [k, b, n, d].  (None, True): causal and nothing else, one query for
     each key.  (None, False): everything is visible.  (mask, False): the mask says it all.
+    ``first_query`` is the place of the first query among the keys where the last one does not
+    stand at the last key.
     """
     num_queries, num_keys = query.shape[0], key.shape[0]
     left, right = window or (-1, -1)
@@ -75,7 +82,12 @@ def visible_keys(
         return None, False
     if not has_more and right == 0 and num_queries == num_keys:
         return None, True
-    mask = band(num_queries, num_keys, left, right, query.device)
+    if first_query is None:
+        mask = band(num_queries, num_keys, left, right, query.device)
+    else:
+        places = torch.arange(max(num_keys, first_query + num_queries), device=query.device)
+        queries = places[first_query : first_query + num_queries]
+        mask = band_at(queries, places[:num_keys], left, right)
     if packed is not None:
         mask = mask & same_document(packed, num_queries, num_keys)
     if hidden is not None:
@@ -102,8 +114,8 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(of_power_of_two(below) + more)
 
 
-def alibi_bias(slopes: Tensor, num_queries: int, num_keys: int) -> Tensor:
-    """-slope * distance for keys at or before the query: [1, n, q, k] float32."""
-    query = torch.arange(num_keys - num_queries, num_keys, device=slopes.device).unsqueeze(1)
-    distance = (query - torch.arange(num_keys, device=slopes.device)).abs()
+def alibi_bias(slopes: Tensor, queries: Tensor, num_keys: int) -> Tensor:
+    """-slope * distance of queries at given places [q] to keys 0 .. k - 1: [1, n, q, k] float32."""
+    keys = torch.arange(num_keys, device=slopes.device)
+    distance = (queries.unsqueeze(1) - keys).abs()
     return (-slopes[:, None, None] * distance).unsqueeze(0)

@@ -18,6 +18,7 @@ from megatron.core import device
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import fork_if
 from megatron.core.transformer.attention_backends import (
     BLOCKS,
@@ -26,7 +27,10 @@ from megatron.core.transformer.attention_backends import (
     AttentionRequest,
     choose,
 )
+from megatron.core.transformer.attention_blocks import ScoreRule, block_kernel
 from megatron.core.transformer.attention_masks import visible_keys, window_of_layer
+from megatron.core.transformer.context_parallel import Around, exchange_of
+from megatron.core.transformer.context_parallel_ring import Ring, RingPlan, ring_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -44,13 +48,16 @@ class DotProductAttention(MegatronModule):
         attention_type: str = "self",
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        *,
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """``layer_number`` counts from 1."""
+        """``layer_number`` counts from 1.  Without groups a sequence lies on one rank."""
         super().__init__(config)
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softcap = config.attn_logit_softcapping
         self.window = window_of_layer(config, layer_number - 1)
+        self.exchange = exchange_of(config, layer_number - 1, pg_collection)
         scale = config.softmax_scale if softmax_scale is None else softmax_scale
         self.scale = 1 / math.sqrt(config.kv_channels) if scale is None else scale
         # Scores of deep layers are divided by the depth before the softmax and multiplied inside
@@ -70,41 +77,92 @@ class DotProductAttention(MegatronModule):
         """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d].
 
         ``attention_mask`` is True where a key is hidden; ``attention_bias`` [1, n, q, k] is added
-        to the scores.  Both hold beside causality.
+        to the scores.  Both hold beside causality.  With context parallelism q and k are this
+        rank's tokens, masks and biases have columns for those of all ranks, and the call is
+        collective over cp.
         """
+        around = Around(
+            is_causal=(attn_mask_type or self.attn_mask_type) in _CAUSAL,
+            hidden=attention_mask,
+            bias=attention_bias,
+            packed=packed_seq_params,
+        )
+        if self.exchange is not None:
+            return self.exchange.attend(self, query, key, value, around)
+        return self.attend(query, key, value, around)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, around: Around) -> Tensor:
+        """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d] on this rank alone."""
         mask, is_causal = visible_keys(
             query,
             key,
-            is_causal=(attn_mask_type or self.attn_mask_type) in _CAUSAL,
+            is_causal=around.is_causal,
             window=self.window,
-            hidden=attention_mask,
-            packed=packed_seq_params,
+            hidden=around.hidden,
+            packed=around.packed,
+            first_query=around.first_query,
         )
-        dropout = self.dropout if self.training else 0.0
-        request = AttentionRequest(
-            is_cuda=device.is_cuda(query.device),
-            dtype=query.dtype,
-            head_dim=query.shape[-1],
-            has_mask=mask is not None,
-            has_bias=attention_bias is not None,
-            has_dropout=dropout > 0,
-            has_softcap=self.softcap is not None,
-            # Not by grad mode: a recomputed pass has to draw the same dropout.
-            causal_tokens=query.shape[0] if is_causal and self.training else 0,
-        )
-        names = choose(self.config.attention_backend, request)
+        bias, dropout = around.bias, self._dropout()
+        # Not by grad mode: a recomputed pass has to draw the same dropout.
+        causal_tokens = query.shape[0] if is_causal and self.training else 0
+        names = self._choose(query, mask is not None, around, causal_tokens=causal_tokens)
         if BLOCKS in names:
             with fork_if(dropout > 0):
                 return causal_attention(query, key, value, self.scale, dropout).flatten(2)
         q_bnsd, k_bnsd, v_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         with fork_if(dropout > 0):
             if PLAIN in names:
-                out = self._plain(q_bnsd, k_bnsd, v_bnsd, mask, is_causal, attention_bias, dropout)
+                out = self._plain(q_bnsd, k_bnsd, v_bnsd, mask, is_causal, bias, dropout)
             else:
-                out = self._kernel(
-                    names, (q_bnsd, k_bnsd, v_bnsd), mask, is_causal, attention_bias, dropout
-                )
+                out = self._kernel(names, (q_bnsd, k_bnsd, v_bnsd), mask, is_causal, bias, dropout)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def attend_in_ring(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        around: Around,
+        ring: Ring,
+        lengths: tuple[int, ...],
+    ) -> Tensor:
+        """The same with the keys and values of all ranks of the ring.  Collective."""
+        has_mask = self.window is not None or around.hidden is not None
+        names = self._choose(qkv[0], has_mask, around, in_ring=True)
+        rule = ScoreRule(
+            scale=self.scale,
+            depth_scale=self.depth_scale,
+            softcap=self.softcap,
+            dropout=self._dropout(),
+        )
+        plan = RingPlan(
+            ring=ring,
+            lengths=lengths,
+            is_causal=around.is_causal,
+            kernel=block_kernel(names[0]),
+            rule=rule,
+            window=self.window,
+            hidden=around.hidden,
+            bias=around.bias,
+        )
+        with fork_if(rule.dropout > 0):
+            return ring_attention(*qkv, plan).flatten(2)
+
+    def _dropout(self) -> float:
+        return self.dropout if self.training else 0.0
+
+    def _choose(
+        self, query: Tensor, has_mask: bool, around: Around, **more: Any
+    ) -> tuple[str, ...]:
+        request = AttentionRequest(
+            is_cuda=device.is_cuda(query.device),
+            dtype=query.dtype,
+            head_dim=query.shape[-1],
+            has_mask=has_mask,
+            has_bias=around.bias is not None,
+            has_dropout=self._dropout() > 0,
+            has_softcap=self.softcap is not None,
+            **more,
+        )
+        return choose(self.config.attention_backend, request)
 
     def _kernel(
         self,

@@ -14,7 +14,11 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rope import RotaryTable
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint, fork_if
+from megatron.core.tensor_parallel.random import (
+    CheckpointWithoutOutput,
+    checkpoint,
+    fork_for_tokens,
+)
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import MegatronModule
@@ -131,7 +135,7 @@ class TransformerLayer(MegatronModule):
     def _add(self, bda: Any, x_with_bias: WithBias, residual: Tensor) -> Tensor:
         """The residual stream after a part; ranks drop other tokens where the sequence is cut."""
         drops = self.training and self.hidden_dropout > 0
-        with fork_if(drops and self.is_sequence_cut):
+        with fork_for_tokens(drops, is_sequence_cut=self.is_sequence_cut):
             add = bda(self.training, self.config.bias_dropout_fusion)
             return add(x_with_bias, residual, self.hidden_dropout)
 

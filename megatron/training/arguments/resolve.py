@@ -14,6 +14,7 @@ from megatron.core.config.option import Option, dest_of, flag_of, options_of
 from megatron.training.arguments.checks import (
     batch,
     checkpoint,
+    context_parallel,
     data,
     logging,
     model,
@@ -39,6 +40,7 @@ CHECKS: tuple[Check, ...] = (
     *required.CHECKS,
     *ranges.CHECKS,
     *parallel.CHECKS,
+    *context_parallel.CHECKS,
     *batch.CHECKS,
     *model.CHECKS,
     *positions.CHECKS,

@@ -92,6 +92,16 @@ NEEDS = (
         lambda ns: bool(ns.wandb_project),
         ("wandb_exp_name", "wandb_save_dir"),
     ),
+    Need(
+        "--context-parallel-size",
+        lambda ns: ns.context_parallel_size > 1,
+        ("cp_comm_type",),
+    ),
+    Need(
+        "--context-parallel-size and --cp-comm-type a2a+p2p",
+        lambda ns: ns.context_parallel_size > 1 and "a2a+p2p" in ns.cp_comm_type,
+        ("hierarchical_context_parallel_sizes",),
+    ),
     Need("--check-only", lambda ns: ns.check_only, ("check_world_size",)),
 )
 

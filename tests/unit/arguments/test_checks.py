@@ -81,6 +81,8 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "wandb_save_dir": "d",
         "memory_snapshot_path": "p",
         "profile_ranks": "3",
+        "cp_comm_type": "a2a",
+        "hierarchical_context_parallel_sizes": "1 1",
     }
     switches = {
         "rotary_interleaved": "--rotary-interleaved",

@@ -99,7 +99,7 @@ def test_each_backend_is_the_formula(backend: AttnBackend, num_groups: int, case
 @pytest.mark.parametrize("backend", [AttnBackend.auto, AttnBackend.unfused])
 def test_alibi_is_added_to_the_scores(backend: AttnBackend) -> None:
     core = DotProductAttention(tiny_config(attention_backend=backend), layer_number=1)
-    bias = alibi_bias(alibi_slopes(N), S, S)
+    bias = alibi_bias(alibi_slopes(N), torch.arange(S), S)
     out = core(*inputs(), attention_bias=bias)
     expected = formula(*inputs(), CAUSAL, bias.double())
     torch.testing.assert_close(out, expected, **tolerances.of(torch.float64))

@@ -25,6 +25,7 @@ from megatron.core.packed_seq_params import PackedSeqParams, position_in_sequenc
 from megatron.core.param_info import name_parameters
 from megatron.core.param_init import initialize_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequence_share import held_tokens
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes, is_causal_mask
 from megatron.core.transformer.kv_cache import KVCache
@@ -187,9 +188,13 @@ class GPTModel(LanguageModule):
         hidden: Tensor | None = decoder_input
         if hidden is None and self.pre_process:
             hidden = self.embedding(input_ids, position_ids)
-        if attention_mask is not None and not device.is_cuda(attention_mask.device):
-            # Plain causality has faster ways; on a GPU the comparison would wait for the device.
+        cp = self.pg_collection.cp
+        if attention_mask is not None and cp.size() == 1 and not device.is_cuda(input_ids.device):
+            # Plain causality has faster ways; on a GPU the comparison would wait for the device,
+            # and ranks that share a sequence must agree.
             attention_mask = None if is_causal_mask(attention_mask) else attention_mask
+        if inference_context is not None and cp.size() > 1:
+            raise ConfigError("generation needs --context-parallel-size 1")
         offset = 0 if inference_context is None else inference_context.num_tokens
         num_tokens = input_ids.shape[1]
         hidden = self.decoder(
@@ -197,7 +202,7 @@ class GPTModel(LanguageModule):
             attention_mask,
             inference_context=inference_context,
             rotary_pos_emb=self._rotary_table(num_tokens, offset, packed_seq_params),
-            attention_bias=self._attention_bias(num_tokens, offset),
+            attention_bias=self._attention_bias(num_tokens, offset, packed_seq_params),
             packed_seq_params=packed_seq_params,
             **(extra_block_kwargs or {}),
         )
@@ -236,17 +241,30 @@ class GPTModel(LanguageModule):
         if self.rotary_pos_emb is None:
             return None
         dtype = self.config.params_dtype
+        total = num_tokens * self.pg_collection.cp.size()
         if packed is not None and packed.cu_seqlens_q is not None:
-            positions = position_in_sequence(packed.cu_seqlens_q, num_tokens)
-            return self.rotary_pos_emb.table_at(positions, num_tokens, dtype)
+            positions = position_in_sequence(packed.cu_seqlens_q, total)
+            positions = positions[self._held_tokens(num_tokens, packed)]
+            return self.rotary_pos_emb.table_at(positions, total, dtype)
+        if total > num_tokens:
+            return self.rotary_pos_emb.table_at(self._held_tokens(num_tokens, None), total, dtype)
         return self.rotary_pos_emb.table(num_tokens, offset, dtype)
 
-    def _attention_bias(self, num_tokens: int, offset: int) -> Tensor | None:
+    def _attention_bias(
+        self, num_tokens: int, offset: int, packed: PackedSeqParams | None
+    ) -> Tensor | None:
         if self.position_embedding_type != "alibi":
             return None
         slopes = alibi_slopes(self.config.num_attention_heads).to(device.current())
         mine = slopes.chunk(self.tp_group.size())[self.tp_group.rank()]
-        return alibi_bias(mine, num_tokens, offset + num_tokens)
+        queries = offset + self._held_tokens(num_tokens, packed)
+        return alibi_bias(mine, queries, offset + num_tokens * self.pg_collection.cp.size())
+
+    def _held_tokens(self, num_tokens: int, packed: PackedSeqParams | None) -> Tensor:
+        """Places in their row of the tokens of this context-parallel rank: [s/cp]."""
+        cp = self.pg_collection.cp
+        lengths = (num_tokens * cp.size(),) if packed is None else packed.lengths
+        return held_tokens(lengths, cp.rank(), cp.size(), device.current())
 
 
 def _longrope(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 from megatron.core.device import backend_serves
 from megatron.training.config.run import RunConfig
@@ -84,31 +83,10 @@ def sequence_fits_sequence_parallel(run: RunConfig) -> Iterator[str]:
     """Sequence parallelism cuts the sequence evenly over the tensor-parallel ranks."""
     seq, m = run.data.seq_length or 0, run.model
     tp = m.tensor_model_parallel_size
-    if m.sequence_parallel and tp >= 1 and seq % tp:
+    if m.sequence_parallel and m.context_parallel_size == 1 and tp >= 1 and seq % tp:
         yield (
             f"--seq-length {seq} is not a multiple of --tensor-model-parallel-size {tp}, as "
             "--sequence-parallel needs: change one of them or drop --sequence-parallel"
-        )
-
-
-def sequence_fits_context_parallel(run: RunConfig) -> Iterator[str]:
-    """Each rank holds two chunks of the sequence, one early and one late."""
-    seq, cp = run.data.seq_length or 0, run.model.context_parallel_size
-    if cp > 1 and seq % (2 * cp):
-        yield (
-            f"--seq-length {seq} is not a multiple of 2 x --context-parallel-size {cp} = "
-            f"{2 * cp}: change one of them"
-        )
-
-
-def context_levels_multiply(run: RunConfig) -> Iterator[str]:
-    """The levels of a two-level exchange make up the whole."""
-    levels, cp = run.model.hierarchical_context_parallel_sizes, run.model.context_parallel_size
-    if levels is not None and prod(levels) != cp:
-        product = " x ".join(str(n) for n in levels)
-        yield (
-            f"--hierarchical-context-parallel-sizes {product} = {prod(levels)} differs from "
-            f"--context-parallel-size {cp}"
         )
 
 
@@ -165,8 +143,6 @@ CHECKS = (
     heads_fit_tensor_parallel,
     mlp_fits_tensor_parallel,
     sequence_fits_sequence_parallel,
-    sequence_fits_context_parallel,
-    context_levels_multiply,
     layers_fit_the_pipeline,
     rank_order_suits_experts,
     backend_suits_the_device,

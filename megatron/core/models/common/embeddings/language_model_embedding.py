@@ -17,7 +17,7 @@ from megatron.core.param_info import ParamInfo
 from megatron.core.param_init import new_parameter
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import slice_of_first_dim
-from megatron.core.tensor_parallel.random import fork_if
+from megatron.core.tensor_parallel.random import fork_for_tokens
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -94,6 +94,6 @@ class LanguageModelEmbedding(MegatronModule):
         if self.config.fp32_residual_connection:
             hidden = hidden.float()
         if self.training and self.config.hidden_dropout > 0:
-            with fork_if(self.is_cut):
+            with fork_for_tokens(True, is_sequence_cut=self.is_cut):
                 hidden = F.dropout(hidden, self.config.hidden_dropout)
         return hidden

@@ -1,0 +1,192 @@
+"""Attention of some queries over some keys, so that the parts of a whole can be put together.
+
+``q`` queries, ``k`` keys, ``b`` sequences, ``n`` heads, ``g`` key/value heads, ``d`` head width.
+Besides its output a block gives the log-sum-exp of its scores [b, n, q]: the weight of the block in
+the whole.  Backward takes output and log-sum-exp of the whole, and gives the block's part of the
+gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core import device
+
+_aten: Any = torch.ops.aten
+Kept = tuple[Any, ...]  # what backward needs besides: of dropout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRule:
+    """From products of queries and keys to probabilities."""
+
+    scale: float
+    depth_scale: int = 1  # divides before the softmax, multiplies inside it
+    softcap: float | None = None
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCall:
+    """One block.  Only the plain formula takes a mask or a bias."""
+
+    q: Tensor  # [b, n, q, d]
+    k: Tensor  # [b, g, k, d]
+    v: Tensor  # [b, g, k, d]
+    rule: ScoreRule
+    is_causal: bool = False  # query i meets keys 0 .. i
+    visible: Tensor | None = None  # bool, to [b, n, q, k]: what it does not show is hidden
+    bias: Tensor | None = None  # added to the scores
+
+
+@dataclass(frozen=True)
+class BlockKernel:
+    """``forward(call)`` -> output [b, n, q, d], log-sum-exp, kept.
+
+    ``backward(call, grad, out, lse, kept)`` -> gradients of q, k and v.
+    """
+
+    forward: Callable[[BlockCall], tuple[Tensor, Tensor, Kept]]
+    backward: Callable[[BlockCall, Tensor, Tensor, Tensor, Kept], tuple[Tensor, Tensor, Tensor]]
+
+
+def block_kernel(name: str) -> BlockKernel:
+    """``flash``, ``efficient`` or ``plain`` on this process's device."""
+    if name == "flash" and not device.is_cuda():
+        name = "flash without dropout"
+    return _KERNELS[name]
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype of sums over blocks: float32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+# -- the formula ----------------------------------------------------------------------------
+
+
+def _scores(call: BlockCall, q: Tensor, k: Tensor) -> Tensor:
+    """[b, n, q, k], -inf where a key is hidden."""
+    rule = call.rule
+    grouped = q.unflatten(1, (k.shape[1], -1)) * (rule.scale / rule.depth_scale)
+    scores = torch.matmul(grouped, k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2).to(wide(q))
+    if rule.depth_scale != 1:
+        scores = scores * rule.depth_scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if call.bias is not None:
+        scores = scores + call.bias.to(scores.dtype)
+    if call.is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores = scores.masked_fill(later, -math.inf)
+    return scores if call.visible is None else scores.masked_fill(~call.visible, -math.inf)
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), 0 in a row that sees no key."""
+    return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
+
+
+def _weighted(probs: Tensor, v: Tensor, kept: Kept, dropout: float) -> Tensor:
+    if kept:
+        probs = probs * kept[0] * (1 / (1 - dropout))
+    grouped = probs.to(v.dtype).unflatten(1, (v.shape[1], -1))
+    return torch.matmul(grouped, v.unsqueeze(2)).flatten(1, 2)
+
+
+def _plain(call: BlockCall) -> tuple[Tensor, Tensor, Kept]:
+    scores, dropout = _scores(call, call.q, call.k), call.rule.dropout
+    lse = torch.logsumexp(scores, -1)
+    kept = (torch.rand_like(scores) >= dropout,) if dropout > 0 else ()
+    return _weighted(_probabilities(scores, lse), call.v, kept, dropout), lse, kept
+
+
+def _plain_backward(
+    call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: Kept
+) -> tuple[Tensor, Tensor, Tensor]:
+    along = (grad.to(wide(out)) * out.to(wide(out))).sum(-1)  # what all keys of a query share
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (call.q, call.k, call.v))
+        probs = _probabilities(_scores(call, q, k), lse)
+        weighted = _weighted(probs, v, kept, call.rule.dropout)
+        dq, dk, dv = torch.autograd.grad(
+            (weighted, probs.sum(-1)), (q, k, v), (grad.to(weighted.dtype), -along)
+        )
+    return dq, dk, dv
+
+
+# -- torch's kernels ------------------------------------------------------------------------
+
+
+def _flash_cpu(call: BlockCall) -> tuple[Tensor, Tensor, Kept]:
+    kernel = _aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(call.q, call.k, call.v, 0.0, call.is_causal, scale=call.rule.scale)
+    return out, lse, ()
+
+
+def _flash_cpu_backward(
+    call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: Kept
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+    inputs = (grad, call.q, call.k, call.v, out, lse, 0.0, call.is_causal)
+    dq, dk, dv = kernel(*inputs, scale=call.rule.scale)
+    return dq, dk, dv
+
+
+def _flash(call: BlockCall) -> tuple[Tensor, Tensor, Kept]:
+    kernel = _aten._scaled_dot_product_flash_attention
+    inputs = (call.q, call.k, call.v, call.rule.dropout, call.is_causal)
+    out, lse, *kept = kernel(*inputs, False, scale=call.rule.scale)
+    return out, lse, tuple(kept[:6])
+
+
+def _flash_backward(
+    call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: Kept
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernel = _aten._scaled_dot_product_flash_attention_backward
+    inputs = (grad, call.q, call.k, call.v, out, lse)
+    drawn = (call.rule.dropout, call.is_causal, *kept[4:])
+    dq, dk, dv = kernel(*inputs, *kept[:4], *drawn, scale=call.rule.scale)
+    return dq, dk, dv
+
+
+def _for_each_query_head(call: BlockCall) -> tuple[Tensor, Tensor]:
+    """Keys and values with as many heads as the queries have."""
+    times = call.q.shape[1] // call.k.shape[1]
+    return call.k.repeat_interleave(times, 1), call.v.repeat_interleave(times, 1)
+
+
+def _efficient(call: BlockCall) -> tuple[Tensor, Tensor, Kept]:
+    kernel = _aten._scaled_dot_product_efficient_attention
+    inputs = (call.q, *_for_each_query_head(call), None, True, call.rule.dropout, call.is_causal)
+    out, lse, *kept = kernel(*inputs, scale=call.rule.scale)
+    return out, lse[..., : call.q.shape[2]], tuple(kept)
+
+
+def _efficient_backward(
+    call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: Kept
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernel = _aten._scaled_dot_product_efficient_attention_backward
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32))  # forward gave rows of a multiple of 32
+    inputs = (grad, call.q, *_for_each_query_head(call), None, out, lse, *kept)
+    needs = [True, True, True, False]
+    dq, dk, dv, _ = kernel(
+        *inputs, call.rule.dropout, needs, call.is_causal, scale=call.rule.scale
+    )
+    groups = call.k.shape[1]
+    return dq, dk.unflatten(1, (groups, -1)).sum(2), dv.unflatten(1, (groups, -1)).sum(2)
+
+
+_KERNELS = {
+    "plain": BlockKernel(_plain, _plain_backward),
+    "flash": BlockKernel(_flash, _flash_backward),
+    "flash without dropout": BlockKernel(_flash_cpu, _flash_cpu_backward),
+    "efficient": BlockKernel(_efficient, _efficient_backward),
+}

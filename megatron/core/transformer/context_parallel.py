@@ -1,0 +1,200 @@
+"""How ranks that share a sequence exchange keys and values around an attention core.
+
+``s`` local tokens, ``c`` ranks, ``b`` sequences, ``n`` query heads, ``g`` key/value heads, ``d``
+head width, all after tensor parallelism.
+
+    p2p        keys and values go round a ring (context_parallel_ring.py)
+    a2a        heads are scattered, tokens gathered: [s, b, n, d] -> [s c, b, n/c, d] and back
+    allgather  keys and values are gathered; their gradients are reduce-scattered
+    a2a+p2p    a2a among neighbours, a ring over groups of them
+
+Masks and biases have the rows of this rank's queries and columns for all keys in global order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequence_share import check_lengths, held_spans, order_of_gathered
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_first_dim,
+    all_to_all_first_dim,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.context_parallel_ring import Ring
+
+_QKV = tuple[Tensor, Tensor, Tensor]
+COMM_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What holds beside queries, keys and values."""
+
+    is_causal: bool
+    hidden: Tensor | None = None  # True where a key is hidden: [b or 1, n or 1, q or 1, k]
+    bias: Tensor | None = None  # added to the scores: [1, n, q, k]
+    packed: PackedSeqParams | None = None
+    first_query: int | None = None  # its place among the keys; None: the last stands at the last
+
+
+class Core(Protocol):
+    """An attention core, as an exchange uses it."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, around: Around) -> Tensor:
+        """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d] on this rank alone."""
+
+    def attend_in_ring(
+        self,
+        qkv: _QKV,
+        around: Around,
+        ring: Ring,
+        lengths: tuple[int, ...],
+    ) -> Tensor:
+        """The same with the keys and values of all ranks of the ring.  Collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One type of exchange, among the ranks of its groups."""
+
+    cp: ProcessGroup
+    heads: ProcessGroup | None  # whose ranks trade heads for tokens
+    ring: ProcessGroup | None  # whose ranks pass keys and values on; neither: all is gathered
+
+    def attend(
+        self, core: Core, query: Tensor, key: Tensor, value: Tensor, around: Around
+    ) -> Tensor:
+        """[s, b, n, d], 2 x [s, b, g, d] -> [s, b, n d].  Collective over cp, also backward."""
+        num_tokens = query.shape[0] * self.cp.size()
+        lengths = (num_tokens,) if around.packed is None else around.packed.lengths
+        check_lengths(lengths, num_tokens)
+        around = _with_own_rows(around, query.shape[0], num_tokens)
+        qkv = (query, key, value)
+        if self.heads is None:
+            if self.ring is None:
+                return self._attend_to_all(core, qkv, around, lengths)
+            return core.attend_in_ring(qkv, around, Ring(self.ring), lengths)
+        undo, qkv, around = _trade_heads(self.heads, self.cp, qkv, around, lengths)
+        if self.ring is None:
+            out = core.attend(*qkv, around)
+        else:
+            out = core.attend_in_ring(qkv, around, Ring(self.ring), lengths)
+        out = out[undo].unflatten(0, (self.heads.size(), -1))
+        return all_to_all_first_dim(out, self.heads).movedim(0, 2).flatten(2)
+
+    def _attend_to_all(
+        self,
+        core: Core,
+        qkv: _QKV,
+        around: Around,
+        lengths: tuple[int, ...],
+    ) -> Tensor:
+        """Each chunk of queries against the keys of its sequence, as far as it sees them."""
+        query, *both = qkv
+        rank, size, device = self.cp.rank(), self.cp.size(), query.device
+        order, _ = order_of_gathered(lengths, tuple(range(size)), size, device)
+        key, value = (gather_from_sequence_parallel_region(x, group=self.cp)[order] for x in both)
+        outputs, at = [], 0
+        for span in held_spans(lengths, rank, size):
+            rows = slice(at, at + span.stop - span.start)
+            keys = slice(span.first, span.stop if around.is_causal else span.last)
+            part = Around(
+                is_causal=around.is_causal,
+                hidden=None if around.hidden is None else around.hidden[..., rows, keys],
+                bias=None if around.bias is None else around.bias[..., rows, keys],
+                first_query=span.start - span.first,
+            )
+            outputs.append(core.attend(query[rows], key[keys], value[keys], part))
+            at = rows.stop
+        return torch.cat(outputs)
+
+
+def _trade_heads(
+    heads: ProcessGroup,
+    cp: ProcessGroup,
+    qkv: _QKV,
+    around: Around,
+    lengths: tuple[int, ...],
+) -> tuple[Tensor, _QKV, Around]:
+    """The tokens of all ranks in global order with a share of the heads, and the way back."""
+    query, key, value = qkv
+    size, first = heads.size(), cp.rank() - heads.rank()  # neighbours trade
+    ranks = tuple(range(first, first + size))
+    order, undo = order_of_gathered(lengths, ranks, cp.size(), query.device)
+    times = size // gcd(key.shape[2], size)  # so that every rank has the keys of its queries
+    if times > 1:
+        key, value = key.repeat_interleave(times, 2), value.repeat_interleave(times, 2)
+    parts = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in (query, key, value)]
+    traded = all_to_all_first_dim(torch.cat([x.flatten(3) for x in parts], -1), heads)
+    widths = [x.shape[3] * x.shape[4] for x in parts]
+    mixed = traded.flatten(0, 1)[order].split(widths, -1)
+    query, key, value = (
+        m.unflatten(-1, x.shape[3:]) for m, x in zip(mixed, parts, strict=True)
+    )
+
+    def rows_of_all(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        x = all_gather_first_dim(x.movedim(2, 0), heads)[order].movedim(0, 2)
+        return x if x.shape[1] == 1 else x.chunk(size, 1)[heads.rank()]
+
+    around = replace(around, hidden=rows_of_all(around.hidden), bias=rows_of_all(around.bias))
+    return undo, (query, key, value), around
+
+
+def comm_type_of_layer(config: ModelParallelConfig, layer_index: int) -> str:
+    """--cp-comm-type of layer ``layer_index`` (from 0): one for all, or one for each."""
+    types = config.cp_comm_type
+    if isinstance(types, str):  # as scripts may write it
+        return types
+    return types[layer_index] if len(types) > 1 else types[0]
+
+
+def exchange_of(
+    config: ModelParallelConfig, layer_index: int, groups: ProcessGroupCollection | None
+) -> Exchange | None:
+    """How layer ``layer_index`` (from 0) exchanges; None where a sequence lies on one rank."""
+    if groups is None or groups.cp.size() == 1:
+        return None
+    kind, cp = comm_type_of_layer(config, layer_index), groups.cp
+    traders_and_ring: dict[str, tuple[ProcessGroup | None, ProcessGroup | None]] = {
+        "p2p": (None, cp),
+        "a2a": (cp, None),
+        "allgather": (None, None),
+        "a2a+p2p": (groups.cp_inner, groups.cp_outer),
+    }
+    if kind not in traders_and_ring:
+        raise ConfigError(f"--cp-comm-type {kind} is not one of {', '.join(COMM_TYPES)}")
+    if kind == "a2a+p2p" and groups.cp_inner.size() * groups.cp_outer.size() != cp.size():
+        raise ConfigError("--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes")
+    heads, ring = traders_and_ring[kind]
+    return Exchange(cp=cp, heads=heads, ring=ring)
+
+
+def _with_own_rows(around: Around, num_rows: int, num_columns: int) -> Around:
+    """``around`` with a row for each query of this rank.
+
+    Raises ConfigError where a mask has another shape.
+    """
+    hidden, bias = around.hidden, around.bias
+    for x in (hidden, bias):
+        if x is not None and (x.shape[-1] != num_columns or x.shape[-2] not in (1, num_rows)):
+            raise ConfigError(
+                f"an attention mask or bias of {x.shape[-2]} x {x.shape[-1]}, and this "
+                f"context-parallel rank has {num_rows} of {num_columns} tokens: hand over the rows "
+                "of its own tokens, as get_batch_on_this_cp_rank() cuts them, and all columns"
+            )
+    if hidden is None or hidden.shape[-2] == num_rows:
+        return around
+    return replace(around, hidden=hidden.expand(*hidden.shape[:-2], num_rows, num_columns))

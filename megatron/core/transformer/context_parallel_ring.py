@@ -1,0 +1,216 @@
+"""Attention over a ring of ranks: keys and values travel, queries stay.
+
+``s`` local tokens, ``b`` sequences, ``n`` query heads, ``g`` key/value heads, ``d`` head width.
+
+Collectives, in order, of a ring of ``r`` ranks.  Forward: r - 1 shifts of keys and values, each
+posted before attention to the block in hand is computed.  Backward: the same shifts, and after each
+block a shift of the gradients of its keys and values, which gather one term on every rank and come
+home with the r-th; they are waited for after the next block.  Every shift is one batch of a send to
+the next and a receive from the previous rank, the same on all ranks.
+
+Sums over blocks are in float32 (float64 for float64), in the order in which blocks come by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.sequence_share import Block, blocks_of, held_tokens
+from megatron.core.transformer.attention_blocks import (
+    BlockCall,
+    BlockKernel,
+    Kept,
+    ScoreRule,
+    wide,
+)
+from megatron.core.transformer.attention_masks import Window, band_at
+
+
+class Arriving(Protocol):
+    """A shift on its way."""
+
+    def wait(self) -> Tensor:
+        """What the previous rank has sent."""
+
+
+class Transport(Protocol):
+    """A ring of ranks."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def shift(self, x: Tensor) -> Arriving:
+        """Begin to send ``x`` to the next rank and to receive its like from the previous one."""
+
+
+class Ring:
+    """The ranks of a group, each sending to the next."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+
+    def shift(self, x: Tensor) -> _Shift:
+        """See `Transport`.  ``x`` is contiguous and stays as it is until `wait`."""
+        received = torch.empty_like(x)
+        behind, ahead = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, group=self.group, group_peer=ahead),
+                dist.P2POp(dist.irecv, received, group=self.group, group_peer=behind),
+            ]
+        )
+        return _Shift(works, received, x)
+
+
+@dataclass(frozen=True)
+class _Shift:
+    works: list[dist.Work]
+    received: Tensor
+    sent: Tensor  # alive until it is sent
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingPlan:
+    """What a ring computes.  ``hidden`` and ``bias`` have local rows and global columns."""
+
+    ring: Transport
+    lengths: tuple[int, ...]  # of the sequences in a row, over all ranks of the ring
+    is_causal: bool
+    kernel: BlockKernel
+    rule: ScoreRule
+    window: Window | None = None
+    hidden: Tensor | None = None  # bool [.., s, s r]
+    bias: Tensor | None = None  # [.., n, s, s r]
+
+    def calls(
+        self, q: Tensor, k: Tensor, v: Tensor, step: int
+    ) -> Iterator[tuple[Block, BlockCall]]:
+        """The blocks of a step, heads first: q [b, n, s, d], k and v [b, g, s, d]."""
+        rank, size = self.ring.rank, self.ring.size
+        source = (rank - step) % size
+        for block in blocks_of(self.lengths, rank, source, size, self.is_causal):
+            keys = held_tokens(self.lengths, source, size, q.device)[block.keys]
+            yield (
+                block,
+                BlockCall(
+                    q=q[:, :, block.queries],
+                    k=k[:, :, block.keys],
+                    v=v[:, :, block.keys],
+                    rule=self.rule,
+                    is_causal=block.is_causal,
+                    visible=self._visible(block, keys),
+                    bias=None if self.bias is None else self.bias[..., block.queries, :][..., keys],
+                ),
+            )
+
+    def _visible(self, block: Block, keys: Tensor) -> Tensor | None:
+        """What window and mask leave of a block."""
+        visible = None
+        if self.window is not None:
+            mine = held_tokens(self.lengths, self.ring.rank, self.ring.size, keys.device)
+            visible = band_at(mine[block.queries], keys, *self.window)
+        if self.hidden is not None:
+            shown = ~self.hidden[..., block.queries, :][..., keys]
+            visible = shown if visible is None else visible & shown
+        return visible
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> Tensor:
+        queries = _heads_first(q)
+        out = torch.zeros_like(queries, dtype=wide(q))
+        lse = out.new_full(out.shape[:-1], -math.inf)
+        kept: list[Kept] = []
+        held = _packed(k, v)
+        for step in range(plan.ring.size):
+            is_last = step + 1 == plan.ring.size
+            arriving = None if is_last else plan.ring.shift(held)
+            keys, values = (_heads_first(x) for x in _unpacked(held, k, v))
+            for block, call in plan.calls(queries, keys, values, step):
+                part, part_lse, drawn = plan.kernel.forward(call)
+                _merge(out[:, :, block.queries], lse[:, :, block.queries], part, part_lse)
+                kept.append(drawn)
+            held = held if arriving is None else arriving.wait()
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.kept = plan, kept
+        return _tokens_first(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        plan, kept = ctx.plan, iter(ctx.kept)
+        queries, grad = _heads_first(q), _heads_first(grad)
+        grad_q = torch.zeros_like(queries, dtype=wide(q))
+        held, going_home = _packed(k, v), None
+        for step in range(plan.ring.size):
+            is_last = step + 1 == plan.ring.size
+            arriving = None if is_last else plan.ring.shift(held)
+            keys, values = (_heads_first(x) for x in _unpacked(held, k, v))
+            grad_held = torch.zeros_like(held, dtype=wide(q))
+            grad_k, grad_v = (_heads_first(x) for x in _unpacked(grad_held, k, v))
+            for block, call in plan.calls(queries, keys, values, step):
+                rows = block.queries
+                dq, dk, dv = plan.kernel.backward(
+                    call, grad[:, :, rows], out[:, :, rows], lse[:, :, rows], next(kept)
+                )
+                grad_q[:, :, rows] += dq
+                grad_k[:, :, block.keys] += dk
+                grad_v[:, :, block.keys] += dv
+            if going_home is not None:
+                grad_held += going_home.wait()
+            going_home = plan.ring.shift(grad_held)
+            held = held if arriving is None else arriving.wait()
+        assert going_home is not None, "a ring has ranks"
+        grads = _unpacked(going_home.wait(), k, v)
+        return _tokens_first(grad_q).to(q.dtype), *(g.to(k.dtype) for g in grads), None
+
+
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan) -> Tensor:
+    """[s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d].  Collective over the ring, also backward."""
+    return _RingAttention.apply(query, key, value, plan)
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a block to what is there: outputs in proportion to the sums of their exponentials."""
+    total = torch.logaddexp(lse, part_lse.to(lse.dtype))
+    safe = total.masked_fill(total == -math.inf, 0.0)  # rows that have seen no key yet
+    out.mul_(torch.exp(lse - safe).unsqueeze(-1))
+    out.add_(part * torch.exp(part_lse - safe).unsqueeze(-1))
+    lse.copy_(total)
+
+
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values as one message."""
+    return torch.cat((k.reshape(-1), v.reshape(-1)))
+
+
+def _unpacked(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a message in the shapes of ``k`` and ``v``."""
+    first, second = message.split((k.numel(), v.numel()))
+    return first.view(k.shape), second.view(v.shape)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[s, b, n, d] -> [b, n, s, d], a view."""
+    return x.permute(1, 2, 0, 3)
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """[b, n, s, d] -> [s, b, n, d], a view."""
+    return x.permute(2, 0, 1, 3)
