@@ -11,7 +11,7 @@ help:
 	@echo "make test-dist   the multi-process tests only"
 	@echo "make fuzz N=200  random layouts against one process; FIRST=0 is the first seed"
 	@echo "make bench       every benchmark, one after the other"
-	@echo "make tree        write docs/tree.md, docs/flags.md and README's table of features"
+	@echo "make tree        write docs/{tree,flags,matrix}.md and README's table of features"
 	@echo "make format      ruff format and ruff's own fixes"
 	@echo "make quickstart  from a corpus to a trained model that writes text"
 
@@ -39,7 +39,7 @@ bench:
 	for file in $$(grep -l __main__ benchmarks/*.py); do echo $$file; $$python $$file || exit 1; done
 
 tree:
-	@python=$$(tools/env.sh) && $$python tools/tree.py && $$python tools/features.py && $$python tools/flags.py
+	@python=$$(tools/env.sh) && for page in tree features flags matrix; do $$python tools/$$page.py || exit 1; done
 
 quickstart:
 	@bash examples/quickstart.sh

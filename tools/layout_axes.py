@@ -20,11 +20,15 @@ BASE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """``flags`` of the command line; one process is given them too unless ``is_layout``."""
+    """``flags`` of the command line; one process is given them too unless ``is_layout``.
+
+    ``words`` say what has no flag.
+    """
 
     name: str
     group: str
     flags: str = ""
+    words: str = "the default"
     is_layout: bool = True
     needs: tuple[str, ...] = ()
 
@@ -40,7 +44,7 @@ def _model(group: str, name: str, flags: str = "", *needs: str) -> Feature:
 _FEATURES = (
     _layout("tensor", "tp", "--tensor-model-parallel-size {tp}"),
     _layout("sequence", "sp", "--sequence-parallel", "tp"),
-    _layout("data", "dp"),
+    Feature(name="dp", group="data", words="more ranks than a replica needs"),
     _layout("reduce", "overlap-grad-reduce", "--overlap-grad-reduce", "dp"),
     _layout("buckets", "buckets", "--ddp-bucket-size 700", "dp"),
     _layout("recompute", "recompute-full",
@@ -65,10 +69,13 @@ _FEATURES = (
     _model("norm", "rms-norm", "--normalization RMSNorm"),
     _model("mlp", "swiglu", "--swiglu --ffn-hidden-size 48"),
     _model("bias", "no-bias", "--disable-bias-linear"),
+    _model("precision", "bf16", "--bf16"),
+    _model("precision", "fp16", "--fp16 --loss-scale 256"),
+    _layout("reduced in", "grad-reduce-in-bf16", "--grad-reduce-in-bf16", "bf16", "dp"),
     _model("attention", "plain-attention", "--attention-backend unfused"),
     _model("documents", "reset-mask", "--reset-attention-mask"),
     _model("masked", "eod-mask", "--eod-mask-loss"),
-    _model("padded", "padded"),  # no flag: the data set's samples end early
+    Feature(name="padded", group="padded", words="samples that end early", is_layout=False),
 )  # fmt: skip
 FEATURES = {feature.name: feature for feature in _FEATURES}
 
@@ -82,7 +89,7 @@ class Sizes:
 
     tp: int = 2
     dp: int = 2
-    layers: int = 2
+    layers: int = 4
     seq: int = 16
     vocab: int = 96  # and the token that ends a document: a prime
     micro: int = 2
@@ -128,17 +135,19 @@ class Case:
         return " ".join(texts).format(**numbers).split()
 
 
+def with_needs(names: Iterable[str]) -> frozenset[str]:
+    """``names`` and what they need."""
+    chosen: set[str] = set()
+    missing = set(names)
+    while missing:
+        chosen |= missing
+        missing = {need for name in missing for need in FEATURES[name].needs} - chosen
+    return frozenset(chosen)
+
+
 def case_of(names: Iterable[str], sizes: Sizes | None = None) -> Case:
     """The case that has these features, what they need, and the defaults of other groups."""
-    chosen: dict[str, None] = {}
-
-    def add(name: str) -> None:
-        for needed in FEATURES[name].needs:
-            add(needed)
-        chosen[name] = None
-
-    for name in names:
-        add(name)
+    chosen = with_needs(names)
     taken = {FEATURES[name].group for name in chosen}
-    chosen.update((n, None) for n in DEFAULTS if FEATURES[n].group not in taken)
-    return Case(frozenset(chosen), sizes or Sizes())
+    defaults = {name for name in DEFAULTS if FEATURES[name].group not in taken}
+    return Case(chosen | defaults, sizes or Sizes())

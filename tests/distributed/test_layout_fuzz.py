@@ -10,6 +10,7 @@ import torch
 from tests import tolerances
 from tests.distributed.draws import draw
 from tests.distributed.layouts import Trace, compare, must_agree
+from tools import matrix
 from tools.layout_axes import Sizes, case_of
 
 # What the fuzzer, or somebody's fuzzer of such systems, has found wrong once.
@@ -36,6 +37,16 @@ def test_a_random_layout_gives_the_answer_of_one_process(seed: int) -> None:
 def test_what_was_wrong_once_is_right(name: str) -> None:
     features, sizes = FOUND[name]
     must_agree(case_of(features.split(), sizes))
+
+
+@pytest.mark.feature("Layouts: every pair of features is tested or refused (docs/matrix.md)")
+@pytest.mark.parametrize("name", matrix.cases())
+def test_features_combine(name: str) -> None:
+    must_agree(matrix.cases()[name])
+
+
+def test_no_pair_of_features_is_accepted_and_untested() -> None:
+    assert matrix.untested() == [], "cover them: python tools/matrix.py --cover"
 
 
 def trace_of(losses: list[float]) -> Trace:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.repo.source import ROOT
-from tools import features, tree
+from tools import features, matrix, tree
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
@@ -20,6 +20,11 @@ def test_the_tree_page_is_current():
 def test_the_table_of_features_is_current():
     is_current = features.table() in features.README.read_text()
     assert is_current, "README's table of features is old: run make tree"
+
+
+def test_the_matrix_is_current():
+    is_current = matrix.TARGET.read_text() == matrix.render()
+    assert is_current, "docs/matrix.md is old: run make tree"
 
 
 def test_every_feature_names_its_area_and_one_sentence():
