@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training.batch import load_batch
 from megatron.training.global_vars import get_run
 from megatron.training.gpt import build_gpt_datasets, build_gpt_model
@@ -33,6 +33,7 @@ def model_provider(
         groups=run.groups,
         pre_process=pre_process,
         post_process=post_process,
+        vp_stage=vp_stage,
     )
 
 
@@ -46,10 +47,19 @@ def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[s
 
 
 def forward_step(data_iterator: Iterator[Any] | None, model: GPTModel) -> tuple[Tensor, Any]:
-    """Token losses of one micro-batch, and the function that turns them into the loss."""
+    """Token losses of one micro-batch, and the function that turns them into the loss.
+
+    Stages before the last return hidden states in their place.
+    """
     run = get_run()
     run.timers("batch-generator", log_level=2).start()
-    batch = load_batch(data_iterator, run.config, run.groups.tp)
+    batch = load_batch(
+        data_iterator,
+        run.config,
+        run.groups.tp,
+        is_first_stage=get_attr_wrapped_model(model, "pre_process"),
+        is_last_stage=get_attr_wrapped_model(model, "post_process"),
+    )
     batch = get_batch_on_this_cp_rank(batch, run.groups.cp)
     run.timers("batch-generator").stop()
     losses = model(

@@ -119,7 +119,8 @@ class ModelParallelConfig:
         "Collective library between pipeline stages.",
         group="training",
         choices=("nccl", "ucc"),
-        ignored=states.only_with("--pipeline-model-parallel-size"),
+        ignored="stages talk through the library of all groups, --distributed-backend",
+        refused_values={"ucc": "it is not built into PyTorch; drop the flag"},
     )
     perform_initialization: bool = option(
         True,
@@ -136,76 +137,68 @@ class ModelParallelConfig:
         1,
         "Stages that the layers are divided into.",
         group="distributed",
-        refused=states.PIPELINE,
     )
     decoder_first_pipeline_num_layers: int | None = option(
         None,
         "Layers of the first pipeline stage.",
         group="distributed",
-        ignored=states.only_with("--pipeline-model-parallel-size"),
     )
     decoder_last_pipeline_num_layers: int | None = option(
         None,
         "Layers of the last pipeline stage.",
         group="distributed",
-        ignored=states.only_with("--pipeline-model-parallel-size"),
     )
     pipeline_model_parallel_layout: str | None = option(
         None,
         "Contents of each pipeline stage, such as Et*3|t*4|t*3L.",
         group="distributed",
-        refused=states.PIPELINE,
+        refused=states.PIPELINE_LAYOUT,
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
         "Layers of each virtual stage of the interleaved schedule.",
         group="distributed",
-        refused=states.PIPELINE,
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None,
         "Virtual stages of each pipeline rank in the interleaved schedule.",
         group="distributed",
-        refused=states.PIPELINE,
     )
     microbatch_group_size_per_vp_stage: int | None = option(
         None,
         "Micro-batches that go through one virtual stage in a row.",
         group="distributed",
         flag="--microbatch-group-size-per-virtual-pipeline-stage",
-        ignored=states.only_with("--pipeline-model-parallel-size"),
     )
     overlap_p2p_comm: bool = option(
         True,
         "Do not overlap transfers between stages with compute.",
         group="distributed",
         flag="--no-overlap-p2p-communication",
-        ignored=states.only_with("--pipeline-model-parallel-size"),
     )
     overlap_p2p_comm_warmup_flush: bool = option(
         False,
         "Overlap transfers in the warm-up and flush phases too.",
         group="distributed",
         flag="--overlap-p2p-communication-warmup-flush",
-        ignored=states.only_with("--pipeline-model-parallel-size"),
     )
     defer_embedding_wgrad_compute: bool = option(
         False,
         "Compute the output layer's weight gradient when the pipeline idles.",
         group="distributed",
-        ignored=states.only_with("--pipeline-model-parallel-size"),
+        refused=states.LATER_WEIGHT_GRADIENT,
     )
     wgrad_deferral_limit: int = option(
         0,
         "Micro-batches whose deferred weight gradient is kept; 0 means all.",
         group="distributed",
-        ignored=states.only_with("--pipeline-model-parallel-size"),
+        ignored=states.only_with("--defer-embedding-wgrad-compute"),
     )
     scatter_gather_tensors_in_pipeline: bool = option(
         True,
         "Send whole tensors between stages on every tensor-parallel rank.",
         group="distributed",
-        ignored=states.only_with("--pipeline-model-parallel-size"),
+        ignored=states.OLD_SPELLING,
     )
     use_ring_exchange_p2p: bool = option(
         False,
@@ -217,13 +210,11 @@ class ModelParallelConfig:
         False,
         "Count the embedding as a layer when layers are divided into stages.",
         group="distributed",
-        ignored=states.only_with("--pipeline-model-parallel-size"),
     )
     account_for_loss_in_pipeline_split: bool = option(
         False,
         "Count the loss as a layer when layers are divided into stages.",
         group="distributed",
-        ignored=states.only_with("--pipeline-model-parallel-size"),
     )
     context_parallel_size: int = option(
         1,

@@ -30,19 +30,27 @@ def load_batch(
     data_iterator: Iterator[dict[str, Tensor]] | None,
     config: RunConfig,
     tp_group: dist.ProcessGroup,
+    *,
+    is_first_stage: bool = True,
+    is_last_stage: bool = True,
 ) -> dict[str, Tensor | None]:
-    """tokens, labels, loss_mask, position_ids [b, s]; attention_mask [b, 1, s, s] or None."""
+    """tokens, labels, loss_mask, position_ids [b, s]; attention_mask [b, 1, s, s] or None.
+
+    None is what the pipeline stage does not need; one that needs nothing reads nothing.
+    """
     target = device.current()
     b, s = config.training.micro_batch_size, config.data.seq_length
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_DTYPES, (b, s))
     shapes["attention_mask"] = (b, 1, s, s)
     # A mask that is causal and no more is left out: attention is causal without it, and faster.
-    with_mask = config.data.reset_attention_mask
+    is_needed = dict.fromkeys(_DTYPES, config.data.reset_attention_mask)
+    is_needed |= dict.fromkeys(("tokens", "position_ids"), is_first_stage)
+    is_needed |= dict.fromkeys(("labels", "loss_mask"), is_last_stage)
     batch: dict[str, Tensor | None] = dict.fromkeys(_DTYPES)
-    reads = tp_group.rank() == 0
+    reads = tp_group.rank() == 0 and any(is_needed.values())
     item = next(data_iterator) if reads and data_iterator is not None else {}
     for key, dtype in _DTYPES.items():
-        if key == "attention_mask" and not with_mask:
+        if not is_needed[key]:
             continue
         if reads:
             tensor = item[key].to(target, non_blocking=True)
@@ -56,4 +64,11 @@ def load_batch(
 
 def get_batch_on_this_tp_rank(data_iterator: Any) -> dict[str, Tensor | None]:
     """`load_batch` for scripts that pass nothing but the iterator."""
-    return load_batch(data_iterator, global_vars.get_run().config, parallel_state.current().tp)
+    run = global_vars.get_run()
+    return load_batch(
+        data_iterator,
+        run.config,
+        parallel_state.current().tp,
+        is_first_stage=0 in run.stages,
+        is_last_stage=run.has_loss,
+    )

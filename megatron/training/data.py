@@ -6,6 +6,7 @@ by (consumed samples, micro-batch size, data-parallel rank).
 
 from __future__ import annotations
 
+import itertools
 import json
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -76,12 +77,12 @@ def build_data(run: Runtime, provider: Provider) -> None:
         return
     if not run.config.validation.skip_train and not run.finished():
         loader = make_loader(run, train, run.state.consumed_train_samples)
-        run.train_data = iter(loader) if loader is not None else None
+        run.train_data = chunk_iterators(run, loader)
     sets = list(valid) if isinstance(valid, list | tuple) else [valid]
     evaluates = run.config.validation.eval_iters > 0 or run.config.validation.full_validation
     found = [s for s in sets if s is not None and evaluates]
     num_valid, num_test = agree_on(
-        run.groups.tp, len(found), int(test is not None and evaluates)
+        run.groups.mp, len(found), int(test is not None and evaluates)
     )
     whole = run.config.validation.full_validation
     run.valid_loaders = [make_loader(run, s, 0, whole=whole) for s in found] or [None] * num_valid
@@ -99,13 +100,36 @@ def _provided(run: Runtime, provider: Provider, sizes: Sequence[int | None]) -> 
     return None, None, None
 
 
-def agree_on(tp_group: dist.ProcessGroup, *counts: int) -> list[int]:
-    """What the reading rank found.  Collective over tp; the ranks that do not read hold None."""
-    if tp_group.size() == 1:
+def agree_on(mp_group: dist.ProcessGroup, *counts: int) -> list[int]:
+    """What its first rank, which reads, found.  Collective over mp; not all ranks hold data."""
+    if mp_group.size() == 1:
         return list(counts)
     agreed = torch.tensor(counts, device=device.current())
-    dist.broadcast(agreed, dist.get_global_rank(tp_group, 0), group=tp_group)
+    dist.broadcast(agreed, dist.get_global_rank(mp_group, 0), group=mp_group)
     return [int(n) for n in agreed]
+
+
+def reads_data(run: Runtime) -> bool:
+    """Whether this rank reads micro-batches: the others of its tensor-parallel group receive."""
+    return run.groups.tp.rank() == 0 and any(_chunks_that_read(run))
+
+
+def chunk_iterators(run: Runtime, loader: Any) -> Any:
+    """An iterator over ``loader``, or, with several model chunks, one for each that reads."""
+    readers = _chunks_that_read(run)
+    if len(readers) == 1:
+        return iter(loader) if loader is not None else None
+    if loader is None:
+        return [None] * len(readers)
+    # Each chunk sees all micro-batches; one that another has read already is kept for it.
+    copies = iter(itertools.tee(loader, sum(readers)))
+    return [next(copies) if reads else None for reads in readers]
+
+
+def _chunks_that_read(run: Runtime) -> list[bool]:
+    """The first stage needs tokens, the last labels; a mask that is more than causal all do."""
+    ends = (0, run.placement.num_stages - 1)
+    return [run.config.data.reset_attention_mask or stage in ends for stage in run.stages]
 
 
 def make_loader(
@@ -136,8 +160,8 @@ def make_loader(
 
 
 def _take_external(run: Runtime, train: Any, valid: Any, test: Any) -> None:
-    found = agree_on(run.groups.tp, int(valid is not None), int(test is not None))
-    run.train_data = iter(train) if train is not None else None
+    found = agree_on(run.groups.mp, int(valid is not None), int(test is not None))
+    run.train_data = chunk_iterators(run, train)
     run.valid_loaders = [valid] * found[0]
     run.test_loader = test
     run.has_test_set = bool(found[1])

@@ -6,7 +6,6 @@ Order of collectives: those of the forward passes, then one all-reduce per loss 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from megatron.core.faults import fault_point
 from megatron.training.callbacks.base import EvalResult
 from megatron.training.callbacks.exit import reason_to_hurry
-from megatron.training.data import agree_on
+from megatron.training.data import agree_on, chunk_iterators
 from megatron.training.runtime import Runtime
 from megatron.training.step import forward_backward, reduce_losses, sum_losses
 from megatron.training.utils import print_rank_0
@@ -50,7 +49,7 @@ def evaluate(
         eval_iters = whole_pass_iters(run, loader)
     if is_final:
         print_rank_0(f"Evaluating on {eval_iters * batch_size} samples")
-    data: Iterator[Any] | None = iter(loader) if loader is not None else None
+    data = chunk_iterators(run, loader)
     for chunk in run.model_chunks:
         chunk.eval()
     totals: dict[str, torch.Tensor] | None = {}
@@ -72,7 +71,7 @@ def evaluate(
         chunk.train()
     if totals is None:
         return None
-    reduced = reduce_losses([totals], run.groups.dp_cp) if run.groups.is_last_stage else {}
+    reduced = reduce_losses([totals], run.groups.dp_cp) if run.has_loss else {}
     return EvalResult(
         losses={key: float(value) for key, value in reduced.items()},
         split=split,
@@ -93,7 +92,7 @@ def _report_non_loss_data(run: Runtime, loader: Any) -> None:
     elif process is not None:
         collected = forward_backward(
             run,
-            iter(loader) if loader is not None else None,
+            chunk_iterators(run, loader),
             run.batches.num_microbatches_at_full_size(),
             forward_only=True,
             collect_non_loss_data=True,
@@ -106,8 +105,8 @@ def _report_non_loss_data(run: Runtime, loader: Any) -> None:
 def whole_pass_iters(run: Runtime, loader: Any) -> int:
     """Global batches of a whole set, the last one filled up.
 
-    Collective over tp: the ranks that do not read have no loader.
+    Collective over mp: the ranks that do not read have no loader.
     """
     samples = 0 if loader is None else len(loader.dataset)
-    (samples,) = agree_on(run.groups.tp, samples)
+    (samples,) = agree_on(run.groups.mp, samples)
     return max(1, math.ceil(samples / run.batches.full_global_batch_size))

@@ -20,7 +20,7 @@ from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.training.config.run import RunConfig
-from megatron.training.data import get_blend_and_blend_per_split
+from megatron.training.data import get_blend_and_blend_per_split, reads_data
 from megatron.training.runtime import Runtime
 from megatron.training.tokenizer.checks import check_data
 
@@ -33,6 +33,7 @@ def build_gpt_model(
     groups: ProcessGroupCollection | None = None,
     pre_process: bool = True,
     post_process: bool = True,
+    vp_stage: int | None = None,
     parallel_output: bool = True,
 ) -> GPTModel:
     """One pipeline stage of the GPT that ``config`` describes, on the current device."""
@@ -55,6 +56,7 @@ def build_gpt_model(
         rope_scaling_factor=lm.rope_scaling_factor,
         seq_len_interpolation_factor=lm.rotary_seq_len_interpolation_factor,
         pg_collection=groups,
+        vp_stage=vp_stage,
     )
 
 
@@ -106,7 +108,7 @@ def build_gpt_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple
     if run.is_rank_0 and not run.config.data.mock_data:
         _check_data(run, config)
     cls = MockGPTDataset if run.config.data.mock_data else GPTDataset
-    reads = run.groups.tp.rank() == 0
+    reads = reads_data(run)
     builder = BlendedMegatronDatasetBuilder(cls, list(num_samples), lambda: reads, config)
     train, valid, test = builder.build()
     if train is None and reads and not run.config.validation.skip_train:

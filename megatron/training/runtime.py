@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.pipeline_parallel.plan import Placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.callbacks.base import CallbackList
@@ -35,7 +36,7 @@ class Runtime:
     forward_step_func: Callable[..., Any] | None = None
     process_non_loss_data_func: Callable[..., Any] | None = None
     non_loss_data_func: Callable[..., Any] | None = None
-    train_data: Iterator[Any] | None = None
+    train_data: Any = None  # an iterator; with several model chunks one for each
     # one loader per validation set; a fresh iterator is made for every pass
     valid_loaders: list[Any] = field(default_factory=list)
     test_loader: Any = None
@@ -44,6 +45,22 @@ class Runtime:
     last_step: StepResult | None = None  # for scripts that log the step they have made
     saved_at: int | None = None  # iteration of the newest checkpoint of this run
     train_iters: int = 0  # derived from --train-samples where that is given
+
+    @property
+    def placement(self) -> Placement:
+        """Which virtual pipeline stage lies where."""
+        return self.config.placement
+
+    @property
+    def stages(self) -> list[int]:
+        """The virtual pipeline stage of each model chunk."""
+        rank = self.groups.pp.rank()
+        return [self.placement.stage(rank, chunk) for chunk in range(self.placement.num_chunks)]
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether one of the chunks computes the loss."""
+        return self.placement.num_stages - 1 in self.stages
 
     @property
     def is_rank_0(self) -> bool:

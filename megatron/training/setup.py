@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from megatron.core import device
+from megatron.core.config.errors import ConfigError
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.param_groups import (
@@ -51,28 +52,46 @@ def setup_tokenizer(run: Runtime) -> None:
 
 def build_model(run: Runtime, model_provider: ModelProvider, *, wrap: bool = True) -> None:
     """Fill ``run.model_chunks``: built on the device, initialised, in the run's precision."""
-    config, groups = run.config, run.groups
-    stage: dict[str, Any] = {
-        "pre_process": groups.is_first_stage,
-        "post_process": groups.is_last_stage,
+    config = run.config
+    chunks = [_build_chunk(run, model_provider, chunk) for chunk in range(len(run.stages))]
+    for chunk in chunks:
+        initialize_parameters(
+            chunk, config.training.seed, random=config.model.perform_initialization
+        )
+    _print_number_of_parameters(run, chunks)
+    run.model_chunks = [_wrapped(run, chunk, wrap) for chunk in chunks]
+
+
+def _build_chunk(run: Runtime, model_provider: ModelProvider, chunk: int) -> nn.Module:
+    stage = run.stages[chunk]
+    arguments: dict[str, Any] = {
+        "pre_process": stage == 0,
+        "post_process": stage == run.placement.num_stages - 1,
     }
-    if "vp_stage" in inspect.signature(model_provider).parameters:
-        stage["vp_stage"] = None
-    model = model_provider(**stage).to(device.current())
-    initialize_parameters(
-        model, config.training.seed, random=config.model.perform_initialization
-    )
-    _print_number_of_parameters(run, model)
+    takes_stage = "vp_stage" in inspect.signature(model_provider).parameters
+    if takes_stage:
+        arguments["vp_stage"] = chunk if len(run.stages) > 1 else None
+    elif len(run.stages) > 1:
+        raise ConfigError(
+            f"a pipeline rank with {len(run.stages)} virtual stages needs a model provider that "
+            "takes vp_stage: add the argument and hand it to the model, or leave one virtual stage"
+        )
+    return model_provider(**arguments).to(device.current())
+
+
+def _wrapped(run: Runtime, model: nn.Module, with_data_parallelism: bool) -> nn.Module:
+    """In the run's precision, and in the data-parallel wrapper."""
+    config = run.config
     model_config = vars(model).get("config", config.model)  # a script may have varied it
     if config.model.fp16 or config.model.bf16:
         model = Float16Module(model_config, model)
-    if wrap:
+    if with_data_parallelism:
         model = DistributedDataParallel(
-            config=model_config, ddp_config=config.ddp, module=model, pg_collection=groups
+            config=model_config, ddp_config=config.ddp, module=model, pg_collection=run.groups
         )
         if config.training.data_parallel_random_init:
             model.broadcast_params()
-    run.model_chunks = [model]
+    return model
 
 
 def build_optimizer(
@@ -98,9 +117,9 @@ def build_optimizer(
     run.scheduler = build_scheduler(run)
 
 
-def _print_number_of_parameters(run: Runtime, model: nn.Module) -> None:
+def _print_number_of_parameters(run: Runtime, chunks: Sequence[nn.Module]) -> None:
     if run.groups.dp.rank() == 0 and run.groups.cp.rank() == 0:
-        number = sum(p.numel() for p in model.parameters())
+        number = sum(p.numel() for chunk in chunks for p in chunk.parameters())
         tp, pp = run.groups.tp.rank(), run.groups.pp.rank()
         print(
             f" > number of parameters on (tensor, pipeline) model parallel rank "

@@ -6,7 +6,7 @@ the data-parallel wrapper, the norm inside the optimizer, then the reported loss
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ def train_step(run: Runtime) -> StepResult:
     if config.training.empty_unused_memory_level >= 2:
         device.empty_cache()
 
-    reduced = reduce_losses(losses, run.groups.dp_cp) if run.groups.is_last_stage else {}
+    reduced = reduce_losses(losses, run.groups.dp_cp) if run.has_loss else {}
     lr, decoupled_lr = run.scheduler.current_learning_rates()
     return StepResult(
         losses=reduced,
@@ -69,11 +69,11 @@ def train_step(run: Runtime) -> StepResult:
     )
 
 
-def _pass_over(data: Iterator[Any] | None, num_microbatches: int) -> None:
+def _pass_over(data: Any, num_microbatches: int) -> None:
     """Read the micro-batches of a step, on the ranks that read."""
-    if data is not None:
-        for _ in range(num_microbatches):
-            next(data)
+    for iterator in data if isinstance(data, list) else [data]:
+        for _ in range(num_microbatches if iterator is not None else 0):
+            next(iterator)
 
 
 def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:

@@ -46,7 +46,6 @@ class DistributedDataParallelConfig:
         True,
         "Let each pipeline stage start reducing gradients when it likes.",
         group="distributed",
-        ignored=states.only_with("--pipeline-model-parallel-size"),
     )
     ddp_num_buckets: int | None = option(
         None,

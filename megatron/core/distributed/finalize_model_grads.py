@@ -1,8 +1,8 @@
 """What is summed after the last micro-batch, before the optimizer sees the gradients.
 
 Order of collectives: the buckets over data-parallel ranks; then the gradients that are partial on
-each tensor-parallel rank, over tp, one collective per dtype; then, for a loss per token, the
-number of tokens: from the last stage over pp, and summed over dp_cp.
+each tensor-parallel rank, over tp, one collective per dtype; then that of a tied embedding over
+embd; then, for a loss per token, the number of tokens over pp and over dp_cp.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ def finalize_model_grads(
 ) -> None:
     """Make the gradients of all chunks those of the whole global batch.  Collective, all ranks.
 
-    ``num_tokens`` (this rank's loss-bearing tokens; what the other stages pass is ignored) is
-    given when losses are sums over tokens: gradients are divided by the total.
+    ``num_tokens`` (this rank's loss-bearing tokens; 0 where the loss is not) is given when losses
+    are sums over tokens: gradients are divided by the total.
     """
     groups = pg_collection or model[0].groups
     for chunk in model:
         chunk.finish_grad_sync()
     sum_partial_gradients(model, groups)
+    sum_tied_gradients(model, groups)
     if num_tokens is not None:
         total = total_tokens(num_tokens, groups)
         for chunk in model:
@@ -64,12 +65,32 @@ def sum_partial_gradients(
         torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
 
 
+def sum_tied_gradients(
+    model: Sequence[DistributedDataParallel], groups: ProcessGroupCollection
+) -> None:
+    """Give both copies of a tied embedding the sum of their gradients.
+
+    Collective over embd, unless both lie on this rank or neither does.
+    """
+    shared = {param: None for chunk in model for param in chunk.parameters()}
+    grads = []
+    for param in shared:
+        if info_of(param).is_shared_embedding and param.requires_grad:
+            grad = gradient_of(param)
+            if grad is None:
+                grad = param.grad = torch.zeros_like(param)
+            grads.append(grad)
+    if len(grads) == 2:
+        grads[0].add_(grads[1])
+        grads[1].copy_(grads[0])
+    elif grads and groups.embd.size() > 1:
+        dist.all_reduce(grads[0], group=groups.embd)
+
+
 def total_tokens(num_tokens: Tensor, groups: ProcessGroupCollection) -> Tensor:
-    """Tokens of the global batch from the last stage's counts.  Collective over pp and dp_cp."""
+    """Tokens of the global batch.  Collective over pp and dp_cp."""
     total = num_tokens.detach().clone()
-    if groups.pp.size() > 1:
-        last = dist.get_global_rank(groups.pp, groups.pp.size() - 1)
-        dist.broadcast(total, last, group=groups.pp)
-    if groups.dp_cp.size() > 1:
-        dist.all_reduce(total, group=groups.dp_cp)
+    for group in (groups.pp, groups.dp_cp):
+        if group.size() > 1:
+            dist.all_reduce(total, group=group)
     return total

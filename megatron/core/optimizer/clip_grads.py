@@ -75,12 +75,13 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Over all numbers, as an fp64 scalar on the device."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device.current())
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     if device.is_cuda(tensors[0].device):
-        return _sum_of_squared(torch.stack(torch._foreach_norm(list(tensors), 2, torch.float32)))
+        return _sum_of_squared(torch.stack(torch._foreach_norm(list(tensors), 2, dtype)))
     small = [t for t in tensors if 0 < t.numel() <= _BLOCK]
-    blocks = [norms for t in tensors if t.numel() > _BLOCK for norms in _norms_of_blocks(t)]
+    blocks = [norms for t in tensors if t.numel() > _BLOCK for norms in _norms_of_blocks(t, dtype)]
     if small:
-        blocks.append(torch.stack(torch._foreach_norm(small, 2, torch.float32)))
+        blocks.append(torch.stack(torch._foreach_norm(small, 2, dtype)))
     return _sum_of_squared(torch.cat(blocks)) if blocks else tensors[0].new_zeros(()).double()
 
 
@@ -88,12 +89,12 @@ def _sum_of_squared(norms: Tensor) -> Tensor:
     return norms.double().square().sum()
 
 
-def _norms_of_blocks(tensor: Tensor) -> list[Tensor]:
+def _norms_of_blocks(tensor: Tensor, dtype: torch.dtype) -> list[Tensor]:
     flat = tensor.reshape(-1)
     rest = flat.numel() % _BLOCK
     parts = [flat[: flat.numel() - rest], flat[flat.numel() - rest :]] if rest else [flat]
     rows = (part.view(-1, min(_BLOCK, part.numel())) for part in parts)
-    return [torch.linalg.vector_norm(r, dim=1, dtype=torch.float32) for r in rows]
+    return [torch.linalg.vector_norm(r, dim=1, dtype=dtype) for r in rows]
 
 
 def _sorted_by_counting(

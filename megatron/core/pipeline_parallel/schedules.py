@@ -1,52 +1,38 @@
-"""get_forward_backward_func and the schedule without pipelining.
+"""get_forward_backward_func: one step in the layout's pipeline schedule.
 
-Order of collectives: those of the model in each pass; after the last backward pass those of
+Order of collectives: those of `executor`; after the last backward pass those of
 ``hooks.finalize_model_grads_func``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.microbatch import (
-    ForwardStepFunc,
-    LossRule,
-    StepLosses,
-    backward_step,
-    collect_step,
-    forward_step,
-)
+from megatron.core import device, parallel_state
+from megatron.core.config.errors import ConfigError
+from megatron.core.pipeline_parallel.executor import Executor, StepTask
+from megatron.core.pipeline_parallel.instructions import instructions
+from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc, LossRule
+from megatron.core.pipeline_parallel.orders import schedule_of
+from megatron.core.pipeline_parallel.plan import Placement
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
+from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 T = TypeVar("T")
 _NO_HOOKS = StepHooks()
 
 
-class ScheduleConfig(Protocol):
-    """What a schedule reads of a model's configuration."""
-
-    @property
-    def calculate_per_token_loss(self) -> bool: ...
-
-
-@runtime_checkable
-class _SyncsGradients(Protocol):
-    def no_sync(self) -> AbstractContextManager[None]: ...
-
-
 def get_forward_backward_func() -> Callable[..., list[Any]]:
     """The schedule of this layout."""
-    return forward_backward_no_pipelining
+    return forward_backward
 
 
-def forward_backward_no_pipelining(
+def forward_backward(
     *,
     forward_step_func: ForwardStepFunc,
     data_iterator: Any,
@@ -59,59 +45,86 @@ def forward_backward_no_pipelining(
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
     adjust_tensor_shapes_fn: object = None,
-    config: ScheduleConfig | None = None,
+    config: Any = None,
     groups: ProcessGroupCollection | None = None,
     hooks: StepHooks = _NO_HOOKS,
 ) -> list[Any]:
-    """All micro-batches of a step on one stage, one after the other.
+    """All micro-batches of a step through all stages.  Collective over the ranks of the model.
 
-    Gradients are the step's when it returns, unless ``forward_only``.  Returns what the loss
-    function reported, one entry per micro-batch.  ``first_val_step`` False means that weights
-    have not changed since the last call.  Sizes, and what adjusts them, are for stages that
-    exchange tensors.
+    ``model`` and ``data_iterator``: one for each model chunk of this rank, or one.  Gradients are
+    the step's when it returns, unless ``forward_only``.  Returns what the loss function reported,
+    one entry per micro-batch, on the ranks that hold the loss; nothing on the others.
+    ``first_val_step`` False means that weights have not changed since the last call.
     """
-    del seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn
-    chunk, data = _only(model), _only(data_iterator)
-    groups = groups or parallel_state.current()
-    config = config or chunk.config  # type: ignore[assignment]
-    assert config is not None
-    assert groups.pp.size() == 1, "a model of several stages needs a pipeline schedule"
-    rule = LossRule(
+    del decoder_seq_length
+    if adjust_tensor_shapes_fn is not None:
+        raise ConfigError("adjust_tensor_shapes_fn: stages send hidden states alone; leave it out")
+    groups, chunks = groups or parallel_state.current(), _listed(model)
+    config = chunks[0].config if config is None else config
+    rank, num_ranks = groups.pp.rank(), groups.pp.size()
+    placement, orders = schedule_of(
+        None,
+        num_ranks=num_ranks,
+        num_chunks=len(chunks),
         num_microbatches=num_microbatches,
-        per_token=config.calculate_per_token_loss,
-        cp_group=groups.cp,
+        group=config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
+        forward_only=forward_only,
     )
-    losses = StepLosses()
+    early = num_ranks > 1 and config.overlap_p2p_comm_warmup_flush
+    per_token = config.calculate_per_token_loss
+    task = StepTask(
+        forward_step_func=forward_step_func,
+        rule=LossRule(
+            num_microbatches=num_microbatches, per_token=per_token, cp_group=groups.cp
+        ),
+        hooks=hooks,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+    )
+    mailbox = _mailbox(config, groups, placement, hooks, (seq_length, micro_batch_size))
+    data = _listed(data_iterator)
+    executor = Executor(chunks, data, placement, rank, task, mailbox)
     if hooks.first_microbatch_func is not None and not (forward_only and first_val_step is False):
         hooks.first_microbatch_func()
-    for microbatch in range(num_microbatches):
-        is_last = microbatch == num_microbatches - 1
-        with nullcontext() if is_last or forward_only else _no_sync(chunk, hooks):
-            with hooks.timed("forward-compute"), torch.set_grad_enabled(not forward_only):
-                if collect_non_loss_data:
-                    collect_step(forward_step_func, data, chunk, losses)
-                    continue
-                loss = forward_step(forward_step_func, data, chunk, losses, rule)
-            if not forward_only:
-                with hooks.timed("backward-compute"):
-                    backward_step(loss, microbatch, hooks)
+    losses = executor.run(instructions(orders, placement, early=early)[rank])
     if hooks.finalize_model_grads_func is not None and not forward_only:
+        num_tokens = losses.num_tokens
+        if num_tokens is None and num_ranks > 1:  # they are counted where the loss is
+            num_tokens = torch.zeros((), dtype=torch.float64, device=device.current())
         with hooks.timed("all-grads-sync", log_level=1):
-            hooks.finalize_model_grads_func(
-                [chunk], losses.num_tokens if rule.per_token else None
-            )
+            hooks.finalize_model_grads_func(chunks, num_tokens if per_token else None)
     return losses.reported
 
 
-def _no_sync(chunk: nn.Module, hooks: StepHooks) -> AbstractContextManager[Any]:
-    if hooks.no_sync_func is not None:
-        return hooks.no_sync_func()
-    return chunk.no_sync() if isinstance(chunk, _SyncsGradients) else nullcontext()
+# The reference's names: the layout, not the caller, decides which schedule it is.
+forward_backward_no_pipelining = forward_backward
+forward_backward_pipelining_without_interleaving = forward_backward
+forward_backward_pipelining_with_interleaving = forward_backward
 
 
-def _only(value: T | Sequence[T]) -> T:
-    """The element of a list of one; anything else as it is."""
-    if isinstance(value, list | tuple):
-        assert len(value) == 1, f"one stage runs one model chunk, not {len(value)}"
-        return value[0]
-    return value  # type: ignore[return-value]
+def _mailbox(
+    config: Any,
+    groups: ProcessGroupCollection,
+    placement: Placement,
+    hooks: StepHooks,
+    tokens: tuple[int, int],
+) -> Mailbox | None:
+    """``tokens``: the sequence length and the micro-batch size; None without stages."""
+    if placement.num_stages == 1:
+        return None
+    seq_length, micro_batch_size = tokens
+    cut = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    in_fp32 = config.fp32_residual_connection
+    return Mailbox(
+        placement,
+        groups.pp,
+        hooks,
+        shape=(seq_length // cut, micro_batch_size, config.hidden_size),
+        dtype=torch.float32 if in_fp32 else config.pipeline_dtype or config.params_dtype,
+        waits_at_once=not config.overlap_p2p_comm,
+    )
+
+
+def _listed(value: T | Sequence[T]) -> list[T]:
+    """A list of one, unless it is a list already."""
+    return list(value) if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]

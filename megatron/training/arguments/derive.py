@@ -52,15 +52,6 @@ def precision(ns: Namespace) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 overrules --accumulate-allreduce-grads-in-fp32"
 
 
-def pipeline(ns: Namespace) -> Iterator[str]:
-    """Without virtual stages there is nothing to overlap transfers with."""
-    ns.virtual_pipeline_model_parallel_size = None
-    ns.overlap_p2p_comm = ns.align_param_gather = False
-    if ns.microbatch_group_size_per_vp_stage is None:
-        ns.microbatch_group_size_per_vp_stage = ns.pipeline_model_parallel_size
-    yield from ()
-
-
 def nothing_asked(ns: Namespace) -> Iterator[str]:
     """A count of 0 leaves a part out."""
     ns.num_experts = ns.num_experts or None
@@ -73,6 +64,22 @@ def depth(ns: Namespace) -> Iterator[str]:
     if ns.num_layers is None:
         ns.num_layers = ns.encoder_num_layers
     ns.encoder_num_layers = ns.num_layers
+    yield from ()
+
+
+def pipeline(ns: Namespace) -> Iterator[str]:
+    """The number of virtual stages; without them parameters need not be gathered in step."""
+    chunks = ns.num_virtual_stages_per_pipeline_rank
+    if ns.num_layers_per_virtual_pipeline_stage is not None:
+        slots = (ns.num_layers or 0) + ns.account_for_embedding_in_pipeline_split
+        slots += ns.account_for_loss_in_pipeline_split
+        per_chunk = ns.pipeline_model_parallel_size * ns.num_layers_per_virtual_pipeline_stage
+        chunks = slots // max(1, per_chunk)
+    ns.virtual_pipeline_model_parallel_size = chunks if chunks is not None and chunks > 1 else None
+    if ns.virtual_pipeline_model_parallel_size is None:
+        ns.align_param_gather = False
+    if ns.microbatch_group_size_per_vp_stage is None:
+        ns.microbatch_group_size_per_vp_stage = ns.pipeline_model_parallel_size
     yield from ()
 
 
@@ -176,9 +183,9 @@ DERIVATIONS: tuple[Derivation, ...] = (
     data_parallel_size,
     parallel_degrees,
     precision,
-    pipeline,
     nothing_asked,
     depth,
+    pipeline,
     sequence_lengths,
     widths,
     activation,

@@ -102,6 +102,22 @@ NEEDS = (
         lambda ns: ns.context_parallel_size > 1 and "a2a+p2p" in ns.cp_comm_type,
         ("hierarchical_context_parallel_sizes",),
     ),
+    Need(
+        "--pipeline-model-parallel-size of 2 or more",
+        lambda ns: ns.pipeline_model_parallel_size > 1,
+        (
+            "overlap_p2p_comm",
+            "overlap_p2p_comm_warmup_flush",
+            "align_grad_reduce",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        ),
+    ),
+    Need(
+        "--num-virtual-stages-per-pipeline-rank",
+        lambda ns: ns.virtual_pipeline_model_parallel_size is not None,
+        ("microbatch_group_size_per_vp_stage",),
+    ),
     Need("--check-only", lambda ns: ns.check_only, ("check_world_size",)),
 )
 

@@ -16,7 +16,7 @@ class InferenceConfig:
         -1,
         "Batch times sequence length from which generation is pipelined.",
         group="inference",
-        ignored=states.only_with("--pipeline-model-parallel-size"),
+        ignored="text is written by one stage",
     )
     max_tokens_to_oom: int = option(
         12000,

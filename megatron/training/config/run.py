@@ -10,6 +10,7 @@ from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.pipeline_parallel.plan import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
@@ -48,6 +49,14 @@ class RunConfig:
     extra: Mapping[str, Any] = field(default_factory=dict)  # values of extra_args_provider flags
     asked: Mapping[str, Any] = field(default_factory=dict)  # the parsed namespace, dest -> value
     warnings: tuple[str, ...] = ()  # what was overruled or is without effect, one sentence each
+
+    @property
+    def placement(self) -> Placement:
+        """Which virtual pipeline stage lies where."""
+        m = self.model
+        return Placement(
+            m.pipeline_model_parallel_size, m.virtual_pipeline_model_parallel_size or 1
+        )
 
     @property
     def data_parallel_size(self) -> int:

@@ -98,9 +98,14 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "use_tokenizer_model_from_checkpoint_args": (
             "--no-use-tokenizer-model-from-checkpoint-args"
         ),
+        "overlap_p2p_comm": "--no-overlap-p2p-communication",
+        "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
+        "align_grad_reduce": "--no-align-grad-reduce",
+        "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
+        "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
     }
     numbers = {"adam_beta1": "0.5", "adam_beta2": "0.5", "rotary_percent": "0.5"}
-    flag = "--" + dest.replace("_", "-")
+    flag = "--" + dest.replace("_vp_stage", "_virtual_pipeline_stage").replace("_", "-")
     words = switches.get(dest) or f"{flag} {values.get(dest) or numbers.get(dest, '5')}"
     if dest == "reset_position_ids":
         words += " --position-embedding-type rope"

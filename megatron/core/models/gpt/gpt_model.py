@@ -19,7 +19,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import (
 )
 from megatron.core.models.common.language_module.language_module import (
     LanguageModule,
-    mark_as_copy_of_embedding,
+    mark_as_shared_embedding,
 )
 from megatron.core.packed_seq_params import PackedSeqParams, position_in_sequence
 from megatron.core.param_info import name_parameters
@@ -98,6 +98,8 @@ class GPTModel(LanguageModule):
                 num_tokens=unpadded_vocab_size,
                 scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
             )
+            if share_embeddings_and_output_weights:
+                mark_as_shared_embedding(self.embedding.word_embeddings.weight, is_copy=False)
         self.rotary_pos_emb: RotaryEmbedding | None = None
         if position_embedding_type == "rope":
             self.rotary_pos_emb = RotaryEmbedding(
@@ -136,7 +138,7 @@ class GPTModel(LanguageModule):
             is_embedding_or_output=True,
         )
         if is_tied and not self.pre_process:
-            mark_as_copy_of_embedding(layer)
+            mark_as_shared_embedding(layer.weight, is_copy=True)
         return layer
 
     def _name_and_fill_parameters(self) -> None:
@@ -165,7 +167,7 @@ class GPTModel(LanguageModule):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None,
         position_ids: Tensor | None,
         attention_mask: Tensor | None,
         decoder_input: Tensor | None = None,
@@ -182,21 +184,22 @@ class GPTModel(LanguageModule):
         ``attention_mask`` [b, 1, s, s] is True where a key is hidden.  Logits are divided over
         ranks, [b, s, v/tp], unless gathering is asked for here or by ``parallel_output``.  With
         ``inference_context`` they are gathered and those of the last token.  Stages without the
-        output layer return hidden states.  ``loss_mask`` is the caller's to apply.
+        output layer return hidden states, those without the embedding need neither ids nor
+        positions.  ``loss_mask`` is the caller's to apply.
         """
         del loss_mask
         hidden: Tensor | None = decoder_input
         if hidden is None and self.pre_process:
             hidden = self.embedding(input_ids, position_ids)
         cp = self.pg_collection.cp
-        if attention_mask is not None and cp.size() == 1 and not device.is_cuda(input_ids.device):
+        if attention_mask is not None and cp.size() == 1 and not device.is_cuda():
             # Plain causality has faster ways; on a GPU the comparison would wait for the device,
             # and ranks that share a sequence must agree.
             attention_mask = None if is_causal_mask(attention_mask) else attention_mask
         if inference_context is not None and cp.size() > 1:
             raise ConfigError("generation needs --context-parallel-size 1")
         offset = 0 if inference_context is None else inference_context.num_tokens
-        num_tokens = input_ids.shape[1]
+        num_tokens = self._num_tokens(input_ids)
         hidden = self.decoder(
             hidden,
             attention_mask,
@@ -216,6 +219,14 @@ class GPTModel(LanguageModule):
         gather = not self.parallel_output if gather is None else gather
         logits, _ = self.output_layer(hidden, self._output_weight(), runtime_gather_output=gather)
         return self.finish_logits(logits, is_gathered=gather)
+
+    def _num_tokens(self, input_ids: Tensor | None) -> int:
+        """Of each sequence, also where hidden states come cut along it from another stage."""
+        if input_ids is not None:
+            return input_ids.shape[1]
+        assert self.decoder.input_tensor is not None, "a later stage needs set_input_tensor"
+        cut = self.tp_group.size() if self.config.sequence_parallel else 1
+        return self.decoder.input_tensor.shape[0] * cut
 
     def _output_weight(self) -> Tensor | None:
         is_tied = self.share_embeddings_and_output_weights

@@ -111,6 +111,49 @@ def layers_fit_the_pipeline(run: RunConfig) -> Iterator[str]:
         )
 
 
+def virtual_stages_suit_the_pipeline(run: RunConfig) -> Iterator[str]:
+    """Several virtual stages a rank need several ranks, and are counted in one way."""
+    m = run.model
+    pp, chunks = m.pipeline_model_parallel_size, m.num_virtual_stages_per_pipeline_rank
+    size = m.num_layers_per_virtual_pipeline_stage
+    if size is not None and chunks is not None:
+        yield (
+            f"--num-layers-per-virtual-pipeline-stage {size} and "
+            f"--num-virtual-stages-per-pipeline-rank {chunks} name the same thing: give one of them"
+        )
+    if pp == 1 and m.virtual_pipeline_model_parallel_size is not None:
+        yield (
+            f"{m.virtual_pipeline_model_parallel_size} virtual stages a rank need "
+            "--pipeline-model-parallel-size of 2 or more: raise it, or drop the flag"
+        )
+    ends = (m.decoder_first_pipeline_num_layers, m.decoder_last_pipeline_num_layers)
+    if size is not None and any(end is not None for end in ends):
+        yield (
+            "--num-layers-per-virtual-pipeline-stage needs ranks of equal depth: with "
+            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers use "
+            "--num-virtual-stages-per-pipeline-rank"
+        )
+    elif size is not None and pp > 1 and size > 0:
+        slots = m.num_layers + m.account_for_embedding_in_pipeline_split
+        slots += m.account_for_loss_in_pipeline_split
+        if slots % (pp * size):
+            yield (
+                f"{slots} layers are not a multiple of --pipeline-model-parallel-size {pp} x "
+                f"--num-layers-per-virtual-pipeline-stage {size} = {pp * size}: change one of them"
+            )
+
+
+def groups_of_micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[str]:
+    """Fewer micro-batches in a row than ranks would make the first rank wait for itself."""
+    m = run.model
+    group, pp = m.microbatch_group_size_per_vp_stage, m.pipeline_model_parallel_size
+    if m.virtual_pipeline_model_parallel_size is not None and group is not None and group < pp:
+        yield (
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than "
+            f"--pipeline-model-parallel-size {pp}: give {pp} or more"
+        )
+
+
 def rank_order_suits_experts(run: RunConfig) -> Iterator[str]:
     """Pipeline before data in the rank order needs one data-parallel size for all layers."""
     m = run.model
@@ -144,6 +187,8 @@ CHECKS = (
     mlp_fits_tensor_parallel,
     sequence_fits_sequence_parallel,
     layers_fit_the_pipeline,
+    virtual_stages_suit_the_pipeline,
+    groups_of_micro_batches_fill_the_pipeline,
     rank_order_suits_experts,
     backend_suits_the_device,
 )

@@ -90,7 +90,6 @@ class LanguageModule(MegatronModule):
         return logits if limit is None else limit * torch.tanh(logits / limit)
 
 
-def mark_as_copy_of_embedding(output_layer: nn.Module) -> None:
-    """Say that the output layer of a last stage holds what the first stage's embedding holds."""
-    weight = output_layer.weight
-    set_info(weight, replace(info_of(weight), is_duplicate=True, is_shared_embedding=True))
+def mark_as_shared_embedding(weight: nn.Parameter, *, is_copy: bool) -> None:
+    """Say that ``weight`` is word embedding and output layer, or the last stage's copy of it."""
+    set_info(weight, replace(info_of(weight), is_duplicate=is_copy, is_shared_embedding=True))

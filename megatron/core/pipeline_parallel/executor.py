@@ -1,0 +1,203 @@
+"""Follows a plan: one step of this rank's model chunks, instruction by instruction.
+
+Order of collectives: the exchanges between stages as the plan has them; those of the model in each
+pass; with overlapped reduction, those of a chunk's gradients in its last pass, or after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron.core.pipeline_parallel.microbatch import (
+    ForwardStepFunc,
+    LossRule,
+    StepLosses,
+    backward_step,
+    collect_step,
+    forward_step,
+)
+from megatron.core.pipeline_parallel.plan import Exchange, Instruction, Placement, Transfer, Work
+from megatron.core.pipeline_parallel.step_hooks import StepHooks
+from megatron.core.pipeline_parallel.transfer import Mailbox
+from megatron.core.utils import get_attr_wrapped_model
+
+
+class OverlapConfig(Protocol):
+    """What a data-parallel wrapper was asked for."""
+
+    @property
+    def overlap_grad_reduce(self) -> bool: ...
+
+    @property
+    def align_grad_reduce(self) -> bool: ...
+
+
+@runtime_checkable
+class SyncsGradients(Protocol):
+    """A data-parallel wrapper."""
+
+    ddp_config: OverlapConfig
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+    def start_grad_sync(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTask:
+    """What a step does with a micro-batch, whatever its plan."""
+
+    forward_step_func: ForwardStepFunc
+    rule: LossRule
+    hooks: StepHooks
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+
+
+@dataclass
+class _Alive:
+    """One micro-batch in one chunk between forward and backward."""
+
+    received: Tensor | None  # from the stage before; collects its gradient
+    loss: Tensor | None = None  # on the last stage
+    begin: GradientEdge | None = None  # of backward on the others
+
+
+class Executor:
+    """One step of the chunks of a rank."""
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        data: Sequence[Any],
+        placement: Placement,
+        rank: int,
+        task: StepTask,
+        mailbox: Mailbox | None,
+    ) -> None:
+        """``data[i]`` is what chunk i reads from.  A pipeline of one stage has no mailbox."""
+        assert len(chunks) == len(data) == placement.num_chunks, (
+            f"{placement.num_chunks} chunks a rank: {len(chunks)} models, {len(data)} iterators"
+        )
+        self.chunks, self.data, self.task, self._mailbox = chunks, data, task, mailbox
+        self.rank = rank
+        self.stages = [placement.stage(rank, chunk) for chunk in range(placement.num_chunks)]
+        self.last_stage = placement.num_stages - 1
+        self.losses = StepLosses()
+        self.peak_alive = 0  # micro-batches between forward and backward, over all chunks
+        self._alive: dict[tuple[int, int], _Alive] = {}
+        self._final: set[Work] = set()  # last of their kind in their chunk
+        self._last: dict[int, Work] = {}  # of all passes of a chunk that add to its gradients
+        self._num_passes = 0
+        self._to_reduce: list[tuple[int, SyncsGradients]] = []  # after which pass, whose gradients
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Where tensors of other stages come from and go to."""
+        assert self._mailbox is not None, "a pipeline of one stage has no mailbox"
+        return self._mailbox
+
+    def run(self, instructions: Sequence[Instruction]) -> StepLosses:
+        """Follow ``instructions``.  Collective over pp, and over the ranks of the model.
+
+        Gradients are complete on this rank, and their reduction under way, when it returns.
+        """
+        passes = [i for i in instructions if isinstance(i, Work) and i.kind != "forward"]
+        self._last = {work.chunk: work for work in passes}
+        self._final = set({(work.kind, work.chunk): work for work in passes}.values())
+        for instruction in instructions:
+            if isinstance(instruction, Exchange):
+                self.mailbox.post(instruction)
+            elif instruction.kind == "forward":
+                self._forward(instruction)
+            elif instruction.kind == "backward":
+                self._backward(instruction)
+        if self._mailbox is not None:
+            self._mailbox.close()
+        self._reduce_due(everything=True)
+        return self.losses
+
+    def _forward(self, work: Work) -> None:
+        stage, model, task = self.stages[work.chunk], self.chunks[work.chunk], self.task
+        received: Tensor | None = None
+        if stage > 0:
+            received = self.mailbox.take(Transfer("activation", work.microbatch, stage - 1, stage))
+            received.requires_grad_(not task.forward_only)
+            get_attr_wrapped_model(model, "set_input_tensor")([received])
+        with task.hooks.timed("forward-compute"), torch.set_grad_enabled(not task.forward_only):
+            output = self._run_model(work, stage == self.last_stage)
+        alive = _Alive(received, loss=output)
+        if stage < self.last_stage:
+            self.mailbox.put(Transfer("activation", work.microbatch, stage, stage + 1), output)
+            # The graph is kept, the output only as long as it takes to send it.
+            begin = get_gradient_edge(output) if output.requires_grad else None
+            alive = _Alive(received, begin=begin)
+        if not task.forward_only:
+            self._alive[work.chunk, work.microbatch] = alive
+            self.peak_alive = max(self.peak_alive, len(self._alive))
+
+    def _run_model(self, work: Work, has_loss: bool) -> Any:
+        """The output for the next stage, or the scaled loss; nothing where no loss is wanted."""
+        task, model, data = self.task, self.chunks[work.chunk], self.data[work.chunk]
+        if not has_loss:
+            return task.forward_step_func(data, model)[0]
+        if task.collect_non_loss_data:
+            collect_step(task.forward_step_func, data, model, self.losses)
+            return None
+        return forward_step(task.forward_step_func, data, model, self.losses, task.rule)
+
+    def _backward(self, work: Work) -> None:
+        stage, hooks = self.stages[work.chunk], self.task.hooks
+        alive = self._alive.pop((work.chunk, work.microbatch))
+        gradient: Tensor | None = None
+        if stage < self.last_stage:
+            from_next = Transfer("gradient", work.microbatch, stage + 1, stage)
+            gradient = self.mailbox.take(from_next)
+        with self._synced(work), hooks.timed("backward-compute"):
+            if alive.loss is not None:
+                backward_step(alive.loss, work.microbatch, hooks)
+            elif alive.begin is not None:
+                torch.autograd.backward(alive.begin, gradient)
+        if alive.received is not None:
+            to_previous = Transfer("gradient", work.microbatch, stage, stage - 1)
+            assert alive.received.grad is not None, f"stage {stage} does not use its input"
+            self.mailbox.put(to_previous, alive.received.grad)
+        self._count_pass(work)
+
+    def _synced(self, work: Work) -> AbstractContextManager[Any]:
+        """The context of a pass that adds to gradients: only the last may start to reduce them."""
+        model, hooks = self.chunks[work.chunk], self.task.hooks
+        if work in self._final and self._delay(model) == 0:
+            return nullcontext()
+        if hooks.no_sync_func is not None:
+            return hooks.no_sync_func()
+        return model.no_sync() if isinstance(model, SyncsGradients) else nullcontext()
+
+    def _delay(self, model: nn.Module) -> int:
+        """Passes that follow a chunk's last one before its reduction starts; 0: in that one.
+
+        Aligned, the stages of a replica start at one time: each ends its last pass one pass
+        before the stage in front of it.
+        """
+        is_aligned = isinstance(model, SyncsGradients) and model.ddp_config.align_grad_reduce
+        return self.rank if is_aligned else 0
+
+    def _count_pass(self, work: Work) -> None:
+        """Start the reductions that are due, between the same passes on all replicas."""
+        self._num_passes += 1
+        model = self.chunks[work.chunk]
+        is_wrapped = isinstance(model, SyncsGradients)
+        if is_wrapped and model.ddp_config.overlap_grad_reduce and work == self._last[work.chunk]:
+            self._to_reduce.append((self._num_passes + self._delay(model), model))
+        self._reduce_due()
+
+    def _reduce_due(self, *, everything: bool = False) -> None:
+        while self._to_reduce and (everything or self._to_reduce[0][0] <= self._num_passes):
+            self._to_reduce.pop(0)[1].start_grad_sync()

@@ -1,0 +1,118 @@
+"""Activations and gradients on their way between pipeline stages.
+
+A tensor is put into the mailbox by the stage that computes it and taken out by the stage that
+needs it.  Between stages of one rank that is all; between ranks it travels in an exchange.
+
+Order of communication: the exchanges of a rank in the order of its plan, each one batched
+operation over pp.  Transfers between two ranks are matched by order, not by tag, as NCCL does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core import device
+from megatron.core.pipeline_parallel.plan import Exchange, Placement, Transfer
+from megatron.core.pipeline_parallel.step_hooks import StepHooks
+
+_WORDS = {"activation": "forward", "gradient": "backward"}
+
+
+class Mailbox:
+    """The tensors of one step between stages, all of one ``shape`` and ``dtype``."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        pp_group: ProcessGroup,
+        hooks: StepHooks,
+        *,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        waits_at_once: bool = False,
+    ) -> None:
+        self.placement, self.pp_group, self.hooks = placement, pp_group, hooks
+        self.shape, self.dtype, self.waits_at_once = shape, dtype, waits_at_once
+        self._tensors: dict[Transfer, Tensor] = {}  # to be sent, or arrived
+        self._arriving: dict[Transfer, Any] = {}  # what to wait for
+        self._leaving: list[Any] = []  # what to wait for before `_held` may go
+        self._held: list[Tensor] = []
+
+    def put(self, transfer: Transfer, tensor: Tensor) -> None:
+        """Leave what ``transfer`` is to carry."""
+        assert (tuple(tensor.shape), tensor.dtype) == (self.shape, self.dtype), (
+            f"stage {transfer.source} made {tuple(tensor.shape)} of {tensor.dtype}, "
+            f"stage {transfer.target} expects {self.shape} of {self.dtype}"
+        )
+        self._tensors[transfer] = tensor.detach()
+
+    def post(self, exchange: Exchange) -> None:
+        """Start all transfers of ``exchange``; the ranks at their other ends post theirs."""
+        with self.hooks.timed(_name(exchange)):
+            _wait(self._leaving)
+            sent = [self._tensors.pop(transfer).contiguous() for transfer in exchange.sends]
+            received = [
+                torch.empty(self.shape, dtype=self.dtype, device=device.current())
+                for _ in exchange.receives
+            ]
+            works = dist.batch_isend_irecv(
+                [
+                    *self._operations(dist.isend, sent, (t.target for t in exchange.sends)),
+                    *self._operations(dist.irecv, received, (t.source for t in exchange.receives)),
+                ]
+            )
+            if len(works) == 1:  # of the whole batch (NCCL)
+                works *= len(sent) + len(received)
+            self._leaving, self._held = [], []
+            self._tensors.update(zip(exchange.receives, received, strict=True))
+            if self.waits_at_once:
+                _wait(works)
+            else:
+                self._leaving, self._held = works[: len(sent)], sent
+                self._arriving.update(zip(exchange.receives, works[len(sent) :], strict=True))
+
+    def take(self, transfer: Transfer) -> Tensor:
+        """What ``transfer`` carried, once it is here."""
+        with self.hooks.timed(f"{_WORDS[transfer.kind]}-recv"):
+            if transfer in self._arriving:
+                self._arriving.pop(transfer).wait()
+        return self._tensors.pop(transfer)
+
+    def close(self) -> None:
+        """Wait until everything sent has left."""
+        _wait(self._leaving)
+        self._held = []
+        assert not self._tensors, f"never taken: {', '.join(map(str, self._tensors))}"
+
+    def _operations(
+        self, operation: Any, tensors: Iterable[Tensor], stages: Iterable[int]
+    ) -> list[dist.P2POp]:
+        return [
+            dist.P2POp(
+                operation,
+                tensor,
+                group=self.pp_group,
+                group_peer=self.placement.location(stage)[0],
+            )
+            for tensor, stage in zip(tensors, stages, strict=True)
+        ]
+
+
+def _wait(works: Iterable[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _name(exchange: Exchange) -> str:
+    """The timer of an exchange: forward-send-backward-recv and the like."""
+    parts = []
+    for transfers, verb in ((exchange.sends, "send"), (exchange.receives, "recv")):
+        kinds = sorted({transfer.kind for transfer in transfers})
+        parts += [*(_WORDS[kind] for kind in kinds), verb] if kinds else []
+    return "-".join(parts)

@@ -1,0 +1,224 @@
+"""A GPT in pipeline stages trains as it does in one process: losses, gradients, norms, weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.grad_buffer import gradient_of
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.param_info import ParamInfo, info_of
+from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
+from megatron.core.pipeline_parallel.plan import Placement
+from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.tensor_parallel.random import model_parallel_seed
+from tests import tolerances
+from tests.distributed.sharded import assemble
+from tests.ranks import run_ranks
+from tests.unit.one_process import tiny_config
+
+VOCABULARY, LENGTH = 37, 8
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A pipeline, and what else differs from one process."""
+
+    pp: int = 1
+    chunks: int = 1
+    tp: int = 1
+    dp: int = 1
+    schedule: str | None = None
+    microbatches: int = 8  # of the whole global batch
+    is_tied: bool = True
+    per_token: bool = False
+    model: tuple[tuple[str, Any], ...] = ()
+    ddp: tuple[tuple[str, Any], ...] = ()
+    optimizer: str = "sgd"
+    steps: int = STEPS
+
+    @property
+    def alone(self) -> Layout:
+        """The same training in one process."""
+        return Layout(
+            microbatches=self.microbatches,
+            is_tied=self.is_tied,
+            per_token=self.per_token,
+            optimizer=self.optimizer,
+            steps=self.steps,
+        )
+
+
+Shards = dict[str, list[tuple[Tensor, ParamInfo]]]
+
+
+@dataclass
+class Trained:
+    """What one rank saw of a training."""
+
+    losses: list[list[float]] = field(default_factory=list)  # by step, of each micro-batch
+    norms: list[float] = field(default_factory=list)
+    gradients: list[Shards] = field(default_factory=list)
+    values: Shards = field(default_factory=dict)
+
+
+def build(layout: Layout, groups: Any) -> list[DistributedDataParallel]:
+    config = tiny_config(
+        num_layers=8,
+        hidden_size=16,
+        params_dtype=torch.float64,
+        calculate_per_token_loss=layout.per_token,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        **dict(layout.model),
+    )
+    placement = Placement(layout.pp, layout.chunks)
+    torch.manual_seed(1234)
+    chunks = []
+    for chunk in range(layout.chunks):
+        stage = placement.stage(groups.pp.rank(), chunk)
+        model = GPTModel(
+            config,
+            get_gpt_layer_local_spec(config=config),
+            VOCABULARY + 3,
+            LENGTH,
+            pre_process=stage == 0,
+            post_process=stage == placement.num_stages - 1,
+            share_embeddings_and_output_weights=layout.is_tied,
+            pg_collection=groups,
+            vp_stage=chunk if layout.chunks > 1 else None,
+            unpadded_vocab_size=VOCABULARY,
+        )
+        ddp = DistributedDataParallelConfig(**dict(layout.ddp))
+        chunks.append(DistributedDataParallel(config, ddp, model, pg_collection=groups))
+    return chunks
+
+
+def batches(layout: Layout, step: int, dp_rank: int) -> Iterator[dict[str, Tensor]]:
+    """This replica's share of the step's micro-batches; some tokens carry no loss."""
+    for number in range(dp_rank, layout.microbatches, layout.dp):
+        generator = torch.Generator().manual_seed(1000 * step + number)
+        ids = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=generator)
+        mask = torch.rand(2, LENGTH, generator=generator) < 0.7
+        yield {"tokens": ids[:, :-1], "labels": ids[:, 1:], "mask": mask.double()}
+
+
+def forward_step(data: Iterator[dict[str, Tensor]], model: Any) -> Any:
+    stage, batch = model.module, dict.fromkeys(("tokens", "labels", "mask"))
+    if stage.pre_process or stage.post_process:
+        batch = next(data)
+    positions = torch.arange(LENGTH).expand(2, LENGTH)
+    output = model(
+        batch["tokens"] if stage.pre_process else None,
+        positions if stage.pre_process else None,
+        None,
+        labels=batch["labels"] if stage.post_process else None,
+    )
+
+    def loss(output: Tensor) -> Any:
+        total, number = (output * batch["mask"]).sum(), batch["mask"].sum()
+        return total, number.int(), float(total.detach() / number)
+
+    return output, loss
+
+
+def shards(chunks: list[Any], of: Any) -> Shards:
+    out: Shards = {}
+    for chunk in chunks:
+        for param in chunk.parameters():
+            out.setdefault(info_of(param).name, []).append((of(param), info_of(param)))
+    return out
+
+
+def train(rank: int, world_size: int, layout: Layout) -> Trained:
+    groups = create_process_groups(*make_grids(world_size, tp=layout.tp, pp=layout.pp))
+    model_parallel_seed(5, tp_rank=groups.tp.rank())
+    chunks = build(layout, groups)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer=layout.optimizer, lr=0.05, clip_grad=1.0, weight_decay=0.01),
+        chunks,
+        pg_collection=groups,
+    )
+    out = Trained()
+    for step in range(layout.steps):
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        reported = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[batches(layout, step, groups.dp.rank()) for _ in chunks],
+            model=chunks,
+            num_microbatches=layout.microbatches // layout.dp,
+            seq_length=LENGTH,
+            micro_batch_size=2,
+            groups=groups,
+            hooks=StepHooks(finalize_model_grads_func=finalize_model_grads),
+        )
+        out.losses.append(reported)
+        out.gradients.append(shards(chunks, lambda p: gradient_of(p).clone()))
+        _, norm, _ = optimizer.step()
+        out.norms.append(norm)
+    out.values = shards(chunks, lambda p: p.detach())
+    return out
+
+
+@functools.cache
+def expected(layout: Layout) -> Trained:
+    return run_ranks(train, 1, layout.alone)[0]
+
+
+def whole(ranks: list[Shards]) -> dict[str, Tensor]:
+    """Global tensors; copies on several ranks or chunks must be equal to the last bit."""
+    pieces: Shards = {}
+    for rank in ranks:
+        for name, found in rank.items():
+            pieces.setdefault(name, []).extend(found)
+    return {name: assemble(found, are_gradients=False) for name, found in pieces.items()}
+
+
+def check(layout: Layout) -> None:
+    ranks = run_ranks(train, layout.pp * layout.tp * layout.dp, layout)
+    alone, close = expected(layout), tolerances.of(torch.float64)
+    by_replica = [r.losses for r in ranks if r.losses[0]][:: layout.tp]
+    assert len(by_replica) == layout.dp
+    for step in range(layout.steps):
+        # Micro-batches were dealt out in turn.
+        in_turn = zip(*(replica[step] for replica in by_replica), strict=True)
+        losses = [loss for turn in in_turn for loss in turn]
+        torch.testing.assert_close(losses, alone.losses[step], **close)
+        gradients = whole([r.gradients[step] for r in ranks])
+        wanted = whole([alone.gradients[step]])
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(
+                gradient, wanted[name], **close, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        for rank in ranks:
+            assert rank.norms[step] == pytest.approx(alone.norms[step], rel=1e-12)
+    torch.testing.assert_close(whole([r.values for r in ranks]), whole([alone.values]), **close)
+
+
+LAYOUTS = {
+    "pp2": Layout(pp=2),
+    "pp4-untied": Layout(pp=4, is_tied=False),
+    "pp2-vpp2": Layout(pp=2, chunks=2),
+    "pp4-vpp2-per-token": Layout(pp=4, chunks=2, per_token=True),
+}
+
+
+@pytest.mark.feature("Layouts: pipeline stages train as one process, to 1e-12")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_stages_train_as_one_process(name: str) -> None:
+    check(LAYOUTS[name])
