@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core import device
+from megatron.core import device, virtual_ranks
 
 # After the first failure the other ranks have this long to report theirs: often the first one
 # heard is only the echo ("connection closed by peer") of the one that matters.
@@ -103,6 +103,14 @@ def run_ranks(
         errors = [f"rank {i} of {world_size} {r.error}" for i, r in enumerate(ranks) if r.error]
         assert not errors, "\n".join(sorted(errors, key=_importance))
     return [pickle.loads(rank.result) for rank in ranks]
+
+
+def run_virtual_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """As `run_ranks`, with ranks that are threads of this process: ``fn`` may stop in a debugger.
+
+    What a rank raises is raised here.
+    """
+    return virtual_ranks.run(fn, world_size, *args)
 
 
 def default_backend(world_size: int) -> str:

@@ -11,8 +11,12 @@ from typing import Any, Literal
 
 import torch
 
+from megatron.core.per_rank import each_rank_owns
+
 Kind = Literal["cpu", "cuda"]
+CPU: Kind = "cpu"
 _current = torch.device("cpu")
+each_rank_owns(__name__, "_current")
 
 
 def choose(wanted: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.per_rank import each_rank_owns
 
 _VARIABLE = "FAULTS"
 _BY_CALLER = ("nan", "bitflip")
 _KINDS = ("raise", "kill", "stop", "hang", "exit", "enospc", "slow", *_BY_CALLER)
 _fired: Counter[_Spec] = Counter()
+each_rank_owns(__name__, "_fired")
 
 
 class InjectedFault(RuntimeError):

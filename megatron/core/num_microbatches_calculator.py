@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.per_rank import each_rank_owns
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +192,7 @@ class NumMicroBatchesCalculator:
 
 _calculator: NumMicroBatchesCalculator | None = None
 _consumed_samples: Callable[[], int] = int  # int() is 0
+each_rank_owns(__name__, "_calculator", "_consumed_samples")
 
 
 def init_num_microbatches_calculator(

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.per_rank import each_rank_owns
 from megatron.core.rank_grid import RankGrid
 
 # Joined axes: where at most one of them is larger than one, its group is theirs.
@@ -140,6 +141,7 @@ class ProcessGroupCollection:
 
 
 _installed: ProcessGroupCollection | None = None  # what `parallel_state` answers from
+each_rank_owns(__name__, "_installed")
 
 
 def set_installed(groups: ProcessGroupCollection | None) -> None:

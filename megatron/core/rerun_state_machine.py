@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.config.errors import NonFiniteError
+from megatron.core.per_rank import each_rank_owns
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class RerunStateMachine:
 
 
 _machine = RerunStateMachine()
+each_rank_owns(__name__, "_machine")
 
 
 def get_rerun_state_machine() -> RerunStateMachine:

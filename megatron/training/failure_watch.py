@@ -27,6 +27,7 @@ from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.core.config.errors import MegatronError
+from megatron.core.virtual_ranks.transport import BACKEND
 
 _FAILURE = "failure_watch/failure"  # text of the first failure
 _ACKNOWLEDGED = "failure_watch/acknowledged"  # ranks that have printed it
@@ -42,9 +43,9 @@ def failure_watch(poll_s: float = 1.0) -> AbstractContextManager[object]:
     """A context for everything that follows the creation of the process groups.
 
     An exception that leaves it ends the process with status 1, and all other ranks with it.  In a
-    world of one rank it does nothing.
+    world of one rank, and among virtual ranks, which stop each other, it does nothing.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == BACKEND:
         return contextlib.nullcontext()
     return FailureWatch(_get_default_store(), dist.get_rank(), dist.get_world_size(), poll_s)
 

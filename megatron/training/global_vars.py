@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.per_rank import each_rank_owns
 from megatron.core.timers import Timers
 from megatron.training.arguments.legacy import ReadOnlyNamespace, legacy_namespace, refresh
 from megatron.training.runtime import Runtime
 
 _runtime: Runtime | None = None
 _namespace: ReadOnlyNamespace | None = None
+each_rank_owns(__name__, "_runtime", "_namespace")
 
 
 def set_run(run: Runtime | None) -> None:

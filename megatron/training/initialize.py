@@ -159,6 +159,11 @@ def initialize_megatron(
         ignore_unknown_args=ignore_unknown_args,
         parsed_args=parsed_args,
     )
+    if config.distributed.virtual_ranks is not None and not dist.is_initialized():
+        raise ConfigError(
+            f"--virtual-ranks {config.distributed.virtual_ranks}: this script has a loop of its "
+            "own; give its main function to megatron.core.virtual_ranks.run instead"
+        )
     run = start(config)
     atexit.register(_end, run)
     run.train_iters = number_of_train_iters(config, run.batches)

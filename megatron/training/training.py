@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron.core import virtual_ranks
 from megatron.core.config.errors import MegatronError
 from megatron.core.enums import ModelType
 from megatron.core.lazy import lazy_exports
@@ -64,25 +65,28 @@ def pretrain(
     status 1, an exception on any rank ends all ranks.
     """
     del model_type, get_embedding_ranks, get_position_embedding_ranks, store  # the layout says it
+    def whole_run(*_ranks: int) -> None:
+        run = start(config)
+        try:
+            with failure_watch():
+                run.forward_step_func = forward_step_func
+                run.process_non_loss_data_func = process_non_loss_data_func
+                run.non_loss_data_func = non_loss_data_func
+                _prepare(run, model_provider, train_valid_test_dataset_provider)
+                _train_and_evaluate(run)
+        finally:
+            run.callbacks.close()
+            shut_down()
+
     try:
         config = configure(extra_args_provider, args_defaults)
-        run = start(config)
+        if config.distributed.virtual_ranks is None:
+            whole_run()
+        else:
+            virtual_ranks.run(whole_run, config.distributed.virtual_ranks)
     except MegatronError as error:
         fail(error)
         raise SystemExit(1) from None
-    try:
-        with failure_watch():
-            run.forward_step_func = forward_step_func
-            run.process_non_loss_data_func = process_non_loss_data_func
-            run.non_loss_data_func = non_loss_data_func
-            _prepare(run, model_provider, train_valid_test_dataset_provider)
-            _train_and_evaluate(run)
-    except MegatronError as error:
-        fail(error)
-        raise SystemExit(1) from None
-    finally:
-        run.callbacks.close()
-        shut_down()
 
 
 def _prepare(run: Runtime, model_provider: setup.ModelProvider, provider: data.Provider) -> None:

@@ -28,6 +28,11 @@ MAY_EXIT = {
     "megatron/core/faults.py": "a rank that waits in a collective cannot unwind",
 }
 
+# Globals that belong to the process, not to the rank, and why.
+OF_THE_PROCESS = {
+    "megatron/core/virtual_ranks/transport.py": "the network that all its ranks talk over",
+}
+
 COMPILERS = {"subprocess", "distutils", "setuptools", "torch.utils.cpp_extension"}
 UNPICKLERS = {"load", "loads", "Unpickler"}
 
@@ -176,6 +181,23 @@ def nothing_is_caught_blindly(source: Source) -> Iterator[str]:
                 yield f"{node.lineno}: blanket except that does not raise"
 
 
+def globals_say_whose_they_are(source: Source) -> Iterator[str]:
+    """A global that is written to belongs to a rank, of which a process may hold several."""
+    if not source.is_under("megatron") or source.path in OF_THE_PROCESS:
+        return
+    owned = {
+        argument.value
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and dotted(node.func) == "each_rank_owns"
+        for argument in node.args
+        if isinstance(argument, ast.Constant)
+    }
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Global):
+            for name in sorted(set(node.names) - owned):
+                yield f'{node.lineno}: global {name} without each_rank_owns(__name__, "{name}")'
+
+
 def the_library_does_not_exit(source: Source) -> Iterator[str]:
     if not source.is_under("megatron") or source.path in MAY_EXIT:
         return
@@ -197,5 +219,6 @@ LAWS = [
     nothing_is_compiled_at_run_time,
     configs_are_read_by_name,
     nothing_is_caught_blindly,
+    globals_say_whose_they_are,
     the_library_does_not_exit,
 ]

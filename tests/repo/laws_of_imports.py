@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "datasets": BASE,
     "dist_checkpointing": BASE,
     "pipeline_parallel": BASE,
+    "virtual_ranks": BASE,
     "tensor_parallel": _LOWER | {"fusions"},
     "distributed": _LOWER,
     "optimizer": _LOWER | {"distributed"},

@@ -47,6 +47,9 @@ BREACHES = {
         ("tools/x.py", "x.to('cuda:0')"),
         ("pretrain_gpt.py", "torch.zeros(1, device='cpu')"),
     ],
+    "globals_say_whose_they_are": [
+        ("megatron/core/x.py", "_x = 1\neach_rank_owns(__name__, '_y')\ndef f():\n    global _x"),
+    ],
     "nothing_is_unpickled": [
         ("megatron/core/x.py", "pickle.load(f)"),
         ("tools/x.py", "torch.load(f)"),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device, parallel_state
+from megatron.core.per_rank import each_rank_owns
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
@@ -84,6 +85,7 @@ class RNGStatesTracker:
 
 CudaRNGStatesTracker = RNGStatesTracker  # the name that scripts know
 _tracker = RNGStatesTracker()
+each_rank_owns(__name__, "_tracker")
 
 
 def get_rng_tracker() -> RNGStatesTracker:

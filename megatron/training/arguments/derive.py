@@ -14,9 +14,25 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.activations import openai_gelu, squared_relu
+from megatron.core.device import CPU
 from megatron.core.enums import AttnBackend
 
 Derivation = Callable[[Namespace], Iterator[str]]
+
+
+def virtual_ranks(ns: Namespace) -> Iterator[str]:
+    """One process is a world of threads, on the CPU."""
+    if ns.virtual_ranks is None:
+        return
+    if ns.world_size == 1:
+        ns.world_size = ns.virtual_ranks
+    if ns.device == "auto":
+        ns.device = CPU
+    if ns.distributed_backend is not None:
+        yield (
+            f"--distributed-backend {ns.distributed_backend} is without effect: --virtual-ranks "
+            "talk to each other in memory"
+        )
 
 
 def data_parallel_size(ns: Namespace) -> Iterator[str]:
@@ -180,6 +196,7 @@ def weight_decay(ns: Namespace) -> Iterator[str]:
 
 
 DERIVATIONS: tuple[Derivation, ...] = (
+    virtual_ranks,
     data_parallel_size,
     parallel_degrees,
     precision,

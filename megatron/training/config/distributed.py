@@ -44,6 +44,11 @@ class DistributedConfig:
         "Minutes after which a collective that does not finish is an error.",
         group="distributed",
     )
+    virtual_ranks: int | None = option(
+        None,
+        "Run so many ranks as threads of this one process, on the CPU: a layout in a debugger.",
+        group="distributed",
+    )
     local_rank: int = option(
         0,
         "Number of this rank on its node; LOCAL_RANK of the environment goes before it.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.device import backend_serves
+from megatron.core.device import CPU, backend_serves
 from megatron.training.config.run import RunConfig
 
 
@@ -179,6 +179,20 @@ def backend_suits_the_device(run: RunConfig) -> Iterator[str]:
         )
 
 
+def virtual_ranks_are_alone(run: RunConfig) -> Iterator[str]:
+    """They are threads of the one process that was started, and compute on its CPU."""
+    ranks, device = run.distributed.virtual_ranks, run.distributed.device
+    if ranks is None:
+        return
+    if run.world_size != ranks:
+        yield (
+            f"--virtual-ranks {ranks} live in one process, but {run.world_size} were started: use "
+            "python instead of torchrun, or drop --virtual-ranks"
+        )
+    if device != CPU:
+        yield f"--virtual-ranks {ranks} compute on the CPU: drop --device {device}"
+
+
 CHECKS = (
     degrees_are_positive,
     degrees_fit_the_world,
@@ -191,4 +205,5 @@ CHECKS = (
     groups_of_micro_batches_fill_the_pipeline,
     rank_order_suits_experts,
     backend_suits_the_device,
+    virtual_ranks_are_alone,
 )

@@ -1,0 +1,115 @@
+"""Run a function on virtual ranks: in threads, each with a default process group of its own.
+
+Everything that asks torch.distributed, the environment or `megatron.core.per_rank` for its rank is
+answered as in a process of its own.  What ranks share is what a process has once: standard output,
+signal handlers, the number of threads per operation, and globals of scripts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _set_thread_isolation_mode
+from torch.distributed import distributed_c10d
+
+from megatron.core import per_rank
+from megatron.core.config.errors import ConfigError
+from megatron.core.virtual_ranks import transport
+from megatron.core.virtual_ranks.baton import Baton, random_states, set_random_states
+
+T = TypeVar("T")
+_LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_TORCH = (
+    "_pg_map",
+    "_pg_names",
+    "_pg_group_ranks",
+    "_pg_backend_config",
+    "_group_count",
+    "_tags_to_pg",
+    "_pg_to_tag",
+    "_backend",
+    "_default_pg_init_method",
+)
+
+
+def run(fn: Callable[..., T], world_size: int, *args: Any) -> list[T]:
+    """``fn(rank, world_size, *args)`` on every rank; the results in rank order.
+
+    Rank 0 runs in the calling thread.  If a rank raises, the others are stopped where they wait
+    and its exception is raised here; DeadlockError names what each rank waits in.
+    """
+    if dist.is_initialized():
+        raise ConfigError(
+            f"{world_size} virtual ranks: torch.distributed is initialized already; start them "
+            "first, in a process that no launcher started"
+        )
+    results: dict[int, T] = {}
+    baton = Baton(world_size)
+
+    def live(rank: int) -> None:
+        with contextlib.ExitStack() as life:
+            life.push(baton.end)
+            baton.begin(rank)
+            with _default_group(rank, world_size, store):
+                results[rank] = fn(rank, world_size, *args)
+
+    with _shared_process(world_size), transport.network_of(baton):
+        store = dist.HashStore()
+        threads = [
+            threading.Thread(target=live, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(1, world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        live(0)
+        for thread in threads:
+            thread.join()
+    if baton.failure is not None:
+        rank, error = baton.failure
+        print(f"virtual rank {rank} failed: {type(error).__name__}: {error}", file=sys.stderr)
+        raise error
+    return [results.get(rank) for rank in range(world_size)]
+
+
+@contextlib.contextmanager
+def _default_group(rank: int, world_size: int, store: dist.Store) -> Iterator[None]:
+    dist.init_process_group(transport.BACKEND, store=store, rank=rank, world_size=world_size)
+    try:
+        # A device's backward pass may run in a thread that serves all ranks: not here.
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _shared_process(world_size: int) -> Iterator[None]:
+    """What belongs to a process and not to a rank: changed for the run, and put back."""
+    world = distributed_c10d._world
+    per_rank.each_rank_owns(distributed_c10d, *_TORCH)
+    per_rank.each_rank_owns(world, *vars(world))
+    before, randomness, hook = per_rank.take(), random_states(), sys.excepthook
+    launch = {name: os.environ.get(name) for name in _LAUNCH}
+    os.environ.update(dict(zip(_LAUNCH, ("0", "0", str(world_size), str(world_size)), strict=True)))
+    per_rank.put({})
+    _set_thread_isolation_mode(True)  # of the names under which torch's C++ finds groups
+    try:
+        yield
+    finally:
+        _set_thread_isolation_mode(False)
+        per_rank.put(before)
+        set_random_states(randomness)
+        sys.excepthook = hook
+        for name, value in launch.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

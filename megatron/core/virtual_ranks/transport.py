@@ -1,0 +1,386 @@
+"""Collectives between ranks that are threads: torch.distributed's back end ``virtual``.
+
+The rank that comes last to a collective carries it out for all.  Sums run over the ranks in order.
+Sends and receives between two ranks match in the order in which they were begun, and a send is
+done when its receive has been begun: nothing is buffered, so an order that could hang NCCL hangs
+here.  What ranks ask for must fit together (operation, shapes, dtypes): if not, RuntimeError says
+who asked for what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.virtual_ranks.baton import Baton
+
+BACKEND = "virtual"
+Tensors = Sequence[Tensor]
+_ONE_WITH_ANOTHER: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: Tensor.add_,
+    dist.ReduceOp.AVG: Tensor.add_,
+    dist.ReduceOp.PRODUCT: Tensor.mul_,
+    dist.ReduceOp.MIN: lambda a, b: torch.minimum(a, b, out=a),
+    dist.ReduceOp.MAX: lambda a, b: torch.maximum(a, b, out=a),
+    dist.ReduceOp.BAND: Tensor.bitwise_and_,
+    dist.ReduceOp.BOR: Tensor.bitwise_or_,
+    dist.ReduceOp.BXOR: Tensor.bitwise_xor_,
+}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank brings to a collective: what is read and written, by the rank it is for."""
+
+    reads: Tensors
+    writes: Tensors
+
+
+@dataclass
+class _Meeting:
+    """One collective of one group, while its ranks arrive."""
+
+    parts: dict[int, _Part] = field(default_factory=dict)
+    asked: dict[int, str] = field(default_factory=dict)
+    is_done: bool = False
+
+
+@dataclass
+class _Transfer:
+    tensor: Tensor
+    tag: int
+    is_done: bool = False
+
+
+@dataclass
+class _Channel:
+    """What the members of one group share."""
+
+    meetings: dict[int, _Meeting] = field(default_factory=dict)
+    sends: dict[tuple[int, int], deque[_Transfer]] = field(default_factory=dict)
+    receives: dict[tuple[int, int], deque[_Transfer]] = field(default_factory=dict)
+
+
+class Network:
+    """All channels of one run of virtual ranks."""
+
+    def __init__(self, baton: Baton) -> None:
+        self.baton = baton
+        self._channels: dict[str, _Channel] = {}
+
+    def channel(self, name: str) -> _Channel:
+        """The channel of the group that torch calls ``name``, alike on all members."""
+        return self._channels.setdefault(name, _Channel())
+
+
+@dataclass(frozen=True)
+class VirtualWork:
+    """What has been begun; stands for torch's Work."""
+
+    baton: Baton
+    begun: Sequence[_Meeting | _Transfer]
+    doing: Callable[[], str]
+
+    def wait(self, timeout: object = None) -> bool:
+        """Let other ranks run until it is done.  There is no time-out: see `Baton.wait_until`."""
+        del timeout
+        self.baton.wait_until(self._is_done, self.doing)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is done; if not, other ranks have had a turn."""
+        if not self._is_done():
+            self.baton.let_others_run()
+        return self._is_done()
+
+    def is_success(self) -> bool:
+        """Whether it is done: what fails raises."""
+        return self._is_done()
+
+    def _is_done(self) -> bool:
+        return all(item.is_done for item in self.begun)
+
+
+class VirtualGroup(dist.ProcessGroup):
+    """The methods that torch.distributed calls, in the names of torch 2.11 to 2.13."""
+
+    def __init__(self, network: Network, name: str, rank: int, ranks: Sequence[int]) -> None:
+        super().__init__(rank, len(ranks))
+        self._baton, self._channel = network.baton, network.channel(name)
+        self._me, self._ranks = rank, ranks
+        self._calls = 0
+
+    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+        """``virtual``"""
+        return BACKEND
+
+    # -- collectives ------------------------------------------------------------------------
+
+    def barrier(self, opts: Any = None) -> VirtualWork:
+        return self._meet("barrier", [_Part((), ())], _each_to_each)
+
+    def allreduce(self, tensors: Tensors, opts: Any) -> VirtualWork:
+        op = opts.reduceOp.op
+        parts = [_Part([t], [t]) for t in tensors]
+        return self._meet(_named("all_reduce", op), parts, lambda all_: _sum_for_all(all_, op))
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, opts: Any) -> VirtualWork:
+        op, root = opts.reduceOp.op, opts.rootRank
+        writes = tensors if self._me == root else ()
+        name = f"{_named('reduce', op)} to rank {self._ranks[root]}"
+        return self._meet(name, [_Part(tensors, writes)], lambda all_: _sum_for_all(all_, op))
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> VirtualWork:
+        root, n = opts.rootRank, self.size()
+        parts = [_Part([t] * n, ()) if self._me == root else _Part((), [t]) for t in tensors]
+        return self._meet(f"broadcast from rank {self._ranks[root]}", parts, _from_one(root))
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> VirtualWork:
+        root = opts.rootRank
+        part = _Part(inputs[0] if self._me == root else (), outputs)
+        return self._meet(f"scatter from rank {self._ranks[root]}", [part], _from_one(root))
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> VirtualWork:
+        root = opts.rootRank
+        part = _Part(inputs, outputs[0] if self._me == root else ())
+        return self._meet(f"gather to rank {self._ranks[root]}", [part], _first_to_each)
+
+    def allgather(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> VirtualWork:
+        parts = [_Part([i], o) for o, i in zip(outputs, inputs, strict=True)]
+        return self._meet("all_gather", parts, _first_to_each)
+
+    def all_gather_single(self, output: Tensor, input_: Tensor, opts: Any = None) -> VirtualWork:
+        return self.all_gather_single_coalesced([output], [input_], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> VirtualWork:
+        return self.allgather([self._chunks(o) for o in outputs], [_flat(i) for i in inputs], opts)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> VirtualWork:
+        by_input = list(zip(*outputs, strict=True))  # torch lists them by rank, then by tensor
+        return self.allgather(by_input, inputs, opts)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> VirtualWork:
+        op = opts.reduceOp.op
+        parts = [_Part(i, [o]) for o, i in zip(outputs, inputs, strict=True)]
+        return self._meet(_named("reduce_scatter", op), parts, lambda all_: _sum_of_each(all_, op))
+
+    def reduce_scatter_single(self, output: Tensor, input_: Tensor, opts: Any) -> VirtualWork:
+        return self.reduce_scatter_single_coalesced([output], [input_], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> VirtualWork:
+        chunks = [self._chunks(i) for i in inputs]
+        return self.reduce_scatter([_flat(o) for o in outputs], chunks, opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> VirtualWork:
+        return self._meet("all_to_all", [_Part(inputs, outputs)], _each_to_each)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input_: Tensor,
+        output_split_sizes: Sequence[int] | None,
+        input_split_sizes: Sequence[int] | None,
+        opts: Any = None,
+    ) -> VirtualWork:
+        def pieces(tensor: Tensor, sizes: Sequence[int] | None) -> Tensors:
+            rows = list(sizes or [len(tensor) // self.size()] * self.size())
+            if sum(rows) != len(tensor):
+                raise RuntimeError(f"all_to_all: {len(tensor)} rows for splits of {rows}")
+            return tensor.split(rows)
+
+        return self.alltoall(
+            pieces(output, output_split_sizes), pieces(input_, input_split_sizes), opts
+        )
+
+    _allgather_base = all_gather_single  # names before torch 2.13
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _chunks(self, tensor: Tensor) -> Tensors:
+        """A contiguous tensor of all ranks, cut into theirs."""
+        if tensor.numel() % self.size() or not tensor.is_contiguous():
+            raise RuntimeError(f"{_shape(tensor)} is not {self.size()} equal contiguous parts")
+        return tensor.view(self.size(), -1).unbind()
+
+    def _meet(
+        self,
+        name: str,
+        parts: Sequence[_Part],
+        carry_out: Callable[[Sequence[_Part]], None],
+    ) -> VirtualWork:
+        """Come to the group's next collective, one for each of ``parts``."""
+        begun = []
+        for part in parts:
+            number, self._calls = self._calls, self._calls + 1
+            meeting = self._channel.meetings.setdefault(number, _Meeting())
+            meeting.parts[self._me], meeting.asked[self._me] = part, name
+            if len(meeting.parts) == self.size():
+                self._require_one_operation(meeting, number)
+                with torch.no_grad():
+                    carry_out([meeting.parts[r] for r in range(self.size())])
+                meeting.is_done = True
+                del self._channel.meetings[number]
+            begun.append(meeting)
+        shapes = ", ".join(_shape(t) for part in parts for t in part.reads[:1] or part.writes[:1])
+
+        def doing() -> str:
+            missing = [
+                self._ranks[rank]
+                for rank in range(self.size())
+                if any(not m.is_done and rank not in m.parts for m in begun)
+            ]
+            return f"{self.group_desc} {name} {shapes}, call {self._calls}, without {missing}"
+
+        return VirtualWork(self._baton, begun, doing)
+
+    def _require_one_operation(self, meeting: _Meeting, number: int) -> None:
+        if len(set(meeting.asked.values())) > 1:
+            asked = [f"rank {self._ranks[r]} {name}" for r, name in sorted(meeting.asked.items())]
+            raise RuntimeError(
+                f"{self.group_desc}, call {number + 1}: the ranks ask for different things: "
+                f"{'; '.join(asked)}"
+            )
+
+    # -- from one rank to another -----------------------------------------------------------
+
+    def send(self, tensors: Tensors, to: int, tag: int) -> VirtualWork:
+        return self._transfer("send", (self._me, to), tensors[0], tag)
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> VirtualWork:
+        return self._transfer("recv", (source, self._me), tensors[0], tag)
+
+    def _transfer(self, verb: str, ends: tuple[int, int], tensor: Tensor, tag: int) -> VirtualWork:
+        mine = _Transfer(tensor, tag)
+        sends = self._channel.sends.setdefault(ends, deque())
+        receives = self._channel.receives.setdefault(ends, deque())
+        (sends if verb == "send" else receives).append(mine)
+        path = f"{self._ranks[ends[0]]}->{self._ranks[ends[1]]}"
+        if sends and receives:
+            sent, received = sends.popleft(), receives.popleft()
+            if sent.tag != received.tag:
+                raise RuntimeError(
+                    f"{self.group_desc} {path}: tag {sent.tag} meets a receive of {received.tag}"
+                )
+            with torch.no_grad():
+                _copy(received.tensor, sent.tensor, f"{self.group_desc} {path}")
+            sent.is_done = received.is_done = True
+
+        def doing() -> str:
+            return f"{self.group_desc} {verb} {path} {_shape(tensor)}, tag {tag}"
+
+        return VirtualWork(self._baton, [mine], doing)
+
+
+# -- what a collective does, once all parts are there ------------------------------------------
+
+
+def _sum_for_all(parts: Sequence[_Part], op: Any) -> None:
+    total = _reduced([part.reads[0] for part in parts], op)
+    for part in parts:
+        for target in part.writes:
+            _copy(target, total, "all_reduce")
+
+
+def _sum_of_each(parts: Sequence[_Part], op: Any) -> None:
+    totals = [_reduced([p.reads[rank] for p in parts], op) for rank in range(len(parts))]
+    for part, total in zip(parts, totals, strict=True):
+        _copy(part.writes[0], total, "reduce_scatter")
+
+
+def _from_one(root: int) -> Callable[[Sequence[_Part]], None]:
+    def carry_out(parts: Sequence[_Part]) -> None:
+        for rank, part in enumerate(parts):
+            for target in part.writes:
+                _copy(target, parts[root].reads[rank], f"from {root} to {rank} of the group")
+
+    return carry_out
+
+
+def _first_to_each(parts: Sequence[_Part]) -> None:
+    for part in parts:
+        for source, target in zip(parts, part.writes, strict=False):
+            _copy(target, source.reads[0], "all_gather")
+
+
+def _each_to_each(parts: Sequence[_Part]) -> None:
+    pieces = [[piece.clone() for piece in part.reads] for part in parts]
+    for rank, part in enumerate(parts):
+        for source, target in zip(pieces, part.writes, strict=False):
+            _copy(target, source[rank], "all_to_all")
+
+
+def _reduced(tensors: Tensors, op: Any) -> Tensor:
+    """One after the other, in the order of the ranks."""
+    join = _ONE_WITH_ANOTHER[op]
+    result = tensors[0].detach().clone()
+    for tensor in tensors[1:]:
+        if tensor.shape != result.shape or tensor.dtype != result.dtype:
+            raise RuntimeError(f"reduction of {_shape(result)} with {_shape(tensor)}")
+        result = join(result, tensor.detach())
+    return result.div_(len(tensors)) if op == dist.ReduceOp.AVG else result
+
+
+def _copy(target: Tensor, source: Tensor, what: str) -> None:
+    """As a real transport writes: behind the back of autograd."""
+    if target.numel() != source.numel() or target.dtype != source.dtype:
+        raise RuntimeError(f"{what}: {_shape(source)} for {_shape(target)}")
+    target.data.copy_(source.detach().reshape(target.shape))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.view(-1)
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _named(name: str, op: Any) -> str:
+    return f"{name}({str(op).rpartition('.')[2]})"
+
+
+# -- how torch makes groups ---------------------------------------------------------------------
+
+_network: Network | None = None
+
+
+@contextlib.contextmanager
+def network_of(baton: Baton) -> Iterator[None]:
+    """Groups of the back end ``virtual`` that are made in the block join ranks of ``baton``."""
+    global _network
+    _network = Network(baton)
+    try:
+        yield
+    finally:
+        _network = None
+
+
+def _make_group(options: Any, _more: object) -> VirtualGroup:
+    assert _network is not None, "the back end 'virtual' is for virtual ranks alone"
+    ranks = options.global_ranks_in_group or range(options.group_size)
+    return VirtualGroup(_network, options.group_id, options.group_rank, ranks)
+
+
+dist.Backend.register_backend(
+    BACKEND, _make_group, extended_api=True, devices=list(get_args(device.Kind))
+)
