@@ -74,6 +74,8 @@ PURE = (
     "megatron/core/pipeline_parallel/plan.py",
     "megatron/core/pipeline_parallel/orders.py",
     "megatron/core/pipeline_parallel/instructions.py",
+    "megatron/core/pipeline_parallel/simulate.py",
+    "megatron/core/pipeline_parallel/zero_bubble.py",
     "megatron/training/config/",
 )
 

@@ -34,7 +34,11 @@ def instructions(
     ``early`` posts receives one pass further ahead in warm-up and flush
     (``--overlap-p2p-communication-warmup-flush``).
     """
-    starts = _clock(work, placement, early)
+    starts = _clock(work, placement, latency=int(early), steady_latency=0)
+    # Time for transfers in the steady state costs nothing where the order has slack for it.
+    relaxed = _clock(work, placement, latency=int(early), steady_latency=1)
+    if max(map(max, relaxed)) == max(map(max, starts)):
+        starts = relaxed
     sends, receives = _waves(work, placement, starts)
     return [
         _merge(rank_work, rank_starts, sends[rank], receives[rank])
@@ -52,31 +56,34 @@ def inputs(passed: Pass, num_stages: int) -> Pass | None:
     return None
 
 
-def _clock(work: Sequence[Sequence[Work]], placement: Placement, early: bool) -> list[list[int]]:
-    """When each pass starts, if each takes one unit."""
-    num_stages = placement.num_stages
-    flushes = [_first_and_last(rank_work) for rank_work in work]
+def _clock(
+    work: Sequence[Sequence[Work]], placement: Placement, *, latency: int, steady_latency: int
+) -> list[list[int]]:
+    """When each pass starts, if each takes one unit and each hand-over ``latency`` units more.
+
+    ``steady_latency`` is that of the steady state, from the first backward to the last forward.
+    """
     ends: dict[Pass, int] = {}
     starts: list[list[int]] = [[] for _ in work]
-    now = [0] * len(work)
     waiting: dict[Pass, int] = {}
     runnable = list(range(len(work)))
+    steady = [_steady_state(rank_work) for rank_work in work]
     while runnable:
         rank = runnable.pop()
-        first_backward, last_forward = flushes[rank]
+        now = starts[rank][-1] + 1 if starts[rank] else 0
         for index in range(len(starts[rank]), len(work[rank])):
             kind, microbatch, chunk = work[rank][index]
             passed = kind, microbatch, placement.stage(rank, chunk)
-            source = inputs(passed, num_stages)
-            start = now[rank]
+            source = inputs(passed, placement.num_stages)
             if source is not None:
                 if source not in ends:
                     waiting[source] = rank
                     break
-                ahead = early and not first_backward <= index <= last_forward
-                start = max(start, ends[source] + ahead)
-            starts[rank].append(start)
-            now[rank] = ends[passed] = start + 1
+                ahead = steady_latency if index in steady[rank] else latency
+                now = max(now, ends[source] + ahead)
+            starts[rank].append(now)
+            now += 1
+            ends[passed] = now
             if (follower := waiting.pop(passed, None)) is not None:
                 runnable.append(follower)
     if waiting:
@@ -85,11 +92,11 @@ def _clock(work: Sequence[Sequence[Work]], placement: Placement, early: bool) ->
     return starts
 
 
-def _first_and_last(work: Sequence[Work]) -> tuple[int, int]:
-    """Index of the first backward and of the last forward: between them lies the steady state."""
-    kinds = [w.kind for w in work]
+def _steady_state(work: Sequence[Work]) -> range:
+    kinds = [item.kind for item in work]
     first_backward = kinds.index("backward") if "backward" in kinds else len(kinds)
-    return first_backward, len(kinds) - 1 - kinds[::-1].index("forward")
+    last_forward = len(kinds) - 1 - kinds[::-1].index("forward")
+    return range(first_backward, last_forward + 1)
 
 
 Waves = list[dict[int, list[Transfer]]]  # of each rank: time -> transfers
@@ -99,6 +106,7 @@ def _waves(
     work: Sequence[Sequence[Work]], placement: Placement, starts: list[list[int]]
 ) -> tuple[Waves, Waves]:
     """Sends and receives of each rank by the moment when they become possible."""
+    rank_of = [placement.location(stage)[0] for stage in range(placement.num_stages)]
     sends: Waves = [defaultdict(list) for _ in work]
     receives: Waves = [defaultdict(list) for _ in work]
     for rank, rank_work in enumerate(work):
@@ -107,13 +115,12 @@ def _waves(
             target = {"forward": stage + 1, "backward": stage - 1}.get(kind, -1)
             if not 0 <= target < placement.num_stages:
                 continue
-            target_rank, _ = placement.location(target)
-            if target_rank == rank:
+            if rank_of[target] == rank:
                 continue
             name = "activation" if kind == "forward" else "gradient"
             transfer = Transfer(name, microbatch, stage, target)
             sends[rank][start + 1].append(transfer)
-            receives[target_rank][start + 1].append(transfer)
+            receives[rank_of[target]][start + 1].append(transfer)
     return sends, receives
 
 

@@ -1,4 +1,4 @@
-"""The order of work of every pipeline rank: 1F1B, interleaved, forward only.  Pure.
+"""The order of work of every pipeline rank, by the name of its schedule.  Pure.
 
 An order is a list of Work for each rank.  Each is proved free of deadlocks by `simulate`.
 """
@@ -6,9 +6,14 @@ An order is a list of Work for each rank.  Each is proved free of deadlocks by `
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import zip_longest
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.pipeline_parallel.plan import Placement, Work
+from megatron.core.pipeline_parallel.zero_bubble import zb_h1, zb_v
+
+# Values of --pipeline-schedule -> chunks of each rank; None is any number above one.
+SCHEDULES = {"1f1b": 1, "interleaved": None, "zb-h1": 1, "zb-v": 2}
 
 Orders = tuple[tuple[Work, ...], ...]
 
@@ -29,38 +34,72 @@ def schedule_of(
     as there are ranks).  None is 1f1b, or interleaved where a rank has several chunks.
     """
     name = name or ("interleaved" if num_chunks > 1 else "1f1b")
-    placement = Placement(num_ranks, num_chunks)
+    if sentence := wrong_chunks(name, num_chunks):
+        raise ConfigError(sentence)
+    placement = Placement(num_ranks, num_chunks, is_v=name == "zb-v")
     group = group or num_ranks
-    if forward_only:
-        return placement, _forward_only(placement, num_microbatches, group)
     return placement, tuple(
-        _alternate(placement, rank, num_microbatches, group) for rank in range(num_ranks)
+        _order(name, placement, rank, num_microbatches, group, forward_only)
+        for rank in range(num_ranks)
     )
 
 
-def _alternate(
-    placement: Placement, rank: int, num_microbatches: int, group: int
+def wrong_chunks(name: str, num_chunks: int) -> str | None:
+    """What is wrong about running this schedule with so many chunks on a rank."""
+    wanted = SCHEDULES[name]
+    if num_chunks == wanted or (wanted is None and num_chunks > 1):
+        return None
+    cure = "drop the flags of virtual stages"
+    if wanted != 1:
+        cure = f"give --num-virtual-stages-per-pipeline-rank {wanted or 2}"
+    return (
+        f"--pipeline-schedule {name} wants {wanted or 'several'} virtual stages on each pipeline "
+        f"rank, not {num_chunks}: {cure}"
+    )
+
+
+def _order(
+    name: str,
+    placement: Placement,
+    rank: int,
+    num_microbatches: int,
+    group: int,
+    forward_only: bool,
 ) -> tuple[Work, ...]:
-    """Warm up with forwards, alternate forward and backward, drain with backwards."""
+    if name == "zb-v":
+        if forward_only:
+            return _forward_v(placement, rank, num_microbatches)
+        return zb_v(rank=rank, num_ranks=placement.num_ranks, num_microbatches=num_microbatches)
+    if name == "zb-h1" and not forward_only:
+        return zb_h1(rank=rank, num_ranks=placement.num_ranks, num_microbatches=num_microbatches)
     sizes = _groups(placement, num_microbatches, group)
     passes = _in_groups(sizes, placement.num_chunks)
+    if forward_only:
+        return tuple(Work("forward", m, c) for m, c in passes)
+    return _alternate(placement, rank, passes, sizes[0])
+
+
+def _forward_v(placement: Placement, rank: int, num_microbatches: int) -> tuple[Work, ...]:
+    """Each micro-batch comes back for chunk 1 when later ones have begun with chunk 0."""
+    down = [Work("forward", m, 0) for m in range(num_microbatches)]
+    up = [Work("forward", m, 1) for m in range(num_microbatches)]
+    ahead = 2 * (placement.num_ranks - 1 - rank) + 1
+    steps = zip_longest(up, down[ahead:])
+    return (*down[:ahead], *(work for step in steps for work in step if work is not None))
+
+
+def _alternate(
+    placement: Placement, rank: int, passes: list[tuple[int, int]], first_group: int
+) -> tuple[Work, ...]:
+    """Warm up with forwards, alternate forward and backward, drain with backwards."""
     last_chunk = placement.num_chunks - 1
     forwards = [Work("forward", m, c) for m, c in passes]
     backwards = [Work("backward", m, last_chunk - c) for m, c in passes]
     behind = placement.num_ranks - 1 - rank
     # With chunks a rank runs one more forward ahead, so that transfers overlap with work.
-    warmup = 2 * behind + last_chunk * sizes[0] if last_chunk else behind
-    warmup = min(warmup, len(passes))
-    work = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-        work += [forward, backward]
-    return tuple(work + backwards[len(passes) - warmup :])
-
-
-def _forward_only(placement: Placement, num_microbatches: int, group: int) -> Orders:
-    passes = _in_groups(_groups(placement, num_microbatches, group), placement.num_chunks)
-    work = tuple(Work("forward", m, c) for m, c in passes)
-    return (work,) * placement.num_ranks
+    warmup = 2 * behind + last_chunk * first_group if last_chunk else behind
+    steps = zip_longest(forwards[warmup:], backwards)
+    return (*forwards[:warmup], *(work for step in steps for work in step if work is not None))
 
 
 def _groups(placement: Placement, num_microbatches: int, group: int) -> list[int]:

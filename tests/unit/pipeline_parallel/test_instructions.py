@@ -43,6 +43,19 @@ def test_nothing_is_sent_between_chunks_of_one_rank():
     ]
 
 
+def test_early_receives_leave_one_more_pass_between_them_and_their_use():
+    placement, work = schedule_of("1f1b", num_ranks=4, num_chunks=1, num_microbatches=8)
+
+    def passes_ahead(early: bool) -> int:
+        plan = instructions(work, placement, early=early)[1]
+        second = Transfer("activation", 1, 0, 1)
+        posted = next(i for i, x in enumerate(plan) if isinstance(x, Exchange) if second in x[1])
+        used = plan.index(Work("forward", 1, 0))
+        return sum(isinstance(item, Work) for item in plan[posted:used])
+
+    assert (passes_ahead(early=False), passes_ahead(early=True)) == (0, 1)
+
+
 def test_an_order_that_waits_for_itself_is_refused():
     orders = ((Work("forward", 0, 1), Work("forward", 0, 0)), (Work("forward", 0, 0),))
     with pytest.raises(ValueError, match="never ends.*chunk=1"):
