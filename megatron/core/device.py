@@ -7,6 +7,7 @@ the CPU, so that the library works without the application.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, Literal
 
 import torch
@@ -63,6 +64,23 @@ def backend_serves(wanted: str, backend: str | None) -> bool:
 def keep_bf16_sums_in_fp32() -> None:
     """Forbid matrix products to add up parts of bfloat16 results in bfloat16."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+@functools.cache
+def sums_half_products_in_fp32() -> bool:
+    """Whether a product of 16-bit matrices can be added to a 32-bit one in one operation.
+
+    Tried out: which releases of torch have it, on which devices, is nowhere written down.
+    """
+    if not is_cuda():
+        return False
+    total = torch.ones(16, 16, device=_current)
+    ones = torch.ones(16, 16, device=_current, dtype=torch.bfloat16)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return bool((total == 17).all())
 
 
 def synchronize() -> None:

@@ -96,9 +96,9 @@ class ModelParallelConfig:
     )
     gradient_accumulation_fusion: bool = option(
         True,
-        "Do not fuse adding up weight gradients with their matrix product.",
+        "Do not let products of weight gradients be added to the gradient buffers themselves, "
+        "where that is the faster way.",
         group="training",
-        ignored=states.NO_KERNEL,
     )
     tp_comm_split_ag: bool = option(
         True,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
 from megatron.core.transformer.attention_backends import attention_report, request_of
 from megatron.training.printing import print_rank_0
 from megatron.training.runtime import Runtime
@@ -67,6 +68,21 @@ def print_attention_backends(run: Runtime) -> None:
     print_rank_0("attention backends:")
     for row in attention_report(model.attention_backend, request):
         print_rank_0(f"    {row.name:8} {row.reason}")
+
+
+def print_gradient_accumulation(run: Runtime) -> None:
+    """Whether products of weight gradients are added to the buffers themselves; on rank 0."""
+    if not run.config.model.gradient_accumulation_fusion:
+        return
+    params = [p for chunk in run.model_chunks for p in chunk.parameters()]
+    fused = sum(adds_to_main_grad(p) for p in params)
+    if fused:
+        answer = f"yes, for {fused} parameters"
+    elif any(hasattr(p, "main_grad") for p in params):
+        answer = f"no, slower here for {run.config.model.params_dtype} products and fp32 sums"
+    else:
+        answer = "no, gradients stay where autograd puts them"
+    print_rank_0(f"gradient accumulation fused: {answer}")
 
 
 def print_datetime(label: str) -> None:

@@ -25,6 +25,7 @@ from megatron.training.startup_log import (
     print_arguments,
     print_attention_backends,
     print_datetime,
+    print_gradient_accumulation,
     print_layout,
 )
 
@@ -98,6 +99,7 @@ def _prepare(run: Runtime, model_provider: setup.ModelProvider, provider: data.P
     print_datetime("after megatron is initialized")
     run.timers("model-and-optimizer-setup", log_level=0).start(barrier=True)
     setup.build_model(run, model_provider)
+    print_gradient_accumulation(run)
     if not run.config.validation.skip_train:
         setup.build_optimizer(run)
     load(run)

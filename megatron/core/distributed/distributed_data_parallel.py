@@ -11,6 +11,7 @@ A parameter whose gradient needs no reduction, no scaling and no other dtype kee
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,7 +33,13 @@ from megatron.core.distributed.buckets import (
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
-from megatron.core.distributed.grad_buffer import GradBucket, GradBuffer, GradSlot, Reduction
+from megatron.core.distributed.grad_buffer import (
+    GradBucket,
+    GradBuffer,
+    GradSlot,
+    Reduction,
+    takes_products,
+)
 from megatron.core.param_info import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -42,6 +49,8 @@ class LossConfig(Protocol):
 
     @property
     def calculate_per_token_loss(self) -> bool: ...
+    @property
+    def gradient_accumulation_fusion(self) -> bool: ...
 
 
 class BufferKey(NamedTuple):
@@ -85,6 +94,8 @@ class DistributedDataParallel(nn.Module):
         self.buckets = self._in_launch_order()
         self._next = 0  # the first bucket that is not under way
         self._listen()
+        if config.gradient_accumulation_fusion:
+            self._open_to_layers()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)
@@ -207,6 +218,14 @@ class DistributedDataParallel(nn.Module):
                 slot.param.register_post_accumulate_grad_hook(
                     partial(self._on_gradient, slot, bucket)
                 )
+
+    def _open_to_layers(self) -> None:
+        """Let layers add weight gradients to the buffers themselves, where that is faster."""
+        uses = Counter(p for _, p in self.module.named_parameters(remove_duplicate=False))
+        for key, buffer in self.grad_buffers.items():
+            for slot in buffer.slots:
+                if uses[slot.param] == 1 and takes_products(slot.param, key.grad_dtype):
+                    slot.open_to_layers()
 
     def _on_gradient(self, slot: GradSlot, bucket: GradBucket, _: Tensor) -> None:
         assert not bucket.is_started, f"{slot.name} got a gradient after its bucket was reduced"

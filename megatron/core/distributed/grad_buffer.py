@@ -7,7 +7,10 @@
 - straight from a layer that adds its weight gradient to ``param.main_grad`` and then sets
   ``param.grad_added_to_main_grad``.  Such a layer returns a tensor of any content as the gradient,
   which tells autograd that the parameter is done; the tensor is dropped.  A parameter with a
-  second use (a tied embedding) must not come this way.
+  second use (a tied embedding) must not come this way.  Where ``param.overwrite_main_grad`` is
+  True the numbers in the buffer are no gradients yet: a layer that knows of this writes its first
+  product of the step over them and sets it to False; the buffer is zeroed for a layer that does
+  not.  Our own layers come this way where the attribute is present (`GradSlot.open_to_layers`).
 
 Collectives: one all-reduce per bucket over the bucket's group, started by the wrapper.
 """
@@ -63,9 +66,14 @@ class GradSlot:
         self.main_grad = main_grad
         self.is_stale = False  # main_grad holds the last step's numbers
         self._came_through_autograd = False
+        self._is_overwritten = False  # by a layer, at its first product of a step
         # The contract with layers and the optimizer: attributes of the parameter itself.
         param.main_grad = main_grad  # type: ignore[attr-defined]
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+    def open_to_layers(self) -> None:
+        """Let the layer of this parameter add its gradient to ``main_grad``, now zero, itself."""
+        self.param.overwrite_main_grad = True  # type: ignore[attr-defined]
 
     def take(self) -> bool:
         """Account for the gradient that autograd has just finished; whether there was one.
@@ -76,6 +84,8 @@ class GradSlot:
         if param.grad_added_to_main_grad:
             assert not self._came_through_autograd, f"{self.name} comes now this way, now that"
             param.grad_added_to_main_grad = False
+            self._is_overwritten = getattr(param, "overwrite_main_grad", None) is False
+            self.is_stale = False
         elif param.grad is not None:
             self._came_through_autograd = True
             if self.is_stale:
@@ -89,10 +99,13 @@ class GradSlot:
         return True
 
     def reset(self) -> None:
-        """Begin a step.  Only layers that add to ``main_grad`` themselves need zeros."""
-        self.param.grad = None
-        self.param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        if self._came_through_autograd:
+        """Begin a step.  Only layers that add to ``main_grad`` and never write need zeros."""
+        param: Any = self.param
+        param.grad = None
+        param.grad_added_to_main_grad = False
+        if hasattr(param, "overwrite_main_grad"):
+            param.overwrite_main_grad = True
+        if self._came_through_autograd or self._is_overwritten:
             self.is_stale = True
         else:
             self.main_grad.zero_()
@@ -183,6 +196,20 @@ class GradBuffer:
             GradBucket(self.data[b.start : b.stop], [self.slots[i] for i in b.params], reduction)
             for b in layout.buckets
         ]
+
+
+def takes_products(param: nn.Parameter, grad_dtype: torch.dtype) -> bool:
+    """Whether adding a matrix product straight to the gradient of ``param`` is the faster way.
+
+    On a CPU it is for equal dtypes only: benchmarks/weight_gradient.md.
+    """
+    if param.dim() != 2:
+        return False
+    return param.dtype == grad_dtype or (
+        grad_dtype == torch.float32
+        and device.is_cuda(param.device)
+        and device.sums_half_products_in_fp32()
+    )
 
 
 def add_into(total: Tensor, grad: Tensor) -> None:

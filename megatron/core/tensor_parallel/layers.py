@@ -36,7 +36,12 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from megatron.core.tensor_parallel.weight_gradient import WeightGrad, is_deferred, may_be_deferred
+from megatron.core.tensor_parallel.weight_gradient import (
+    WeightGrad,
+    adds_to_main_grad,
+    is_deferred,
+    may_be_deferred,
+)
 
 
 class LayerConfig(Protocol):
@@ -132,7 +137,7 @@ def _start_reduction(
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_own: bool = True) -> Tensor:
     """x W^T + b without communication; in torch's own form where nobody asks for more."""
-    if is_own and may_be_deferred() and torch.is_grad_enabled():
+    if is_own and torch.is_grad_enabled() and (may_be_deferred() or adds_to_main_grad(weight)):
         return _Linear.apply(x, weight, bias, True, None, False)
     return F.linear(x, weight, bias)
 

@@ -1,4 +1,4 @@
-"""Weight gradients of linear layers: computed at once, or left in a queue for later.
+"""Weight gradients of linear layers: at once or left in a queue, returned or added where they go.
 
 ``t`` tokens, ``i``/``o`` input and output width of this rank's matrix, ``tp`` ranks of a group.
 The gradient of a weight [o, i] is grad^T x with grad [t, o] and x [t, i].  Under sequence
@@ -70,8 +70,32 @@ class WeightGrad:
         self.start()
         if self._gathering is not None:
             self._gathering.wait()
-        weight_grad = None if self.weight is None else self.grad.t().matmul(self.x)
+        weight_grad = None
+        if self.weight is not None:
+            adds = self.is_own and adds_to_main_grad(self.weight)
+            product = _add_product if adds else _product
+            weight_grad = product(self.weight, self.grad.t(), self.x)
         return weight_grad, None if self.bias is None else self.grad.sum(0)
+
+
+def adds_to_main_grad(weight: Tensor) -> bool:
+    """Whether the wrapper lets a layer add to ``weight.main_grad`` (`distributed.grad_buffer`)."""
+    return hasattr(weight, "overwrite_main_grad")
+
+
+def _product(_: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+    return grad.matmul(x)
+
+
+def _add_product(weight: Any, grad: Tensor, x: Tensor) -> Tensor:
+    """Add to the main gradient, or write it; what autograd gets is dropped by the wrapper."""
+    total, keep = weight.main_grad, 0 if weight.overwrite_main_grad else 1
+    if total.dtype == x.dtype:
+        torch.addmm(total, grad, x, beta=keep, out=total)
+    else:
+        torch.addmm(total, grad, x, out_dtype=total.dtype, beta=keep, out=total)
+    weight.overwrite_main_grad, weight.grad_added_to_main_grad = False, True
+    return torch.empty_like(weight)
 
 
 class _Deliver(torch.autograd.Function):

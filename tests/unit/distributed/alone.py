@@ -24,6 +24,7 @@ class ModelConfig:
     """What wrapper and schedule read of a model's configuration."""
 
     calculate_per_token_loss: bool = False
+    gradient_accumulation_fusion: bool = True
 
 
 @pytest.fixture

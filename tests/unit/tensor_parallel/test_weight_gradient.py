@@ -1,12 +1,19 @@
-"""Weight gradients that wait in a queue are those of an ordinary backward pass, bit for bit."""
+"""Weight gradients that wait in a queue are those of an ordinary backward pass, bit for bit.
+
+So are those that go straight to the main gradient, whenever they are computed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import (
@@ -15,8 +22,13 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.param_init import Init
+from megatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    create_process_groups,
+    make_grids,
+)
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
+from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue, adds_to_main_grad
 from tests import tolerances
 from tests.unit.one_process import one_process_groups, one_rank, tiny_config
 
@@ -136,6 +148,79 @@ def test_a_bucket_waits_for_gradients_in_the_queue(tied: bool) -> None:
     wrapper.finish_grad_sync()
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.main_grad, expected[name], **tolerances.of(torch.bfloat16))
+
+
+@pytest.fixture
+def two_replicas() -> Iterator[ProcessGroupCollection]:
+    """The groups of the first of two data-parallel ranks; collectives change nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield create_process_groups(*make_grids(2))
+    dist.destroy_process_group()
+
+
+def main_gradients(
+    groups: ProcessGroupCollection, *, later: bool = False, **changes: Any
+) -> tuple[dict[str, Tensor], set[str]]:
+    """Gradients of the third of three steps, and whose numbers no product overwrites."""
+    model, queue = small_gpt(**changes), WeightGradQueue() if later else None
+    wrapper = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(), model, pg_collection=groups
+    )
+    for _ in range(3):
+        wrapper.zero_grad_buffer()
+        closed = {n for n, p in model.named_parameters() if not adds_to_main_grad(p)}
+        for buffer in wrapper.grad_buffers.values():  # the last step's numbers count for nothing
+            if wrapper.buckets[0].slots[0].is_stale:
+                buffer.data.fill_(float("nan"))
+        for seed in (3, 4):
+            with nullcontext() if queue is None else queue.collecting():
+                loss_of(model, seed).backward()
+        if queue is not None:
+            queue.run()
+        wrapper.finish_grad_sync()
+    assert all(p.grad is None for p in model.parameters())
+    return {n: p.main_grad.clone() for n, p in model.named_parameters()}, closed
+
+
+@pytest.mark.feature("Optimizer: weight gradients added to the fp32 main gradient by their product")
+@pytest.mark.parametrize("tied", [False, True])
+def test_products_add_to_the_main_gradient(
+    two_replicas: ProcessGroupCollection, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, closed = main_gradients(two_replicas, tied=tied, gradient_accumulation_fusion=False)
+    assert closed == plain.keys()
+    products = []
+    addmm = torch.addmm
+    monkeypatch.setattr(
+        torch, "addmm", lambda *a, **k: products.append(k["beta"]) or addmm(*a, **k)
+    )
+    fused, _ = main_gradients(two_replicas, tied=tied)
+    num_matrices = 4 * 2 + (not tied)
+    assert products == 3 * [*num_matrices * [0], *num_matrices * [1]]
+    later, _ = main_gradients(two_replicas, tied=tied, later=True)
+    for name, grad in plain.items():
+        torch.testing.assert_close(fused[name], grad, **tolerances.of(torch.float32))
+        assert torch.equal(later[name], fused[name]), name
+
+
+def test_sums_in_32_bits_take_no_16_bit_products_on_a_cpu(
+    two_replicas: ProcessGroupCollection,
+) -> None:
+    model = small_gpt(params_dtype=torch.bfloat16)
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    DistributedDataParallel(model.config, ddp_config, model, pg_collection=two_replicas)
+    assert not any(adds_to_main_grad(p) for p in model.parameters())
+
+
+def test_a_matrix_that_two_layers_share_is_left_to_autograd(
+    two_replicas: ProcessGroupCollection,
+) -> None:
+    layers = [linear(bias=False) for _ in range(3)]
+    layers[1].weight = layers[0].weight
+    model = torch.nn.ModuleList(layers)
+    ddp_config = DistributedDataParallelConfig()
+    DistributedDataParallel(tiny_config(), ddp_config, model, pg_collection=two_replicas)
+    assert [adds_to_main_grad(layer.weight) for layer in layers] == [False, False, True]
 
 
 def linear(kind: type = ColumnParallelLinear, **more: Any) -> Any:
