@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 BASE = (
     "--device cpu --hidden-size 32 --num-attention-heads 8 --seq-length {seq} "
@@ -31,6 +32,11 @@ class Feature:
     words: str = "the default"
     is_layout: bool = True
     needs: tuple[str, ...] = ()
+    axis: str = ""  # whose degree in `Sizes` it turns on
+
+
+def _axis(axis: str, name: str, flags: str) -> Feature:
+    return Feature(name=name, group=axis.rstrip("4"), flags=flags, axis=axis)
 
 
 def _layout(group: str, name: str, flags: str = "", *needs: str) -> Feature:
@@ -42,17 +48,30 @@ def _model(group: str, name: str, flags: str = "", *needs: str) -> Feature:
 
 
 _FEATURES = (
-    _layout("tensor", "tp", "--tensor-model-parallel-size {tp}"),
+    _axis("tp", "tp", "--tensor-model-parallel-size {tp}"),
     _layout("sequence", "sp", "--sequence-parallel", "tp"),
-    Feature(name="dp", group="data", words="more ranks than a replica needs"),
+    Feature(name="dp", group="dp", axis="dp", words="more ranks than a replica needs"),
+    _axis("cp", "cp-p2p", "--context-parallel-size {cp}"),
+    _axis("cp", "cp-a2a", "--context-parallel-size {cp} --cp-comm-type a2a"),
+    _axis("cp", "cp-allgather", "--context-parallel-size {cp} --cp-comm-type allgather"),
+    _axis("cp", "cp-per-layer",
+          "--context-parallel-size {cp} --cp-comm-type a2a{later_layers_p2p}"),
+    _axis("cp4", "cp-a2a+p2p",
+          "--context-parallel-size {cp4} --cp-comm-type a2a+p2p "
+          "--hierarchical-context-parallel-sizes 2 2"),
     _layout("reduce", "overlap-grad-reduce", "--overlap-grad-reduce", "dp"),
     _layout("buckets", "buckets", "--ddp-bucket-size 700", "dp"),
+    _layout("buckets", "num-buckets", "--ddp-num-buckets 3", "dp"),
+    _layout("average", "average-in-collective", "--ddp-average-in-collective", "dp"),
     _layout("recompute", "recompute-full",
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     _layout("recompute", "recompute-block",
             "--recompute-granularity full --recompute-method block --recompute-num-layers 1"),
     _layout("recompute", "recompute-selective",
             "--recompute-granularity selective --recompute-modules core_attn mlp layernorm"),
+    _layout("recompute", "recompute-distributed",
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
+            "--distribute-saved-activations", "tp"),
     _layout("deterministic", "deterministic", "--deterministic-mode"),
     _model("optimizer", "adam", "--optimizer adam --adam-eps 1e-3 --lr 0.01"),
     _model("optimizer", "sgd", "--optimizer sgd --lr 0.1"),
@@ -77,6 +96,7 @@ _FEATURES = (
     _model("masked", "eod-mask", "--eod-mask-loss"),
     Feature(name="padded", group="padded", words="samples that end early", is_layout=False),
 )  # fmt: skip
+AXES = ("tp", "cp", "cp4", "dp")
 FEATURES = {feature.name: feature for feature in _FEATURES}
 
 # What a command line has when it says nothing of a group.
@@ -88,6 +108,8 @@ class Sizes:
     """Degrees of the axes where they are on, and the numbers of the model and the batch."""
 
     tp: int = 2
+    cp: int = 2
+    cp4: int = 4  # of two levels
     dp: int = 2
     layers: int = 4
     seq: int = 16
@@ -106,7 +128,7 @@ class Case:
     @property
     def world_size(self) -> int:
         """Ranks of the layout."""
-        return self._degree("tp") * self._degree("dp")
+        return prod(self._degree(axis) for axis in AXES)
 
     def command(self) -> list[str]:
         """Arguments of ``pretrain_gpt.py`` on `world_size` ranks."""
@@ -122,12 +144,18 @@ class Case:
         kept = {name for name in self.features if not FEATURES[name].is_layout}
         return self._words(kept, self.sizes.micro if same else batch)
 
+    def numbers(self) -> dict[str, object]:
+        """What stands for the names in the flags."""
+        batch = self.sizes.micro * self.sizes.microbatches * self._degree("dp")
+        later = " p2p" * (self.sizes.layers - 1)
+        return {**vars(self.sizes), "batch": batch, "later_layers_p2p": later}
+
     def _degree(self, axis: str) -> int:
-        return int(vars(self.sizes)[axis]) if axis in self.features else 1
+        is_on = any(FEATURES[name].axis == axis for name in self.features)
+        return int(vars(self.sizes)[axis]) if is_on else 1
 
     def _words(self, features: Iterable[str], micro: int) -> list[str]:
-        batch = self.sizes.micro * self.sizes.microbatches * self._degree("dp")
-        numbers = {**vars(self.sizes), "micro": micro, "batch": batch}
+        numbers = {**self.numbers(), "micro": micro}
         chosen = set(features)
         texts = [BASE, *(f.flags for f in _FEATURES if f.name in chosen)]
         if "reset-mask" not in chosen:

@@ -120,7 +120,9 @@ def render() -> str:
     lines = [HEAD, *rows, "", "## Refused", ""]
     lines += [f"- R{number}: {text}" for text, number in sentences.items()]
     lines += ["", "## The features", ""]
-    lines += [f"- {f.name}: {f'`{f.flags}`' if f.flags else f.words}" for f in FEATURES.values()]
+    for f in FEATURES.values():
+        flags = f.flags.format(**case_of([f.name]).numbers())
+        lines.append(f"- {f.name}: {f'`{flags}`' if flags else f.words}")
     lines += ["", "## The cases", ""]
     lines += [f"- {n}: {' '.join(sorted(c.features))}" for n, c in cases().items()]
     return "\n".join(lines) + "\n"

@@ -14,16 +14,16 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 
 from tests.distributed.layouts import differences
-from tools.layout_axes import FEATURES, Case, Sizes, case_of
-from tools.matrix import MAX_RANKS, refusals
+from tools.layout_axes import AXES, FEATURES, Case, Sizes, case_of
+from tools.matrix import LOW_PRECISION, MAX_RANKS, refusals
 
-DEGREES = {"tp": (1, 2, 4), "dp": (1, 2, 3, 4, 8)}
+DEGREES = {"tp": (1, 2, 4), "cp": (1, 2, 4), "cp4": (1, 1, 1, 4), "dp": (1, 2, 3, 4, 8)}
 VOCABULARIES = (60, 96, 100, 112)  # one less than a prime: the token that ends a document
-_OTHER_NUMBERS = ("precision", "reduced in")  # compared loosely, in the cases of the matrix
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,20 @@ def draw(seed: int) -> Draw:
 def _any_case(rng: random.Random) -> Case:
     """Some degrees, some feature of about half the groups, some sizes."""
     degrees: dict[str, int] = {}
-    while not 2 <= _product(degrees) <= MAX_RANKS:
+    while not 2 <= prod(degrees.values()) <= MAX_RANKS:
         degrees = {axis: rng.choice(choices) for axis, choices in DEGREES.items()}
-    chosen = [axis for axis, degree in degrees.items() if degree > 1]
+    axes = {axis for axis, degree in degrees.items() if degree > 1}
+    chosen: list[str] = []
     groups: dict[str, list[str]] = {}
     for feature in FEATURES.values():
-        is_possible = all(name in chosen or name not in DEGREES for name in feature.needs)
-        if is_possible and feature.name not in DEGREES and feature.group not in _OTHER_NUMBERS:
+        wanted = {FEATURES[name].axis for name in (feature.name, *feature.needs)} - {""}
+        if wanted <= axes and feature.group not in LOW_PRECISION:
             groups.setdefault(feature.group, []).append(feature.name)
-    for names in groups.values():
-        if rng.random() < 0.5:
+    for group, names in groups.items():
+        if group in AXES or rng.random() < 0.5:
             chosen.append(rng.choice(names))
     sizes = Sizes(
-        **{axis: degree for axis, degree in degrees.items() if degree > 1},
+        **{axis: degrees[axis] for axis in axes},
         layers=rng.choice((1, 2, 3)),
         seq=rng.choice((16, 32)),
         vocab=rng.choice(VOCABULARIES),
@@ -80,13 +81,6 @@ def _any_case(rng: random.Random) -> Case:
         microbatches=rng.choice((1, 2, 3)),
     )
     return case_of(chosen, sizes)
-
-
-def _product(degrees: dict[str, int]) -> int:
-    ranks = 1
-    for degree in degrees.values():
-        ranks *= degree
-    return ranks
 
 
 @dataclass
