@@ -116,11 +116,17 @@ def blocks_of(
     return tuple(blocks)
 
 
-def check_lengths(lengths: Sequence[int], num_tokens: int) -> None:
-    """Raise ConfigError unless sequences of ``lengths`` fill a row of ``num_tokens`` tokens."""
-    if sum(lengths) != num_tokens:
+def row_lengths(packed: Sequence[int] | None, num_tokens: int) -> tuple[int, ...]:
+    """Lengths of the sequences in a row of ``num_tokens``: one, or those packed into it.
+
+    Raises ConfigError unless they fill it.
+    """
+    if packed is None:
+        return (num_tokens,)
+    if sum(packed) != num_tokens:
         raise ConfigError(
-            f"cu_seqlens describe {sum(lengths)} tokens and the ranks of a context-parallel group "
+            f"cu_seqlens describe {sum(packed)} tokens and the ranks of a context-parallel group "
             f"hold {num_tokens}: each rank is handed its share of the tokens and the whole "
             "cu_seqlens"
         )
+    return tuple(packed)

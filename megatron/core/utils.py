@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import parallel_state
-from megatron.core.sequence_share import held_tokens
+from megatron.core.sequence_share import held_tokens, row_lengths
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -105,7 +105,7 @@ def get_batch_on_this_cp_rank(
 
     def share(key: str, x: Tensor) -> Tensor:
         dim = 2 if key == "attention_mask" else 1
-        held = held_tokens(lengths or (x.shape[dim],), cp.rank(), cp.size(), x.device)
+        held = held_tokens(row_lengths(lengths, x.shape[dim]), cp.rank(), cp.size(), x.device)
         return x.index_select(dim, held)
 
     return {key: None if x is None else share(key, x) for key, x in batch.items()}

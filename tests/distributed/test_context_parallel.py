@@ -34,6 +34,8 @@ CASES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "packed_kernel": ({}, 2, ("packed",)),
     "packed_both_ways": ({}, 2, ("packed", "no_mask")),
     "window": ({"window_size": (5, 0)}, 2, ()),
+    "packed_with_padding": ({}, 2, ("packed", "padding")),
+    "packed_with_padding_both_ways": ({}, 2, ("packed", "padding", "no_mask")),
     "packed_window": ({"window_size": (5, 0)}, 2, ("packed",)),
     "window_both_ways": ({"window_size": (5, 3)}, 2, ("no_mask",)),
     "softcap": ({"attn_logit_softcapping": 0.5}, 2, ()),
@@ -59,7 +61,11 @@ def call_with(asked: tuple[str, ...], queries: Tensor) -> dict[str, Any]:
         call["attn_mask_type"] = AttnMaskType.no_mask
     if "packed" in asked:
         ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-        call["packed_seq_params"] = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends)
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends)
+        if "padding" in asked:
+            packed.cu_seqlens_q_padded = ends
+            packed.cu_seqlens_q = torch.tensor([0, 5, 21, 24]).int()
+        call["packed_seq_params"] = packed
     if "alibi" in asked:
         call["attention_bias"] = alibi_bias(alibi_slopes(N), queries, S)
     if "mask" in asked:  # two documents, which end elsewhere in each sequence

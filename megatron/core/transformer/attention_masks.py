@@ -46,12 +46,10 @@ def band_at(query: Tensor, key: Tensor, left: int, right: int) -> Tensor:
     return seen
 
 
-def same_document(packed: PackedSeqParams, num_queries: int, num_keys: int) -> Tensor:
+def same_document(packed: PackedSeqParams, num_tokens: int) -> Tensor:
     """Queries and keys of one packed sequence: [q, k]."""
-    assert packed.cu_seqlens_q is not None, "packed sequences come with cu_seqlens_q"
-    cu_keys = packed.cu_seqlens_kv if packed.cu_seqlens_kv is not None else packed.cu_seqlens_q
-    query = sequence_index(packed.cu_seqlens_q, num_queries)
-    return query.unsqueeze(1) == sequence_index(cu_keys, num_keys).unsqueeze(0)
+    index = sequence_index(packed.ends, num_tokens)
+    return index.unsqueeze(1) == index.unsqueeze(0)
 
 
 def visible_keys(
@@ -89,7 +87,7 @@ def visible_keys(
         queries = places[first_query : first_query + num_queries]
         mask = band_at(queries, places[:num_keys], left, right)
     if packed is not None:
-        mask = mask & same_document(packed, num_queries, num_keys)
+        mask = mask & same_document(packed, num_keys)
     if hidden is not None:
         mask = mask & ~hidden
     return mask, False

@@ -25,7 +25,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequence_share import check_lengths, held_spans, order_of_gathered
+from megatron.core.sequence_share import held_spans, order_of_gathered, row_lengths
 from megatron.core.tensor_parallel.mappings import (
     all_gather_first_dim,
     all_to_all_first_dim,
@@ -77,8 +77,7 @@ class Exchange:
     ) -> Tensor:
         """[s, b, n, d], 2 x [s, b, g, d] -> [s, b, n d].  Collective over cp, also backward."""
         num_tokens = query.shape[0] * self.cp.size()
-        lengths = (num_tokens,) if around.packed is None else around.packed.lengths
-        check_lengths(lengths, num_tokens)
+        lengths = row_lengths(around.packed and around.packed.lengths, num_tokens)
         around = _with_own_rows(around, query.shape[0], num_tokens)
         qkv = (query, key, value)
         if self.heads is None:
@@ -176,8 +175,6 @@ def exchange_of(
     }
     if kind not in traders_and_ring:
         raise ConfigError(f"--cp-comm-type {kind} is not one of {', '.join(COMM_TYPES)}")
-    if kind == "a2a+p2p" and groups.cp_inner.size() * groups.cp_outer.size() != cp.size():
-        raise ConfigError("--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes")
     heads, ring = traders_and_ring[kind]
     return Exchange(cp=cp, heads=heads, ring=ring)
 

@@ -81,15 +81,20 @@ class DotProductAttention(MegatronModule):
         rank's tokens, masks and biases have columns for those of all ranks, and the call is
         collective over cp.
         """
+        is_causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
+        num_keys = key.shape[0] * (1 if self.exchange is None else self.exchange.cp.size())
+        if packed_seq_params is not None and not is_causal:  # else it is in the future
+            padding = packed_seq_params.is_padding(num_keys)
+            attention_mask = _either(attention_mask, padding)
         around = Around(
-            is_causal=(attn_mask_type or self.attn_mask_type) in _CAUSAL,
+            is_causal=is_causal,
             hidden=attention_mask,
             bias=attention_bias,
             packed=packed_seq_params,
         )
-        if self.exchange is not None:
-            return self.exchange.attend(self, query, key, value, around)
-        return self.attend(query, key, value, around)
+        if self.exchange is None:
+            return self.attend(query, key, value, around)
+        return self.exchange.attend(self, query, key, value, around)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, around: Around) -> Tensor:
         """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d] on this rank alone."""
@@ -222,6 +227,13 @@ class DotProductAttention(MegatronModule):
         if dropout > 0:
             probs = F.dropout(probs, dropout)
         return torch.matmul(probs, value)
+
+
+def _either(mask: Tensor | None, hidden_keys: Tensor | None) -> Tensor | None:
+    """A mask and hidden keys [k] in one mask."""
+    if mask is None or hidden_keys is None:
+        return mask if hidden_keys is None else hidden_keys[None, None, None]
+    return mask | hidden_keys
 
 
 def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

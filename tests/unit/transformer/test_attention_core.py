@@ -118,6 +118,19 @@ def test_one_new_query_sees_all_earlier_keys_and_two_see_their_own(backend: Attn
         torch.testing.assert_close(out, expected[-count:], **tolerances.of(torch.float64))
 
 
+@pytest.mark.parametrize("mask_type", [AttnMaskType.causal, AttnMaskType.no_mask])
+def test_padding_between_packed_sequences_is_seen_by_nobody(mask_type: AttnMaskType) -> None:
+    core = DotProductAttention(tiny_config(), layer_number=1)
+    params = packed(4, 6)
+    params.cu_seqlens_q_padded = params.cu_seqlens_q
+    params.cu_seqlens_q = torch.tensor([0, 3, 7]).int()
+    q, k, v = inputs()
+    out = core(q, k, v, attn_mask_type=mask_type, packed_seq_params=params)
+    for real in (slice(0, 3), slice(4, 8)):
+        alone = core(q[real], k[real], v[real], attn_mask_type=mask_type)
+        torch.testing.assert_close(out[real], alone, **tolerances.of(torch.float64))
+
+
 def test_the_soft_cap_squashes_scores() -> None:
     core = DotProductAttention(tiny_config(attn_logit_softcapping=0.5), layer_number=1)
     q, k, v = inputs()

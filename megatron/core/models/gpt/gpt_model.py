@@ -25,7 +25,7 @@ from megatron.core.packed_seq_params import PackedSeqParams, position_in_sequenc
 from megatron.core.param_info import name_parameters
 from megatron.core.param_init import initialize_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequence_share import held_tokens
+from megatron.core.sequence_share import held_tokens, row_lengths
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes, is_causal_mask
 from megatron.core.transformer.kv_cache import KVCache
@@ -251,15 +251,14 @@ class GPTModel(LanguageModule):
     ) -> RotaryTable | None:
         if self.rotary_pos_emb is None:
             return None
-        dtype = self.config.params_dtype
-        total = num_tokens * self.pg_collection.cp.size()
-        if packed is not None and packed.cu_seqlens_q is not None:
-            positions = position_in_sequence(packed.cu_seqlens_q, total)
-            positions = positions[self._held_tokens(num_tokens, packed)]
-            return self.rotary_pos_emb.table_at(positions, total, dtype)
-        if total > num_tokens:
-            return self.rotary_pos_emb.table_at(self._held_tokens(num_tokens, None), total, dtype)
-        return self.rotary_pos_emb.table(num_tokens, offset, dtype)
+        dtype, cp = self.config.params_dtype, self.pg_collection.cp
+        total = num_tokens * cp.size()
+        if packed is None and cp.size() == 1:
+            return self.rotary_pos_emb.table(num_tokens, offset, dtype)
+        held = self._held_tokens(num_tokens, packed)
+        if packed is not None:
+            held = position_in_sequence(packed.ends, total)[held]
+        return self.rotary_pos_emb.table_at(held, total, dtype)
 
     def _attention_bias(
         self, num_tokens: int, offset: int, packed: PackedSeqParams | None
@@ -274,7 +273,8 @@ class GPTModel(LanguageModule):
     def _held_tokens(self, num_tokens: int, packed: PackedSeqParams | None) -> Tensor:
         """Places in their row of the tokens of this context-parallel rank: [s/cp]."""
         cp = self.pg_collection.cp
-        lengths = (num_tokens * cp.size(),) if packed is None else packed.lengths
+        is_cut = packed is not None and cp.size() > 1
+        lengths = row_lengths(packed.lengths if is_cut else None, num_tokens * cp.size())
         return held_tokens(lengths, cp.rank(), cp.size(), device.current())
 
 
