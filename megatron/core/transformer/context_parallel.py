@@ -175,7 +175,7 @@ def exchange_of(
     }
     if kind not in traders_and_ring:
         raise ConfigError(f"--cp-comm-type {kind} is not one of {', '.join(COMM_TYPES)}")
-    heads, ring = traders_and_ring[kind]
+    heads, ring = (g if g and g.size() > 1 else None for g in traders_and_ring[kind])
     return Exchange(cp=cp, heads=heads, ring=ring)
 
 
