@@ -10,6 +10,7 @@ import argparse
 import atexit
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +43,7 @@ from megatron.training.checkpointing import apply_checkpoint_args
 from megatron.training.config.run import RunConfig
 from megatron.training.failure_watch import tell_launcher
 from megatron.training.log_setup import setup_logging
-from megatron.training.printing import print_rank_0, world_size
+from megatron.training.printing import print_rank_0, rank, world_size
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import number_of_train_iters
 from megatron.training.setup import setup_tokenizer
@@ -50,6 +51,7 @@ from megatron.training.signals import catch_stop_signal
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _PROCESS_STARTED_AT_S = time.time()
+_LAUNCHER_ENDS_RANKS_S = 30.0  # once the first of them has failed
 
 
 def configure(
@@ -241,4 +243,16 @@ def fail(error: Exception) -> None:
     """Say what went wrong in one sentence, without a traceback; the launcher repeats it."""
     text = f"{type(error).__name__}: {error}"
     print(text, file=sys.stderr, flush=True)
-    tell_launcher(text)
+    first, *more = text.splitlines()
+    tell_launcher(f"{first.rstrip(':')} ({len(more)} reasons, above)" if more else text)
+
+
+def fail_before_start(error: Exception) -> None:
+    """`fail` with what all ranks have found alike, each for itself: the first one says it.
+
+    The others wait for the launcher to end them, and speak where it does not.
+    """
+    if rank() != 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_LAUNCHER_ENDS_RANKS_S)
+    fail(error)

@@ -16,7 +16,7 @@ from megatron.training.arguments.legacy import flat_values
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.checkpoint_io import load, save_unless_saved
 from megatron.training.failure_watch import failure_watch
-from megatron.training.initialize import configure, fail, shut_down, start
+from megatron.training.initialize import configure, fail, fail_before_start, shut_down, start
 from megatron.training.loop import train
 from megatron.training.printing import print_rank_0
 from megatron.training.runtime import Runtime
@@ -81,6 +81,10 @@ def pretrain(
 
     try:
         config = configure(extra_args_provider, args_defaults)
+    except MegatronError as error:
+        fail_before_start(error)
+        raise SystemExit(1) from None
+    try:
         if config.distributed.virtual_ranks is None:
             whole_run()
         else:
