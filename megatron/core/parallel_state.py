@@ -42,6 +42,7 @@ def initialize_model_parallel(
     context_parallel_size: int = 1,
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
     expert_model_parallel_size: int = 1,
+    num_distributed_optimizer_instances: int = 1,
     expert_tensor_parallel_size: int | None = None,
     order: str = "tp-cp-ep-dp-pp",
     distributed_timeout_minutes: int = 30,
@@ -62,7 +63,15 @@ def initialize_model_parallel(
     )
     timeout = timedelta(minutes=distributed_timeout_minutes)
     levels = hierarchical_context_parallel_sizes
-    install(create_process_groups(dense, expert, timeout=timeout, context_levels=levels))
+    install(
+        create_process_groups(
+            dense,
+            expert,
+            timeout=timeout,
+            context_levels=levels,
+            num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+        )
+    )
 
 
 def destroy_model_parallel() -> None:
@@ -97,8 +106,16 @@ def get_pipeline_model_parallel_group() -> ProcessGroup:
     return current().pp
 
 
-def get_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
-    """Replicas; with context parallelism, everyone who holds the same parameters."""
+def get_data_parallel_group(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> ProcessGroup:
+    """Replicas; with context parallelism, everyone who holds the same parameters.
+
+    ``partial_data_parallel``: those of them that share one instance of the distributed optimizer.
+    """
+    if partial_data_parallel:
+        assert with_context_parallel, "an optimizer is shared with context parallelism"
+        return current().intra_dp_cp
     return current().dp_cp if with_context_parallel else current().dp
 
 
@@ -147,9 +164,19 @@ def get_expert_tensor_model_pipeline_parallel_group() -> ProcessGroup:
     return current().tp_ep_pp
 
 
-def get_expert_data_parallel_group() -> ProcessGroup:
-    """Replicas of the same experts."""
-    return current().expt_dp
+def get_expert_data_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
+    """Replicas of the same experts; partial: those in one instance of the optimizer."""
+    return current().intra_expt_dp if partial_expert_data_parallel else current().expt_dp
+
+
+def get_inter_distributed_optimizer_instance_group() -> ProcessGroup:
+    """Ranks that own the same shares of the distributed optimizer, one in each instance."""
+    return current().inter_dist_opt
+
+
+def get_intra_distributed_optimizer_instance_group() -> ProcessGroup:
+    """All ranks of this instance of the distributed optimizer."""
+    return current().intra_dist_opt
 
 
 def get_embedding_group() -> ProcessGroup:
@@ -220,14 +247,18 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
     return current().is_last_stage and (ignore_virtual or not vp_stage)
 
 
-def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
     """Number of replicas."""
-    return get_data_parallel_group(with_context_parallel).size()
+    return get_data_parallel_group(with_context_parallel, partial_data_parallel).size()
 
 
-def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+def get_data_parallel_rank(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
     """This replica's number."""
-    return get_data_parallel_group(with_context_parallel).rank()
+    return get_data_parallel_group(with_context_parallel, partial_data_parallel).rank()
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:

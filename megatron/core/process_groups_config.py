@@ -23,9 +23,11 @@ _JOINS = {
     "tp_ep": ("expt_tp", "ep"),
     "tp_ep_pp": ("expt_tp", "ep", "pp"),
 }
+# Of a distributed optimizer in one instance.
+_WHOLE = {"intra_dp_cp": "dp_cp", "intra_expt_dp": "expt_dp", "intra_dist_opt": "world"}
 # Axes that are off unless a program says otherwise.  Replicas are not among them: gradients that
 # are not reduced are a silent error.
-_MAY_BE_OFF = ("tp", "pp", "cp", "ep", "pos_embd")
+_MAY_BE_OFF = ("tp", "pp", "cp", "ep", "pos_embd", "inter_dist_opt")
 
 
 @dataclass(init=False, kw_only=True, eq=False)
@@ -54,6 +56,11 @@ class ProcessGroupCollection:
     tp_ep: ProcessGroup
     tp_ep_pp: ProcessGroup  # one model replica of the expert layers
     expt_dp: ProcessGroup  # gradients of expert parameters are reduced here
+    # A distributed optimizer may stand in several instances, each over a block of the replicas.
+    intra_dp_cp: ProcessGroup  # ranks of dp_cp that share one instance
+    intra_expt_dp: ProcessGroup  # the same of expt_dp
+    inter_dist_opt: ProcessGroup  # ranks that own the same shares, one in each instance
+    intra_dist_opt: ProcessGroup  # all ranks of this instance, over the whole model
     embd: ProcessGroup  # first and last stage, which share the word embedding; else this rank
     pos_embd: ProcessGroup  # the first stage alone; else this rank
     world: ProcessGroup
@@ -92,6 +99,8 @@ class ProcessGroupCollection:
             large = [group for group in parts if group.size() > 1]
             if len(large) < 2:
                 return (large or parts)[0]
+        elif name in _WHOLE:
+            return getattr(self, _WHOLE[name])
         elif name == "expt_tp":
             return self.tp
         elif name == "dp" and "dp_cp" in self.__dict__ and self.cp.size() == 1:
@@ -193,12 +202,22 @@ def create_process_groups(
     *,
     timeout: timedelta | None = None,
     context_levels: Sequence[int] | None = None,
+    num_distributed_optimizer_instances: int = 1,
 ) -> ProcessGroupCollection:
     """Create all groups on all ranks.  Collective: every rank calls it with the same arguments.
 
     Groups with equal members are created once and shared.  ``context_levels`` are the sizes of
-    ``cp_inner`` and ``cp_outer``.
+    ``cp_inner`` and ``cp_outer``.  Raises ValueError when the replicas cannot be cut into the
+    instances.
     """
+    shards = optimizer_shards(dense, num_distributed_optimizer_instances)
+    expert_shards = optimizer_shards(expert, num_distributed_optimizer_instances)
+    instances = _union_by_instance(shards)
+    if instances != _union_by_instance(expert_shards):
+        raise ValueError(
+            f"{num_distributed_optimizer_instances} instances of the distributed optimizer would "
+            "hold other ranks for the dense than for the expert layers: use one"
+        )
     members: dict[tuple[int, ...], ProcessGroup] = {}
     me = dist.get_rank()
 
@@ -237,12 +256,39 @@ def create_process_groups(
         tp_ep=mine(expert, "tp", "ep"),
         tp_ep_pp=mine(expert, "tp", "ep", "pp"),
         expt_dp=mine(expert, "dp"),
+        intra_dp_cp=mine_of(block for blocks in shards for block in blocks),
+        intra_expt_dp=mine_of(block for blocks in expert_shards for block in blocks),
+        inter_dist_opt=mine_of(same for blocks in shards for same in zip(*blocks, strict=True)),
+        intra_dist_opt=mine_of(instances),
         embd=mine_of(g for pipeline in pipelines for g in _ends_together(pipeline)),
         pos_embd=mine_of([rank] for pipeline in pipelines for rank in pipeline),
         world=mine(dense, *dense.sizes),
         dense_grid=dense,
         expert_grid=expert,
     )
+
+
+def optimizer_shards(grid: RankGrid, num_instances: int) -> list[list[list[int]]]:
+    """Per group of replicas its ranks in equal blocks, one for each instance.
+
+    >>> optimizer_shards(RankGrid({"tp": 2, "cp": 1, "dp": 4}), 2)
+    [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+    Raises ValueError when the instances do not divide the replicas.
+    """
+    replicas = grid.groups("dp", "cp")
+    size, rest = divmod(len(replicas[0]), num_instances)
+    if rest:
+        raise ValueError(
+            f"{len(replicas[0])} replicas cannot be cut into {num_instances} instances of the "
+            "distributed optimizer"
+        )
+    return [[ranks[i : i + size] for i in range(0, len(ranks), size)] for ranks in replicas]
+
+
+def _union_by_instance(shards: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    """All ranks of each instance, from `optimizer_shards`."""
+    return [sorted(r for block in blocks for r in block) for blocks in zip(*shards, strict=True)]
 
 
 def _ends_together(pipeline: Sequence[int]) -> list[list[int]]:

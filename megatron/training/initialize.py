@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron.core import cpu_tuning, device, parallel_state
 from megatron.core.config.errors import ConfigError
+from megatron.core.distributed.buffer_plan import num_instances
 from megatron.core.num_microbatches_calculator import (
     NumMicroBatchesCalculator,
     destroy_num_microbatches_calculator,
@@ -218,7 +219,13 @@ def _create_groups(config: RunConfig) -> ProcessGroupCollection:
     )
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     levels = m.hierarchical_context_parallel_sizes
-    groups = create_process_groups(dense, expert, timeout=timeout, context_levels=levels)
+    groups = create_process_groups(
+        dense,
+        expert,
+        timeout=timeout,
+        context_levels=levels,
+        num_distributed_optimizer_instances=num_instances(config.ddp),
+    )
     print_rank_0(f"> initialized tensor model parallel with size {m.tensor_model_parallel_size}")
     print_rank_0(
         f"> initialized pipeline model parallel with size {m.pipeline_model_parallel_size}"

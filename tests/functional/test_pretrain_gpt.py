@@ -56,7 +56,7 @@ def test_two_tensor_ranks_give_the_losses_of_one_process(
     close(losses(run_gpt(tmp_path, *flags, *sequence_parallel, world_size=2)), one_process)
 
 
-@pytest.mark.parametrize("layout", ["overlap", "per-token", "bucketed"])
+@pytest.mark.parametrize("layout", ["overlap", "per-token", "bucketed", "zero"])
 def test_llama_shapes_in_four_ranks_give_the_losses_of_one_process(
     tmp_path: Path, layout: str
 ) -> None:
@@ -64,6 +64,10 @@ def test_llama_shapes_in_four_ranks_give_the_losses_of_one_process(
         "overlap": ["--overlap-grad-reduce", "--sequence-parallel"],
         "per-token": ["--calculate-per-token-loss"],
         "bucketed": ["--overlap-grad-reduce", "--ddp-bucket-size", "1000"],
+        "zero": [
+            *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+            *("--ddp-bucket-size", "1000"),
+        ],
     }[layout]
     alone = losses(run_gpt(tmp_path / "1", *LLAMA, *[f for f in flags if "parallel" not in f]))
     four = losses(

@@ -24,10 +24,6 @@ LATENT_ATTENTION = (
     "values"
 )
 MULTI_TOKEN = "multi-token prediction is not in this version; drop the flag"
-DISTRIBUTED_OPTIMIZER = (
-    "sharding the optimizer over data-parallel ranks is not in this version; drop the flag: every "
-    "rank then keeps the whole optimizer"
-)
 FSDP = (
     "sharding parameters over data-parallel ranks is not in this version; drop the flag and use "
     "--tensor-model-parallel-size if the model does not fit"

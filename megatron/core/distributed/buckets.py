@@ -6,12 +6,12 @@ backwards, so that the first bucket is the first that a backward pass completes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from math import lcm
 
 PARAM_ALIGNMENT = 64  # a parameter starts on a 128-byte line, also in 16 bits
-BUCKET_ALIGNMENT = 128  # of every rank's share of a bucket
+BUCKET_ALIGNMENT = 128  # of every rank's share of a bucket; a multiple of the one above
 HIGH_BUS_BANDWIDTH_ALIGNMENT = 2**16  # collectives run fastest on multiples of this
 
 
@@ -43,11 +43,12 @@ def plan_buffer(
     *,
     param_alignment: int = 1,
     bucket_multiple: int = 1,
+    alone: Container[int] = (),
 ) -> BufferLayout:
     """Lay out parameters of ``numels`` elements and close a bucket at ``bucket_size`` or more.
 
     None is one bucket.  A parameter is never cut; a bucket's length is a multiple of
-    ``bucket_multiple``.
+    ``bucket_multiple``.  Parameters in ``alone`` have a bucket each.
 
     >>> plan_buffer([4, 3, 5], 6).buckets
     (Bucket(start=0, stop=8, params=(2, 1)), Bucket(start=8, stop=12, params=(0,)))
@@ -62,7 +63,8 @@ def plan_buffer(
         spans[index] = (begin, end)
         members.append(index)
         filled += numels[index]
-        if index == 0 or (bucket_size is not None and filled >= bucket_size):
+        is_full = bucket_size is not None and filled >= bucket_size
+        if index == 0 or is_full or index in alone or index - 1 in alone:
             end = start + _round_up(end - start, bucket_multiple)
             buckets.append(Bucket(start, end, tuple(members)))
             start, filled, members = end, 0, []
@@ -71,7 +73,7 @@ def plan_buffer(
 
 def bucket_multiple(group_size: int, *, for_high_bus_bandwidth: bool) -> int:
     """What a bucket's length divides by, so that ``group_size`` ranks can share it evenly."""
-    unit = lcm(group_size, BUCKET_ALIGNMENT)
+    unit = group_size * BUCKET_ALIGNMENT
     return lcm(unit, HIGH_BUS_BANDWIDTH_ALIGNMENT) if for_high_bus_bandwidth else unit
 
 

@@ -1,9 +1,16 @@
-"""The data-parallel wrapper: gradients of replicas become one.
+"""The data-parallel wrapper: gradients of replicas become one, sharded parameters become whole.
 
-Collectives, all over ``dp_cp`` (experts: ``expt_dp``): one all-reduce per bucket and step, always
+Collectives, all over ``dp_cp`` (experts: ``expt_dp``): one reduction per bucket and step, always
 in the order of `DistributedDataParallel.buckets`, so that ranks whose backward passes finish
 parameters in different orders still meet in the same collective.  With overlap they start inside
 backward, else in `start_grad_sync`.
+
+Under a distributed optimizer each rank of an instance (``intra_dp_cp``, experts:
+``intra_expt_dp``) ends with the sums of its share of every bucket, summed over the instances
+(``inter_dist_opt``).  After the update `start_param_sync` gathers the parameters, one all-gather
+per bucket; with overlap they start one by one as a forward pass comes to the modules that hold
+them.  What reads parameters in another way calls `finish_param_sync` first.  All gathers have
+started before a step's first reduction does.
 
 A parameter whose gradient needs no reduction, no scaling and no other dtype keeps it in
 ``param.grad`` and costs nothing here.
@@ -12,23 +19,23 @@ A parameter whose gradient needs no reduction, no scaling and no other dtype kee
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron.core import parallel_state
-from megatron.core.config import states
-from megatron.core.config.errors import ConfigError
-from megatron.core.distributed.buckets import (
-    PARAM_ALIGNMENT,
-    bucket_multiple,
-    plan_buffer,
-    target_bucket_size,
+from megatron.core.distributed.buffer_plan import (
+    BufferKey,
+    BufferPlan,
+    ParamSize,
+    Replicas,
+    plan_buffers,
 )
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
@@ -38,8 +45,11 @@ from megatron.core.distributed.grad_buffer import (
     GradBuffer,
     GradSlot,
     Reduction,
+    gradient_of,
     takes_products,
 )
+from megatron.core.distributed.param_buffer import ParamBuffer, ParamGather
+from megatron.core.distributed.shard_ranges import owned_parts
 from megatron.core.param_info import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -50,15 +60,9 @@ class LossConfig(Protocol):
     @property
     def calculate_per_token_loss(self) -> bool: ...
     @property
+    def deterministic_mode(self) -> bool: ...
+    @property
     def gradient_accumulation_fusion(self) -> bool: ...
-
-
-class BufferKey(NamedTuple):
-    """Gradients that share a buffer."""
-
-    param_dtype: torch.dtype
-    grad_dtype: torch.dtype
-    is_expert: bool
 
 
 class DistributedDataParallel(nn.Module):
@@ -73,26 +77,30 @@ class DistributedDataParallel(nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__()
-        if ddp_config.use_distributed_optimizer:
-            raise ConfigError(f"--use-distributed-optimizer: {states.DISTRIBUTED_OPTIMIZER}")
         self.config = config
         self.ddp_config = ddp_config
         self.module = module
         self.groups = pg_collection or parallel_state.current()
         self.is_last_microbatch = True
-        self.direct: list[tuple[str, nn.Parameter]] = []  # gradients stay in param.grad
+        params = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        self._position = {param: i for i, (_, param) in enumerate(params)}
+        plans = plan_buffers(
+            [self._size_of(param) for _, param in params],
+            ddp_config,
+            Replicas(self.groups.dp_cp.size(), self.groups.expt_dp.size()),
+            is_mean=not config.calculate_per_token_loss,
+            disable_bucketing=disable_bucketing,
+        )
+        buffered = {i for plan in plans for i in plan.members}
+        # Gradients that stay in param.grad.
+        self.direct = [param for i, (_, param) in enumerate(params) if i not in buffered]
         self.grad_buffers: dict[BufferKey, GradBuffer] = {}
-        members = self._members()
-        total_numel = sum(p.numel() for group in members.values() for _, p in group)
-        for key, params in members.items():
-            reduction = self._reduction(key)
-            if key.param_dtype == key.grad_dtype and not reduction.is_needed:
-                self.direct.extend(params)
-            else:
-                size = None if disable_bucketing else self._bucket_size(reduction, total_numel)
-                self.grad_buffers[key] = self._buffer(key, params, size, reduction)
+        self.param_buffers: dict[BufferKey, ParamBuffer] = {}
+        for plan in plans:
+            self._make_buffers(plan, [params[i] for i in plan.members])
         self.buckets = self._in_launch_order()
         self._next = 0  # the first bucket that is not under way
+        self.param_gather = self._in_gather_order()
         self._listen()
         if config.gradient_accumulation_fusion:
             self._open_to_layers()
@@ -125,7 +133,7 @@ class DistributedDataParallel(nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Begin a step: no gradients, nothing reduced."""
-        for _, param in self.direct:
+        for param in self.direct:
             param.grad = None
         for bucket in self.buckets:
             bucket.reset()
@@ -133,11 +141,51 @@ class DistributedDataParallel(nn.Module):
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all gradients, after they were reduced."""
-        for buffer in self.grad_buffers.values():
-            buffer.data.mul_(factor)
-        grads = [param.grad for _, param in self.direct if param.grad is not None]
+        for bucket in self.buckets:
+            bucket.owned.mul_(factor)
+        grads = [param.grad for param in self.direct if param.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
+
+    def owned_parts(self) -> Iterator[tuple[nn.Parameter, int, int]]:
+        """The parts of sharded parameters that this rank updates: elements start to stop of each.
+
+        Flattened row by row, at most one part of a parameter.
+        """
+        for buffer in self.grad_buffers.values():
+            reduction = buffer.reduction
+            if reduction.is_sharded:
+                group = reduction.group
+                for part in owned_parts(buffer.layout, group.rank(), group.size()):
+                    yield buffer.slots[part.param].param, part.start, part.stop
+
+    def reduced_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Where this rank has sums after `finish_grad_sync`, by trainable parameter.
+
+        Of a sharded parameter it is the part that this rank owns, flat; a parameter of which it
+        owns nothing is left out.  None for one that has had no gradient.
+        """
+        if not self._is_sharded:
+            yield from ((param, gradient_of(param)) for param in self._position)
+        for param, start, stop in self.owned_parts():
+            grad = gradient_of(param)
+            assert grad is not None, "a sharded parameter has its gradient in a buffer"
+            yield param, grad.view(-1)[start:stop]
+
+    def start_param_sync(self) -> None:
+        """This rank has updated its shares: gather everybody's.
+
+        Collective over data-parallel ranks.  With overlap only the first bucket is begun.
+        """
+        self.param_gather.begin()
+        if self.ddp_config.overlap_param_gather:
+            self.param_gather.start(1)
+        else:
+            self.param_gather.finish()
+
+    def finish_param_sync(self) -> None:
+        """Wait until all parameters are gathered.  Collective over data-parallel ranks."""
+        self.param_gather.finish()
 
     def broadcast_params(self) -> None:
         """Take the parameters of each group's first rank.  Collective over data-parallel ranks."""
@@ -147,7 +195,8 @@ class DistributedDataParallel(nn.Module):
                 dist.broadcast(param.data, dist.get_global_rank(group, 0), group=group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's, without a prefix of the wrapper."""
+        """The module's, without a prefix of the wrapper.  Collective while parameters come in."""
+        self.finish_param_sync()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
@@ -156,61 +205,66 @@ class DistributedDataParallel(nn.Module):
         """Load the module."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
-    def _members(self) -> dict[BufferKey, list[tuple[str, nn.Parameter]]]:
-        """Trainable parameters in model order, by the buffer that would hold their gradients."""
-        members: dict[BufferKey, list[tuple[str, nn.Parameter]]] = {}
-        for local_name, param in self.module.named_parameters():
-            if param.requires_grad:
-                info = info_of(param)
-                in_fp32 = self.ddp_config.grad_reduce_in_fp32
-                grad_dtype = torch.float32 if in_fp32 else param.dtype
-                key = BufferKey(param.dtype, grad_dtype, info.is_expert)
-                members.setdefault(key, []).append((info.name or local_name, param))
-        return members
+    @property
+    def _is_sharded(self) -> bool:
+        return self.ddp_config.use_distributed_optimizer
 
-    def _reduction(self, key: BufferKey) -> Reduction:
+    def _size_of(self, param: nn.Parameter) -> ParamSize:
+        info = info_of(param)
+        grad_dtype = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else param.dtype
+        key = BufferKey(param.dtype, grad_dtype, info.is_expert)
+        return ParamSize(param.numel(), key, is_alone=info.is_shared_embedding)
+
+    def _make_buffers(self, plan: BufferPlan, params: list[tuple[str, nn.Parameter]]) -> None:
+        key, group = plan.key, self._group(plan.key.is_expert)
+        named = [(info_of(param).name or name, param) for name, param in params]
+        self.grad_buffers[key] = GradBuffer(
+            named, plan.layout, key.grad_dtype, self._reduction(group)
+        )
+        if self._is_sharded:
+            self.param_buffers[key] = ParamBuffer([p for _, p in params], plan.layout, group)
+
+    def _group(self, is_expert: bool) -> ProcessGroup:
+        """Ranks that share the buckets' sums, or all replicas."""
+        groups = self.groups
+        if self._is_sharded:
+            return groups.intra_expt_dp if is_expert else groups.intra_dp_cp
+        return groups.expt_dp if is_expert else groups.dp_cp
+
+    def _reduction(self, group: ProcessGroup) -> Reduction:
         # Experts see the tokens of all expert-parallel ranks: their sum over fewer ranks is
         # divided by the same number of replicas.
         is_mean = not self.config.calculate_per_token_loss
         return Reduction(
-            group=self.groups.expt_dp if key.is_expert else self.groups.dp_cp,
+            group=group,
             factor=1.0 / self.groups.dp_cp.size() if is_mean else 1.0,
             average_in_collective=is_mean and self.ddp_config.average_in_collective,
             check_for_nan=self.ddp_config.check_for_nan_in_grad,
+            is_sharded=self._is_sharded,
+            outer=self.groups.inter_dist_opt if self._is_sharded else None,
+            in_fixed_order=self.config.deterministic_mode,
         )
-
-    def _bucket_size(self, reduction: Reduction, total_numel: int) -> int | None:
-        return target_bucket_size(
-            asked=self.ddp_config.bucket_size,
-            num_buckets=self.ddp_config.ddp_num_buckets,
-            total_numel=total_numel,
-            group_size=reduction.group.size(),
-            is_overlapped=self.ddp_config.overlap_grad_reduce,
-        )
-
-    def _buffer(
-        self,
-        key: BufferKey,
-        params: Sequence[tuple[str, nn.Parameter]],
-        bucket_size: int | None,
-        reduction: Reduction,
-    ) -> GradBuffer:
-        layout = plan_buffer(
-            [param.numel() for _, param in params],
-            bucket_size,
-            param_alignment=PARAM_ALIGNMENT,
-            bucket_multiple=bucket_multiple(
-                reduction.group.size(),
-                for_high_bus_bandwidth=self.ddp_config.pad_buckets_for_high_nccl_busbw,
-            ),
-        )
-        return GradBuffer(params, layout, key.grad_dtype, reduction)
 
     def _in_launch_order(self) -> list[GradBucket]:
         """Buckets in the order in which a backward pass completes them, the same on all ranks."""
-        position = {param: i for i, param in enumerate(self.module.parameters())}
         buckets = [b for buffer in self.grad_buffers.values() for b in buffer.buckets]
-        return sorted(buckets, key=lambda b: -min(position[slot.param] for slot in b.slots))
+        return sorted(buckets, key=lambda b: -min(self._position[slot.param] for slot in b.slots))
+
+    def _in_gather_order(self) -> ParamGather:
+        """Sharded parameters in the order in which a forward pass meets their modules.
+
+        A shared embedding comes first: the output layer uses it without calling its module.
+        """
+        buckets = [b for buffer in self.param_buffers.values() for b in buffer.buckets]
+        return ParamGather(
+            sorted(
+                buckets,
+                key=lambda b: (
+                    not any(info_of(p).is_shared_embedding for p in b.params),
+                    min(self._position[p] for p in b.params),
+                ),
+            )
+        )
 
     def _listen(self) -> None:
         for bucket in self.buckets:
@@ -218,6 +272,28 @@ class DistributedDataParallel(nn.Module):
                 slot.param.register_post_accumulate_grad_hook(
                     partial(self._on_gradient, slot, bucket)
                 )
+        if self.ddp_config.overlap_param_gather:
+            self._wait_in_forward()
+
+    def _wait_in_forward(self) -> None:
+        """Let every module wait for the parameters that it holds itself.
+
+        Who reads parameters of a module without calling it runs its forward pre-hooks first.
+        """
+        needed = {
+            param: count
+            for count, bucket in enumerate(self.param_gather.buckets, start=1)
+            for param in bucket.params
+        }
+        first = max((n for p, n in needed.items() if info_of(p).is_shared_embedding), default=0)
+        for module in self.module.modules():
+            own = [needed.get(p, 0) for p in module.parameters(recurse=False)]
+            count = max(own, default=0) if module is not self.module else max(first, *own, 0)
+            if count > 0:
+                module.register_forward_pre_hook(partial(self._on_forward, count))
+
+    def _on_forward(self, count: int, *_: Any) -> None:
+        self.param_gather.finish(count)
 
     def _open_to_layers(self) -> None:
         """Let layers add weight gradients to the buffers themselves, where that is faster."""
@@ -236,5 +312,6 @@ class DistributedDataParallel(nn.Module):
                 self._start_next()
 
     def _start_next(self) -> None:
+        self.param_gather.finish()  # what no forward pass has needed
         self.buckets[self._next].start()
         self._next += 1

@@ -78,13 +78,12 @@ class DistributedDataParallelConfig:
         False,
         "Gather sharded parameters while forward goes on.",
         group="distributed",
-        ignored=states.only_with("--use-distributed-optimizer"),
     )
     align_param_gather: bool = option(
         True,
         "Let each pipeline stage start gathering parameters when it likes.",
         group="distributed",
-        ignored=states.only_with("--use-distributed-optimizer"),
+        ignored=states.ALWAYS_SO,
     )
     nccl_ub: bool = option(
         False,
@@ -146,7 +145,6 @@ class DistributedDataParallelConfig:
         1,
         "Groups of replicas that each hold a whole optimizer.",
         group="distributed",
-        ignored=states.only_with("--use-distributed-optimizer"),
     )
     use_torch_fsdp2: bool = option(
         False,

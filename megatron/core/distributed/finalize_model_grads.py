@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.param_info import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -45,15 +44,14 @@ def sum_partial_gradients(
 ) -> None:
     """Sum over tp what each tensor-parallel rank has computed from its part of the sequence.
 
-    Collective over tp.
+    Collective over tp, whose ranks own the same parts of sharded parameters.
     """
     if groups.tp.size() == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for chunk in model:
-        for param in chunk.parameters():
-            if param.requires_grad and info_of(param).sequence_parallel:
-                grad = gradient_of(param)
+        for param, grad in chunk.reduced_gradients():
+            if info_of(param).sequence_parallel:
                 # A rank must not skip a collective because it had nothing to compute.
                 if grad is None:
                     grad = param.grad = torch.zeros_like(param)
@@ -70,21 +68,22 @@ def sum_tied_gradients(
 ) -> None:
     """Give both copies of a tied embedding the sum of their gradients.
 
-    Collective over embd, unless both lie on this rank or neither does.
+    Collective over embd, unless both lie on this rank or neither does.  Of a sharded embedding a
+    rank owns the same part on the first and on the last stage: it has a bucket of its own.
     """
-    shared = {param: None for chunk in model for param in chunk.parameters()}
-    grads = []
-    for param in shared:
-        if info_of(param).is_shared_embedding and param.requires_grad:
-            grad = gradient_of(param)
-            if grad is None:
-                grad = param.grad = torch.zeros_like(param)
-            grads.append(grad)
-    if len(grads) == 2:
-        grads[0].add_(grads[1])
-        grads[1].copy_(grads[0])
-    elif grads and groups.embd.size() > 1:
-        dist.all_reduce(grads[0], group=groups.embd)
+    grads: dict[nn.Parameter, Tensor] = {}
+    for chunk in model:
+        for param, grad in chunk.reduced_gradients():
+            if info_of(param).is_shared_embedding:
+                if grad is None:
+                    grad = param.grad = torch.zeros_like(param)
+                grads[param] = grad
+    copies = list(grads.values())
+    if len(copies) == 2:
+        copies[0].add_(copies[1])
+        copies[1].copy_(copies[0])
+    elif copies and groups.embd.size() > 1:
+        dist.all_reduce(copies[0], group=groups.embd)
 
 
 def total_tokens(num_tokens: Tensor, groups: ProcessGroupCollection) -> Tensor:

@@ -12,7 +12,10 @@
   product of the step over them and sets it to False; the buffer is zeroed for a layer that does
   not.  Our own layers come this way where the attribute is present (`GradSlot.open_to_layers`).
 
-Collectives: one all-reduce per bucket over the bucket's group, started by the wrapper.
+Collectives, started by the wrapper: per bucket one all-reduce over the bucket's group.  Where
+every rank keeps its share alone it is one reduce-scatter, and an all-reduce of the share over the
+optimizer's other instances; where sums are to be those of the sharded run, one reduce-scatter and
+one all-gather.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.collectives import all_gather_single, reduce_scatter_single
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.distributed.buckets import BufferLayout
 from megatron.core.distributed.non_finite import non_finite_gradients
@@ -42,19 +46,27 @@ def gradient_of(param: nn.Parameter) -> Tensor | None:
     return param.grad if main_grad is None else main_grad
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reduction:
     """What happens to a bucket: multiplied by ``factor``, then summed over ``group``."""
 
     group: ProcessGroup
     factor: float
-    average_in_collective: bool  # the collective divides by the group's size
+    average_in_collective: bool  # the collective divides by the number of ranks
     check_for_nan: bool
+    is_sharded: bool = False  # a rank keeps the sum of its share of the bucket alone
+    outer: ProcessGroup | None = None  # ranks with the same share, whose sums are summed again
+    in_fixed_order: bool = False  # every sum is that of the sharded reduction, to the bit
 
     @property
-    def is_needed(self) -> bool:
-        """Whether gradients change at all."""
-        return self.group.size() > 1 or self.factor != 1.0
+    def num_ranks(self) -> int:
+        """Ranks that are summed over."""
+        return self.group.size() * (1 if self.outer is None else self.outer.size())
+
+    @property
+    def op(self) -> Any:
+        """What the collectives do."""
+        return dist.ReduceOp.AVG if self.average_in_collective else dist.ReduceOp.SUM
 
 
 class GradSlot:
@@ -124,7 +136,9 @@ class GradBucket:
         self.data = data
         self.slots = tuple(slots)
         self.reduction = reduction
-        self.is_started = False
+        group = reduction.group
+        self._share = data.view(group.size(), -1)[group.rank()]
+        self.is_started = self.is_finished = False
         self._missing = set(self.slots)  # not yet finished by this step's last backward pass
         self._work: Any = None
         self._is_finite: Tensor | None = None
@@ -139,29 +153,51 @@ class GradBucket:
         """Whether backward has finished all parameters."""
         return not self._missing
 
+    @property
+    def owned(self) -> Tensor:
+        """Where this rank finds sums once the bucket is finished."""
+        return self._share if self.reduction.is_sharded else self.data
+
     def start(self) -> None:
-        """Scale, and start the all-reduce without waiting for it."""
+        """Scale, and start the reduction without waiting for it."""
         assert not self.is_started, "a bucket is reduced once a step"
         self.is_started = True
         for slot in self.slots:
             slot.fill()
-        reduction, size = self.reduction, self.reduction.group.size()
-        if reduction.check_for_nan and size > 1:
+        reduction, group = self.reduction, self.reduction.group
+        if reduction.check_for_nan and reduction.num_ranks > 1:
             # The sum stays on the device; `finish` looks at it once the collective is under way.
             self._is_finite = torch.isfinite(self.data.sum(dtype=torch.float32))
-        average = reduction.average_in_collective and size > 1
-        factor = reduction.factor * size if average else reduction.factor
+        factor = reduction.factor
+        if reduction.average_in_collective:
+            factor *= reduction.num_ranks
         if factor != 1.0:
             self.data.mul_(factor)
-        if size > 1:
-            op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
-            self._work = dist.all_reduce(self.data, op=op, group=reduction.group, async_op=True)
+        if group.size() == 1:
+            return
+        if reduction.is_sharded or reduction.in_fixed_order:
+            self._work = reduce_scatter_single(
+                self._share, self.data, op=reduction.op, group=group, async_op=True
+            )
+        else:
+            self._work = dist.all_reduce(self.data, op=reduction.op, group=group, async_op=True)
 
     def finish(self) -> None:
-        """Wait for the all-reduce.  Raises NonFiniteError when this rank put in a NaN."""
+        """Wait for the sums.  Raises NonFiniteError when this rank put in a NaN.
+
+        Collective over the optimizer's instances, or the bucket's group in fixed order.
+        """
+        if self.is_finished:
+            return
+        self.is_finished = True
+        reduction, group = self.reduction, self.reduction.group
         if self._work is not None:
             self._work.wait()
             self._work = None
+        if reduction.outer is not None and reduction.outer.size() > 1:
+            dist.all_reduce(self._share, op=reduction.op, group=reduction.outer)
+        if reduction.in_fixed_order and not reduction.is_sharded and group.size() > 1:
+            all_gather_single(self.data, self._share, group=group)
         if self._is_finite is not None and not self._is_finite:
             culprits = non_finite_gradients((s.name, s.main_grad) for s in self.slots)
             if culprits is not None:  # else only their sum has overflowed
@@ -169,7 +205,7 @@ class GradBucket:
 
     def reset(self) -> None:
         """Begin a step."""
-        self.is_started = False
+        self.is_started = self.is_finished = False
         self._missing = set(self.slots)
         self._is_finite = None
         for slot in self.slots:
@@ -187,6 +223,7 @@ class GradBuffer:
         reduction: Reduction,
     ) -> None:
         self.layout = layout
+        self.reduction = reduction
         self.data = torch.zeros(layout.numel, dtype=grad_dtype, device=params[0][1].device)
         self.slots = [
             GradSlot(param, name, self.data[start:stop].view(param.shape))

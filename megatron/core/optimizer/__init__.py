@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer as MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig as OptimizerConfig
@@ -36,7 +38,12 @@ def get_megatron_optimizer(
     """
     del use_gloo_process_groups
     named = list(trainable_parameters(model_chunks))
-    return MegatronOptimizer(
+    kind = (
+        partial(DistributedOptimizer, model_chunks=model_chunks)
+        if config.use_distributed_optimizer
+        else MegatronOptimizer
+    )
+    return kind(
         config,
         {param: name for name, param in named},
         make_param_groups(

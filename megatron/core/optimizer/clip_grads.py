@@ -6,6 +6,7 @@ so that a norm does not depend on how parameters are cut (one running fp32 sum o
 numbers of a small embedding is off by 1e-3).
 
 Collectives: one all-reduce over mp, and one over tp_ep_pp where experts are spread otherwise.
+Where replicas hold different parts of the tensors (``is_sharded``) it is one over intra_dist_opt.
 Every rank must reach them, also a rank without parameters.
 """
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import device
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.param_groups import trainable_parameters
 from megatron.core.param_info import ParamInfo, info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -33,7 +35,10 @@ def counts_here(info: ParamInfo, groups: ProcessGroupCollection) -> bool:
 
 
 def global_norm(
-    tensors: Iterable[tuple[ParamInfo, Tensor]], groups: ProcessGroupCollection
+    tensors: Iterable[tuple[ParamInfo, Tensor]],
+    groups: ProcessGroupCollection,
+    *,
+    is_sharded: bool = False,
 ) -> float:
     """L2 norm over all parameters of the model.  Collective over the model's ranks.
 
@@ -42,11 +47,14 @@ def global_norm(
     dense, expert, elsewhere = _sorted_by_counting(tensors, groups)
     squares = torch.stack([sum_of_squares(dense), sum_of_squares(expert)])
     squares = squares + 0.0 * sum_of_squares(elsewhere)
-    return math.sqrt(float(_sum_over_model(squares, groups)))
+    return math.sqrt(float(_sum_over_model(squares, groups, is_sharded)))
 
 
 def count_zeros(
-    tensors: Iterable[tuple[ParamInfo, Tensor]], groups: ProcessGroupCollection
+    tensors: Iterable[tuple[ParamInfo, Tensor]],
+    groups: ProcessGroupCollection,
+    *,
+    is_sharded: bool = False,
 ) -> int:
     """How many numbers are exactly zero, without vocabulary padding.  Collective as above."""
     counts = torch.zeros(2, dtype=torch.int64, device=device.current())
@@ -54,13 +62,16 @@ def count_zeros(
         if counts_here(info, groups):
             for _, part in info.pieces(tensor):
                 counts[int(info.is_expert)] += part.numel() - torch.count_nonzero(part)
-    return int(_sum_over_model(counts, groups))
+    return int(_sum_over_model(counts, groups, is_sharded))
 
 
 def calc_params_l2_norm(
     model_chunks: Sequence[nn.Module], groups: ProcessGroupCollection
 ) -> float:
-    """L2 norm of the model's parameters.  Collective as above."""
+    """L2 norm of the model's parameters.  Collective as above, and over data-parallel ranks."""
+    for chunk in model_chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            chunk.finish_param_sync()
     params = trainable_parameters(model_chunks)
     return global_norm(((info_of(p), p.detach()) for _, p in params), groups)
 
@@ -112,15 +123,17 @@ def _sorted_by_counting(
     return dense, expert, elsewhere
 
 
-def _sum_over_model(pair: Tensor, groups: ProcessGroupCollection) -> Tensor:
+def _sum_over_model(pair: Tensor, groups: ProcessGroupCollection, is_sharded: bool) -> Tensor:
     """Total of a pair (dense, expert) over the ranks that hold the model."""
-    if groups.mp is groups.tp_ep_pp:
-        if groups.mp.size() > 1:
-            dist.all_reduce(pair, group=groups.mp)
+    dense_group = groups.intra_dist_opt if is_sharded else groups.mp
+    expert_group = groups.intra_dist_opt if is_sharded else groups.tp_ep_pp
+    if dense_group is expert_group:
+        if dense_group.size() > 1:
+            dist.all_reduce(pair, group=dense_group)
         return pair.sum()
     dense, expert = pair[0].clone(), pair[1].clone()
-    if groups.mp.size() > 1:
-        dist.all_reduce(dense, group=groups.mp)
-    if groups.tp_ep_pp.size() > 1:
-        dist.all_reduce(expert, group=groups.tp_ep_pp)
+    if dense_group.size() > 1:
+        dist.all_reduce(dense, group=dense_group)
+    if expert_group.size() > 1:
+        dist.all_reduce(expert, group=expert_group)
     return dense + expert

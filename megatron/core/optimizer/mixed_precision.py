@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.grad_buffer import gradient_of
-from megatron.core.param_info import ParamInfo, info_of
+from megatron.core.param_info import FlatPart, ParamInfo, info_of
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
+class Part(NamedTuple):
+    """Elements ``start`` to ``stop`` of a flattened parameter."""
+
+    start: int
+    stop: int
+    copy: int  # this rank's number among the ranks that update the same part
+    num_copies: int
+
+
 @dataclass(frozen=True, eq=False)
 class OptimizedParam:
-    """A parameter of the model and the tensor that is updated for it, often the same."""
+    """A parameter of the model and the tensor that is updated for it, often the same.
+
+    ``part``: what is updated here, while other ranks update the rest; ``main``, its gradient and
+    its state are then flat, and ``info`` says where they lie.  None: all of it.
+    """
 
     name: str
     info: ParamInfo
     model: nn.Parameter
     main: nn.Parameter
+    part: Part | None = None
 
     @property
     def has_main(self) -> bool:
         """Whether a main parameter stands beside the model's."""
-        return self.main is not self.model
+        return self.main.dtype != self.model.dtype
+
+    @property
+    def model_values(self) -> Tensor:
+        """Where the model holds what ``main`` is the master of."""
+        return _part_of(self.model.detach(), self.part)
 
     def hand_over_gradient(self) -> Tensor:
         """Make the summed gradient ``main.grad``, in main's dtype; returns it.
@@ -35,35 +54,54 @@ class OptimizedParam:
         No gradient counts as zero: whether a parameter decays must not depend on the layout.
         """
         grad = gradient_of(self.model)
-        if grad is None:
-            grad = torch.zeros_like(self.model)
+        grad = _part_of(torch.zeros_like(self.model) if grad is None else grad, self.part)
         self.main.grad = grad if grad.dtype == self.main.dtype else grad.to(self.main.dtype)
         return self.main.grad
 
 
 def optimized_params(
-    names: dict[nn.Parameter, str], groups: Sequence[dict[str, Any]]
+    names: dict[nn.Parameter, str],
+    groups: Sequence[dict[str, Any]],
+    parts: Mapping[nn.Parameter, Part] | None = None,
 ) -> tuple[list[OptimizedParam], list[dict[str, Any]]]:
-    """One record per parameter, and ``groups`` with what is updated in place of the parameters."""
+    """One record per parameter, and ``groups`` with what is updated in place of the parameters.
+
+    ``parts``: what this rank updates, and nothing of parameters that are not among them.
+    """
     params: list[OptimizedParam] = []
     main_groups: list[dict[str, Any]] = []
     for group in groups:
-        records = [OptimizedParam(names[p], info_of(p), p, _main_of(p)) for p in group["params"]]
+        records = [
+            _record(names[p], p, None if parts is None else parts[p])
+            for p in group["params"]
+            if parts is None or p in parts
+        ]
         params.extend(records)
         main_groups.append({**group, "params": [record.main for record in records]})
     return params, main_groups
 
 
-def _main_of(param: nn.Parameter) -> nn.Parameter:
-    if param.dtype not in _HALF:
-        return param
-    return nn.Parameter(param.detach().float())
+def _record(name: str, param: nn.Parameter, part: Part | None) -> OptimizedParam:
+    values, info = _part_of(param.detach(), part), info_of(param)
+    if param.dtype in _HALF:
+        main = nn.Parameter(values.float())
+    else:
+        main = param if part is None else nn.Parameter(values)
+    if part is not None:
+        whole = tuple(param.shape)
+        info = replace(info, part=FlatPart(whole, part.start, part.copy, part.num_copies))
+    return OptimizedParam(name, info, param, main, part)
+
+
+def _part_of(tensor: Tensor, part: Part | None) -> Tensor:
+    """A flat view; all of ``tensor`` as it is for None."""
+    return tensor if part is None else tensor.view(-1)[part.start : part.stop]
 
 
 @torch.no_grad()
 def copy_main_to_model(params: Sequence[OptimizedParam]) -> None:
     """Round the updated main parameters into the model."""
-    pairs = [(p.model, p.main) for p in params if p.has_main]
+    pairs = [(p.model_values, p.main) for p in params if p.has_main]
     if pairs:
         torch._foreach_copy_([model for model, _ in pairs], [main for _, main in pairs])
 
@@ -71,6 +109,6 @@ def copy_main_to_model(params: Sequence[OptimizedParam]) -> None:
 @torch.no_grad()
 def copy_model_to_main(params: Sequence[OptimizedParam]) -> None:
     """Start the main parameters from the model's, after a checkpoint without optimizer state."""
-    pairs = [(p.model, p.main) for p in params if p.has_main]
+    pairs = [(p.model_values, p.main) for p in params if p.has_main]
     if pairs:
         torch._foreach_copy_([main for _, main in pairs], [model for model, _ in pairs])

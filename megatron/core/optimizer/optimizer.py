@@ -23,6 +23,7 @@ from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, global_norm
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
 from megatron.core.optimizer.mixed_precision import (
+    Part,
     copy_main_to_model,
     copy_model_to_main,
     optimized_params,
@@ -35,7 +36,12 @@ from megatron.core.timers import Timers
 
 
 class MegatronOptimizer:
-    """Updates the parameters of all model chunks of this rank."""
+    """Updates the parameters of all model chunks of this rank.
+
+    ``parts``: what is updated here of parameters that are divided over ranks.
+    """
+
+    is_sharded = False  # whether replicas hold different parts of norms and counts
 
     def __init__(
         self,
@@ -44,6 +50,7 @@ class MegatronOptimizer:
         param_groups: Sequence[dict[str, Any]],
         groups: ProcessGroupCollection,
         *,
+        parts: Mapping[nn.Parameter, Part] | None = None,
         grad_scaler: GradScaler | None = None,
         check_for_nan: bool = False,
     ) -> None:
@@ -52,7 +59,7 @@ class MegatronOptimizer:
         self.grad_scaler = grad_scaler
         self.check_for_nan = check_for_nan
         self.timers: Timers | None = None
-        self.params, main_groups = optimized_params(names, param_groups)
+        self.params, main_groups = optimized_params(names, param_groups, parts)
         self.rule = make_update_rule(config, main_groups)
 
     @property
@@ -83,7 +90,7 @@ class MegatronOptimizer:
         with self._timed("optimizer-copy-to-main-grad"):
             grads = [(p.info, p.hand_over_gradient()) for p in self.params]
         with self._timed("optimizer-clip-main-grad"):
-            scaled_norm = global_norm(grads, self.groups)
+            scaled_norm = global_norm(grads, self.groups, is_sharded=self.is_sharded)
         found_inf = not math.isfinite(scaled_norm)
         scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale
         if self.grad_scaler is not None:
@@ -96,11 +103,11 @@ class MegatronOptimizer:
         num_zeros = None
         if self.config.log_num_zeros_in_grad:
             with self._timed("optimizer-count-zeros"):
-                num_zeros = count_zeros(grads, self.groups)
+                num_zeros = count_zeros(grads, self.groups, is_sharded=self.is_sharded)
         with self._timed("optimizer-inner-step"):
             self.rule.step(divisor=scale / clip_coefficient(norm, self.config.clip_grad))
         with self._timed("optimizer-copy-main-to-model-params"):
-            copy_main_to_model(self.params)
+            self._publish()
         self._drop_gradients()
         return True, norm, num_zeros
 
@@ -112,12 +119,16 @@ class MegatronOptimizer:
         """Each parameter's layout-free name, its record and its state: live, writable tensors.
 
         "fp32_param" where a main parameter stands beside the model's, and the update rule's
-        tensors, all of the parameter's local shape; zero before the first update.  After writing
-        them call `load_scalar_state`.
+        tensors, all of the parameter's local shape, or flat as ``info.part`` says; zero before
+        the first update.  After writing them call `load_scalar_state`.
         """
         for p in self.params:
             state = {k: tensor for k, tensor in self.rule.state_of(p.main).items() if k != "step"}
             yield p.name, p.info, {"fp32_param": p.main.data, **state} if p.has_main else state
+
+    def _publish(self) -> None:
+        """Let the model have what was updated.  Collective where parameters are divided."""
+        copy_main_to_model(self.params)
 
     def scalar_state(self) -> dict[str, Any]:
         """What is one value for all ranks, as JSON: updates done, and the loss scale's state."""
@@ -128,13 +139,16 @@ class MegatronOptimizer:
         return state
 
     def load_scalar_state(self, state: Mapping[str, Any]) -> None:
-        """Take over `scalar_state`, once the tensors of `named_state` were written."""
+        """Take over `scalar_state`, once the tensors of `named_state` were written.
+
+        Collective where parameters are divided over ranks.
+        """
         for p in self.params:
             own = self.rule.state_of(p.main)
             if "step" in own:
                 own["step"].fill_(state["step"])
         self.load_scaler_state(state.get("grad_scaler"))
-        copy_main_to_model(self.params)
+        self._publish()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for a run in the same layout."""
@@ -158,7 +172,7 @@ class MegatronOptimizer:
         if mains and "fp32_from_fp16_params" in state_dict:
             flat = [main for group in state_dict["fp32_from_fp16_params"] for main in group]
             torch._foreach_copy_(mains, flat)
-            copy_main_to_model(self.params)
+            self._publish()
         else:
             self.reload_model_params()
 

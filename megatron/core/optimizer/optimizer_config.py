@@ -146,7 +146,6 @@ class OptimizerConfig:
         False,
         "Shard the optimizer over the replicas.",
         group="distributed",
-        refused=states.DISTRIBUTED_OPTIMIZER,
     )
     log_num_zeros_in_grad: bool = option(
         False,

@@ -23,9 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# torch 2.13 warns of the names that are the only ones in 2.11.
-all_gather_single: Any = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single: Any = vars(dist).get("reduce_scatter_single", dist.reduce_scatter_tensor)
+from megatron.core.collectives import all_gather_single as all_gather_single
+from megatron.core.collectives import reduce_scatter_single as reduce_scatter_single
 
 # -- plain collectives, no gradient ---------------------------------------------------------
 

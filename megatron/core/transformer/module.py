@@ -23,6 +23,15 @@ class MegatronModule(nn.Module):
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
 
+def before_reading(module: nn.Module) -> None:
+    """Do what comes before a forward pass of ``module``, for whoever reads its parameters himself.
+
+    Sharded parameters are gathered by such hooks: without them, old values would be read.
+    """
+    for hook in module._forward_pre_hooks.values():
+        hook(module, ())
+
+
 def _convert(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     """Apply ``convert`` to the float tensors in nested tuples, lists and dicts."""
     if isinstance(value, (tuple, list)):

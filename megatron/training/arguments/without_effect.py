@@ -47,6 +47,11 @@ NEEDS = (
         ("adam_beta1", "adam_beta2", "adam_eps"),
     ),
     Need(
+        "--use-distributed-optimizer",
+        lambda ns: ns.use_distributed_optimizer,
+        ("overlap_param_gather", "num_distributed_optimizer_instances"),
+    ),
+    Need(
         "--fp16 without --loss-scale",
         lambda ns: ns.fp16 and ns.loss_scale is None,
         ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),

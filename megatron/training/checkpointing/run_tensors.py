@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_param, replica_of
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.param_info import ParamInfo, info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -54,7 +55,10 @@ class RunParts:
 
 
 def model_tensors(parts: RunParts) -> list[ShardedTensor]:
-    """Weights and persistent buffers of this rank."""
+    """Weights and persistent buffers of this rank.  Collective while parameters come in."""
+    for chunk in parts.model_chunks:
+        if isinstance(chunk, DistributedDataParallel):
+            chunk.finish_param_sync()
     return [
         from_param(name, info, tensor, replica_of(info, parts.groups))
         for name, info, tensor in _named_tensors(parts.model_chunks)

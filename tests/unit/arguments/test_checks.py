@@ -63,10 +63,10 @@ def test_a_number_below_its_smallest_value_is_named(dest: str) -> None:
 @pytest.mark.feature("Command line: all conflicts at once, each with its cure")
 def test_all_problems_come_at_once() -> None:
     problems = problems_of(
-        "--bf16 --fp16 --log-interval 0 --use-distributed-optimizer --tensor-model-parallel-size 3",
+        "--bf16 --fp16 --log-interval 0 --use-legacy-models --tensor-model-parallel-size 3",
         world_size=4,
     )
-    starts = ("--use-distributed-optimizer", "--log-interval", "4 ranks", "--num-att", "--bf16")
+    starts = ("--use-legacy-models", "--log-interval", "4 ranks", "--num-att", "--bf16")
     for start in starts:
         assert any(p.startswith(start) for p in problems), (start, problems)
 
@@ -88,6 +88,7 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "rotary_interleaved": "--rotary-interleaved",
         "use_rope_scaling": "--use-rope-scaling",
         "reset_position_ids": "--reset-position-ids",
+        "overlap_param_gather": "--overlap-param-gather",
         "manual_gc_eval": "--no-manual-gc-eval",
         "use_pytorch_profiler": "--use-pytorch-profiler",
         "no_save_optim": "--no-save-optim",

@@ -25,6 +25,7 @@ class ModelConfig:
 
     calculate_per_token_loss: bool = False
     gradient_accumulation_fusion: bool = True
+    deterministic_mode: bool = False
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from megatron.core.sequence_share import held_tokens, row_lengths
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes, is_causal_mask
 from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.module import before_reading
 from megatron.core.transformer.rope import RopeScaling, RotaryEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -235,6 +236,7 @@ class GPTModel(LanguageModule):
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         layer, weight = self.output_layer, self._output_weight()
         if type(layer) is ColumnParallelLinear and self.config.final_logit_softcapping is None:
+            before_reading(layer)
             weight = layer.weight if weight is None else weight
             return self.linear_and_loss(
                 hidden,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.device import CPU, backend_serves
+from megatron.core.distributed.buffer_plan import num_instances
 from megatron.training.config.run import RunConfig
 
 
@@ -169,6 +170,25 @@ def rank_order_suits_experts(run: RunConfig) -> Iterator[str]:
         )
 
 
+def optimizer_instances_divide_the_replicas(run: RunConfig) -> Iterator[str]:
+    """Each instance of the distributed optimizer stands on equally many replicas."""
+    m, instances, replicas = run.model, num_instances(run.ddp), run.data_parallel_size
+    if not run.distributed.use_tp_pp_dp_mapping:  # there whole replicas stay together
+        replicas *= m.context_parallel_size
+    counts = {"ranks that hold the same parameters": replicas}
+    if m.expert_model_parallel_size > 1:
+        cut = (m.expert_tensor_parallel_size or 1) * m.expert_model_parallel_size
+        counts["replicas of the experts"] = run.world_size // max(
+            1, cut * m.pipeline_model_parallel_size
+        )
+    for what, count in counts.items():
+        if instances > 1 and count % instances:
+            yield (
+                f"--num-distributed-optimizer-instances {instances} does not divide the {count} "
+                f"{what}: use a divisor of it"
+            )
+
+
 def backend_suits_the_device(run: RunConfig) -> Iterator[str]:
     """NCCL talks between GPUs only."""
     d = run.distributed
@@ -204,6 +224,7 @@ CHECKS = (
     virtual_stages_suit_the_pipeline,
     groups_of_micro_batches_fill_the_pipeline,
     rank_order_suits_experts,
+    optimizer_instances_divide_the_replicas,
     backend_suits_the_device,
     virtual_ranks_are_alone,
 )

@@ -63,6 +63,7 @@ AT_LEAST: dict[str, tuple[str, float]] = {
     "distributed_timeout_minutes": ("--distributed-timeout-minutes", 1),
     "ddp_num_buckets": ("--ddp-num-buckets", 1),
     "ddp_bucket_size": ("--ddp-bucket-size", 1),
+    "num_distributed_optimizer_instances": ("--num-distributed-optimizer-instances", 1),
     "recompute_num_layers": ("--recompute-num-layers", 1),
 }
 

@@ -1,0 +1,109 @@
+"""Which gradients share a buffer, and how each buffer is laid out: pure arithmetic.
+
+With the sizes of a model's parameters this says what a rank's buffers hold, without a process
+group or a tensor.  A sharded buffer has a twin of the same layout that holds the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron.core.distributed.buckets import (
+    PARAM_ALIGNMENT,
+    BufferLayout,
+    bucket_multiple,
+    plan_buffer,
+    target_bucket_size,
+)
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+
+
+class BufferKey(NamedTuple):
+    """Gradients that share a buffer."""
+
+    param_dtype: Any  # torch's, or whatever the planner calls them
+    grad_dtype: Any
+    is_expert: bool
+
+
+class ParamSize(NamedTuple):
+    """What the plan has to know of a trainable parameter."""
+
+    numel: int
+    key: BufferKey
+    # A shared embedding: its part of the buffer must not depend on what else a stage holds, so
+    # that first and last stage shard it alike.
+    is_alone: bool = False
+
+
+class Replicas(NamedTuple):
+    """How many ranks hold the same dense and the same expert parameters."""
+
+    dense: int
+    expert: int
+
+    def of(self, key: BufferKey) -> int:
+        return self.expert if key.is_expert else self.dense
+
+
+@dataclass(frozen=True)
+class BufferPlan:
+    """A buffer for the parameters ``members`` (indices into those planned)."""
+
+    key: BufferKey
+    members: tuple[int, ...]
+    layout: BufferLayout
+    num_shares: int  # ranks that a bucket is divided over: 1 unless sharded
+
+
+def plan_buffers(
+    params: Sequence[ParamSize],
+    config: DistributedDataParallelConfig,
+    replicas: Replicas,
+    *,
+    is_mean: bool,
+    disable_bucketing: bool = False,
+) -> list[BufferPlan]:
+    """The buffers of one model chunk, whose trainable ``params`` come in model order.
+
+    What is in none keeps its gradient in ``param.grad``: it needs no reduction, no scaling
+    (``is_mean``: gradients are divided by the number of replicas) and no other dtype.
+    """
+    members: dict[BufferKey, list[int]] = {}
+    for index, param in enumerate(params):
+        members.setdefault(param.key, []).append(index)
+    is_sharded, instances = config.use_distributed_optimizer, num_instances(config)
+    plans = []
+    for key, indices in members.items():
+        is_reduced = replicas.of(key) > 1 or (is_mean and replicas.dense > 1)
+        if not (is_reduced or is_sharded or key.param_dtype != key.grad_dtype):
+            continue
+        num_sharers = replicas.of(key) // instances
+        size = target_bucket_size(
+            asked=config.bucket_size,
+            num_buckets=config.ddp_num_buckets,
+            total_numel=sum(param.numel for param in params),
+            group_size=num_sharers,
+            is_overlapped=not disable_bucketing
+            and (config.overlap_grad_reduce or config.overlap_param_gather),
+        )
+        layout = plan_buffer(
+            [params[i].numel for i in indices],
+            size,
+            param_alignment=PARAM_ALIGNMENT,
+            bucket_multiple=bucket_multiple(
+                num_sharers, for_high_bus_bandwidth=config.pad_buckets_for_high_nccl_busbw
+            ),
+            alone=[n for n, i in enumerate(indices) if is_sharded and params[i].is_alone],
+        )
+        plans.append(BufferPlan(key, tuple(indices), layout, num_sharers if is_sharded else 1))
+    return plans
+
+
+def num_instances(config: DistributedDataParallelConfig) -> int:
+    """Groups of replicas that each hold a whole optimizer; one where nothing is sharded."""
+    return config.num_distributed_optimizer_instances if config.use_distributed_optimizer else 1
