@@ -13,7 +13,7 @@ same on all tensor-parallel ranks.  The default stream stays the same on all of 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -188,14 +188,12 @@ class _Checkpoint(torch.autograd.Function):
     def forward(
         ctx: Any, function: Callable[..., Any], group: ProcessGroup | None, *args: Any
     ) -> Any:
-        ctx.function, ctx.group, ctx.states = function, group, _all_rng_states()
-        ctx.other_args = [None if torch.is_tensor(a) else a for a in args]
-        ctx.is_tensor = [torch.is_tensor(a) for a in args]
+        ctx.group = group
         tensors = [a for a in args if torch.is_tensor(a)]
         if group is not None:
             ctx.first_shape = tensors[0].shape
             tensors[0] = _own_part(tensors[0], group)
-        ctx.save_for_backward(*tensors)
+        _keep(ctx, function, args, tensors)
         with torch.no_grad():
             outputs = function(*args)
         # A parameter that is handed on (a bias added later) has to stay a leaf.
@@ -208,18 +206,33 @@ class _Checkpoint(torch.autograd.Function):
         tensors = list(ctx.saved_tensors)
         if ctx.group is not None:
             tensors[0] = all_gather_first_dim(tensors[0], ctx.group).view(ctx.first_shape)
-        needs = ctx.needs_input_grad[2:]
-        rest = iter(tensors)
-        args = [
-            next(rest).detach().requires_grad_(needs[i]) if is_tensor else ctx.other_args[i]
-            for i, is_tensor in enumerate(ctx.is_tensor)
-        ]
-        with torch.enable_grad(), _replayed(ctx.states):
-            outputs = ctx.function(*args)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs, args = _run_again(ctx, tensors)
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if _takes_gradient(o)]
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         return None, None, *(a.grad if torch.is_tensor(a) else None for a in args)
+
+
+def _keep(
+    ctx: Any, function: Callable[..., Any], args: Sequence[Any], tensors: Sequence[Tensor]
+) -> None:
+    """What `_run_again` needs; ``tensors`` are those of ``args``, or what is kept of them."""
+    ctx.function, ctx.states = function, _all_rng_states()
+    ctx.other_args = [None if torch.is_tensor(a) else a for a in args]
+    ctx.is_tensor = [torch.is_tensor(a) for a in args]
+    ctx.save_for_backward(*tensors)
+
+
+def _run_again(ctx: Any, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[Any]]:
+    """Outputs with a graph, and the arguments that will get gradients."""
+    needs = ctx.needs_input_grad[2:]
+    rest = iter(tensors)
+    args = [
+        next(rest).detach().requires_grad_(needs[i]) if is_tensor else ctx.other_args[i]
+        for i, is_tensor in enumerate(ctx.is_tensor)
+    ]
+    with torch.enable_grad(), _replayed(ctx.states):
+        outputs = ctx.function(*args)
+    return outputs if isinstance(outputs, tuple) else (outputs,), args
 
 
 def _takes_gradient(output: Any) -> bool:
@@ -286,13 +299,7 @@ class CheckpointWithoutOutput:
 
     def _recompute(self, _grad: Tensor) -> None:
         context = self._context
-        args = [
-            a.detach().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a
-            for a in context.args
-        ]
-        with torch.enable_grad(), _replayed(context.states):
-            again = context.function(*args)
-        again = again if isinstance(again, tuple) else (again,)
+        again, args = _run_again(context, context.saved_tensors)
         for old, new in zip(self._outputs, again, strict=True):
             size = new.untyped_storage().nbytes()
             with torch.no_grad():
@@ -307,7 +314,7 @@ class _CheckpointWithoutOutput(torch.autograd.Function):
     def forward(
         ctx: Any, function: Callable[..., Any], owner: CheckpointWithoutOutput, *args: Any
     ) -> Any:
-        ctx.function, ctx.states, ctx.args = function, _all_rng_states(), list(args)
+        _keep(ctx, function, args, [a for a in args if torch.is_tensor(a)])
         owner._context = ctx
         with torch.no_grad():
             return function(*args)

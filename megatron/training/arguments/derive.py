@@ -165,7 +165,7 @@ def recomputation(ns: Namespace) -> Iterator[str]:
     """Old spellings of selective recomputation."""
     if ns.recompute_activations:
         ns.recompute_granularity = "selective"
-    if ns.moe_layer_recompute:
+    if ns.moe_layer_recompute and ns.num_experts:
         ns.recompute_granularity = "selective"
         ns.recompute_modules = sorted({*(ns.recompute_modules or ()), "moe"})
     yield from ()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import (
@@ -89,6 +92,34 @@ def test_a_checkpoint_gives_the_same_bits_and_leaves_the_streams_alone() -> None
     expected = gradients(noisy)
     found = gradients(lambda x, w: checkpoint(noisy, False, x, w))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def two_results(x: Tensor, weight: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    y = F.dropout(x @ weight, 0.4)
+    return y.sin() * factor, F.dropout(y, 0.2).square()
+
+
+@pytest.mark.parametrize("frozen", [None, "x", "weight"])
+def test_a_checkpoint_is_torchs(
+    frozen: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch's would set it
+
+    def run(kind: str) -> list[Tensor | None]:
+        torch.manual_seed(2)
+        tensors = {name: torch.randn(3, 3) for name in ("x", "weight")}
+        for name, tensor in tensors.items():
+            tensor.requires_grad_(name != frozen)
+        if kind == "torch":
+            a, b = torch_checkpoint(two_results, *tensors.values(), 2.0, use_reentrant=True)
+        else:
+            a, b = checkpoint(two_results, False, *tensors.values(), 2.0)
+        (a * b + a).sum().backward()
+        return [a, b, *(t.grad for t in tensors.values()), torch.rand(1)]
+
+    for ours, theirs in zip(run("ours"), run("torch"), strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
 
 
 def test_a_checkpoint_reaches_parameters_behind_a_frozen_input() -> None:

@@ -7,6 +7,13 @@ from collections.abc import Iterator
 from megatron.training.config.run import RunConfig
 
 MODULES = ("core_attn", "mlp", "layernorm")
+# Parts of layers that are not in this version, by the flag that will bring them.
+LATER = {
+    "moe": "--num-experts",
+    "moe_act": "--num-experts",
+    "shared_experts": "--moe-shared-expert-intermediate-size",
+    "mla_up_proj": "--multi-latent-attention",
+}
 
 
 def full_recompute_says_which_layers(run: RunConfig) -> Iterator[str]:
@@ -29,9 +36,19 @@ def full_recompute_says_which_layers(run: RunConfig) -> Iterator[str]:
 def selective_recompute_knows_its_modules(run: RunConfig) -> Iterator[str]:
     """Only parts that a layer has can be computed again."""
     m = run.model
-    unknown = [name for name in m.recompute_modules or () if name not in MODULES]
+    unknown = []
+    for name in m.recompute_modules or ():
+        if name in LATER:
+            yield (
+                f"--recompute-modules {name} needs {LATER[name]}, which is not in this version: "
+                f"drop {name}"
+            )
+        elif name not in MODULES:
+            unknown.append(name)
     if unknown:
         yield f"--recompute-modules {' '.join(unknown)}: known are {', '.join(MODULES)}"
+    if m.recompute_modules == ():
+        yield f"--recompute-modules names no module: give some of {', '.join(MODULES)}"
     if m.recompute_modules is not None and m.recompute_granularity != "selective":
         yield "--recompute-modules needs --recompute-granularity selective"
 
