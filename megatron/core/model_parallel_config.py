@@ -186,13 +186,11 @@ class ModelParallelConfig:
         False,
         "Compute the output layer's weight gradient when the pipeline idles.",
         group="distributed",
-        refused=states.LATER_WEIGHT_GRADIENT,
     )
     wgrad_deferral_limit: int = option(
         0,
         "Micro-batches whose deferred weight gradient is kept; 0 means all.",
         group="distributed",
-        ignored=states.only_with("--defer-embedding-wgrad-compute"),
     )
     scatter_gather_tensors_in_pipeline: bool = option(
         True,

@@ -210,11 +210,36 @@ def check(layout: Layout) -> None:
     torch.testing.assert_close(whole([r.values for r in ranks]), whole([alone.values]), **close)
 
 
+DEFERRED = (("defer_embedding_wgrad_compute", True),)
+OVERLAP = (("overlap_grad_reduce", True), ("bucket_size", 200))
+
 LAYOUTS = {
     "pp2": Layout(pp=2),
     "pp4-untied": Layout(pp=4, is_tied=False),
     "pp2-vpp2": Layout(pp=2, chunks=2),
     "pp4-vpp2-per-token": Layout(pp=4, chunks=2, per_token=True),
+    "pp4-fewer-micro-batches": Layout(pp=4, microbatches=2),
+    "pp4-vpp2-odd": Layout(pp=4, chunks=2, microbatches=5),
+    "pp2-dp2-overlap": Layout(pp=2, dp=2, ddp=OVERLAP),
+    "pp2-vpp2-dp2-overlap": Layout(pp=2, chunks=2, dp=2, ddp=OVERLAP),
+    "pp2-dp2-unaligned-deferred": Layout(
+        pp=2, dp=2, ddp=(*OVERLAP, ("align_grad_reduce", False)), model=DEFERRED
+    ),
+    "pp2-vpp2-dp2-deferred": Layout(
+        pp=2, chunks=2, dp=2, ddp=OVERLAP, model=(*DEFERRED, ("wgrad_deferral_limit", 2))
+    ),
+    "pp2-tp2-sp": Layout(pp=2, tp=2, model=(("sequence_parallel", True),)),
+    "pp2-recompute": Layout(
+        pp=2,
+        model=(
+            ("recompute_granularity", "full"),
+            ("recompute_method", "uniform"),
+            ("recompute_num_layers", 1),
+        ),
+    ),
+    "pp3-uneven": Layout(pp=3, model=(("decoder_first_pipeline_num_layers", 2),)),
+    "pp2-waiting": Layout(pp=2, chunks=2, model=(("overlap_p2p_comm", False),)),
+    "pp2-early": Layout(pp=2, chunks=2, model=(("overlap_p2p_comm_warmup_flush", True),)),
 }
 
 

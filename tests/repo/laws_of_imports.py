@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "fusions": BASE,
     "datasets": BASE,
     "dist_checkpointing": BASE,
-    "pipeline_parallel": BASE,
+    "pipeline_parallel": BASE | {"tensor_parallel"},  # passes of weight gradients
     "virtual_ranks": BASE,
     "tensor_parallel": _LOWER | {"fusions"},
     "distributed": _LOWER,

@@ -17,7 +17,6 @@ PIPELINE_LAYOUT = (
     "a free layout of the pipeline is not in this version; use --decoder-first-pipeline-num-layers "
     "and --decoder-last-pipeline-num-layers"
 )
-LATER_WEIGHT_GRADIENT = "deferring weight gradients is not in this version; drop the flag"
 EXPERTS = "mixture of experts is not in this version; drop the flag to train a dense model"
 LATENT_ATTENTION = (
     "latent attention is not in this version; --group-query-attention also shrinks the keys and "

@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.microbatch import (
 from megatron.core.pipeline_parallel.plan import Exchange, Instruction, Placement, Transfer, Work
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
+from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from megatron.core.utils import get_attr_wrapped_model
 
 
@@ -59,15 +60,18 @@ class StepTask:
     hooks: StepHooks
     forward_only: bool = False
     collect_non_loss_data: bool = False
+    # Last micro-batches whose weight gradient of the output layer waits until this rank is done.
+    num_deferred: int = 0
 
 
 @dataclass
 class _Alive:
-    """One micro-batch in one chunk between forward and backward."""
+    """One micro-batch in one chunk between its forward and its last pass."""
 
-    received: Tensor | None  # from the stage before; collects its gradient
+    received: Tensor | None = None  # from the stage before; collects its gradient
     loss: Tensor | None = None  # on the last stage
     begin: GradientEdge | None = None  # of backward on the others
+    later: WeightGradQueue | None = None  # weight gradients that have a pass of their own
 
 
 class Executor:
@@ -93,8 +97,10 @@ class Executor:
         self.losses = StepLosses()
         self.peak_alive = 0  # micro-batches between forward and backward, over all chunks
         self._alive: dict[tuple[int, int], _Alive] = {}
+        self._passes: set[Work] = set()  # of this step that add to gradients
         self._final: set[Work] = set()  # last of their kind in their chunk
         self._last: dict[int, Work] = {}  # of all passes of a chunk that add to its gradients
+        self.deferred = WeightGradQueue() if task.num_deferred else None
         self._num_passes = 0
         self._to_reduce: list[tuple[int, SyncsGradients]] = []  # after which pass, whose gradients
 
@@ -109,7 +115,9 @@ class Executor:
 
         Gradients are complete on this rank, and their reduction under way, when it returns.
         """
+        # Dictionaries keep the last of equal keys.
         passes = [i for i in instructions if isinstance(i, Work) and i.kind != "forward"]
+        self._passes = set(passes)
         self._last = {work.chunk: work for work in passes}
         self._final = set({(work.kind, work.chunk): work for work in passes}.values())
         for instruction in instructions:
@@ -119,6 +127,9 @@ class Executor:
                 self._forward(instruction)
             elif instruction.kind == "backward":
                 self._backward(instruction)
+            else:
+                self._weight(instruction)
+        self._run_deferred()
         if self._mailbox is not None:
             self._mailbox.close()
         self._reduce_due(everything=True)
@@ -126,19 +137,21 @@ class Executor:
 
     def _forward(self, work: Work) -> None:
         stage, model, task = self.stages[work.chunk], self.chunks[work.chunk], self.task
-        received: Tensor | None = None
+        alive = _Alive()
+        if work._replace(kind="weight") in self._passes:
+            alive.later = WeightGradQueue()
         if stage > 0:
             received = self.mailbox.take(Transfer("activation", work.microbatch, stage - 1, stage))
-            received.requires_grad_(not task.forward_only)
+            alive.received = received.requires_grad_(not task.forward_only)
             get_attr_wrapped_model(model, "set_input_tensor")([received])
         with task.hooks.timed("forward-compute"), torch.set_grad_enabled(not task.forward_only):
             output = self._run_model(work, stage == self.last_stage)
-        alive = _Alive(received, loss=output)
+        alive.loss = output
         if stage < self.last_stage:
             self.mailbox.put(Transfer("activation", work.microbatch, stage, stage + 1), output)
             # The graph is kept, the output only as long as it takes to send it.
-            begin = get_gradient_edge(output) if output.requires_grad else None
-            alive = _Alive(received, begin=begin)
+            alive.begin = get_gradient_edge(output) if output.requires_grad else None
+            alive.loss = None
         if not task.forward_only:
             self._alive[work.chunk, work.microbatch] = alive
             self.peak_alive = max(self.peak_alive, len(self._alive))
@@ -155,12 +168,16 @@ class Executor:
 
     def _backward(self, work: Work) -> None:
         stage, hooks = self.stages[work.chunk], self.task.hooks
-        alive = self._alive.pop((work.chunk, work.microbatch))
+        alive = self._alive[work.chunk, work.microbatch]
         gradient: Tensor | None = None
         if stage < self.last_stage:
             from_next = Transfer("gradient", work.microbatch, stage + 1, stage)
             gradient = self.mailbox.take(from_next)
-        with self._synced(work), hooks.timed("backward-compute"):
+        with (
+            self._synced(work.chunk, is_final=work in self._final),
+            self._collected(work, alive),
+            hooks.timed("backward-compute"),
+        ):
             if alive.loss is not None:
                 backward_step(alive.loss, work.microbatch, hooks)
             elif alive.begin is not None:
@@ -169,12 +186,42 @@ class Executor:
             to_previous = Transfer("gradient", work.microbatch, stage, stage - 1)
             assert alive.received.grad is not None, f"stage {stage} does not use its input"
             self.mailbox.put(to_previous, alive.received.grad)
+        if alive.later is None:
+            del self._alive[work.chunk, work.microbatch]
+        else:
+            self._alive[work.chunk, work.microbatch] = _Alive(later=alive.later)
         self._count_pass(work)
 
-    def _synced(self, work: Work) -> AbstractContextManager[Any]:
+    def _collected(self, work: Work, alive: _Alive) -> AbstractContextManager[None]:
+        """Where weight gradients go that are not computed at once."""
+        if alive.later is not None:
+            return alive.later.collecting()
+        first_deferred = self.task.rule.num_microbatches - self.task.num_deferred
+        if self.deferred is None or alive.loss is None or work.microbatch < first_deferred:
+            return nullcontext()
+        return self.deferred.collecting(only_output_layer=True)
+
+    def _weight(self, work: Work) -> None:
+        later = self._alive.pop((work.chunk, work.microbatch)).later
+        assert later is not None, f"{work} comes before its backward"
+        is_final = work in self._final
+        with self._synced(work.chunk, is_final=is_final), self.task.hooks.timed("backward-compute"):
+            later.run()
+        self._count_pass(work)
+
+    def _run_deferred(self) -> None:
+        """The weight gradients that were left for the time when other stages drain."""
+        if self.deferred is not None and len(self.deferred):
+            chunk = self.stages.index(self.last_stage)
+            with self._synced(chunk, is_final=False):
+                self.deferred.run(len(self.deferred) - 1)
+            with self._synced(chunk, is_final=True):
+                self.deferred.run()
+
+    def _synced(self, chunk: int, *, is_final: bool) -> AbstractContextManager[Any]:
         """The context of a pass that adds to gradients: only the last may start to reduce them."""
-        model, hooks = self.chunks[work.chunk], self.task.hooks
-        if work in self._final and self._delay(model) == 0:
+        model, hooks = self.chunks[chunk], self.task.hooks
+        if is_final and self._delay(model) == 0:
             return nullcontext()
         if hooks.no_sync_func is not None:
             return hooks.no_sync_func()
@@ -193,8 +240,10 @@ class Executor:
         """Start the reductions that are due, between the same passes on all replicas."""
         self._num_passes += 1
         model = self.chunks[work.chunk]
+        is_held_up = bool(self.deferred) and self.stages[work.chunk] == self.last_stage
+        is_complete = work == self._last[work.chunk] and not is_held_up
         is_wrapped = isinstance(model, SyncsGradients)
-        if is_wrapped and model.ddp_config.overlap_grad_reduce and work == self._last[work.chunk]:
+        if is_complete and is_wrapped and model.ddp_config.overlap_grad_reduce:
             self._to_reduce.append((self._num_passes + self._delay(model), model))
         self._reduce_due()
 

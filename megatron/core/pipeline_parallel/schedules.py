@@ -70,7 +70,11 @@ def forward_backward(
         group=config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
         forward_only=forward_only,
     )
-    early = num_ranks > 1 and config.overlap_p2p_comm_warmup_flush
+    early, num_deferred = False, 0
+    if num_ranks > 1:
+        early = config.overlap_p2p_comm_warmup_flush
+        if config.defer_embedding_wgrad_compute and not forward_only:
+            num_deferred = config.wgrad_deferral_limit or num_microbatches
     per_token = config.calculate_per_token_loss
     task = StepTask(
         forward_step_func=forward_step_func,
@@ -80,6 +84,7 @@ def forward_backward(
         hooks=hooks,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
+        num_deferred=num_deferred,
     )
     mailbox = _mailbox(config, groups, placement, hooks, (seq_length, micro_batch_size))
     data = _listed(data_iterator)

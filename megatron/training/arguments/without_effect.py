@@ -116,7 +116,13 @@ NEEDS = (
             "align_grad_reduce",
             "account_for_embedding_in_pipeline_split",
             "account_for_loss_in_pipeline_split",
+            "defer_embedding_wgrad_compute",
         ),
+    ),
+    Need(
+        "--defer-embedding-wgrad-compute",
+        lambda ns: ns.defer_embedding_wgrad_compute,
+        ("wgrad_deferral_limit",),
     ),
     Need(
         "--num-virtual-stages-per-pipeline-rank",

@@ -99,6 +99,7 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "use_tokenizer_model_from_checkpoint_args": (
             "--no-use-tokenizer-model-from-checkpoint-args"
         ),
+        "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
         "overlap_p2p_comm": "--no-overlap-p2p-communication",
         "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
         "align_grad_reduce": "--no-align-grad-reduce",

@@ -49,6 +49,7 @@ AT_LEAST: dict[str, tuple[str, float]] = {
     "exit_duration_in_mins": ("--exit-duration-in-mins", 0),
     "save_interval": ("--save-interval", 1),
     "save_retain_interval": ("--save-retain-interval", 1),
+    "wgrad_deferral_limit": ("--wgrad-deferral-limit", 0),
     "ckpt_step": ("--ckpt-step", 0),
     "train_sync_interval": ("--train-sync-interval", 1),
     "manual_gc_interval": ("--manual-gc-interval", 0),
