@@ -221,18 +221,19 @@ def create_process_groups(
     members: dict[tuple[int, ...], ProcessGroup] = {}
     me = dist.get_rank()
 
-    def mine_of(groups: Iterable[Sequence[int]]) -> ProcessGroup:
+    def mine_of(name: str, groups: Iterable[Sequence[int]]) -> ProcessGroup:
         found = None
         for ranks in map(tuple, groups):
             if ranks not in members:
-                members[ranks] = _new_group(ranks, timeout)
+                members[ranks] = _new_group(ranks, timeout, name)
             if me in ranks:
                 found = members[ranks]
         assert found is not None, f"rank {me} is outside the grid {dense.sizes}"
         return found
 
     def mine(grid: RankGrid, *axes: str) -> ProcessGroup:
-        return mine_of(grid.groups(*axes))
+        expert_axes = "expt_" if grid is expert and "ep" not in axes else ""
+        return mine_of(expert_axes + "_".join(axes), grid.groups(*axes))
 
     pipelines, contexts = dense.groups("pp"), dense.groups("cp")
     inner, outer = context_levels or (1, len(contexts[0]))
@@ -244,8 +245,10 @@ def create_process_groups(
         pp=mine(dense, "pp"),
         dp=mine(dense, "dp"),
         cp=mine(dense, "cp"),
-        cp_inner=mine_of(c[i : i + inner] for c in contexts for i in range(0, len(c), inner)),
-        cp_outer=mine_of(c[i::inner] for c in contexts for i in range(inner)),
+        cp_inner=mine_of(
+            "cp_inner", (c[i : i + inner] for c in contexts for i in range(0, len(c), inner))
+        ),
+        cp_outer=mine_of("cp_outer", (c[i::inner] for c in contexts for i in range(inner))),
         mp=mine(dense, "tp", "pp"),
         tp_cp=mine(dense, "tp", "cp"),
         tp_dp=mine(dense, "tp", "dp"),
@@ -256,12 +259,14 @@ def create_process_groups(
         tp_ep=mine(expert, "tp", "ep"),
         tp_ep_pp=mine(expert, "tp", "ep", "pp"),
         expt_dp=mine(expert, "dp"),
-        intra_dp_cp=mine_of(block for blocks in shards for block in blocks),
-        intra_expt_dp=mine_of(block for blocks in expert_shards for block in blocks),
-        inter_dist_opt=mine_of(same for blocks in shards for same in zip(*blocks, strict=True)),
-        intra_dist_opt=mine_of(instances),
-        embd=mine_of(g for pipeline in pipelines for g in _ends_together(pipeline)),
-        pos_embd=mine_of([rank] for pipeline in pipelines for rank in pipeline),
+        intra_dp_cp=mine_of("intra_dp_cp", (block for blocks in shards for block in blocks)),
+        intra_expt_dp=mine_of("intra_expt_dp", (b for blocks in expert_shards for b in blocks)),
+        inter_dist_opt=mine_of(
+            "inter_dist_opt", (same for blocks in shards for same in zip(*blocks, strict=True))
+        ),
+        intra_dist_opt=mine_of("intra_dist_opt", instances),
+        embd=mine_of("embd", (g for pipeline in pipelines for g in _ends_together(pipeline))),
+        pos_embd=mine_of("pos_embd", ([rank] for pipeline in pipelines for rank in pipeline)),
         world=mine(dense, *dense.sizes),
         dense_grid=dense,
         expert_grid=expert,
@@ -298,9 +303,9 @@ def _ends_together(pipeline: Sequence[int]) -> list[list[int]]:
     return [[pipeline[0], pipeline[-1]], *([rank] for rank in pipeline[1:-1])]
 
 
-def _new_group(ranks: Sequence[int], timeout: timedelta | None) -> ProcessGroup:
+def _new_group(ranks: Sequence[int], timeout: timedelta | None, name: str) -> ProcessGroup:
     if len(ranks) == dist.get_world_size():
         world = dist.group.WORLD
         assert world is not None, "init_process_group comes before create_process_groups"
         return world
-    return dist.new_group(list(ranks), timeout=timeout)
+    return dist.new_group(list(ranks), timeout=timeout, group_desc=name)

@@ -1,5 +1,8 @@
 """When one rank fails, all ranks end within seconds and say which one it was.
 
+A collective that times out is such a failure.  Then every rank also says what it was doing with
+the others and shows its stack, and the failing rank ends with one line about each of them.
+
 The failing rank writes its failure into the default store.  A thread on every rank looks there
 through a connection of its own, also while the main thread waits in a collective that will never
 complete; it prints ``rank R failed: ...`` and ends the process.
@@ -28,6 +31,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.core.config.errors import MegatronError
 from megatron.core.virtual_ranks.transport import BACKEND
+from megatron.core.waiting import note_collectives
+from megatron.training.stall_report import StallReport, is_timeout
 
 _FAILURE = "failure_watch/failure"  # text of the first failure
 _ACKNOWLEDGED = "failure_watch/acknowledged"  # ranks that have printed it
@@ -39,15 +44,22 @@ _FEW_LINES = 10  # of a message; with torchrun's own lines it stays among the la
 _FAREWELL_S = 60.0  # rank 0 keeps the store for ranks that still close their logs
 
 
-def failure_watch(poll_s: float = 1.0) -> AbstractContextManager[object]:
+def failure_watch(
+    poll_s: float = 1.0, timeout_s: float = float("inf")
+) -> AbstractContextManager[object]:
     """A context for everything that follows the creation of the process groups.
+
+    ``timeout_s`` is that of collectives: the calling thread is reported on shortly before it.
 
     An exception that leaves it ends the process with status 1, and all other ranks with it.  In a
     world of one rank, and among virtual ranks, which stop each other, it does nothing.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == BACKEND:
         return contextlib.nullcontext()
-    return FailureWatch(_get_default_store(), dist.get_rank(), dist.get_world_size(), poll_s)
+    note_collectives()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    stall = StallReport(rank, world_size, timeout_s)
+    return FailureWatch(_get_default_store(), rank, world_size, poll_s, stall)
 
 
 class FailureWatch:
@@ -59,12 +71,14 @@ class FailureWatch:
         rank: int,
         world_size: int,
         poll_s: float,
+        stall: StallReport,
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self._store = store.clone()
         self._rank = rank
         self._world_size = world_size
         self._poll_s = poll_s
+        self._stall = stall
         self._end = end
         self._stopped = threading.Event()
         # A store's connection serves one thread at a time, hence another one here.
@@ -99,8 +113,11 @@ class FailureWatch:
     def _fail(self, error: BaseException) -> None:
         """Tell all ranks of ``error`` and end this process."""
         mine = f"rank {self._rank} failed: {type(error).__name__}: {in_few_lines(str(error))}"
+        is_stall = is_timeout(error)
         first = mine
         with contextlib.suppress(RuntimeError):  # without a store the launcher has to see it
+            if is_stall:
+                self._stall.call_for_reports(self._store)
             first = self._store.compare_set(_FAILURE, "", mine).decode()
         if first == mine:
             if not isinstance(error, MegatronError):  # whose message is a whole sentence
@@ -112,6 +129,8 @@ class FailureWatch:
         with contextlib.suppress(RuntimeError):
             self._store.add(_ACKNOWLEDGED, 1)
             self._wait_for(_ACKNOWLEDGED, self._world_size, _PATIENCE_S + self._poll_s)
+            if is_stall and first == mine:
+                first = f"{self._stall.summary(self._store)}\n{mine}"
         self._finish(first)
 
     def _wait_for(self, counter: str, value: int, patience_s: float) -> None:
@@ -124,7 +143,10 @@ class FailureWatch:
         lost_at_s: float | None = None
         while not self._stopped.wait(self._poll_s):
             try:
+                self._stall.look(store)
                 text = store.get(_FAILURE).decode() if store.check([_FAILURE]) else None
+                if text is not None:
+                    self._stall.answer(store)
             except RuntimeError as error:
                 lost_at_s = lost_at_s or time.monotonic()
                 if time.monotonic() - lost_at_s > _STORE_LOST_S:

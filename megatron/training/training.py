@@ -69,7 +69,8 @@ def pretrain(
     def whole_run(*_ranks: int) -> None:
         run = start(config)
         try:
-            with failure_watch():
+            timeout_s = 60.0 * config.distributed.distributed_timeout_minutes
+            with failure_watch(timeout_s=timeout_s):
                 run.forward_step_func = forward_step_func
                 run.process_non_loss_data_func = process_non_loss_data_func
                 run.non_loss_data_func = non_loss_data_func

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,24 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.config.errors import DataError
+from megatron.core.faults import fault_point
+from megatron.core.pipeline_parallel.plan import Exchange, Placement, Transfer
+from megatron.core.pipeline_parallel.step_hooks import StepHooks
+from megatron.core.pipeline_parallel.transfer import Mailbox
+from megatron.core.process_groups_config import create_process_groups, make_grids
 from megatron.training.failure_watch import failure_watch
+from megatron.training.stall_report import StallReport
 from tests.ranks import run_ranks
+
+
+def _speak_into(folder: str, rank: int) -> None:
+    os.dup2(os.open(f"{folder}/stderr{rank}", os.O_WRONLY | os.O_CREAT), 2)
 
 
 def _wait_while_rank_1_raises(
     rank: int, world_size: int, folder: str, error: Exception, agent_file: bool
 ) -> None:
-    stderr = os.open(f"{folder}/stderr{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(stderr, 2)
+    _speak_into(folder, rank)
     if agent_file:
         os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/error{rank}.json"
     with failure_watch(poll_s=0.05):
@@ -74,3 +84,83 @@ def test_a_run_that_ends_in_order_is_left_alone() -> None:
 def test_one_process_raises_as_ever() -> None:
     with pytest.raises(ValueError, match="boom"), failure_watch():
         raise ValueError("boom")
+
+
+def _hang_on_rank_2(rank: int, world_size: int, folder: str) -> None:
+    """Rank 2 never comes; 3 waits for it in tp, 0 and then 1 in dp."""
+    groups = create_process_groups(*make_grids(4, tp=2), timeout=timedelta(seconds=1))
+    _speak_into(folder, rank)
+    with failure_watch(poll_s=0.05, timeout_s=1):
+        dist.all_reduce(torch.ones(1), group=groups.tp)
+        fault_point("between.collectives", step=1)
+        dist.all_reduce(torch.ones(1), group=groups.tp)
+        work = dist.all_gather_into_tensor(
+            torch.ones(2), torch.ones(1), group=groups.dp, async_op=True
+        )
+        work.wait()
+
+
+@pytest.mark.feature("Running: a hang is named: which rank is where, and who waits for it in what")
+def test_a_hang_names_the_group_the_operation_and_the_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULTS", "between.collectives:hang:rank2:step1")
+    with pytest.raises(AssertionError, match="exit code 1"):
+        run_ranks(_hang_on_rank_2, 4, str(tmp_path))
+    said = [(tmp_path / f"stderr{rank}").read_text() for rank in range(4)]
+    assert "rank 0 waits in dp all_gather of ranks 0 2, call 1 (" in said[0]
+    assert "rank 1 waits in dp all_gather of ranks 1 3, call 1 (" in said[1]
+    assert (
+        "rank 2 is in no collective; the last was tp all_reduce of ranks 2 3, call 1 (" in said[2]
+    )
+    assert "rank 3 waits in tp all_reduce of ranks 2 3, call 2 (" in said[3]
+    assert "rank 2 began tp 1" in said[2]
+    assert "rank 3 began tp 2" in said[3]
+    hung = said[2].split("rank 2 stands in")[1]
+    assert "in _hang_on_rank_2" in hung
+    assert "in fault_point" in hung
+    assert 'fault_point("between.collectives", step=1)' in hung
+    first = next(text for text in said if "Traceback" in text)
+    summary = first.split("Traceback")[1]
+    for rank, text in enumerate(said):
+        line = next(line for line in text.splitlines() if line.startswith(f"rank {rank} "))
+        assert f"rank {rank}: {line.split(' ', 2)[2].rpartition(' (')[0]}" in summary
+
+
+def _exchange_between_stages(rank: int, world_size: int, folder: str) -> None:
+    pipeline = dist.new_group([0, 1], timeout=timedelta(seconds=1), group_desc="pp")
+    _speak_into(folder, rank)
+    with failure_watch(poll_s=0.05, timeout_s=1):
+        mailbox = Mailbox(Placement(2), pipeline, StepHooks(), shape=(2,), dtype=torch.float32)
+        if rank == 0:
+            transfer = Transfer("activation", 17, 0, 1)
+            mailbox.put(transfer, torch.ones(2))
+            mailbox.post(Exchange((transfer,), ()))
+            mailbox.close()
+        else:
+            fault_point("stage")
+
+
+def test_a_transfer_between_stages_is_named_with_its_microbatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULTS", "stage:hang:rank1")
+    with pytest.raises(AssertionError, match="exit code 1"):
+        run_ranks(_exchange_between_stages, 2, str(tmp_path))
+    said = (tmp_path / "stderr0").read_text()
+    assert "rank 0 waits in pp send 0->1, activation of microbatch 17, call 1" in said
+
+
+def test_a_long_time_without_collectives_is_reported_once_and_ends_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    store = dist.HashStore()
+    report = StallReport(0, 1, timeout_s=0)
+    report.look(store)  # the first look sees that something has moved
+    report.look(store)
+    report.look(store)
+    said = capfd.readouterr().err
+    assert said.count("rank 0 is in no collective; there was none") == 1
+    assert "(nothing has moved for 0 s)" in said
+    assert "in test_a_long_time_without_collectives" in said
+    assert report.summary(store).startswith("rank 0: is in no collective; ")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core import device
+from megatron.core import device, waiting
 from megatron.core.pipeline_parallel.plan import Exchange, Placement, Transfer
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 
@@ -61,6 +61,7 @@ class Mailbox:
                 torch.empty(self.shape, dtype=self.dtype, device=device.current())
                 for _ in exchange.receives
             ]
+            waiting.name_transfers((*exchange.sends, *exchange.receives))
             works = dist.batch_isend_irecv(
                 [
                     *self._operations(dist.isend, sent, (t.target for t in exchange.sends)),
@@ -88,7 +89,7 @@ class Mailbox:
         """Wait until everything sent has left."""
         _wait(self._leaving)
         self._held = []
-        assert not self._tensors, f"never taken: {', '.join(map(str, self._tensors))}"
+        assert not self._tensors, f"never taken: {', '.join(map(repr, self._tensors))}"
 
     def _operations(
         self, operation: Any, tensors: Iterable[Tensor], stages: Iterable[int]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core import device
+from megatron.core import device, waiting
 from megatron.core.virtual_ranks.baton import Baton
 
 BACKEND = "virtual"
@@ -285,8 +285,11 @@ class VirtualGroup(dist.ProcessGroup):
                 _copy(received.tensor, sent.tensor, f"{self.group_desc} {path}")
             sent.is_done = received.is_done = True
 
+        purpose = next(waiting.record.purposes, None)
+        about = "" if purpose is None else f", {purpose}"
+
         def doing() -> str:
-            return f"{self.group_desc} {verb} {path} {_shape(tensor)}, tag {tag}"
+            return f"{self.group_desc} {verb} {path} {_shape(tensor)}, tag {tag}{about}"
 
         return VirtualWork(self._baton, [mine], doing)
 

@@ -1,0 +1,53 @@
+"""What `megatron.core.waiting` costs per collective: a note of its begin and of its wait.
+
+    python -m benchmarks.noted_collectives
+
+2026-11-21, 2 cores, torch 2.13: 0.7 us on 0.13 us of nothing; a gloo all_reduce of one rank takes 10.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core import waiting
+
+_CALLS, _REPEATS = 5000, 40
+
+
+class Done:
+    """A work that is done."""
+
+    def wait(self) -> bool:
+        return True
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """Of one call, the best of many rounds."""
+    rounds = []
+    for _ in range(_REPEATS):
+        started_s = time.perf_counter()
+        for _ in range(_CALLS):
+            call()
+        rounds.append(time.perf_counter() - started_s)
+    return 1e6 * min(rounds) / _CALLS
+
+
+def main() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world, work = dist.group.WORLD, Done()
+
+    def begin(group: Any, *args: Any) -> Done:
+        return work
+
+    noted, noted_wait = waiting._noted("all_reduce", begin), waiting._noted_wait(Done.wait)
+    plain = microseconds(lambda: Done.wait(begin(world, [], None)))
+    both = microseconds(lambda: noted_wait(noted(world, [], None)))
+    print(f"begin and wait: {plain:.2f} us, noted {both:.2f} us: {both - plain:.2f} us more")
+
+
+if __name__ == "__main__":
+    main()
