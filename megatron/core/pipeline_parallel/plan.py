@@ -31,9 +31,6 @@ class Transfer(NamedTuple):
     source: int  # virtual stage
     target: int
 
-    def __str__(self) -> str:
-        return f"{self.kind} of microbatch {self.microbatch}"
-
 
 class Exchange(NamedTuple):
     """Transfers of one rank that are posted together, as one operation."""

@@ -61,7 +61,10 @@ class Mailbox:
                 torch.empty(self.shape, dtype=self.dtype, device=device.current())
                 for _ in exchange.receives
             ]
-            waiting.name_transfers((*exchange.sends, *exchange.receives))
+            waiting.name_transfers(
+                f"{transfer.kind} of microbatch {transfer.microbatch}"
+                for transfer in (*exchange.sends, *exchange.receives)
+            )
             works = dist.batch_isend_irecv(
                 [
                     *self._operations(dist.isend, sent, (t.target for t in exchange.sends)),
@@ -89,7 +92,7 @@ class Mailbox:
         """Wait until everything sent has left."""
         _wait(self._leaving)
         self._held = []
-        assert not self._tensors, f"never taken: {', '.join(map(repr, self._tensors))}"
+        assert not self._tensors, f"never taken: {', '.join(map(str, self._tensors))}"
 
     def _operations(
         self, operation: Any, tensors: Iterable[Tensor], stages: Iterable[int]
