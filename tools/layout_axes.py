@@ -72,6 +72,7 @@ _FEATURES = (
     _layout("recompute", "recompute-distributed",
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
             "--distribute-saved-activations", "tp"),
+    _layout("processes", "virtual-ranks", "--virtual-ranks {ranks}"),
     _layout("deterministic", "deterministic", "--deterministic-mode"),
     _model("optimizer", "adam", "--optimizer adam --adam-eps 1e-3 --lr 0.01"),
     _model("optimizer", "sgd", "--optimizer sgd --lr 0.1"),
@@ -126,6 +127,11 @@ class Case:
     sizes: Sizes = Sizes()
 
     @property
+    def num_processes(self) -> int:
+        """How many are started."""
+        return 1 if "virtual-ranks" in self.features else self.world_size
+
+    @property
     def world_size(self) -> int:
         """Ranks of the layout."""
         return prod(self._degree(axis) for axis in AXES)
@@ -148,7 +154,12 @@ class Case:
         """What stands for the names in the flags."""
         batch = self.sizes.micro * self.sizes.microbatches * self._degree("dp")
         later = " p2p" * (self.sizes.layers - 1)
-        return {**vars(self.sizes), "batch": batch, "later_layers_p2p": later}
+        return {
+            **vars(self.sizes),
+            "ranks": self.world_size,
+            "batch": batch,
+            "later_layers_p2p": later,
+        }
 
     def _degree(self, axis: str) -> int:
         is_on = any(FEATURES[name].axis == axis for name in self.features)

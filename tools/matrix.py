@@ -176,7 +176,7 @@ def _problems(names: Iterable[str]) -> list[str]:
         )
     if case.world_size > MAX_RANKS:
         return [f"{case.world_size} ranks are more than a test starts"]
-    return refusals(case.command(), case.world_size)
+    return refusals(case.command(), case.num_processes)
 
 
 if __name__ == "__main__":

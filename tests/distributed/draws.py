@@ -40,7 +40,7 @@ class Draw:
         return (
             f"seed {self.seed}: {features}\n"
             f"  python -m tests.distributed.draws --draws 1 --first {self.seed}\n"
-            f"  torchrun --nproc-per-node {self.case.world_size} pretrain_gpt.py {command}\n"
+            f"  torchrun --nproc-per-node {self.case.num_processes} pretrain_gpt.py {command}\n"
             f"  python pretrain_gpt.py {' '.join(self.case.command_alone())}"
         )
 
@@ -51,7 +51,7 @@ def draw(seed: int) -> Draw:
     refused: list[str] = []
     while True:
         case = _any_case(rng)
-        problems = refusals(case.command(), case.world_size) + refusals(case.command_alone(), 1)
+        problems = refusals(case.command(), case.num_processes) + refusals(case.command_alone(), 1)
         if not problems:
             return Draw(seed, case, tuple(refused))
         refused.extend(problems)

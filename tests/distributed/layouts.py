@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.datasets.gpt_dataset import MockGPTDataset
@@ -58,8 +60,10 @@ def differences(case: Case, *, dtype: torch.dtype) -> list[str]:
     """Where the layout's answer is not that of one process."""
     in_double = dtype == torch.float64
     padded = "padded" in case.features
-    layout = run_ranks(trace, case.world_size, case.command(), padded, in_double)
-    (alone,) = run_ranks(trace, 1, case.command_alone(), padded, in_double)
+    processes = run_ranks(trace, case.num_processes, case.command(), padded, in_double)
+    layout = [rank for process in processes for rank in process]
+    assert len(layout) == case.world_size
+    (alone,) = run_ranks(trace, 1, case.command_alone(), padded, in_double)[0]
     return compare(layout, alone, tolerances.LAYOUT[dtype])
 
 
@@ -115,13 +119,15 @@ def _errors(ranks: Sequence[Parts], alone: Parts) -> dict[str, Error]:
     }
 
 
-def trace(rank: int, world_size: int, argv: Sequence[str], padded: bool, in_double: bool) -> Trace:
-    """Train on this rank; what it saw."""
-    seen = Trace()
+def trace(
+    rank: int, world_size: int, argv: Sequence[str], padded: bool, in_double: bool
+) -> list[Trace]:
+    """Train in this process; what its rank, or each of its virtual ranks, saw."""
+    traces: dict[int, Trace] = defaultdict(Trace)
     step, norm = loop.train_step, optimizers.global_norm
 
     def train_step(run: Any) -> Any:
-        result = step(run)
+        result, seen = step(run), traces[dist.get_rank()]
         seen.losses.extend(float(loss) for loss in result.losses.values())
         seen.norms.append(result.grad_norm)
         chunks = [p for chunk in run.model_chunks for p in chunk.parameters()]
@@ -129,6 +135,7 @@ def trace(rank: int, world_size: int, argv: Sequence[str], padded: bool, in_doub
         return result
 
     def global_norm(grads: Any, groups: Any) -> float:
+        seen = traces[dist.get_rank()]
         if not seen.gradients:
             seen.gradients = [_part(info, grad) for info, grad in grads]
         return norm(grads, groups)
@@ -141,8 +148,10 @@ def trace(rank: int, world_size: int, argv: Sequence[str], padded: bool, in_doub
         stack.enter_context(_short_documents(padded))
         if in_double:
             stack.enter_context(_in_float64())
+        if "--virtual-ranks" in argv:
+            dist.destroy_process_group()  # as where no launcher is
         train_gpt(rank, world_size, argv)
-    return seen
+    return list(traces.values())
 
 
 def _part(info: ParamInfo, values: Tensor) -> tuple[str, Tensor]:
