@@ -35,8 +35,8 @@ class ParamSize(NamedTuple):
 
     numel: int
     key: BufferKey
-    # A shared embedding: its part of the buffer must not depend on what else a stage holds, so
-    # that first and last stage shard it alike.
+    # A shared embedding has a bucket for itself: what a rank owns of it must not depend on what
+    # else a stage holds, since first and last stage add up their gradients.
     is_alone: bool = False
 
 
@@ -70,6 +70,8 @@ def plan_buffers(
 ) -> list[BufferPlan]:
     """The buffers of one model chunk, whose trainable ``params`` come in model order.
 
+    Sharded or not, the layout is the same, and with it the order of sums.
+
     What is in none keeps its gradient in ``param.grad``: it needs no reduction, no scaling
     (``is_mean``: gradients are divided by the number of replicas) and no other dtype.
     """
@@ -88,8 +90,7 @@ def plan_buffers(
             num_buckets=config.ddp_num_buckets,
             total_numel=sum(param.numel for param in params),
             group_size=num_sharers,
-            is_overlapped=not disable_bucketing
-            and (config.overlap_grad_reduce or config.overlap_param_gather),
+            is_overlapped=config.overlap_grad_reduce and not disable_bucketing,
         )
         layout = plan_buffer(
             [params[i].numel for i in indices],
@@ -98,7 +99,7 @@ def plan_buffers(
             bucket_multiple=bucket_multiple(
                 num_sharers, for_high_bus_bandwidth=config.pad_buckets_for_high_nccl_busbw
             ),
-            alone=[n for n, i in enumerate(indices) if is_sharded and params[i].is_alone],
+            alone=[n for n, i in enumerate(indices) if params[i].is_alone],
         )
         plans.append(BufferPlan(key, tuple(indices), layout, num_sharers if is_sharded else 1))
     return plans

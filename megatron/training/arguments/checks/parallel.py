@@ -189,6 +189,12 @@ def optimizer_instances_divide_the_replicas(run: RunConfig) -> Iterator[str]:
             )
 
 
+def gathers_overlap_with_reductions(run: RunConfig) -> Iterator[str]:
+    """Parameters travel in the buckets that gradients are reduced in."""
+    if run.ddp.overlap_param_gather and not run.ddp.overlap_grad_reduce:
+        yield "--overlap-param-gather needs --overlap-grad-reduce, which makes buckets: add it"
+
+
 def backend_suits_the_device(run: RunConfig) -> Iterator[str]:
     """NCCL talks between GPUs only."""
     d = run.distributed
@@ -225,6 +231,7 @@ CHECKS = (
     groups_of_micro_batches_fill_the_pipeline,
     rank_order_suits_experts,
     optimizer_instances_divide_the_replicas,
+    gathers_overlap_with_reductions,
     backend_suits_the_device,
     virtual_ranks_are_alone,
 )
