@@ -152,7 +152,20 @@ class ModelParallelConfig:
         None,
         "Contents of each pipeline stage, such as Et*3|t*4|t*3L.",
         group="distributed",
-        refused=states.PIPELINE_LAYOUT,
+    )
+    pipeline_split: str = option(
+        "even",
+        "Layers per pipeline stage: equally many, or (auto) such that embedding, layers and loss "
+        "take each stage as equal a time as can be.",
+        group="distributed",
+        choices=("even", "auto"),
+    )
+    pipeline_schedule: str | None = option(
+        None,
+        "Order of work in the pipeline; 1f1b, or interleaved where ranks have virtual stages, if "
+        "not given.  zb-h1 and zb-v fill waiting time with weight gradients.",
+        group="distributed",
+        choices=("1f1b", "interleaved", "zb-h1", "zb-v"),
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,

@@ -12,7 +12,7 @@ Two counts exist.  They differ in attention alone:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron.core.transformer.attention_masks import window_of_layer
@@ -53,12 +53,25 @@ def num_floating_point_operations(
 
 def causal_model_flops(config: RunConfig, batch_size: int, padded_vocab_size: int) -> ModelFlops:
     """FLOPs of a step on ``batch_size`` samples with attention counted under its mask."""
-    seq_length = _seq_length(config)
-    keys = [
-        mean_keys_per_query(seq_length, _keys_in_window(config.model, layer_index))
+    num_tokens = batch_size * _seq_length(config)
+    return _model_flops(config.model, num_tokens, padded_vocab_size, _causal_keys(config))
+
+
+def layer_flops(config: RunConfig) -> list[float]:
+    """FLOPs of each layer for one token, attention counted under its mask."""
+    scale = FORWARD_AND_BACKWARD * MULTIPLY_ADD
+    return [
+        scale * (config.model.hidden_size * columns + 2 * heads_width * keys)
+        for columns, heads_width, keys in _layer_widths(config.model, _causal_keys(config))
+    ]
+
+
+def _causal_keys(config: RunConfig) -> list[float]:
+    """Keys that a query meets on average in each layer."""
+    return [
+        mean_keys_per_query(_seq_length(config), _keys_in_window(config.model, layer_index))
         for layer_index in range(config.model.num_layers)
     ]
-    return _model_flops(config.model, batch_size * seq_length, padded_vocab_size, keys)
 
 
 def mean_keys_per_query(seq_length: int, window: int | None = None) -> float:
@@ -80,8 +93,21 @@ def _model_flops(
     padded_vocab_size: int,
     keys_per_query: Iterable[float],  # one number per layer
 ) -> ModelFlops:
-    """Per token and full layer, with h = hidden, a = heads, g = query groups, d = kv channels:
+    layers = list(_layer_widths(model, keys_per_query))
+    columns = padded_vocab_size + sum(columns for columns, _, _ in layers)
+    scores = sum(heads_width * keys for _, heads_width, keys in layers)
+    scale = FORWARD_AND_BACKWARD * MULTIPLY_ADD * num_tokens
+    return ModelFlops(
+        linear=float(scale * model.hidden_size * columns), attention=float(scale * 2 * scores)
+    )
 
+
+def _layer_widths(
+    model: TransformerConfig, keys_per_query: Iterable[float]
+) -> Iterator[tuple[int, int, float]]:
+    """Of each layer: columns of its matrices of h rows, width of its heads, keys per query.
+
+    Per token and full layer, with h = hidden, a = heads, g = query groups, d = kv channels:
     q and output projection 2*h*a*d, k and v 2*h*g*d, MLP 2 or (gated) 3 times h*ffn,
     scores and their product with the values 2*a*d*keys; per token h*vocabulary.  A part that is
     replaced by one matrix has h*h, an absent one nothing.
@@ -91,17 +117,11 @@ def _model_flops(
     mlp_matrices = 3 if model.gated_linear_unit else 2
     alike = LayerShape(FULL, FULL, model.ffn_hidden_size)
     shapes = layer_shapes(model) or [alike] * model.num_layers
-    columns, keys = padded_vocab_size, 0.0
-    for shape, layer_keys in zip(shapes, keys_per_query, strict=True):
+    for shape, keys in zip(shapes, keys_per_query, strict=True):
         attention = {FULL: 2 * heads_width + 2 * groups_width, LINEAR: model.hidden_size}
         mlp = {FULL: mlp_matrices * (shape.ffn_hidden_size or 0), LINEAR: model.hidden_size}
-        columns += attention.get(shape.attention, 0) + mlp.get(shape.mlp, 0)
-        keys += layer_keys if shape.attention == FULL else 0
-    scale = FORWARD_AND_BACKWARD * MULTIPLY_ADD * num_tokens
-    return ModelFlops(
-        linear=float(scale * model.hidden_size * columns),
-        attention=float(scale * 2 * heads_width * keys),
-    )
+        columns = attention.get(shape.attention, 0) + mlp.get(shape.mlp, 0)
+        yield columns, heads_width, keys if shape.attention == FULL else 0.0
 
 
 def _seq_length(config: RunConfig) -> int:

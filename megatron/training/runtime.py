@@ -69,8 +69,12 @@ class Runtime:
 
     @property
     def is_last_rank(self) -> bool:
-        """Whether this rank prints the training line and writes TensorBoard."""
-        return dist.get_rank() == dist.get_world_size() - 1
+        """Whether this rank prints the training line and writes TensorBoard: the last with a loss.
+
+        It is the last of all, unless stages lie in a V and the loss with the embedding.
+        """
+        others = (self.groups.tp, self.groups.cp, self.groups.dp)
+        return self.has_loss and all(group.rank() == group.size() - 1 for group in others)
 
     def finished(self) -> bool:
         """Whether the loop ends before another step."""

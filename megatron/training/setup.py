@@ -18,6 +18,7 @@ from megatron.core.optimizer.param_groups import (
 )
 from megatron.core.param_init import initialize_parameters
 from megatron.core.transformer.module import Float16Module
+from megatron.training.pipeline_split import settle_pipeline_split
 from megatron.training.printing import print_rank_0
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import build_scheduler
@@ -33,21 +34,25 @@ ModelProvider = Callable[..., nn.Module]
 
 
 def setup_tokenizer(run: Runtime) -> None:
-    """Build the tokenizer and settle the padded vocabulary size."""
+    """Build the tokenizer; settle the padded vocabulary size, and what follows from it."""
     print_rank_0(f"> building {run.config.tokenizer.tokenizer_type} tokenizer ...")
     run.tokenizer = create_tokenizer(TokenizerSpec.of(run.config.tokenizer))
     asked = run.config.tokenizer.padded_vocab_size
     if asked is not None:
         run.padded_vocab_size = asked
         check_vocab(run.tokenizer, asked)
-        return
-    vocab_size = run.tokenizer.vocab_size
-    run.padded_vocab_size = padded_vocab_size(
-        vocab_size,
-        run.config.language_model.make_vocab_size_divisible_by,
-        run.config.model.tensor_model_parallel_size,
-    )
-    print_rank_0(padding_message(vocab_size, run.padded_vocab_size))
+    else:
+        vocab_size = run.tokenizer.vocab_size
+        run.padded_vocab_size = padded_vocab_size(
+            vocab_size,
+            run.config.language_model.make_vocab_size_divisible_by,
+            run.config.model.tensor_model_parallel_size,
+        )
+        print_rank_0(padding_message(vocab_size, run.padded_vocab_size))
+    if run.config.model.pipeline_split == "auto":
+        run.config = settle_pipeline_split(run.config, run.padded_vocab_size)
+        layout = run.config.model.pipeline_model_parallel_layout
+        print_rank_0(f" > --pipeline-split auto: --pipeline-model-parallel-layout '{layout}'")
 
 
 def build_model(run: Runtime, model_provider: ModelProvider, *, wrap: bool = True) -> None:

@@ -19,7 +19,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.param_info import ParamInfo, info_of
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
-from megatron.core.pipeline_parallel.plan import Placement
+from megatron.core.pipeline_parallel.plan import placement_of
 from megatron.core.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from tests import tolerances
@@ -82,9 +82,10 @@ def build(layout: Layout, groups: Any) -> list[DistributedDataParallel]:
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+        pipeline_schedule=layout.schedule,
         **dict(layout.model),
     )
-    placement = Placement(layout.pp, layout.chunks)
+    placement = placement_of(layout.schedule, layout.pp, layout.chunks)
     torch.manual_seed(1234)
     chunks = []
     for chunk in range(layout.chunks):
@@ -238,6 +239,16 @@ LAYOUTS = {
         ),
     ),
     "pp3-uneven": Layout(pp=3, model=(("decoder_first_pipeline_num_layers", 2),)),
+    "pp2-vpp2-layout": Layout(
+        pp=2, chunks=2, model=(("pipeline_model_parallel_layout", "E|t*5||t*3L"),)
+    ),
+    "pp4-zb-h1": Layout(pp=4, schedule="zb-h1"),
+    "pp2-dp2-zb-h1": Layout(pp=2, dp=2, schedule="zb-h1", ddp=OVERLAP),
+    "pp2-zb-h1-one-micro-batch": Layout(pp=2, microbatches=1, schedule="zb-h1"),
+    "pp4-zb-v": Layout(pp=4, chunks=2, schedule="zb-v"),
+    "pp2-tp2-sp-zb-v-untied": Layout(
+        pp=2, chunks=2, tp=2, schedule="zb-v", is_tied=False, model=(("sequence_parallel", True),)
+    ),
     "pp2-waiting": Layout(pp=2, chunks=2, model=(("overlap_p2p_comm", False),)),
     "pp2-early": Layout(pp=2, chunks=2, model=(("overlap_p2p_comm_warmup_flush", True),)),
 }

@@ -56,6 +56,14 @@ def test_two_tensor_ranks_give_the_losses_of_one_process(
     close(losses(run_gpt(tmp_path, *flags, *sequence_parallel, world_size=2)), one_process)
 
 
+def test_a_v_of_stages_gives_and_logs_the_losses_of_one_process(
+    tmp_path: Path, one_process: list[float]
+) -> None:
+    stages = "--pipeline-schedule zb-v --pipeline-model-parallel-layout E|t|t|L".split()
+    flags = [*SCHEDULE, *BERT_SIZED_VOCAB, "--pipeline-model-parallel-size", "2"]
+    close(losses(run_gpt(tmp_path, *flags, *stages, world_size=2)), one_process)
+
+
 @pytest.mark.parametrize("layout", ["overlap", "per-token", "bucketed", "zero"])
 def test_llama_shapes_in_four_ranks_give_the_losses_of_one_process(
     tmp_path: Path, layout: str

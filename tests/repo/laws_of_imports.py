@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "tensor_parallel": _LOWER | {"fusions"},
     "distributed": _LOWER,
     "optimizer": _LOWER | {"distributed"},
-    "transformer": _LOWER | {"fusions", "tensor_parallel"},
+    "transformer": _LOWER | {"fusions", "tensor_parallel", "pipeline_parallel"},  # where stages lie
     "ssm": _LOWER | {"fusions", "tensor_parallel", "transformer"},
     "extensions": _MIDDLE,
     "models": _MIDDLE | {"extensions"},

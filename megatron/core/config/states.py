@@ -13,10 +13,6 @@ def only_with(flag: str) -> str:
 
 
 # ---- refused: not in this version ----------------------------------------------------------
-PIPELINE_LAYOUT = (
-    "a free layout of the pipeline is not in this version; use --decoder-first-pipeline-num-layers "
-    "and --decoder-last-pipeline-num-layers"
-)
 EXPERTS = "mixture of experts is not in this version; drop the flag to train a dense model"
 LATENT_ATTENTION = (
     "latent attention is not in this version; --group-query-attention also shrinks the keys and "

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import zip_longest
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.pipeline_parallel.plan import Placement, Work
+from megatron.core.pipeline_parallel.plan import Placement, Work, placement_of
 from megatron.core.pipeline_parallel.zero_bubble import zb_h1, zb_v
 
 # Values of --pipeline-schedule -> chunks of each rank; None is any number above one.
@@ -36,7 +36,7 @@ def schedule_of(
     name = name or ("interleaved" if num_chunks > 1 else "1f1b")
     if sentence := wrong_chunks(name, num_chunks):
         raise ConfigError(sentence)
-    placement = Placement(num_ranks, num_chunks, is_v=name == "zb-v")
+    placement = placement_of(name, num_ranks, num_chunks)
     group = group or num_ranks
     return placement, tuple(
         _order(name, placement, rank, num_microbatches, group, forward_only)
@@ -52,10 +52,8 @@ def wrong_chunks(name: str, num_chunks: int) -> str | None:
     cure = "drop the flags of virtual stages"
     if wanted != 1:
         cure = f"give --num-virtual-stages-per-pipeline-rank {wanted or 2}"
-    return (
-        f"--pipeline-schedule {name} wants {wanted or 'several'} virtual stages on each pipeline "
-        f"rank, not {num_chunks}: {cure}"
-    )
+    stages = "1 virtual stage" if wanted == 1 else f"{wanted or 'several'} virtual stages"
+    return f"--pipeline-schedule {name} wants {stages} a pipeline rank, not {num_chunks}: {cure}"
 
 
 def _order(

@@ -69,3 +69,8 @@ class Placement:
         chunk, place = divmod(stage, self.num_ranks)
         turned = self.is_v and chunk % 2 == 1
         return (self.num_ranks - 1 - place if turned else place), chunk
+
+
+def placement_of(schedule: str | None, num_ranks: int, num_chunks: int) -> Placement:
+    """Where the stages lie under ``--pipeline-schedule schedule``."""
+    return Placement(num_ranks, num_chunks, is_v=schedule == "zb-v")

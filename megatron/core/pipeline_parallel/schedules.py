@@ -63,7 +63,7 @@ def forward_backward(
     config = chunks[0].config if config is None else config
     rank, num_ranks = groups.pp.rank(), groups.pp.size()
     placement, orders = schedule_of(
-        None,
+        config.pipeline_schedule if num_ranks > 1 else None,
         num_ranks=num_ranks,
         num_chunks=len(chunks),
         num_microbatches=num_microbatches,

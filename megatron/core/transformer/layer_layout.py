@@ -1,48 +1,198 @@
-"""Which layers live on which pipeline stage: arithmetic only.
+"""Which layers live on which virtual pipeline stage: arithmetic only.
 
-A virtual stage is (chunk, pipeline rank); activations pass through all ranks of chunk 0, then of
-chunk 1, and so on.
+A hidden state goes through the virtual stages in order; where each lies `Placement` says.  The
+embedding is on the first, the loss on the last.  Every layer is on exactly one.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate
+
 from megatron.core.config.errors import ConfigError
+from megatron.core.pipeline_parallel.plan import placement_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-
-def layers_of_rank(config: TransformerConfig, num_ranks: int) -> list[int]:
-    """Number of slots (layers, and an embedding or loss that counts as one) of each rank."""
-    first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
-    slots = config.num_layers
-    slots += config.account_for_embedding_in_pipeline_split
-    slots += config.account_for_loss_in_pipeline_split
-    ends = [n for n in (first, last) if n is not None]
-    middle_ranks, middle = num_ranks - len(ends), slots - sum(ends)
-    if middle_ranks <= 0 or middle % middle_ranks:
-        if middle_ranks == 0 and middle == 0:
-            return ends
-        raise ConfigError(
-            f"{middle} layers cannot be cut evenly over {middle_ranks} pipeline ranks: use "
-            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
-        )
-    counts = [middle // middle_ranks] * middle_ranks
-    return [first] * (first is not None) + counts + [last] * (last is not None)
+LAYOUT = "--pipeline-model-parallel-layout"
+_FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
+_TOKENS = re.compile(r"\*(?P<times>\d{1,4})|(?P<item>[EtmL|()])|[,\s]+|(?P<other>.)", re.DOTALL)
 
 
 def layer_range(
     config: TransformerConfig, *, pp_rank: int, num_ranks: int, vp_stage: int | None = None
 ) -> range:
-    """Indices, from 0 over the whole model, of the layers of one virtual stage."""
+    """Indices, from 0 over the whole model, of the layers of one chunk of a rank."""
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
-    counts = layers_of_rank(config, num_ranks)
-    uneven = [n for n in counts if n % num_chunks]
-    if uneven:
-        raise ConfigError(
-            f"{uneven[0]} layers of a pipeline rank are not {num_chunks} equal chunks"
+    placement = placement_of(config.pipeline_schedule, num_ranks, num_chunks)
+    return layer_ranges(config, num_ranks)[placement.stage(pp_rank, vp_stage or 0)]
+
+
+@lru_cache(maxsize=8)
+def layer_ranges(config: TransformerConfig, num_ranks: int) -> tuple[range, ...]:
+    """The layers of each virtual stage.  Raises ConfigError where the flags leave no way."""
+    problems = list(layout_problems(config, num_ranks))
+    if config.pipeline_split == "auto":
+        problems.append("--pipeline-split auto is settled where the vocabulary size is known")
+    if problems:
+        raise ConfigError("; ".join(problems))
+    if config.pipeline_model_parallel_layout is not None:
+        sizes = [stage.count("t") for stage in parse_layout(config.pipeline_model_parallel_layout)]
+    else:
+        sizes = _even_sizes(config, num_ranks)
+    ends = list(accumulate(sizes))
+    assert ends[-1] == config.num_layers, f"stages of {sizes} layers hold another number of them"
+    return tuple(range(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+
+def _even_sizes(config: TransformerConfig, num_ranks: int) -> list[int]:
+    """Layers of each virtual stage where ranks, but the ends that are given, have equally many."""
+    num_chunks = config.virtual_pipeline_model_parallel_size or 1
+    placement = placement_of(config.pipeline_schedule, num_ranks, num_chunks)
+    counts = _slots_of_rank(config, num_ranks)
+    stages = range(placement.num_stages)
+    sizes = [counts[placement.location(stage)[0]] // num_chunks for stage in stages]
+    sizes[0] -= config.account_for_embedding_in_pipeline_split
+    sizes[-1] -= config.account_for_loss_in_pipeline_split
+    return sizes
+
+
+def _slots_of_rank(config: TransformerConfig, num_ranks: int) -> list[int]:
+    """Layers of each rank, with an embedding or loss that counts as one."""
+    first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
+    ends = [n for n in (first, last) if n is not None]
+    middle = (_num_slots(config) - sum(ends)) // max(1, num_ranks - len(ends))
+    counts = [middle] * (num_ranks - len(ends))
+    return [first] * (first is not None) + counts + [last] * (last is not None)  # type: ignore
+
+
+def _num_slots(config: TransformerConfig) -> int:
+    accounted = config.account_for_embedding_in_pipeline_split
+    return config.num_layers + accounted + config.account_for_loss_in_pipeline_split
+
+
+# ---- what is wrong -------------------------------------------------------------------------
+
+
+def layout_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
+    """A sentence for each reason why the layers cannot be dealt out as the flags say."""
+    choices = _choices(config)
+    if len(choices) > 1:
+        yield f"{', '.join(choices)} each say which layers a stage has: give one of them"
+    elif config.pipeline_model_parallel_layout is not None:
+        yield from _string_problems(config, num_ranks)
+    elif config.pipeline_split == "auto":
+        num_stages = num_ranks * (config.virtual_pipeline_model_parallel_size or 1)
+        if config.num_layers < num_stages - 2:
+            yield (
+                f"--num-layers {config.num_layers} are too few for {num_stages} pipeline stages, "
+                "of which only the first and the last may have none: use fewer stages"
+            )
+    else:
+        yield from _even_problems(config, num_ranks)
+
+
+def _choices(config: TransformerConfig) -> list[str]:
+    """The ways that are given to say which layers a stage has, of which there may be one."""
+    first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
+    accounts = {
+        "--account-for-embedding-in-pipeline-split": config.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": config.account_for_loss_in_pipeline_split,
+    }
+    ways = {
+        LAYOUT: config.pipeline_model_parallel_layout is not None,
+        "--pipeline-split auto": config.pipeline_split == "auto",
+        _FIRST if first is not None else _LAST: first is not None or last is not None,
+        next((flag for flag, given in accounts.items() if given), ""): any(accounts.values()),
+    }
+    return [flag for flag, is_given in ways.items() if is_given]
+
+
+def _even_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
+    given = {
+        flag: count
+        for flag, count in (
+            (_FIRST, config.decoder_first_pipeline_num_layers),
+            (_LAST, config.decoder_last_pipeline_num_layers),
         )
-    chunk, per_chunk = vp_stage or 0, [n // num_chunks for n in counts]
-    start = chunk * sum(per_chunk) + sum(per_chunk[:pp_rank])
-    stop = start + per_chunk[pp_rank]
-    shift = int(config.account_for_embedding_in_pipeline_split)
-    limit = config.num_layers
-    return range(min(max(start - shift, 0), limit), min(max(stop - shift, 0), limit))
+        if count is not None
+    }
+    yield from (f"{flag} {n}: at least 1 is needed" for flag, n in given.items() if n < 1)
+    slots, ends = _num_slots(config), sum(given.values())
+    ranks = num_ranks - len(given)
+    left = slots - ends
+    if left < 0 or ranks < 0 or (left % ranks if ranks else left):
+        extra = slots - config.num_layers
+        counted = f" (+{extra} for embedding and loss)" if extra else ""
+        less = "".join(f" less {flag} {n}" for flag, n in given.items())
+        yield (
+            f"--num-layers {config.num_layers}{counted}{less} cannot be dealt out evenly to "
+            f"{max(0, ranks)} pipeline ranks: change {_FIRST} or {_LAST}, or use --pipeline-split "
+            "auto"
+        )
+        return
+    num_chunks = config.virtual_pipeline_model_parallel_size or 1
+    uneven = [n for n in _slots_of_rank(config, num_ranks) if n % num_chunks]
+    if uneven:
+        yield (
+            f"{uneven[0]} layers of a pipeline rank cannot be dealt out evenly to its {num_chunks} "
+            f"virtual stages: change the number of stages, or use --pipeline-split auto"
+        )
+
+
+# ---- strings -------------------------------------------------------------------------------
+
+
+def parse_layout(text: str) -> list[str]:
+    """The contents of each virtual stage, such as ["Ett", "ttL"], of "Ett|ttL" or "(Et*2|t*2L)".
+
+    E is the embedding, t a layer, m a layer of multi-token prediction, L the loss; | ends a stage,
+    *n repeats the letter or the parenthesis before it, commas and blanks are for the eye.
+    """
+    nested: list[list[str]] = [[]]
+    for token in _TOKENS.finditer(text):
+        item, times = token["item"], token["times"]
+        if token["other"]:
+            raise ConfigError(f"{LAYOUT} {text}: {token['other']!r} is none of E t m L | ( ) *n")
+        if item == "(":
+            nested.append([])
+        elif item == ")":
+            if len(nested) == 1:
+                raise ConfigError(f"{LAYOUT} {text}: a ) without its (")
+            group = "".join(nested.pop())
+            nested[-1].append(group)
+        elif item:
+            nested[-1].append(item)
+        elif times:
+            if not nested[-1]:
+                raise ConfigError(f"{LAYOUT} {text}: nothing stands before *{times}")
+            nested[-1][-1] *= int(times)
+    if len(nested) > 1:
+        raise ConfigError(f"{LAYOUT} {text}: a ( without its )")
+    return "".join(nested[0]).split("|")
+
+
+def _string_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
+    text = config.pipeline_model_parallel_layout or ""
+    try:
+        stages = parse_layout(text)
+    except ConfigError as error:
+        yield str(error)
+        return
+    num_chunks, whole = config.virtual_pipeline_model_parallel_size or 1, "".join(stages)
+    if len(stages) != num_ranks * num_chunks:
+        yield (
+            f"{LAYOUT} {text} has {len(stages)} stages, which --pipeline-model-parallel-size "
+            f"{num_ranks} does not divide"
+            if len(stages) % num_ranks
+            else f"{LAYOUT} {text} has {len(stages)} stages, not {num_ranks} x {num_chunks}"
+        )
+    if not (whole.startswith("E") and stages[0] and whole.count("E") == 1):
+        yield f"{LAYOUT} {text}: the one E, the embedding, comes first"
+    if not (whole.endswith("L") and stages[-1] and whole.count("L") == 1):
+        yield f"{LAYOUT} {text}: the one L, the loss, comes last"
+    if whole.count("t") != config.num_layers:
+        yield f"{LAYOUT} {text} has {whole.count('t')} layers (t), --num-layers {config.num_layers}"
+    if "m" in whole:
+        yield f"{LAYOUT} {text}: multi-token prediction (m) is not in this version"

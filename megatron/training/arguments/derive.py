@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core.activations import openai_gelu, squared_relu
+from megatron.core.config.errors import ConfigError
 from megatron.core.device import CPU
 from megatron.core.enums import AttnBackend
+from megatron.core.transformer.layer_layout import parse_layout
 
 Derivation = Callable[[Namespace], Iterator[str]]
 
@@ -91,12 +93,24 @@ def pipeline(ns: Namespace) -> Iterator[str]:
         slots += ns.account_for_loss_in_pipeline_split
         per_chunk = ns.pipeline_model_parallel_size * ns.num_layers_per_virtual_pipeline_stage
         chunks = slots // max(1, per_chunk)
+    elif ns.pipeline_model_parallel_layout is not None:
+        chunks = _stages(ns.pipeline_model_parallel_layout) // ns.pipeline_model_parallel_size
+    elif ns.pipeline_schedule == "zb-v":
+        chunks = 2 if chunks is None else chunks
     ns.virtual_pipeline_model_parallel_size = chunks if chunks is not None and chunks > 1 else None
     if ns.virtual_pipeline_model_parallel_size is None:
         ns.align_param_gather = False
     if ns.microbatch_group_size_per_vp_stage is None:
         ns.microbatch_group_size_per_vp_stage = ns.pipeline_model_parallel_size
     yield from ()
+
+
+def _stages(layout: str) -> int:
+    """0 for a string that `layout_problems` reports."""
+    try:
+        return len(parse_layout(layout))
+    except ConfigError:
+        return 0
 
 
 def sequence_lengths(ns: Namespace) -> Iterator[str]:

@@ -114,6 +114,8 @@ NEEDS = (
             "overlap_p2p_comm",
             "overlap_p2p_comm_warmup_flush",
             "align_grad_reduce",
+            "pipeline_schedule",
+            "pipeline_split",
             "account_for_embedding_in_pipeline_split",
             "account_for_loss_in_pipeline_split",
             "defer_embedding_wgrad_compute",

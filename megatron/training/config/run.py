@@ -10,7 +10,7 @@ from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.pipeline_parallel.plan import Placement
+from megatron.core.pipeline_parallel.plan import Placement, placement_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
@@ -54,9 +54,8 @@ class RunConfig:
     def placement(self) -> Placement:
         """Which virtual pipeline stage lies where."""
         m = self.model
-        return Placement(
-            m.pipeline_model_parallel_size, m.virtual_pipeline_model_parallel_size or 1
-        )
+        num_chunks = m.virtual_pipeline_model_parallel_size or 1
+        return placement_of(m.pipeline_schedule, m.pipeline_model_parallel_size, num_chunks)
 
     @property
     def data_parallel_size(self) -> int:

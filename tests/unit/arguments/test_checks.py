@@ -83,6 +83,8 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "profile_ranks": "3",
         "cp_comm_type": "a2a",
         "hierarchical_context_parallel_sizes": "1 1",
+        "pipeline_schedule": "1f1b",
+        "pipeline_split": "auto",
     }
     switches = {
         "rotary_interleaved": "--rotary-interleaved",

@@ -19,7 +19,6 @@ from megatron.core.param_info import info_of, name_parameters
 from megatron.core.param_init import initialize_parameters
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.layer_layout import layer_range, layers_of_rank
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.norms import HeadsWideRMSNorm, Norm, l2_norm
@@ -166,45 +165,6 @@ def test_a_spec_that_cannot_be_imported_is_named() -> None:
 def test_an_identity_returns_what_it_gets() -> None:
     assert IdentityOp("any", thing=1)(5, 6) == 5
     assert IdentityFuncOp()(True, False)(7, 8) == 7
-
-
-def layouts(num_ranks: int, **changes: Any) -> list[list[int]]:
-    config = tiny_config(**changes)
-    chunks = config.virtual_pipeline_model_parallel_size
-    return [
-        list(layer_range(config, pp_rank=rank, num_ranks=num_ranks, vp_stage=chunk))
-        for chunk in (range(chunks) if chunks else [None])
-        for rank in range(num_ranks)
-    ]
-
-
-def test_layers_are_laid_out_over_stages() -> None:
-    assert layouts(1, num_layers=3) == [[0, 1, 2]]
-    assert layouts(2, num_layers=4) == [[0, 1], [2, 3]]
-    interleaved = layouts(2, num_layers=8, virtual_pipeline_model_parallel_size=2)
-    assert interleaved == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    uneven = {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 2}
-    assert layouts(4, num_layers=9, **uneven) == [[0], [1, 2, 3], [4, 5, 6], [7, 8]]
-    assert layouts(2, num_layers=3, **uneven) == [[0], [1, 2]]
-    counted = {
-        "account_for_embedding_in_pipeline_split": True,
-        "account_for_loss_in_pipeline_split": True,
-    }
-    assert layouts(2, num_layers=4, **counted) == [[0, 1], [2, 3]]
-    assert layouts(3, num_layers=7, **counted) == [[0, 1], [2, 3, 4], [5, 6]]
-    assert layouts(2, num_layers=6, virtual_pipeline_model_parallel_size=2, **counted) == [
-        [0],
-        [1, 2],
-        [3, 4],
-        [5],
-    ]
-
-
-def test_layers_that_do_not_divide_are_an_error() -> None:
-    with pytest.raises(ConfigError, match="5 layers cannot be cut evenly over 2 pipeline ranks"):
-        layers_of_rank(tiny_config(num_layers=5), 2)
-    with pytest.raises(ConfigError, match="3 layers of a pipeline rank are not 2 equal chunks"):
-        layouts(2, num_layers=6, virtual_pipeline_model_parallel_size=2)
 
 
 class Echo(nn.Module):

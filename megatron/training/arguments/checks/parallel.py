@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from megatron.core.device import CPU, backend_serves
 from megatron.core.distributed.buffer_plan import num_instances
+from megatron.core.pipeline_parallel.orders import wrong_chunks
+from megatron.core.transformer.layer_layout import layout_problems
 from megatron.training.config.run import RunConfig
 
 
@@ -92,24 +94,9 @@ def sequence_fits_sequence_parallel(run: RunConfig) -> Iterator[str]:
 
 
 def layers_fit_the_pipeline(run: RunConfig) -> Iterator[str]:
-    """Without a layout of one's own the stages have equally many slots."""
-    m = run.model
-    pp = m.pipeline_model_parallel_size
-    uneven = (
-        m.decoder_first_pipeline_num_layers,
-        m.decoder_last_pipeline_num_layers,
-        m.pipeline_model_parallel_layout,
-    )
-    if pp <= 1 or any(choice is not None for choice in uneven):
-        return
-    extra = m.account_for_embedding_in_pipeline_split + m.account_for_loss_in_pipeline_split
-    if (m.num_layers + extra) % pp:
-        counted = f" (+{extra} for embedding and loss)" if extra else ""
-        yield (
-            f"--num-layers {m.num_layers}{counted} is not a multiple of "
-            f"--pipeline-model-parallel-size {pp}: set --decoder-first-pipeline-num-layers or "
-            "--decoder-last-pipeline-num-layers"
-        )
+    """Every layer is on one stage, and no flag says otherwise."""
+    if run.model.num_layers and run.model.pipeline_model_parallel_size >= 1:
+        yield from layout_problems(run.model, run.model.pipeline_model_parallel_size)
 
 
 def virtual_stages_suit_the_pipeline(run: RunConfig) -> Iterator[str]:
@@ -142,6 +129,25 @@ def virtual_stages_suit_the_pipeline(run: RunConfig) -> Iterator[str]:
                 f"{slots} layers are not a multiple of --pipeline-model-parallel-size {pp} x "
                 f"--num-layers-per-virtual-pipeline-stage {size} = {pp * size}: change one of them"
             )
+    if size is not None and m.pipeline_split == "auto":
+        yield (
+            "--num-layers-per-virtual-pipeline-stage says what --pipeline-split auto is to find: "
+            "use --num-virtual-stages-per-pipeline-rank"
+        )
+    if m.pipeline_model_parallel_layout is not None and (size is not None or chunks is not None):
+        yield (
+            "--pipeline-model-parallel-layout says itself how many virtual stages there are: drop "
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
+        )
+
+
+def schedule_suits_the_virtual_stages(run: RunConfig) -> Iterator[str]:
+    """Each schedule is made for one number of virtual stages."""
+    m = run.model
+    if m.pipeline_schedule is not None and m.pipeline_model_parallel_size > 1:
+        num_chunks = m.virtual_pipeline_model_parallel_size or 1
+        if sentence := wrong_chunks(m.pipeline_schedule, num_chunks):
+            yield sentence
 
 
 def groups_of_micro_batches_fill_the_pipeline(run: RunConfig) -> Iterator[str]:
@@ -228,6 +234,7 @@ CHECKS = (
     sequence_fits_sequence_parallel,
     layers_fit_the_pipeline,
     virtual_stages_suit_the_pipeline,
+    schedule_suits_the_virtual_stages,
     groups_of_micro_batches_fill_the_pipeline,
     rank_order_suits_experts,
     optimizer_instances_divide_the_replicas,

@@ -1,0 +1,119 @@
+"""Which layers live on which pipeline stage."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.transformer.layer_layout import layer_range, layer_ranges, parse_layout
+from tests.unit.one_process import tiny_config
+
+
+def stages(num_ranks: int, **changes: Any) -> list[list[int]]:
+    return [list(layers) for layers in layer_ranges(tiny_config(**changes), num_ranks)]
+
+
+COUNTED = {
+    "account_for_embedding_in_pipeline_split": True,
+    "account_for_loss_in_pipeline_split": True,
+}
+
+
+def test_layers_are_dealt_out_evenly() -> None:
+    assert stages(1, num_layers=3) == [[0, 1, 2]]
+    assert stages(2, num_layers=4) == [[0, 1], [2, 3]]
+    interleaved = stages(2, num_layers=8, virtual_pipeline_model_parallel_size=2)
+    assert interleaved == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.feature("Pipeline parallel: uneven first and last stages")
+def test_the_ends_may_have_other_numbers_of_layers() -> None:
+    uneven = {"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 2}
+    assert stages(4, num_layers=9, **uneven) == [[0], [1, 2, 3], [4, 5, 6], [7, 8]]
+    assert stages(2, num_layers=3, **uneven) == [[0], [1, 2]]
+    even = {name: 2 * count for name, count in uneven.items()}
+    chunks = stages(3, num_layers=12, virtual_pipeline_model_parallel_size=2, **even)
+    assert chunks == [[0], [1, 2, 3], [4, 5], [6], [7, 8, 9], [10, 11]]
+
+
+def test_embedding_and_loss_may_count_as_layers() -> None:
+    assert stages(2, num_layers=4, **COUNTED) == [[0, 1], [2, 3]]
+    assert stages(3, num_layers=7, **COUNTED) == [[0, 1], [2, 3, 4], [5, 6]]
+    chunks = stages(2, num_layers=6, virtual_pipeline_model_parallel_size=2, **COUNTED)
+    assert chunks == [[0], [1, 2], [3, 4], [5]]
+
+
+def test_in_v_placement_the_last_rank_of_a_chunk_is_the_first_of_the_next() -> None:
+    config = tiny_config(
+        num_layers=8, virtual_pipeline_model_parallel_size=2, pipeline_schedule="zb-v"
+    )
+    chunks = [
+        [list(layer_range(config, pp_rank=r, num_ranks=2, vp_stage=c)) for c in range(2)]
+        for r in range(2)
+    ]
+    assert chunks == [[[0, 1], [6, 7]], [[2, 3], [4, 5]]]
+    first_has_six = stages(
+        2,
+        num_layers=8,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_schedule="zb-v",
+        decoder_first_pipeline_num_layers=6,
+    )
+    assert first_has_six == [[0, 1, 2], [3], [4], [5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("text", "contents"),
+    [
+        ("Ett|tL", ["Ett", "tL"]),
+        ("Et*3|t*2L", ["Ettt", "ttL"]),
+        ("E, (t|)*3, t | L", ["Et", "t", "t", "t", "L"]),
+        ("E|(t|)*2||L", ["E", "t", "t", "", "", "L"]),
+        ("E((t*2|)*2t)*2L", ["Ett", "tt", "ttt", "tt", "tL"]),
+    ],
+)
+def test_a_layout_is_read(text: str, contents: list[str]) -> None:
+    assert parse_layout(text) == contents
+
+
+@pytest.mark.feature("Pipeline parallel: a layout of one's own, --pipeline-model-parallel-layout")
+def test_a_layout_deals_out_layers_through_the_ranks_chunk_after_chunk() -> None:
+    text = "Et|tt||t*2L"
+    config = tiny_config(
+        num_layers=5, pipeline_model_parallel_layout=text, virtual_pipeline_model_parallel_size=2
+    )
+    of_rank_1 = [layer_range(config, pp_rank=1, num_ranks=2, vp_stage=c) for c in range(2)]
+    assert of_rank_1 == [range(1, 3), range(3, 5)]
+    assert [list(s) for s in layer_ranges(config, 2)] == [[0], [1, 2], [], [3, 4]]
+
+
+def test_every_layer_lives_on_one_stage_whatever_is_asked() -> None:
+    tried = 0
+    for num_ranks in range(1, 6):
+        for num_layers in range(1, 14):
+            for chunks in (None, 2, 3):
+                for first in (None, 1, 2):
+                    for last in (None, 1, 3):
+                        try:
+                            layers = stages(
+                                num_ranks,
+                                num_layers=num_layers,
+                                virtual_pipeline_model_parallel_size=chunks,
+                                decoder_first_pipeline_num_layers=first,
+                                decoder_last_pipeline_num_layers=last,
+                            )
+                        except ConfigError:
+                            continue
+                        tried += 1
+                        assert list(chain.from_iterable(layers)) == list(range(num_layers))
+    assert tried > 100
+
+
+def test_layers_that_cannot_be_dealt_out_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="5 cannot be dealt out evenly to 2 pipeline ranks"):
+        stages(2, num_layers=5)
+    with pytest.raises(ConfigError, match="3 layers of a pipeline rank .* 2 virtual stages"):
+        stages(2, num_layers=6, virtual_pipeline_model_parallel_size=2)
