@@ -24,7 +24,14 @@ MODELS = {
         "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights --bf16"
     ).split(),
 }
-LAYOUTS = [(2, 2), (4, 2), (2, 1), (1, 1)]  # (ranks, tensor parallel), one loaded from the other
+LAYOUTS = [  # ranks, tensor parallel and other flags; one loaded from the other
+    (2, "2"),
+    (4, "2"),
+    (2, "1 --pipeline-model-parallel-size 2"),
+    (4, "2 --pipeline-model-parallel-size 2"),
+    (2, "1"),
+    (1, "1"),
+]
 
 
 def load_and_save(rank: int, world_size: int, argv: Sequence[str]) -> None:
@@ -46,7 +53,7 @@ def content(root: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.feature(
-    "Checkpoints: any tensor- and data-parallel layout loads any other, optimizer included"
+    "Checkpoints: any layout of tensors, stages and replicas loads any other, optimizer included"
 )
 @pytest.mark.parametrize("model", MODELS)
 def test_resharding_is_the_identity(tmp_path, model):
@@ -57,9 +64,9 @@ def test_resharding_is_the_identity(tmp_path, model):
     kinds = {key.split(".")[2] for key in expected if key.startswith("optimizer.state")}
     assert kinds >= {"exp_avg", "exp_avg_sq"}
     for world_size, tp in LAYOUTS:
-        root = tmp_path / f"{world_size}-{tp}"
+        root = tmp_path / f"{world_size}-{tp.replace(' ', '')}"
         directories = ["--load", str(last), "--save", str(root)]
-        parallel = ["--tensor-model-parallel-size", str(tp)]
+        parallel = ["--tensor-model-parallel-size", *tp.split()]
         run_ranks(load_and_save, world_size, [*TINY, *flags, *directories, *parallel])
         found = content(root)
         assert found.keys() == expected.keys()
