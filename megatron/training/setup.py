@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core import device
+from megatron.core import device, distributed
 from megatron.core.config.errors import ConfigError
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import is_fully_sharded
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.param_groups import (
     ParamCondition,
@@ -91,7 +91,12 @@ def _wrapped(run: Runtime, model: nn.Module, with_data_parallelism: bool) -> nn.
     if config.model.fp16 or config.model.bf16:
         model = Float16Module(model_config, model)
     if with_data_parallelism:
-        model = DistributedDataParallel(
+        wrapper: Any = (
+            distributed.FullyShardedDataParallel
+            if is_fully_sharded(config.ddp)
+            else distributed.DistributedDataParallel
+        )
+        model = wrapper(
             config=model_config, ddp_config=config.ddp, module=model, pg_collection=run.groups
         )
         if config.training.data_parallel_random_init:

@@ -134,11 +134,11 @@ def trace(
         seen.weights = [_part(info_of(p), p.detach()) for p in chunks]
         return result
 
-    def global_norm(grads: Any, groups: Any) -> float:
+    def global_norm(grads: Any, *groups: Any, **sharding: Any) -> float:
         seen = traces[dist.get_rank()]
         if not seen.gradients:
             seen.gradients = [_part(info, grad) for info, grad in grads]
-        return norm(grads, groups)
+        return norm(grads, *groups, **sharding)
 
     with contextlib.ExitStack() as stack:
         quiet = stack.enter_context(open(os.devnull, "w"))

@@ -19,10 +19,10 @@ A parameter whose gradient needs no reduction, no scaling and no other dtype kee
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from megatron.core.distributed.buffer_plan import (
     Replicas,
     plan_buffers,
 )
+from megatron.core.distributed.data_parallel_base import DataParallelBase, LossConfig
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
@@ -54,19 +55,8 @@ from megatron.core.param_info import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
-class LossConfig(Protocol):
-    """What the wrapper asks of a model's configuration."""
-
-    @property
-    def calculate_per_token_loss(self) -> bool: ...
-    @property
-    def deterministic_mode(self) -> bool: ...
-    @property
-    def gradient_accumulation_fusion(self) -> bool: ...
-
-
-class DistributedDataParallel(nn.Module):
-    """``module`` with gradients that are summed over micro-batches and averaged over replicas."""
+class DistributedDataParallel(DataParallelBase):
+    """Whole replicas, their gradients reduced in buckets."""
 
     def __init__(
         self,
@@ -76,11 +66,7 @@ class DistributedDataParallel(nn.Module):
         disable_bucketing: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        super().__init__()
-        self.config = config
-        self.ddp_config = ddp_config
-        self.module = module
-        self.groups = pg_collection or parallel_state.current()
+        super().__init__(config, ddp_config, module, pg_collection or parallel_state.current())
         self.is_last_microbatch = True
         params = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
         self._position = {param: i for i, (_, param) in enumerate(params)}
@@ -105,12 +91,8 @@ class DistributedDataParallel(nn.Module):
         if config.gradient_accumulation_fusion:
             self._open_to_layers()
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.module(*inputs, **kwargs)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add to the gradients; more will follow."""
         before, self.is_last_microbatch = self.is_last_microbatch, False
         try:
             yield
@@ -118,21 +100,15 @@ class DistributedDataParallel(nn.Module):
             self.is_last_microbatch = before
 
     def start_grad_sync(self, *_: Any) -> None:
-        """Start the collectives not under way yet.  Collective over data-parallel ranks."""
         while self._next < len(self.buckets):
             self._start_next()
 
     def finish_grad_sync(self) -> None:
-        """Wait until all gradients are reduced.  Collective over data-parallel ranks.
-
-        Raises NonFiniteError when a gradient of this rank was not finite and the run checks.
-        """
         self.start_grad_sync()
         for bucket in self.buckets:
             bucket.finish()
 
     def zero_grad_buffer(self) -> None:
-        """Begin a step: no gradients, nothing reduced."""
         for param in self.direct:
             param.grad = None
         for bucket in self.buckets:
@@ -140,7 +116,6 @@ class DistributedDataParallel(nn.Module):
         self._next = 0
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply all gradients, after they were reduced."""
         for bucket in self.buckets:
             bucket.owned.mul_(factor)
         grads = [param.grad for param in self.direct if param.grad is not None]
@@ -160,11 +135,6 @@ class DistributedDataParallel(nn.Module):
                     yield buffer.slots[part.param].param, part.start, part.stop
 
     def reduced_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Where this rank has sums after `finish_grad_sync`, by trainable parameter.
-
-        Of a sharded parameter it is the part that this rank owns, flat; a parameter of which it
-        owns nothing is left out.  None for one that has had no gradient.
-        """
         if not self._is_sharded:
             yield from ((param, gradient_of(param)) for param in self._position)
         for param, start, stop in self.owned_parts():
@@ -184,26 +154,13 @@ class DistributedDataParallel(nn.Module):
             self.param_gather.finish()
 
     def finish_param_sync(self) -> None:
-        """Wait until all parameters are gathered.  Collective over data-parallel ranks."""
         self.param_gather.finish()
 
     def broadcast_params(self) -> None:
-        """Take the parameters of each group's first rank.  Collective over data-parallel ranks."""
         for param in self.module.parameters():
             group = self.groups.expt_dp if info_of(param).is_expert else self.groups.dp_cp
             if group.size() > 1:
                 dist.broadcast(param.data, dist.get_global_rank(group, 0), group=group)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's, without a prefix of the wrapper.  Collective while parameters come in."""
-        self.finish_param_sync()
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load the module."""
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     @property
     def _is_sharded(self) -> bool:

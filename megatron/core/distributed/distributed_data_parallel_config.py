@@ -115,7 +115,6 @@ class DistributedDataParallelConfig:
         True,
         "Divide gradients apart from their reduction.",
         group="distributed",
-        ignored=states.only_with("--use-megatron-fsdp"),
     )
     fsdp_double_buffer: bool = option(
         False,
@@ -150,14 +149,12 @@ class DistributedDataParallelConfig:
         False,
         "Shard parameters with PyTorch's FSDP2.",
         group="distributed",
-        refused=states.FSDP,
     )
     torch_fsdp2_reshard_after_forward: bool = option(
         True,
         "Keep gathered parameters between forward and backward.",
         group="distributed",
         flag="--torch-fsdp2-no-reshard-after-forward",
-        ignored=states.only_with("--use-torch-fsdp2"),
     )
     # Scripts say it here as well as in OptimizerConfig, where its flag is.
     use_distributed_optimizer: bool = False

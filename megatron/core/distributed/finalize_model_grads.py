@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.param_info import info_of
+from megatron.core.distributed.data_parallel_base import DataParallelBase
+from megatron.core.param_info import info_of, local_part
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 def finalize_model_grads(
-    model: Sequence[DistributedDataParallel],
+    model: Sequence[DataParallelBase],
     num_tokens: Tensor | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> None:
@@ -40,7 +40,7 @@ def finalize_model_grads(
 
 
 def sum_partial_gradients(
-    model: Sequence[DistributedDataParallel], groups: ProcessGroupCollection
+    model: Sequence[DataParallelBase], groups: ProcessGroupCollection
 ) -> None:
     """Sum over tp what each tensor-parallel rank has computed from its part of the sequence.
 
@@ -54,7 +54,8 @@ def sum_partial_gradients(
             if info_of(param).sequence_parallel:
                 # A rank must not skip a collective because it had nothing to compute.
                 if grad is None:
-                    grad = param.grad = torch.zeros_like(param)
+                    param.grad = torch.zeros_like(param)
+                    grad = local_part(param.grad)
                 by_dtype.setdefault(grad.dtype, []).append(grad)
     for grads in by_dtype.values():
         flat = torch.cat([grad.reshape(-1) for grad in grads])
@@ -64,7 +65,7 @@ def sum_partial_gradients(
 
 
 def sum_tied_gradients(
-    model: Sequence[DistributedDataParallel], groups: ProcessGroupCollection
+    model: Sequence[DataParallelBase], groups: ProcessGroupCollection
 ) -> None:
     """Give both copies of a tied embedding the sum of their gradients.
 

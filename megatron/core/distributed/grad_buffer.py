@@ -34,6 +34,7 @@ from megatron.core.collectives import all_gather_single, reduce_scatter_single
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.distributed.buckets import BufferLayout
 from megatron.core.distributed.non_finite import non_finite_gradients
+from megatron.core.param_info import local_part
 
 # Elements converted at a time when a 16-bit gradient is added to a 32-bit sum on the CPU: torch's
 # mixed addition takes 7 times as long as a conversion and an addition that stay in the cache.
@@ -41,9 +42,11 @@ _CHUNK = 2**18
 
 
 def gradient_of(param: nn.Parameter) -> Tensor | None:
-    """Where the gradient of ``param`` is summed up; None while there is none."""
+    """Where the gradient of ``param``, or of this rank's part of it, is summed up; or None."""
     main_grad = getattr(param, "main_grad", None)
-    return param.grad if main_grad is None else main_grad
+    if main_grad is None and param.grad is not None:
+        return local_part(param.grad)
+    return main_grad
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer as MegatronOptimizer
@@ -56,8 +56,7 @@ def get_megatron_optimizer(
         pg_collection or parallel_state.current(),
         grad_scaler=_grad_scaler(config, {param.dtype for _, param in named}),
         check_for_nan=any(
-            isinstance(chunk, DistributedDataParallel)
-            and chunk.ddp_config.check_for_nan_in_grad
+            isinstance(chunk, DataParallelBase) and chunk.ddp_config.check_for_nan_in_grad
             for chunk in model_chunks
         ),
     )

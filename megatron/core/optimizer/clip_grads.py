@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import device
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.optimizer.param_groups import trainable_parameters
-from megatron.core.param_info import ParamInfo, info_of
+from megatron.core.param_info import ParamInfo, info_of, local_part
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 _BLOCK = 4096
@@ -68,12 +68,19 @@ def count_zeros(
 def calc_params_l2_norm(
     model_chunks: Sequence[nn.Module], groups: ProcessGroupCollection
 ) -> float:
-    """L2 norm of the model's parameters.  Collective as above, and over data-parallel ranks."""
+    """L2 norm of the model's parameters, as layers see them.
+
+    Collective as above, and over data-parallel ranks.
+    """
     for chunk in model_chunks:
-        if isinstance(chunk, DistributedDataParallel):
+        if isinstance(chunk, DataParallelBase):
             chunk.finish_param_sync()
-    params = trainable_parameters(model_chunks)
-    return global_norm(((info_of(p), p.detach()) for _, p in params), groups)
+    params = [(info_of(p), local_part(p.detach())) for _, p in trainable_parameters(model_chunks)]
+    return global_norm(
+        ((info, part.to(info.dtype or part.dtype)) for info, part in params),
+        groups,
+        is_sharded=any(info.part is not None for info, _ in params),
+    )
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

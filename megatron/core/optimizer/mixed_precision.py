@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.distributed.grad_buffer import gradient_of
-from megatron.core.param_info import FlatPart, ParamInfo, info_of
+from megatron.core.param_info import FlatPart, ParamInfo, info_of, local_part
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OptimizedParam:
-    """A parameter of the model and the tensor that is updated for it, often the same.
+    """A parameter of the model and the tensor that is updated for it, often the same memory.
 
     ``part``: what is updated here, while other ranks update the rest; ``main``, its gradient and
     its state are then flat, and ``info`` says where they lie.  None: all of it.
@@ -54,7 +54,8 @@ class OptimizedParam:
         No gradient counts as zero: whether a parameter decays must not depend on the layout.
         """
         grad = gradient_of(self.model)
-        grad = _part_of(torch.zeros_like(self.model) if grad is None else grad, self.part)
+        grad = torch.zeros_like(local_part(self.model)) if grad is None else grad
+        grad = _part_of(grad, self.part)
         self.main.grad = grad if grad.dtype == self.main.dtype else grad.to(self.main.dtype)
         return self.main.grad
 
@@ -82,11 +83,12 @@ def optimized_params(
 
 
 def _record(name: str, param: nn.Parameter, part: Part | None) -> OptimizedParam:
-    values, info = _part_of(param.detach(), part), info_of(param)
+    local, info = local_part(param), info_of(param)
+    values = _part_of(local.detach(), part)
     if param.dtype in _HALF:
         main = nn.Parameter(values.float())
     else:
-        main = param if part is None else nn.Parameter(values)
+        main = param if part is None and local is param else nn.Parameter(values)
     if part is not None:
         whole = tuple(param.shape)
         info = replace(info, part=FlatPart(whole, part.start, part.copy, part.num_copies))

@@ -60,6 +60,8 @@ class MegatronOptimizer:
         self.check_for_nan = check_for_nan
         self.timers: Timers | None = None
         self.params, main_groups = optimized_params(names, param_groups, parts)
+        if any(p.info.part is not None for p in self.params):
+            self.is_sharded = True
         self.rule = make_update_rule(config, main_groups)
 
     @property
@@ -118,13 +120,14 @@ class MegatronOptimizer:
     def named_state(self) -> Iterator[tuple[str, ParamInfo, dict[str, Tensor]]]:
         """Each parameter's layout-free name, its record and its state: live, writable tensors.
 
-        "fp32_param" where a main parameter stands beside the model's, and the update rule's
+        "fp32_param" where layers see another dtype than is updated, and the update rule's
         tensors, all of the parameter's local shape, or flat as ``info.part`` says; zero before
         the first update.  After writing them call `load_scalar_state`.
         """
         for p in self.params:
             state = {k: tensor for k, tensor in self.rule.state_of(p.main).items() if k != "step"}
-            yield p.name, p.info, {"fp32_param": p.main.data, **state} if p.has_main else state
+            is_fp32 = p.has_main or p.info.dtype is not None
+            yield p.name, p.info, {"fp32_param": p.main.data, **state} if is_fp32 else state
 
     def _publish(self) -> None:
         """Let the model have what was updated.  Collective where parameters are divided."""

@@ -26,6 +26,7 @@ from megatron.training.arguments.checks import (
     recompute,
     required,
     schedule,
+    sharding,
 )
 from megatron.training.arguments.derive import DERIVATIONS
 from megatron.training.arguments.options import namespace_default, read_config
@@ -41,6 +42,7 @@ CHECKS: tuple[Check, ...] = (
     *ranges.CHECKS,
     *parallel.CHECKS,
     *context_parallel.CHECKS,
+    *sharding.CHECKS,
     *batch.CHECKS,
     *model.CHECKS,
     *positions.CHECKS,

@@ -131,6 +131,22 @@ NEEDS = (
         lambda ns: ns.virtual_pipeline_model_parallel_size is not None,
         ("microbatch_group_size_per_vp_stage",),
     ),
+    Need(
+        "--use-torch-fsdp2",
+        lambda ns: ns.use_torch_fsdp2,
+        ("torch_fsdp2_reshard_after_forward", "gradient_reduce_div_fusion"),
+    ),
+    Need(
+        "replicas with whole gradients (--use-torch-fsdp2 reduces each layer's as soon as it can)",
+        lambda ns: not ns.use_torch_fsdp2,
+        (
+            "overlap_grad_reduce",
+            "ddp_num_buckets",
+            "ddp_bucket_size",
+            "ddp_pad_buckets_for_high_nccl_busbw",
+            "ddp_average_in_collective",
+        ),
+    ),
     Need("--check-only", lambda ns: ns.check_only, ("check_world_size",)),
 )
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol, cast
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_param, replica_of
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
-from megatron.core.param_info import ParamInfo, info_of
+from megatron.core.distributed.data_parallel_base import DataParallelBase
+from megatron.core.param_info import ParamInfo, info_of, local_part
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 OPTIMIZER_PREFIX = "optimizer."
@@ -57,10 +57,12 @@ class RunParts:
 def model_tensors(parts: RunParts) -> list[ShardedTensor]:
     """Weights and persistent buffers of this rank.  Collective while parameters come in."""
     for chunk in parts.model_chunks:
-        if isinstance(chunk, DistributedDataParallel):
+        if isinstance(chunk, DataParallelBase):
             chunk.finish_param_sync()
     return [
-        from_param(name, info, tensor, replica_of(info, parts.groups))
+        from_param(
+            name, info, local_part(tensor), replica_of(info, parts.groups), dtype=info.dtype
+        )
         for name, info, tensor in _named_tensors(parts.model_chunks)
     ]
 

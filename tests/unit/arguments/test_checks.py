@@ -71,6 +71,11 @@ def test_all_problems_come_at_once() -> None:
         assert any(p.startswith(start) for p in problems), (start, problems)
 
 
+WHOLE_GRADIENTS = next(
+    n.flags for n in NEEDS if n.words.startswith("replicas with whole gradients")
+)
+
+
 @pytest.mark.parametrize("dest", [dest for need in NEEDS for dest in need.flags])
 def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
     values = {
@@ -98,6 +103,11 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "no_load_optim": "--no-load-optim",
         "no_load_rng": "--no-load-rng",
         "use_checkpoint_opt_param_scheduler": "--use-checkpoint-opt_param-scheduler",
+        "torch_fsdp2_reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
+        "gradient_reduce_div_fusion": "--no-gradient-reduce-div-fusion",
+        "overlap_grad_reduce": "--overlap-grad-reduce",
+        "ddp_pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
+        "ddp_average_in_collective": "--ddp-average-in-collective",
         "use_tokenizer_model_from_checkpoint_args": (
             "--no-use-tokenizer-model-from-checkpoint-args"
         ),
@@ -115,6 +125,8 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         words += " --position-embedding-type rope"
     if dest.startswith("adam"):
         words += " --optimizer sgd"
+    if dest in WHOLE_GRADIENTS:
+        words += " --use-torch-fsdp2"
     without: tuple[str, ...] = ()
     if dest.endswith("_samples"):
         words, without = words + " --train-samples 100", ("--train-iters",)

@@ -1,0 +1,195 @@
+"""Parameters, gradients and optimizer cut over the replicas: PyTorch's FSDP2 behind our wrapper.
+
+Each transformer layer is a unit, an embedding that the output layer does not share another, the
+rest of the model the last.  A unit's parameters are gathered before its forward pass and its
+gradients are reduced to the owners as soon as its backward pass is done, in every micro-batch: no
+rank has room for whole gradients.  Parameters are kept in fp32 and gathered in the model's dtype.
+Between steps a rank holds rows of dim 0 of each tensor-parallel share, as DTensors; the record of
+a parameter says which (`ParamInfo.part`).
+
+Collectives, over dp_cp, unit by unit: all-gather before forward (and before backward, where
+parameters were dropped in between), reduce-scatter after backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megatron.core import device
+from megatron.core.config.errors import NonFiniteError
+from megatron.core.distributed.data_parallel_base import DataParallelBase, LossConfig
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+from megatron.core.distributed.grad_buffer import gradient_of
+from megatron.core.distributed.non_finite import non_finite_gradients
+from megatron.core.param_info import FlatPart, ParamInfo, info_of, local_part, set_info
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class FullyShardedDataParallel(DataParallelBase):
+    """A model of which each data-parallel rank holds a part."""
+
+    def __init__(
+        self,
+        config: LossConfig,
+        ddp_config: DistributedDataParallelConfig,
+        module: nn.Module,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config, ddp_config, module, pg_collection)
+        self.units: list[FSDPModule] = []
+        self._sums: dict[str, Tensor] = {}  # of a parameter's gradients: NaN shows in them
+        mesh = DeviceMesh.from_group(pg_collection.dp_cp, device.current().type)
+        records = {name: _cut(p, pg_collection) for name, p in module.named_parameters()}
+        policy = self._precision()
+        for unit in _units(module):
+            self._shard(unit, mesh, policy, reshards_after_forward(self.ddp_config))
+        self._shard(module, mesh, policy, None)  # the root keeps its parameters until backward
+        for name, param in module.named_parameters():
+            set_info(param, records[name])
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        output = self.module(*inputs, **kwargs)
+        if not torch.is_grad_enabled():  # no backward pass will drop what was gathered
+            for unit in self.units:
+                unit.reshard()
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add to the gradients, which still go to their owners each time.
+
+        Parameters that are kept for backward stay for the next micro-batch too.
+        """
+        root = self.units[-1]
+        root.set_reshard_after_backward(reshards_after_forward(self.ddp_config))
+        try:
+            yield
+        finally:
+            root.set_reshard_after_backward(True)
+
+    def start_grad_sync(self, *_: Any) -> None:
+        """Nothing: the backward pass has reduced what it has finished."""
+
+    def finish_grad_sync(self) -> None:
+        if self._sums and not torch.stack(list(self._sums.values())).isfinite().all():
+            culprits = non_finite_gradients(self._sums.items())
+            raise NonFiniteError(f"{culprits}, met before reducing over data-parallel ranks")
+
+    def zero_grad_buffer(self) -> None:
+        self._sums.clear()
+        for param in self.module.parameters():
+            param.grad = None
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        grads = [grad for _, grad in self.reduced_gradients()]
+        torch._foreach_mul_([grad for grad in grads if grad is not None], factor)
+
+    def reduced_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        for param in self.module.parameters():
+            if param.requires_grad:
+                yield param, gradient_of(param)
+
+    def broadcast_params(self) -> None:
+        """Nothing: every element has one owner."""
+
+    def _precision(self) -> MixedPrecisionPolicy:
+        dtypes = {p.dtype for p in self.module.parameters()} & set(_HALF)
+        return MixedPrecisionPolicy(
+            param_dtype=next(iter(dtypes), None),
+            reduce_dtype=torch.float32 if self.ddp_config.grad_reduce_in_fp32 else None,
+            cast_forward_inputs=False,  # a residual stream may be wider than the parameters
+        )
+
+    def _shard(
+        self,
+        unit: nn.Module,
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        """Cut what ``unit`` has and no unit inside it."""
+        names = {
+            (part, attribute): info_of(param).name or attribute
+            for part in unit.modules()
+            for attribute, param in part.named_parameters(recurse=False)
+            if local_part(param) is param
+        }
+        for param in unit.parameters():
+            if param.dtype in _HALF:
+                param.data = param.data.float()
+        sharded = fully_shard(
+            unit, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy
+        )
+        if self.ddp_config.check_for_nan_in_grad:
+            self._watch(unit, names)
+        if self.config.calculate_per_token_loss:
+            sharded.set_gradient_divide_factor(1.0)
+        # AVG is for NCCL; and a sum that is not divided needs no operation of its own there.
+        sums = self.config.calculate_per_token_loss or not device.is_cuda()
+        sharded.set_force_sum_reduction_for_comms(
+            sums or not self.ddp_config.gradient_reduce_div_fusion
+        )
+        self.units.append(sharded)
+
+    def _watch(self, unit: nn.Module, names: dict[tuple[nn.Module, str], str]) -> None:
+        """Look at the gradients of ``unit`` from its first forward pass on: then they are whole."""
+
+        def begin(*_: Any) -> None:
+            handle.remove()
+            for (part, attribute), name in names.items():
+                param = part.get_parameter(attribute)
+                if param.requires_grad:
+                    param.register_hook(partial(self._look_at, name))
+
+        handle = unit.register_forward_pre_hook(begin)
+
+    def _look_at(self, name: str, grad: Tensor) -> None:
+        total = grad.detach().sum(dtype=torch.promote_types(grad.dtype, torch.float32))
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
+
+
+def reshards_after_forward(ddp_config: DistributedDataParallelConfig) -> bool:
+    """Whether gathered parameters are dropped between forward and backward."""
+    return ddp_config.torch_fsdp2_reshard_after_forward
+
+
+def _units(module: nn.Module) -> Iterator[nn.Module]:
+    """Parts that are gathered and dropped apart from the rest: layers, an embedding of its own."""
+    for name, part in module.named_modules():
+        last = name.rpartition(".")[2]
+        if last == "layers" and isinstance(part, nn.ModuleList):
+            yield from part
+        if last == "embedding" and not _is_shared(module, name):
+            yield part
+
+
+def _is_shared(module: nn.Module, name: str) -> bool:
+    """Whether the owner of the embedding at ``name`` uses it for its output too."""
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return bool(vars(owner).get("share_embeddings_and_output_weights", True))
+
+
+def _cut(param: nn.Parameter, groups: ProcessGroupCollection) -> ParamInfo:
+    """The record of ``param`` once it is cut; FSDP2 deals rows out as torch.chunk does."""
+    group, shape = groups.dp_cp, tuple(param.shape)
+    rows = -(-shape[0] // group.size())
+    first = min(group.rank() * rows, shape[0])
+    return replace(
+        info_of(param),
+        part=FlatPart(shape, first * (param.numel() // max(1, shape[0]))),
+        dtype=param.dtype if param.dtype in _HALF else None,
+    )
