@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.param_info import info_of
 from megatron.core.param_init import Init
-from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.data import broadcast_data
 from megatron.core.tensor_parallel.layers import (
@@ -113,6 +113,15 @@ def odd_uses(rank: int, world_size: int) -> None:
     frozen(x)[0].sum().backward()
     assert frozen.weight.grad is None
     torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 3, 6), **TIGHT)
+    unreduced = ColumnParallelLinear(
+        6, 8, disable_grad_reduce=True, tp_comm_buffer_name="fc1", stride=2, **common
+    )
+    assert info_of(unreduced.weight).num_blocks == 2
+    with torch.no_grad():
+        unreduced.weight.copy_(weight.chunk(2)[rank])
+    x.grad = None
+    unreduced(x)[0].sum().backward()
+    torch.testing.assert_close(x.grad, weight.chunk(2)[rank].sum(0).expand(2, 3, 6), **TIGHT)
     with pytest.raises(ConfigError, match="7 is not a multiple of --tensor-model-parallel-size 2"):
         ColumnParallelLinear(6, 7, **common)
 
@@ -180,37 +189,6 @@ def cross_entropy(rank: int, world_size: int) -> None:
 
 def test_the_loss_over_a_divided_vocabulary_is_torchs() -> None:
     run_ranks(cross_entropy, 2)
-
-
-def regions(rank: int, world_size: int) -> None:
-    group = dist.group.WORLD
-    full = draw(4, 2, 6)
-    for cut, join, dim in (
-        (
-            mappings.scatter_to_tensor_model_parallel_region,
-            mappings.gather_from_tensor_model_parallel_region,
-            -1,
-        ),
-        (
-            mappings.scatter_to_sequence_parallel_region,
-            lambda x, g: mappings.gather_from_sequence_parallel_region(x, False, group=g),
-            0,
-        ),
-    ):
-        x = full.clone().requires_grad_()
-        part = cut(x, group)
-        torch.testing.assert_close(part, full.chunk(2, dim)[rank], **TIGHT)
-        (join(part, group) * full).sum().backward()
-        torch.testing.assert_close(x.grad, full, **TIGHT)
-    x = full.clone().requires_grad_()
-    total = mappings.reduce_scatter_to_sequence_parallel_region(x * (rank + 1), group)
-    torch.testing.assert_close(total, 3 * full.chunk(2)[rank], **TIGHT)
-    total.sum().backward()
-    torch.testing.assert_close(x.grad, torch.full_like(x, rank + 1), **TIGHT)
-
-
-def test_what_is_cut_comes_together_again() -> None:
-    run_ranks(regions, 2)
 
 
 def dropout(rank: int, world_size: int) -> tuple[Tensor, Tensor]:

@@ -49,6 +49,20 @@ def scatter_to_tensor_model_parallel_region(
     return mappings.scatter_to_tensor_model_parallel_region(input_, _tp(group))
 
 
+def all_gather_last_dim_from_tensor_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None
+) -> Tensor:
+    """[..., h/tp] -> [..., h]; backward sums the ranks' gradients."""
+    return mappings.all_gather_last_dim_from_tensor_parallel_region(input_, _tp(group))
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(
+    input_: Tensor, group: ProcessGroup | None = None
+) -> Tensor:
+    """Sum over the ranks, each keeping its slice: [..., h] -> [..., h/tp]."""
+    return mappings.reduce_scatter_last_dim_to_tensor_parallel_region(input_, _tp(group))
+
+
 def gather_from_sequence_parallel_region(
     input_: Tensor, tensor_parallel_output_grad: bool = True, group: ProcessGroup | None = None
 ) -> Tensor:

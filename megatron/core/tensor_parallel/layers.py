@@ -147,7 +147,10 @@ class ColumnParallelLinear(nn.Module):
 
     Returns (y, bias): the bias is None unless ``skip_bias_add`` leaves its addition to the caller.
     ``num_blocks`` tells how many equal matrices lie behind each other in the output (gate and up).
-    With ``skip_weight_param_allocation`` the caller passes the weight to every call.
+    With ``skip_weight_param_allocation`` the caller passes the weight to every call.  With
+    ``disable_grad_reduce`` the caller sums the input gradients of the ranks; under sequence
+    parallelism they are reduce-scattered all the same.  ``stride`` is the reference's word for
+    ``num_blocks``, ``tp_comm_buffer_name`` its name for a buffer of --tp-comm-overlap.
     """
 
     def __init__(
@@ -166,13 +169,20 @@ class ColumnParallelLinear(nn.Module):
         unpadded_output_size: int | None = None,
         is_expert: bool = False,
         is_embedding_or_output: bool = False,
+        disable_grad_reduce: bool = False,
+        stride: int = 1,
+        tp_comm_buffer_name: str | None = None,
     ) -> None:
         super().__init__()
+        del tp_comm_buffer_name
+        num_blocks *= stride
         local_size = num_blocks * share_of(output_size // num_blocks, tp_group, "output size")
         self.tp_group = tp_group
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         self.sequence_parallel = config.sequence_parallel and tp_group.size() > 1
+        reduces = tp_group.size() > 1 and (self.sequence_parallel or not disable_grad_reduce)
+        self._grad_group = tp_group if reduces else None
         info = ParamInfo(
             global_shape=(unpadded_output_size or output_size, input_size),
             shard_dim=0,
@@ -209,10 +219,10 @@ class ColumnParallelLinear(nn.Module):
         weight = self.weight if weight is None else weight
         assert weight is not None, "this layer has no weight of its own: pass one"
         bias, is_own = None if self.skip_bias_add else self.bias, weight is self.weight
-        if self.tp_group.size() == 1:
+        if self._grad_group is None:
             y = _linear(x, weight, bias, is_own)
         else:
-            y = _Linear.apply(x, weight, bias, is_own, self.tp_group, self.sequence_parallel)
+            y = _Linear.apply(x, weight, bias, is_own, self._grad_group, self.sequence_parallel)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
             y = gather_from_tensor_model_parallel_region(y, self.tp_group)
@@ -228,7 +238,8 @@ class RowParallelLinear(nn.Module):
     """``y = x W^T + b`` with the inputs divided over ``tp_group``.
 
     Returns (y, bias): the bias is None unless ``skip_bias_add`` leaves its addition, which comes
-    after the sum over ranks, to the caller.
+    after the sum over ranks, to the caller.  ``tp_comm_buffer_name`` names a buffer of
+    --tp-comm-overlap.
     """
 
     def __init__(
@@ -243,8 +254,10 @@ class RowParallelLinear(nn.Module):
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
         is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
     ) -> None:
         super().__init__()
+        del tp_comm_buffer_name
         local_size = share_of(input_size, tp_group, "input size")
         self.tp_group = tp_group
         self.input_size, self.output_size = input_size, output_size

@@ -8,10 +8,14 @@ The group is always given; in a group of one rank every function returns its inp
     reduce                all-reduce                                nothing
     gather  last dim      all-gather            [.., h/tp] -> [.., h]   keep own slice
     scatter last dim      keep own slice        [.., h] -> [.., h/tp]   all-gather
+    gather  last dim *    all-gather            [.., h/tp] -> [.., h]   reduce-scatter
+    reduce-scatter last   reduce-scatter        [.., h] -> [.., h/tp]   all-gather
     gather  sequence      all-gather            [s/tp, ..] -> [s, ..]   reduce-scatter or slice
     scatter sequence      keep own slice        [s, ..] -> [s/tp, ..]   all-gather
     reduce-scatter seq.   reduce-scatter        [s, ..] -> [s/tp, ..]   all-gather
     all-to-all            part i to rank i      [tp, ..] -> [tp, ..]    the same
+
+* ``all_gather_last_dim_from_tensor_parallel_region``: each rank's gradient is one term of a sum.
 """
 
 from __future__ import annotations
@@ -62,6 +66,14 @@ def reduce_scatter_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
     out = x.new_empty((_share(x.shape[0], group), *x.shape[1:]))
     reduce_scatter_single(out, x.contiguous(), group=group)
     return out
+
+
+def reduce_scatter_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the group, of which this rank keeps its slice: [..., n] -> [..., n / size]."""
+    if group.size() == 1:
+        return x
+    parts = x.unflatten(-1, (group.size(), _share(x.shape[-1], group))).movedim(-2, 0)
+    return reduce_scatter_first_dim(parts, group).squeeze(0)
 
 
 def _swap_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -133,6 +145,28 @@ class _ScatterLastDim(torch.autograd.Function):
         return all_gather_last_dim(grad, ctx.group), None
 
 
+class _AllGatherLastDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather_last_dim(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter_last_dim(grad, ctx.group), None
+
+
+class _ReduceScatterLastDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return reduce_scatter_last_dim(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather_last_dim(grad, ctx.group), None
+
+
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, grad_is_partial: bool) -> Tensor:
@@ -197,6 +231,16 @@ def gather_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> 
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """[..., h] -> [..., h/tp]; backward gathers the slices."""
     return x if group.size() == 1 else _ScatterLastDim.apply(x, group)
+
+
+def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """[..., h/tp] -> [..., h]; backward sums the ranks' gradients of this rank's slice."""
+    return x if group.size() == 1 else _AllGatherLastDim.apply(x, group)
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks, each keeping its slice: [..., h] -> [..., h/tp]."""
+    return x if group.size() == 1 else _ReduceScatterLastDim.apply(x, group)
 
 
 def gather_from_sequence_parallel_region(
