@@ -133,8 +133,8 @@ def test_each_exchange_is_the_attention_of_one_process(size: int) -> None:
                 )
 
 
-def with_dropout(rank: int, size: int, kind: str) -> tuple[float, float, float, float]:
-    """The loss, its derivative by v along v, and by q and k along themselves twice."""
+def with_dropout(rank: int, size: int, kind: str) -> tuple[float, ...]:
+    """The loss, its derivative by v along v, by q and k along themselves twice; without dropout."""
     groups = create_process_groups(*make_grids(size, cp=size))
     config = tiny_config(attention_dropout=0.3, cp_comm_type=(kind,))
     core = DotProductAttention(config, layer_number=1, pg_collection=groups)
@@ -153,14 +153,18 @@ def with_dropout(rank: int, size: int, kind: str) -> tuple[float, float, float, 
         ahead = loss(q * (1 + step), k * (1 + 2 * step), v)
         behind = loss(q * (1 - step), k * (1 - 2 * step), v)
     along = (q.grad * q).sum() + 2 * (k.grad * k).sum()
-    numbers = (value, (v.grad * v).sum(), along, (ahead - behind) / (2 * step))
-    return tuple(float(x.detach()) for x in numbers)  # type: ignore[return-value]
+    core.eval()
+    with torch.no_grad():
+        undropped = loss(q, k, v)
+    numbers = (value, (v.grad * v).sum(), along, (ahead - behind) / (2 * step), undropped)
+    return tuple(float(x.detach()) for x in numbers)
 
 
 @pytest.mark.parametrize("kind", ["p2p", "a2a", "allgather"])
 def test_dropped_probabilities_have_the_gradient_of_what_was_kept(kind: str) -> None:
     totals = torch.tensor(run_ranks(with_dropout, 2, kind), dtype=torch.float64).sum(0)
-    value, along_v, along_qk, difference = totals
+    value, along_v, along_qk, difference, undropped = totals
+    assert 0.1 < abs(value - undropped) < abs(undropped) * 10
     torch.testing.assert_close(along_v, value, **tolerances.of(torch.float64))
     assert abs(along_qk) > 0.1
     torch.testing.assert_close(along_qk, difference, rtol=1e-6, atol=1e-6)

@@ -46,3 +46,34 @@ def test_ranks_that_share_sequences_print_the_losses_of_one_process(
             torch.tensor(losses(one_process, key)),
             **tolerances.LAYOUT_LOSS,
         )
+
+
+@pytest.mark.feature("Context parallelism: a checkpoint is continued on any number of such ranks")
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_checkpoint_goes_on_with_other_shares(
+    tmp_path: Path, one_process: list[dict[str, float]], before: int, after: int
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    runs = (
+        (before, ["--exit-interval", "3", "--save", folder, "--save-interval", "100"]),
+        (after, ["--load", folder]),
+    )
+    found: list[float] = []
+    for number, (size, flags) in enumerate(runs):
+        layout = ["--context-parallel-size", str(size)]
+        lines = run_gpt(tmp_path / str(number), *FLAGS, *layout, *flags, world_size=size)
+        found += losses(lines)
+    torch.testing.assert_close(
+        torch.tensor(found), torch.tensor(losses(one_process)), **tolerances.LAYOUT_LOSS
+    )
+
+
+def test_a_resumed_run_with_dropout_is_the_uninterrupted_one(tmp_path: Path) -> None:
+    flags = ["--context-parallel-size", "2", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+    folder = str(tmp_path / "checkpoint")
+    whole = run_gpt(tmp_path / "whole", *flags, world_size=2)
+    first = run_gpt(
+        tmp_path / "first", *flags, "--exit-interval", "3", "--save", folder, world_size=2
+    )
+    rest = run_gpt(tmp_path / "rest", *flags, "--load", folder, world_size=2)
+    assert losses(first) + losses(rest) == losses(whole)

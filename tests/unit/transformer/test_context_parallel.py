@@ -144,3 +144,15 @@ def test_a_list_of_types_counts_layers_from_the_first() -> None:
     assert [comm_type_of_layer(config, i) for i in range(2)] == list(types)
     assert comm_type_of_layer(tiny_config(cp_comm_type="allgather"), 1) == "allgather"
     assert comm_type_of_layer(tiny_config(), 1) == "p2p"
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient"])
+def test_kernels_of_a_gpu_take_what_they_are_handed(name: str) -> None:
+    """Shapes and arguments alone: the meta device computes nothing."""
+    kernel = attention_blocks._KERNELS[name]
+    q, k = (torch.empty(2, n, 48, 64, dtype=torch.bfloat16, device="meta") for n in (4, 2))
+    call = BlockCall(q=q, k=k, v=k, rule=ScoreRule(scale=0.1, dropout=0.1))
+    out, lse, kept = kernel.forward(call)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:-1], torch.float32)
+    grads = kernel.backward(call, torch.empty_like(out), out, lse, kept)
+    assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
