@@ -9,7 +9,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
-from megatron.core.transformer.attention_backends import attention_report, request_of
+from megatron.core.transformer.attention_backends import (
+    AttentionRequest,
+    attention_report,
+    request_of,
+)
+from megatron.training.config.run import RunConfig
 from megatron.training.printing import print_rank_0
 from megatron.training.runtime import Runtime
 
@@ -55,19 +60,29 @@ def print_attention_backends(run: Runtime) -> None:
 
     Raises ConfigError when --attention-backend names what cannot run this model.
     """
-    model, data = run.config.model, run.config.data
-    request = request_of(
+    model = run.config.model
+    kinds = dict.fromkeys(model.cp_comm_type) if model.context_parallel_size > 1 else ("",)
+    for kind in kinds:
+        print_rank_0(f"attention backends{f' with {kind}' if kind else ''}:")
+        for row in attention_report(model.attention_backend, _attention_request(run.config, kind)):
+            print_rank_0(f"    {row.name:8} {row.reason}")
+
+
+def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
+    """What attention needs in training, under an exchange of this type if any."""
+    model, data = config.model, config.data
+    is_whole = comm_type in ("", "a2a")
+    has_mask = data.reset_attention_mask or model.window_size is not None
+    return request_of(
         model.params_dtype,
         model.kv_channels,
-        has_mask=data.reset_attention_mask,
-        has_bias=run.config.language_model.position_embedding_type == "alibi",
+        has_mask=has_mask or comm_type == "allgather",
+        has_bias=config.language_model.position_embedding_type == "alibi",
         dropout=model.attention_dropout,
         softcap=model.attn_logit_softcapping,
-        causal_tokens=data.seq_length,
+        causal_tokens=data.seq_length if is_whole else 0,
+        in_ring=comm_type in ("p2p", "a2a+p2p"),
     )
-    print_rank_0("attention backends:")
-    for row in attention_report(model.attention_backend, request):
-        print_rank_0(f"    {row.name:8} {row.reason}")
 
 
 def print_gradient_accumulation(run: Runtime) -> None:

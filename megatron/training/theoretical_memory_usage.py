@@ -11,6 +11,7 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.sequence_share import local_sequence_length
 from megatron.training.arguments.parameter_count import layer_parameters
 from megatron.training.arguments.resolve import assemble
 from megatron.training.config.run import RunConfig
@@ -60,7 +61,8 @@ def activation_bytes(config: RunConfig, padded_vocab_size: int, num_microbatches
     model, training = config.model, config.training
     assert config.data.seq_length is not None, "resolve() has checked --seq-length"
     assert training.micro_batch_size is not None, "resolve() has checked --micro-batch-size"
-    tokens = config.data.seq_length * training.micro_batch_size
+    length = local_sequence_length(config.data.seq_length, cp=model.context_parallel_size)
+    tokens = length * training.micro_batch_size
     pp = model.pipeline_model_parallel_size
     vp = model.virtual_pipeline_model_parallel_size
     wide = tokens * model.hidden_size

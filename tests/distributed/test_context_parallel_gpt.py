@@ -166,15 +166,19 @@ def refusals(rank: int, size: int) -> list[str]:
 
     model = build("rope", groups)
     half = torch.zeros(1, LENGTH // 2).long()
+    whole = torch.zeros(1, LENGTH).long()
+    hidden = torch.zeros(LENGTH // 2, 1, 32, dtype=torch.float64)
     square = torch.zeros(1, 1, LENGTH, LENGTH).bool()
     uneven = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 6, 16]).int())
     share = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 8]).int())
     for act in (
         own_core,
         lambda: build("rope", groups, cp_comm_type="ring"),
+        lambda: model(whole, torch.arange(LENGTH)[None], None),
         lambda: model(half, half, square),
         lambda: model(half, half, None, packed_seq_params=uneven),
         lambda: model(half, half, None, packed_seq_params=share),
+        lambda: model.decoder(hidden, attention_bias=torch.zeros(1, 4, 8, 16, requires_grad=True)),
         lambda: model(half, half, None, inference_context=StaticInferenceContext(1, LENGTH)),
     ):
         try:
@@ -189,9 +193,11 @@ def test_what_cannot_be_divided_is_refused_with_its_cure() -> None:
     expected = (
         "core attention OwnCore knows no exchange between ranks; use DotProductAttention",
         "--cp-comm-type ring is not one of p2p, a2a, allgather, a2a+p2p",
+        "was handed the positions 0 to 15, more than its share of 16; cut the batch by get_batch",
         "has 8 of 16 tokens: hand over the rows of its own tokens",
         "a sequence of 6 tokens cannot be cut into 2 x 2 chunks; pad each packed sequence",
         "cu_seqlens describe 8 tokens and the ranks of a context-parallel group hold 16",
+        "an attention bias gets no gradient through the exchange; detach it",
         "generation needs --context-parallel-size 1",
     )
     for found, sentence in zip(run_ranks(refusals, 2)[0], expected, strict=True):

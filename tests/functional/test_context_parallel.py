@@ -69,7 +69,7 @@ def test_a_checkpoint_goes_on_with_other_shares(
 
 
 def test_a_resumed_run_with_dropout_is_the_uninterrupted_one(tmp_path: Path) -> None:
-    flags = ["--context-parallel-size", "2", "--hidden-dropout", "0.1", "--attention-dropout", "0.1"]
+    flags = "--context-parallel-size 2 --hidden-dropout 0.1 --attention-dropout 0.1".split()
     folder = str(tmp_path / "checkpoint")
     whole = run_gpt(tmp_path / "whole", *flags, world_size=2)
     first = run_gpt(

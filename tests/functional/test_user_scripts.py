@@ -66,6 +66,11 @@ def test_a_pretraining_script_gives_our_losses(
     assert sorted(set(left["seen"]["iterations"])) == list(range(7))
 
 
+def test_a_pretraining_script_divides_its_sequences(tmp_path: Path, ours: list[float]) -> None:
+    found, _ = losses_of_script(tmp_path, "--context-parallel-size", "2", world_size=2)
+    close(found, ours)
+
+
 def test_flags_of_the_model_reach_a_script_on_real_data(tmp_path: Path) -> None:
     flags = ["--data-path", str(DATA), "--split", "90,5,5", "--data-cache-path", str(tmp_path)]
     flags += ["--vocab-size", "40000", "--swiglu", "--qk-layernorm"]

@@ -97,6 +97,19 @@ def test_the_ends_of_a_pipeline_share_the_embedding(world_of_16: int) -> None:
     assert groups.is_last_stage == (stage == 3)
 
 
+@pytest.mark.parametrize("world_of_16", [0, 7, 14], indirect=True)
+def test_neighbours_of_a_sequence_and_the_ring_over_sets_of_them(world_of_16: int) -> None:
+    sizes = {"context_parallel_size": 8, "hierarchical_context_parallel_sizes": [2, 4]}
+    parallel_state.initialize_model_parallel(2, **sizes)
+    inner, outer = parallel_state.get_hierarchical_context_parallel_groups()
+    tp, place = world_of_16 % 2, world_of_16 // 2
+    assert members(inner) == [tp + 2 * n for n in (place // 2 * 2, place // 2 * 2 + 1)]
+    assert members(outer) == [tp + 2 * n for n in range(place % 2, 8, 2)]
+    assert parallel_state.get_context_parallel_global_ranks() == [tp + 2 * n for n in range(8)]
+    with pytest.raises(ValueError, match="2 x 2 context-parallel ranks are not 8"):
+        create_process_groups(*make_grids(16, tp=2, cp=8), context_levels=(2, 2))
+
+
 @pytest.mark.parametrize("world_of_16", [6], indirect=True)
 def test_equal_members_share_one_group(world_of_16: int) -> None:
     groups = collection(tp=2)

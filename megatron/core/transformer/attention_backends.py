@@ -152,6 +152,7 @@ def request_of(
     dropout: float = 0.0,
     softcap: float | None = None,
     causal_tokens: int = 0,
+    in_ring: bool = False,
 ) -> AttentionRequest:
     """The request of a model on this process's device."""
     return AttentionRequest(
@@ -163,4 +164,5 @@ def request_of(
         has_dropout=dropout > 0,
         has_softcap=softcap is not None,
         causal_tokens=causal_tokens,
+        in_ring=in_ring,
     )

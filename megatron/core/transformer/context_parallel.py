@@ -182,9 +182,14 @@ def exchange_of(
 def _with_own_rows(around: Around, num_rows: int, num_columns: int) -> Around:
     """``around`` with a row for each query of this rank.
 
-    Raises ConfigError where a mask has another shape.
+    Raises ConfigError where a mask has another shape, or a bias wants a gradient.
     """
     hidden, bias = around.hidden, around.bias
+    if bias is not None and bias.requires_grad:
+        raise ConfigError(
+            "--context-parallel-size: an attention bias gets no gradient through the exchange; "
+            "detach it, or use one rank for a sequence"
+        )
     for x in (hidden, bias):
         if x is not None and (x.shape[-1] != num_columns or x.shape[-2] not in (1, num_rows)):
             raise ConfigError(

@@ -41,7 +41,7 @@ def test_changed_defaults_are_the_ones_in_the_code() -> None:
 
 @pytest.mark.parametrize("words", examples())
 def test_a_lifted_rule_no_longer_refuses(words: str) -> None:
-    world_size = 2 if "--tensor-model-parallel-size 2" in words else 1
+    world_size = 2 if "-parallel-size 2" in words else 1
     assert problems_of(words, world_size) == []
 
 

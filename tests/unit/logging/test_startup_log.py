@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.training.startup_log import (
     argument_lines,
     print_arguments,
+    print_attention_backends,
     print_datetime,
     print_layout,
 )
+from tests.unit.arguments.commands import run_of
 from tests.unit.callbacks.helpers import fake_run
 
 
@@ -53,3 +56,17 @@ def test_the_layout_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         "pipeline-model-parallel size: 1\n"
         "using torch.float32 for parameters ...\n"
     )
+
+
+def test_each_exchange_of_a_divided_sequence_names_what_computes_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "--context-parallel-size 2 --cp-comm-type p2p a2a allgather p2p --attention-dropout 0"
+    config = run_of(words + " --seq-length 128", world_size=2)
+    print_attention_backends(SimpleNamespace(config=config))  # type: ignore[arg-type]
+    tables = capsys.readouterr().out.split("attention backends with ")[1:]
+    chosen = {
+        table.split(":")[0]: [line.split()[0] for line in table.splitlines() if "chosen" in line]
+        for table in tables
+    }
+    assert chosen == {"p2p": ["flash"], "a2a": ["blocks"], "allgather": ["flash"]}

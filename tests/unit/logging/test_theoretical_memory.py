@@ -60,6 +60,8 @@ def test_selective_recomputation_keeps_34_bytes_per_token_width_and_layer() -> N
     layers = tokens * hidden * 2 * 34
     rest = 8 * tokens + tokens * hidden + 4 * (tokens * hidden + tokens * 512)
     assert activation_bytes(config, 512, num_microbatches=4) == (layers + rest) / 2
+    divided = replace(config, model=replace(config.model, context_parallel_size=2))
+    assert activation_bytes(divided, 512, num_microbatches=4) == (layers + rest) / 4
     (line,) = memory_lines(config, 512, num_microbatches=4)
     assert line == (
         "Theoretical memory footprints: weight and optimizer=0.36 MB, activation=0.27 MB, "

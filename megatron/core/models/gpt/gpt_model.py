@@ -89,6 +89,7 @@ class GPTModel(LanguageModule):
         self.fp16_lm_cross_entropy, self.parallel_output = fp16_lm_cross_entropy, parallel_output
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
+        self._has_seen_positions = False
         if pre_process:
             self.embedding = LanguageModelEmbedding(
                 config,
@@ -197,8 +198,8 @@ class GPTModel(LanguageModule):
             # Plain causality has faster ways; on a GPU the comparison would wait for the device,
             # and ranks that share a sequence must agree.
             attention_mask = None if is_causal_mask(attention_mask) else attention_mask
-        if inference_context is not None and cp.size() > 1:
-            raise ConfigError("generation needs --context-parallel-size 1")
+        if cp.size() > 1:
+            self._check_share(position_ids, inference_context)
         offset = 0 if inference_context is None else inference_context.num_tokens
         num_tokens = self._num_tokens(input_ids)
         hidden = self.decoder(
@@ -220,6 +221,25 @@ class GPTModel(LanguageModule):
         gather = not self.parallel_output if gather is None else gather
         logits, _ = self.output_layer(hidden, self._output_weight(), runtime_gather_output=gather)
         return self.finish_logits(logits, is_gathered=gather)
+
+    def _check_share(self, position_ids: Tensor | None, cache: KVCache | None) -> None:
+        """Raise ConfigError where a sequence is not, or cannot be, divided over the ranks.
+
+        Positions are looked at once: that waits for the device.
+        """
+        if cache is not None:
+            raise ConfigError("generation needs --context-parallel-size 1")
+        if self._has_seen_positions or position_ids is None:
+            return
+        self._has_seen_positions = True
+        length, cp = position_ids.shape[1], self.pg_collection.cp.size()
+        is_whole = bool((position_ids == torch.arange(length, device=position_ids.device)).all())
+        if is_whole and length * cp > self.max_sequence_length:
+            raise ConfigError(
+                f"--context-parallel-size {cp}: each rank was handed the positions 0 to "
+                f"{length - 1}, more than its share of {self.max_sequence_length}; cut the batch "
+                "by get_batch_on_this_cp_rank()"
+            )
 
     def _num_tokens(self, input_ids: Tensor | None) -> int:
         """Of each sequence, also where hidden states come cut along it from another stage."""
