@@ -14,11 +14,14 @@ from torch import Tensor
 
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.straggler import StragglerDetector
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training.batch import load_batch
 from megatron.training.global_vars import get_run
 from megatron.training.gpt import build_gpt_datasets, build_gpt_model
 from megatron.training.training import pretrain
+
+stimer = StragglerDetector()  # measures under --log-straggler
 
 
 def model_provider(
@@ -53,22 +56,24 @@ def forward_step(data_iterator: Iterator[Any] | None, model: GPTModel) -> tuple[
     """
     run = get_run()
     run.timers("batch-generator", log_level=2).start()
-    batch = load_batch(
-        data_iterator,
-        run.config,
-        run.groups.tp,
-        is_first_stage=get_attr_wrapped_model(model, "pre_process"),
-        is_last_stage=get_attr_wrapped_model(model, "post_process"),
-    )
-    batch = get_batch_on_this_cp_rank(batch, run.groups.cp)
+    with stimer(bdata=True):
+        batch = load_batch(
+            data_iterator,
+            run.config,
+            run.groups.tp,
+            is_first_stage=get_attr_wrapped_model(model, "pre_process"),
+            is_last_stage=get_attr_wrapped_model(model, "post_process"),
+        )
+        batch = get_batch_on_this_cp_rank(batch, run.groups.cp)
     run.timers("batch-generator").stop()
-    losses = model(
-        batch["tokens"],
-        batch["position_ids"],
-        batch["attention_mask"],
-        labels=batch["labels"],
-        loss_mask=batch["loss_mask"],
-    )
+    with stimer:
+        losses = model(
+            batch["tokens"],
+            batch["position_ids"],
+            batch["attention_mask"],
+            labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+        )
     return losses, partial(loss_func, batch["loss_mask"])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from typing import Any, Literal
 
 import torch
@@ -87,6 +88,23 @@ def synchronize() -> None:
     """Wait until the device has done all queued work."""
     if is_cuda():
         torch.cuda.synchronize()
+
+
+def moment() -> Any:
+    """A point in the work of the device, for `seconds_between`."""
+    if not is_cuda():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """From one `moment` to a later one; waits until the device is there."""
+    if not is_cuda():
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
 
 
 def empty_cache() -> None:

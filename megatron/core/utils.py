@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import parallel_state
 from megatron.core.sequence_share import held_tokens, row_lengths
+from megatron.core.straggler import StragglerDetector as StragglerDetector
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -70,22 +70,6 @@ def get_attr_wrapped_model(
 def get_model_config(model: nn.Module) -> Any:
     """The config that a model was built from, below wrappers."""
     return get_attr_wrapped_model(model, "config", allow_none=False)
-
-
-class StragglerDetector(AbstractContextManager["StragglerDetector"]):
-    """The context that scripts put around reading a batch and around the model.
-
-    It measures nothing: ``--log-straggler``, which would turn it on, is refused.
-    """
-
-    enabled = False
-
-    def __call__(self, bdata: bool = False) -> StragglerDetector:
-        """A context around reading data (``bdata``) or computing."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
 
 
 def get_batch_on_this_cp_rank(

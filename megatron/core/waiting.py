@@ -7,6 +7,7 @@ GPU a collective is begun and not waited for: there the last ones begun tell how
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from megatron.core.per_rank import each_rank_owns
 
 # Methods of a process group, in the names of torch 2.11 to 2.13, and what they are called here.
 _METHODS = {
@@ -51,26 +54,21 @@ class _Group:
     calls: int = 0
 
 
-@dataclass(slots=True)
-class _Note:
-    """One operation that was begun."""
+# One operation that was begun: its name, the group, the number of the call in it, the peer of a
+# transfer, what it carries, and the id of the work that is waited for.  A list is made soonest.
+_Note = list[Any]
 
-    operation: str
-    group: _Group
-    call: int  # of the group, from 1
-    peer: int | None = None  # in the group, of a transfer
-    purpose: object = None
-    work: int = 0  # id of what is waited for
 
-    def __str__(self) -> str:
-        group, purpose = self.group, "" if self.purpose is None else f", {self.purpose}"
-        if self.peer is not None:
-            ends = [group.ranks[group.me], group.ranks[self.peer]]
-            path = "->".join(str(r) for r in (ends if self.operation == "send" else ends[::-1]))
-            return f"{group.label} {self.operation} {path}{purpose}, call {self.call}"
-        ranks = " ".join(str(rank) for rank in group.ranks[:_SHOWN_RANKS])
-        more = f" ... {group.ranks[-1]}" if len(group.ranks) > _SHOWN_RANKS else ""
-        return f"{group.label} {self.operation} of ranks {ranks}{more}, call {self.call}"
+def _told(note: _Note) -> str:
+    operation, group, call, peer, purpose, _ = note
+    if peer is not None:
+        ends = [group.ranks[group.me], group.ranks[peer]]
+        path = "->".join(str(rank) for rank in (ends if operation == "send" else ends[::-1]))
+        about = "" if purpose is None else f", {purpose}"
+        return f"{group.label} {operation} {path}{about}, call {call}"
+    ranks = " ".join(str(rank) for rank in group.ranks[:_SHOWN_RANKS])
+    more = f" ... {group.ranks[-1]}" if len(group.ranks) > _SHOWN_RANKS else ""
+    return f"{group.label} {operation} of ranks {ranks}{more}, call {call}"
 
 
 @dataclass(slots=True)
@@ -79,6 +77,7 @@ class Record:
 
     inside: _Note | None = None  # a call that has not returned
     awaits: int = 0  # id of the work that is waited for
+    waited_s: float = 0.0  # for works, in all
     progress: int = 0  # moves with everything that is begun or has been waited for
     begun: deque[_Note] = field(default_factory=lambda: deque(maxlen=256))
     purposes: Iterator[object] = iter(())
@@ -87,11 +86,11 @@ class Record:
     def __str__(self) -> str:
         """``waits in tp all_reduce of ranks 0 1, call 12``, or what came last."""
         for note in reversed(self.begun):
-            if note is self.inside or (self.awaits and note.work == self.awaits):
-                return f"waits in {note}"
-        if self.inside is not None or self.awaits:
-            return f"waits in {self.inside or 'an operation begun long ago'}"
-        last = f"the last was {self.begun[-1]}" if self.begun else "there was none"
+            if note is self.inside or (self.awaits and note[-1] == self.awaits):
+                return f"waits in {_told(note)}"
+        if self.awaits:
+            return "waits in an operation begun long ago"
+        last = f"the last was {_told(self.begun[-1])}" if self.begun else "there was none"
         return f"is in no collective; {last}"
 
     def counts(self) -> str:
@@ -100,6 +99,7 @@ class Record:
 
 
 record = Record()
+each_rank_owns(__name__, "record")
 
 
 def name_transfers(purposes: Iterable[object]) -> None:
@@ -122,11 +122,11 @@ def _noted(operation: str, begin: Callable[..., Any]) -> Callable[..., Any]:
     def noted(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         group = record.groups.get(id(self)) or _new_group(self)
         group.calls += 1
-        note = record.inside = _Note(operation, group, group.calls)
+        note = record.inside = [operation, group, group.calls, None, None, 0]
         record.begun.append(note)
         record.progress += 1
         work = begin(self, *args, **kwargs)
-        note.work = id(work)
+        note[-1] = id(work)
         record.inside = None
         return work
 
@@ -137,12 +137,12 @@ def _noted_transfer(operation: str, begin: Callable[..., Any]) -> Callable[..., 
     def noted(self: ProcessGroup, tensors: Any, peer: int, tag: int) -> Any:
         group = record.groups.get(id(self)) or _new_group(self)
         group.calls += 1
-        note = _Note(operation, group, group.calls, peer, next(record.purposes, None))
+        note = [operation, group, group.calls, peer, next(record.purposes, None), 0]
         record.inside = note
         record.begun.append(note)
         record.progress += 1
         work = begin(self, tensors, peer, tag)
-        note.work = id(work)
+        note[-1] = id(work)
         record.inside = None
         return work
 
@@ -152,7 +152,9 @@ def _noted_transfer(operation: str, begin: Callable[..., Any]) -> Callable[..., 
 def _noted_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
         record.awaits = id(self)
+        began_s = time.perf_counter()
         result = wait(self, *args, **kwargs)
+        record.waited_s += time.perf_counter() - began_s
         record.awaits = 0  # not after an error: what could not be waited for is of interest
         record.progress += 1
         return result

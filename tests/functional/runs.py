@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
+
 import pretrain_gpt
 from megatron.core.enums import ModelType
 from megatron.training.training import pretrain
@@ -47,6 +49,24 @@ def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
             pretrain_gpt.forward_step,
             args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
         )
+
+
+def run_gpt_in_virtual_ranks(
+    folder: Path, *flags: str, ranks: int = 4
+) -> tuple[list[dict[str, Any]], str]:
+    """The metrics of a run whose ranks are threads of one process, and what it printed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = folder / "metrics.jsonl"
+    argv = [*TINY, "--metrics-file", str(metrics), "--virtual-ranks", str(ranks), *flags]
+    (said,) = run_ranks(_train_in_virtual_ranks, 1, argv)
+    return [json.loads(line) for line in metrics.read_text().splitlines()], said
+
+
+def _train_in_virtual_ranks(rank: int, world_size: int, argv: Sequence[str]) -> str:
+    dist.destroy_process_group()  # as where no launcher is
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        train_gpt(0, 1, argv)
+    return said.getvalue()
 
 
 def losses(metrics: Sequence[dict[str, Any]], key: str = "lm loss") -> list[float]:

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
+import re
+import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from tests.functional.runs import TINY, losses, refusal, run_gpt, train_gpt
+from tests.functional.runs import TINY, losses, refusal, run_gpt, run_gpt_in_virtual_ranks
 from tests.ranks import run_ranks
 
 FLAGS = ["--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--train-iters", "4"]
 LAYOUTS = {
-    "cp2-tp2": "--context-parallel-size 2 --tensor-model-parallel-size 2",
-    "tp2-sp-dp2": "--tensor-model-parallel-size 2 --sequence-parallel --overlap-grad-reduce",
+    "tp2-sp-dp2-zero1": "--tensor-model-parallel-size 2 --sequence-parallel "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "pp2-vpp-cp2": "--num-layers 4 --pipeline-model-parallel-size 2 --context-parallel-size 2 "
+    "--num-layers-per-virtual-pipeline-stage 1",
 }
-
-
-def train_in_virtual_ranks(rank: int, world_size: int, argv: list[str]) -> str:
-    dist.destroy_process_group()  # as where no launcher is
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        train_gpt(0, 1, argv)
-    return said.getvalue()
-
-
-def run_virtual(folder: Path, *flags: str, ranks: int = 4) -> tuple[list[dict[str, Any]], str]:
-    metrics = folder / "metrics.jsonl"
-    argv = [*TINY, "--metrics-file", str(metrics), "--virtual-ranks", str(ranks), *flags]
-    (said,) = run_ranks(train_in_virtual_ranks, 1, argv)
-    return [json.loads(line) for line in metrics.read_text().splitlines()], said
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -40,7 +25,7 @@ def test_virtual_ranks_print_the_losses_of_real_ones(tmp_path: Path, layout: str
     flags = [*FLAGS, *LAYOUTS[layout].split()]
     save = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "2"]
     real = run_gpt(tmp_path / "real", *flags, world_size=4)
-    virtual, said = run_virtual(tmp_path, *flags, *save)
+    virtual, said = run_gpt_in_virtual_ranks(tmp_path, *flags, *save)
     for key in ("lm loss", "grad norm"):
         assert losses(virtual, key) == losses(real, key), key
     assert said.count("iteration        4/       4") == 1, "one rank prints"
@@ -59,3 +44,13 @@ def test_virtual_ranks_print_the_losses_of_real_ones(tmp_path: Path, layout: str
 )
 def test_what_cannot_be_is_said(world_size: int, flags: str, sentence: str) -> None:
     assert sentence in run_ranks(refusal, world_size, [*TINY, *flags.split()])[0]
+
+
+def test_the_straggler_report_of_a_run_has_a_line_per_interval(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = ["--log-straggler", "--straggler-ctrlr-port", port, "--train-iters", "2"]
+        _, said = run_gpt_in_virtual_ranks(tmp_path, *flags, ranks=2)
+    numbers = re.findall(r"MxRtt/Rnk: ([\d.]+)ms/[01] .* MxEtpt/Rnk: ([\d.]+)TF/[01]", said)
+    assert len(numbers) == 2
+    assert all(float(number) > 0 for pair in numbers for number in pair)

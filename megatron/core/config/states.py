@@ -50,7 +50,6 @@ RERUN = (
     "re-running a suspicious step is not in this version; drop the flag: a NaN loss or gradient "
     "stops the run and names step and rank"
 )
-STRAGGLER = "straggler detection is not in this version; drop the flag"
 RESTART = (
     "restart inside the process is not in this version; drop the flag: torchrun --max-restarts "
     "starts the whole job again"

@@ -10,6 +10,7 @@ who asked for what.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -92,7 +93,9 @@ class VirtualWork:
     def wait(self, timeout: object = None) -> bool:
         """Let other ranks run until it is done.  There is no time-out: see `Baton.wait_until`."""
         del timeout
+        began_s = time.perf_counter()
         self.baton.wait_until(self._is_done, self.doing)
+        waiting.record.waited_s += time.perf_counter() - began_s
         return True
 
     def is_completed(self) -> bool:

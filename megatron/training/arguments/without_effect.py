@@ -61,6 +61,11 @@ NEEDS = (
         lambda ns: ns.lr_decay_style == "WSD",
         ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     ),
+    Need(
+        "--log-straggler",
+        lambda ns: ns.log_straggler,
+        ("disable_straggler_on_startup", "straggler_ctrlr_port", "straggler_minmax_count"),
+    ),
     Need("--manual-gc", lambda ns: ns.manual_gc, ("manual_gc_interval", "manual_gc_eval")),
     Need(
         "--profile",

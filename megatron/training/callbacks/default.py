@@ -20,9 +20,11 @@ from megatron.training.callbacks.metrics_file import MetricsFileSink
 from megatron.training.callbacks.profiler import MemoryHistory, NsysRange, TorchProfiler
 from megatron.training.callbacks.progress_log import ProgressLog
 from megatron.training.callbacks.records import SinkList
+from megatron.training.callbacks.straggler import Straggler
 from megatron.training.callbacks.sync import TrainSync
 from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.wandb import WandbSink
+from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.runtime import Runtime
 from megatron.training.signals import catch_stop_signal
 
@@ -40,6 +42,8 @@ def _in_order(run: Runtime) -> Iterator[Callback]:
     if config.training.train_sync_interval:
         yield TrainSync(config.training.train_sync_interval)
     yield Metrics(_sinks(run), energy_meter() if config.logging.log_energy else None)
+    if config.resilience.log_straggler:
+        yield _straggler(config.resilience)
     yield EvaluationCallback()
     if config.training.manual_gc:
         yield ManualGC()
@@ -57,6 +61,14 @@ def _profilers(run: Runtime) -> Iterator[Callback]:
         yield TorchProfiler(rank) if profiling.use_pytorch_profiler else NsysRange()
     if profiling.record_memory_history and device.is_cuda():
         yield MemoryHistory()
+
+
+def _straggler(asked: ResilienceConfig) -> Straggler:
+    return Straggler(
+        not asked.disable_straggler_on_startup,
+        asked.straggler_ctrlr_port,
+        asked.straggler_minmax_count,
+    )
 
 
 def _sinks(run: Runtime) -> SinkList:

@@ -41,25 +41,21 @@ class ResilienceConfig:
         False,
         "Compare the speed of ranks and name slow ones.",
         group="straggler",
-        refused=states.STRAGGLER,
     )
     disable_straggler_on_startup: bool = option(
         False,
         "Start with straggler detection off.",
         group="straggler",
-        ignored=states.only_with("--log-straggler"),
     )
     straggler_ctrlr_port: int = option(
         65535,
         "Port that switches straggler detection on and off.",
         group="straggler",
-        ignored=states.only_with("--log-straggler"),
     )
     straggler_minmax_count: int = option(
         1,
         "Fastest and slowest ranks that are named.",
         group="straggler",
-        ignored=states.only_with("--log-straggler"),
     )
     run_workload_inspector_server: bool = option(
         False,

@@ -96,6 +96,7 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "use_rope_scaling": "--use-rope-scaling",
         "reset_position_ids": "--reset-position-ids",
         "overlap_param_gather": "--overlap-param-gather --overlap-grad-reduce",
+        "disable_straggler_on_startup": "--disable-straggler-on-startup",
         "manual_gc_eval": "--no-manual-gc-eval",
         "use_pytorch_profiler": "--use-pytorch-profiler",
         "no_save_optim": "--no-save-optim",

@@ -60,6 +60,8 @@ AT_LEAST: dict[str, tuple[str, float]] = {
     "num_workers": ("--num-workers", 0),
     "num_dataset_builder_threads": ("--num-dataset-builder-threads", 1),
     "mid_level_dataset_surplus": ("--mid-level-dataset-surplus", 0),
+    "straggler_ctrlr_port": ("--straggler-ctrlr-port", 1),
+    "straggler_minmax_count": ("--straggler-minmax-count", 1),
     "virtual_ranks": ("--virtual-ranks", 1),
     "distributed_timeout_minutes": ("--distributed-timeout-minutes", 1),
     "ddp_num_buckets": ("--ddp-num-buckets", 1),

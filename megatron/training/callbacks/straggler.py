@@ -1,0 +1,184 @@
+"""--log-straggler: which ranks are slow, as a line per log interval.
+
+The line has ``value/rank`` of the smallest (Mn) and largest (Mx) of each: Rtt, milliseconds a step
+in the model's forward passes; Pwr, Tmp, Utl, Clk of the GPU where NVML tells them; DRtt,
+milliseconds a step in reading data; Etpt, the model's TFLOP/s in its forward passes.
+
+A connection to --straggler-ctrlr-port on rank 0 (``curl host:port``) switches between on and off;
+all ranks follow at the next log interval.  Collective over all ranks at each log interval, on or
+off.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import device, straggler
+from megatron.core.optional import available, require
+from megatron.training.callbacks.base import Callback, PauseReason
+from megatron.training.flops import FORWARD_AND_BACKWARD, num_floating_point_operations
+from megatron.training.runtime import Runtime
+from megatron.training.state import StepResult
+
+logger = logging.getLogger(__name__)
+
+# Column, unit, digits.
+_COLUMNS = (
+    ("Rtt", "ms", 2),
+    ("Pwr", "W", 1),
+    ("Tmp", "C", 0),
+    ("Utl", "%", 0),
+    ("Clk", "MHz", 0),
+    ("DRtt", "ms", 2),
+    ("Etpt", "TF", 4),
+)
+_OF_THE_GPU = ("Pwr", "Tmp", "Utl", "Clk")
+
+
+class Straggler(Callback):
+    """Measures on every rank, compares on all, tells on rank 0."""
+
+    def __init__(self, is_on: bool, port: int, count: int) -> None:
+        """``count`` ranks are named at either end."""
+        self._is_on, self._port, self._count = is_on, port, count
+        self._read_gpu = gpu_reader()
+        self._switch: Switch | None = None
+        self._steps, self._flops = 0, 0.0
+
+    def on_train_start(self, run: Runtime) -> None:
+        if run.is_rank_0:
+            self._switch = Switch(self._is_on, self._port)
+        straggler.stopwatch.is_on = self._is_on
+
+    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+        if not result.skipped:
+            self._steps += 1
+            self._flops += num_floating_point_operations(
+                run.config, result.batch_size, run.padded_vocab_size
+            )
+        if run.state.iteration % run.config.logging.log_interval == 0:
+            self._compare(run)
+
+    def on_pause(self, run: Runtime, reason: PauseReason) -> None:
+        straggler.stopwatch.is_on = False
+
+    def on_resume(self, run: Runtime, reason: PauseReason) -> None:
+        straggler.stopwatch.is_on = self._is_on
+
+    def on_train_end(self, run: Runtime) -> None:
+        straggler.stopwatch.is_on = False
+
+    def close(self) -> None:
+        if self._switch is not None:
+            self._switch.close()
+
+    def _compare(self, run: Runtime) -> None:
+        """Gather, tell, and take over what rank 0 was switched to."""
+        wanted = self._is_on if self._switch is None else self._switch.is_on
+        mine = torch.tensor(
+            [float(wanted), *self._row(run.config.world_size)],
+            dtype=torch.float64,
+            device=device.current(),
+        )
+        rows = [torch.empty_like(mine) for _ in range(run.config.world_size)]
+        if len(rows) > 1:
+            dist.all_gather(rows, mine)
+        else:
+            rows = [mine]
+        if self._is_on and self._steps and run.is_rank_0:
+            for line in report([row[1:].tolist() for row in rows], self._count):
+                logger.info(line)
+        self._is_on = straggler.stopwatch.is_on = bool(rows[0][0])
+        self._steps, self._flops = 0, 0.0
+
+    def _row(self, world_size: int) -> list[float]:
+        """A number for each column; NaN where there is none."""
+        compute_s, data_s = straggler.stopwatch.lap_s()
+        steps = max(1, self._steps)
+        flops = self._flops / FORWARD_AND_BACKWARD / world_size
+        throughput = flops / compute_s / 1e12 if compute_s > 0 else 0.0
+        return [1e3 * compute_s / steps, *self._read_gpu(), 1e3 * data_s / steps, throughput]
+
+
+def report(rows: Sequence[Sequence[float]], count: int) -> list[str]:
+    """The lines about all ranks' rows; columns that no rank has are left out."""
+    parts = []
+    for index, (name, unit, digits) in enumerate(_COLUMNS):
+        by_value = sorted((row[index], rank) for rank, row in enumerate(rows))
+        if not math.isnan(by_value[0][0]):
+            parts += [
+                f"{end}{name}/Rnk: {value:.{digits}f}{unit}/{rank}"
+                for end, (value, rank) in (("Mn", by_value[0]), ("Mx", by_value[-1]))
+            ]
+    lines = [" | ".join(parts)]
+    if count > 1:
+        ranked = sorted((row[-1], rank) for rank, row in enumerate(rows))
+        shown = [f"{value:.4f}TF/{rank}" for value, rank in ranked]
+        lines += [
+            f"^^^^ Bottom {count} Ranks with lowest  Etpt: {', '.join(shown[:count])}",
+            f"^^^^ Top    {count} Ranks with highest Etpt: {', '.join(shown[: -count - 1 : -1])}",
+        ]
+    return lines
+
+
+class Switch:
+    """Listens on a port; every connection turns ``is_on`` around and is told so."""
+
+    def __init__(self, is_on: bool, port: int) -> None:
+        self.is_on = is_on
+        self._socket: socket.socket | None = None
+        try:
+            self._socket = socket.create_server(("", port))
+        except OSError as error:
+            logger.warning("--straggler-ctrlr-port %d: %s; nothing is switched", port, error)
+            return
+        threading.Thread(
+            target=self._serve, args=(self._socket,), name="straggler switch", daemon=True
+        ).start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        assert self._socket is not None, "it does not listen"
+        return int(self._socket.getsockname()[1])
+
+    def close(self) -> None:
+        """Listen no more."""
+        if self._socket is not None:
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            self._socket.close()
+
+    def _serve(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:  # closed
+                return
+            with connection:
+                self.is_on = not self.is_on
+                text = f"straggler report {'on' if self.is_on else 'off'}\n"
+                head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n"
+                connection.sendall(f"{head}{text}".encode())
+
+
+def gpu_reader() -> Callable[[], Sequence[float]]:
+    """Reads power, temperature, load and clock of this rank's GPU; NaN where nothing tells them."""
+    if not device.is_cuda() or not available("pynvml"):
+        return lambda: [math.nan] * len(_OF_THE_GPU)
+    nvml: Any = require("pynvml", "--log-straggler")
+    nvml.nvmlInit()
+    gpu = nvml.nvmlDeviceGetHandleByUUID(device.uuid())
+    return lambda: [
+        nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
+        nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+        nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+        nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    ]
