@@ -254,9 +254,10 @@ LAYOUTS = {
     "pp2-dp2-zb-h1": Layout(pp=2, dp=2, schedule="zb-h1", ddp=OVERLAP),
     "pp2-zb-h1-one-micro-batch": Layout(pp=2, microbatches=1, schedule="zb-h1"),
     "pp4-zb-v": Layout(pp=4, chunks=2, schedule="zb-v"),
-    "pp2-tp2-sp-zb-v-untied": Layout(
-        pp=2, chunks=2, tp=2, schedule="zb-v", is_tied=False, model=(("sequence_parallel", True),)
+    "pp2-tp2-sp-zb-v-llama": Layout(
+        pp=2, chunks=2, tp=2, schedule="zb-v", is_llama=True, model=(("sequence_parallel", True),)
     ),
+    "pp2-dp2-zb-v": Layout(pp=2, chunks=2, dp=2, schedule="zb-v", ddp=OVERLAP, per_token=True),
     "pp2-waiting": Layout(pp=2, chunks=2, model=(("overlap_p2p_comm", False),)),
     "pp2-early": Layout(pp=2, chunks=2, model=(("overlap_p2p_comm_warmup_flush", True),)),
 }
