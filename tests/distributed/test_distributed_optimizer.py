@@ -30,6 +30,7 @@ STEPS = 3
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 # Buckets of a few parameters; the last one is filled up with padding.
 BUCKETS = {"bucket_size": 100, **OVERLAP}
+AHEAD = {"overlap_param_gather_with_optimizer_step": True}
 SHARDED = {"use_distributed_optimizer": True}
 FP16 = {"initial_loss_scale": 4096.0, "loss_scale_window": 2}
 
@@ -135,10 +136,10 @@ def train(
     ("world_size", "dtype", "rule", "ddp"),
     [
         (2, torch.float32, {}, {}),
-        (4, torch.float32, {}, BUCKETS),
+        (4, torch.float32, AHEAD, BUCKETS),
         (8, torch.bfloat16, {}, BUCKETS),
         (4, torch.bfloat16, {"optimizer": "sgd"}, {"bucket_size": 1, **OVERLAP}),
-        (2, torch.float16, FP16, {"ddp_num_buckets": 3, **OVERLAP}),
+        (2, torch.float16, {**FP16, **AHEAD}, {"ddp_num_buckets": 3, **OVERLAP}),
         (3, torch.float32, {"decoupled_lr": 0.1}, {"average_in_collective": True, **OVERLAP}),
         (2, torch.bfloat16, {}, {"grad_reduce_in_fp32": False, **BUCKETS}),
         (2, torch.float32, {}, {"pad_buckets_for_high_nccl_busbw": True}),
@@ -242,7 +243,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
     assert run_ranks(_overflow_in_one_rank, 2) == [[(None, None), True]] * 2
 
 
-def _poisoned(rank: int, world_size: int) -> list[bool]:
+def _poisoned(rank: int, world_size: int, optimizer: dict) -> list[bool]:
     """What was not gathered is NaN: whoever reads it too early shows it."""
     begin = ParamGather.begin
 
@@ -253,7 +254,7 @@ def _poisoned(rank: int, world_size: int) -> list[bool]:
             shares[[r for r in range(world_size) if r != rank]] = float("nan")
 
     with mock.patch.object(ParamGather, "begin", spoil_and_begin):
-        run = Run({**BUCKETS, **SHARDED}, {})
+        run = Run({**BUCKETS, **SHARDED}, optimizer)
         run.step(0)
         stale = any(p.isnan().any() for p in run.model.parameters())
         finite = [bool(torch.isfinite(mean_loss(run.ddp, token_batch(2))))]
@@ -264,8 +265,11 @@ def _poisoned(rank: int, world_size: int) -> list[bool]:
     return [stale, *finite]
 
 
-def test_parameters_are_read_after_they_have_come_back():
-    assert run_ranks(_poisoned, 2) == [[True] * 4] * 2
+@pytest.mark.parametrize("optimizer", [{}, AHEAD])
+def test_parameters_are_read_after_they_have_come_back(optimizer: dict):
+    stale, *finite = zip(*run_ranks(_poisoned, 2, optimizer), strict=True)
+    assert all(stale) or optimizer  # there the gathers may be over already
+    assert all(all(ranks) for ranks in finite)
 
 
 def _orders(rank: int, world_size: int) -> list[float]:

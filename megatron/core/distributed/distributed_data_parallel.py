@@ -49,7 +49,7 @@ from megatron.core.distributed.grad_buffer import (
     gradient_of,
     takes_products,
 )
-from megatron.core.distributed.param_buffer import ParamBuffer, ParamGather
+from megatron.core.distributed.param_buffer import ParamBucket, ParamBuffer, ParamGather
 from megatron.core.distributed.shard_ranges import owned_parts
 from megatron.core.param_info import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -151,6 +151,18 @@ class DistributedDataParallel(DataParallelBase):
         if self.ddp_config.overlap_param_gather:
             self.param_gather.start(1)
         else:
+            self.param_gather.finish()
+
+    def start_param_sync_by_bucket(self) -> Iterator[ParamBucket]:
+        """Yield each bucket for the update of this rank's share, then start to gather it.
+
+        In the order in which a forward pass needs them.  Collective over data-parallel ranks.
+        """
+        self.param_gather.begin()
+        for count, bucket in enumerate(self.param_gather.buckets, start=1):
+            yield bucket
+            self.param_gather.start(count)
+        if not self.ddp_config.overlap_param_gather:
             self.param_gather.finish()
 
     def finish_param_sync(self) -> None:

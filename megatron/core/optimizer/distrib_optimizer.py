@@ -3,6 +3,9 @@
 Main parameters and the rule's state exist for the share alone.  The wrapper leaves the summed
 gradients of the share in its buffers, and gathers the updated parameters (`start_param_sync`).
 
+With --overlap-param-gather-with-optimizer-step a bucket's gather is begun as soon as the bucket is
+updated, while the next one is.
+
 Collectives of a step: those of `MegatronOptimizer.step` with every sum taken over all ranks of an
 optimizer instance (``intra_dist_opt``), since a replica holds only a part of each; then the
 all-gathers of the wrapper, chunk by chunk.
@@ -18,7 +21,7 @@ from torch import nn
 from megatron.core.config.errors import ConfigError
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.grad_scaler import GradScaler
-from megatron.core.optimizer.mixed_precision import Part
+from megatron.core.optimizer.mixed_precision import Part, copy_main_to_model
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -55,6 +58,18 @@ class DistributedOptimizer(MegatronOptimizer):
             grad_scaler=grad_scaler,
             check_for_nan=check_for_nan,
         )
+
+    def _update(self, divisor: float) -> None:
+        if not self.config.overlap_param_gather_with_optimizer_step:
+            super()._update(divisor)
+            return
+        with self._timed("optimizer-inner-step"):
+            owned = {p.model: p for p in self.params}
+            for chunk in self.model_chunks:
+                for bucket in chunk.start_param_sync_by_bucket():
+                    mine = [owned[param] for param in bucket.params if param in owned]
+                    self.rule.step(divisor, only={p.main for p in mine})
+                    copy_main_to_model(mine)
 
     def _publish(self) -> None:
         super()._publish()

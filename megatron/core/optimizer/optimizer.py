@@ -106,10 +106,8 @@ class MegatronOptimizer:
         if self.config.log_num_zeros_in_grad:
             with self._timed("optimizer-count-zeros"):
                 num_zeros = count_zeros(grads, self.groups, is_sharded=self.is_sharded)
-        with self._timed("optimizer-inner-step"):
-            self.rule.step(divisor=scale / clip_coefficient(norm, self.config.clip_grad))
-        with self._timed("optimizer-copy-main-to-model-params"):
-            self._publish()
+        self.rule.begin_step()
+        self._update(divisor=scale / clip_coefficient(norm, self.config.clip_grad))
         self._drop_gradients()
         return True, norm, num_zeros
 
@@ -128,6 +126,13 @@ class MegatronOptimizer:
             state = {k: tensor for k, tensor in self.rule.state_of(p.main).items() if k != "step"}
             is_fp32 = p.has_main or p.info.dtype is not None
             yield p.name, p.info, {"fp32_param": p.main.data, **state} if is_fp32 else state
+
+    def _update(self, divisor: float) -> None:
+        """Step by the gradients over ``divisor``, and let the model have the result."""
+        with self._timed("optimizer-inner-step"):
+            self.rule.step(divisor)
+        with self._timed("optimizer-copy-main-to-model-params"):
+            self._publish()
 
     def _publish(self) -> None:
         """Let the model have what was updated.  Collective where parameters are divided."""

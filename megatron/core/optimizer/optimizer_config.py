@@ -138,9 +138,8 @@ class OptimizerConfig:
     )
     overlap_param_gather_with_optimizer_step: bool = option(
         False,
-        "Gather the first chunk's parameters during the optimizer step.",
+        "Begin to gather a bucket of parameters as soon as it is updated.",
         group="distributed",
-        ignored=states.only_with("--use-distributed-optimizer"),
     )
     use_distributed_optimizer: bool = option(
         False,

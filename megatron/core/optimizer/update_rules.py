@@ -7,7 +7,7 @@ used because making one imports the compiler, which takes longer than the rest o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class UpdateRule(ABC):
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         self.param_groups = list(groups)
         self.state: dict[nn.Parameter, State] = {}
+        # Steps that all parameters of a device have taken, for rules that ask.
+        self._steps: dict[torch.device, Tensor] = {}
 
     @abstractmethod
     def new_state(self, param: nn.Parameter) -> State:
@@ -47,11 +49,19 @@ class UpdateRule(ABC):
             self.state[param] = self.new_state(param)
         return self.state[param]
 
+    def begin_step(self) -> None:
+        """Count a step, before all or some parameters are updated."""
+        for steps in self._steps.values():
+            steps.add_(1.0)
+
     @torch.no_grad()
-    def step(self, divisor: float = 1.0) -> None:
-        """Update every parameter from its ``grad``, divided by ``divisor`` on the way."""
+    def step(self, divisor: float = 1.0, only: Container[nn.Parameter] | None = None) -> None:
+        """Update every parameter from its ``grad``, divided by ``divisor`` on the way.
+
+        A step may be made in parts, ``only`` some parameters at a time, after one `begin_step`.
+        """
         for group in self.param_groups:
-            for params in _alike(group["params"]):
+            for params in _alike(p for p in group["params"] if only is None or p in only):
                 states = [self.state_of(param) for param in params]
                 scale = torch.tensor(divisor, device=params[0].device) if divisor != 1.0 else None
                 self.update(list(params), states, group=group, grad_scale=scale)
@@ -99,11 +109,6 @@ class AdamW(UpdateRule):
         super().__init__([{"betas": betas, "eps": config.adam_eps, **group} for group in groups])
         devices = {param.device for param in self._params()}
         self._steps = {d: torch.zeros((), dtype=torch.float32, device=d) for d in devices}
-
-    def step(self, divisor: float = 1.0) -> None:
-        for steps in self._steps.values():  # all parameters have taken as many
-            steps.add_(1.0)
-        super().step(divisor)
 
     def new_state(self, param: nn.Parameter) -> State:
         return {
@@ -182,7 +187,7 @@ def make_update_rule(config: OptimizerConfig, groups: Sequence[dict[str, Any]]) 
     return SGD(groups, config) if config.optimizer == "sgd" else AdamW(groups, config)
 
 
-def _alike(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _alike(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """``params`` in lists that one kernel can take."""
     lists: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
     for param in params:

@@ -49,7 +49,11 @@ NEEDS = (
     Need(
         "--use-distributed-optimizer",
         lambda ns: ns.use_distributed_optimizer,
-        ("overlap_param_gather", "num_distributed_optimizer_instances"),
+        (
+            "overlap_param_gather",
+            "overlap_param_gather_with_optimizer_step",
+            "num_distributed_optimizer_instances",
+        ),
     ),
     Need(
         "--fp16 without --loss-scale",

@@ -97,6 +97,10 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "reset_position_ids": "--reset-position-ids",
         "overlap_param_gather": "--overlap-param-gather --overlap-grad-reduce",
         "disable_straggler_on_startup": "--disable-straggler-on-startup",
+        "overlap_param_gather_with_optimizer_step": (
+            "--overlap-param-gather-with-optimizer-step --overlap-param-gather "
+            "--overlap-grad-reduce"
+        ),
         "manual_gc_eval": "--no-manual-gc-eval",
         "use_pytorch_profiler": "--use-pytorch-profiler",
         "no_save_optim": "--no-save-optim",

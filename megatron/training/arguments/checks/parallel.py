@@ -199,6 +199,8 @@ def gathers_overlap_with_reductions(run: RunConfig) -> Iterator[str]:
     """Parameters travel in the buckets that gradients are reduced in."""
     if run.ddp.overlap_param_gather and not run.ddp.overlap_grad_reduce:
         yield "--overlap-param-gather needs --overlap-grad-reduce, which makes buckets: add it"
+    if run.optimizer.overlap_param_gather_with_optimizer_step and not run.ddp.overlap_param_gather:
+        yield "--overlap-param-gather-with-optimizer-step needs --overlap-param-gather: add it"
 
 
 def backend_suits_the_device(run: RunConfig) -> Iterator[str]:
