@@ -167,15 +167,12 @@ def exchange_of(
     if groups is None or groups.cp.size() == 1:
         return None
     kind, cp = comm_type_of_layer(config, layer_index), groups.cp
-    traders_and_ring: dict[str, tuple[ProcessGroup | None, ProcessGroup | None]] = {
-        "p2p": (None, cp),
-        "a2a": (cp, None),
-        "allgather": (None, None),
-        "a2a+p2p": (groups.cp_inner, groups.cp_outer),
-    }
-    if kind not in traders_and_ring:
+    if kind not in COMM_TYPES:
         raise ConfigError(f"--cp-comm-type {kind} is not one of {', '.join(COMM_TYPES)}")
-    heads, ring = (g if g and g.size() > 1 else None for g in traders_and_ring[kind])
+    heads, ring = cp if kind == "a2a" else None, cp if kind == "p2p" else None
+    if kind == "a2a+p2p":
+        levels = (groups.cp_inner, groups.cp_outer)
+        heads, ring = (group if group.size() > 1 else None for group in levels)
     return Exchange(cp=cp, heads=heads, ring=ring)
 
 
