@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.config.option import flag_of
 from megatron.training.arguments.changed_defaults import CHANGED_DEFAULTS
+from megatron.training.arguments.describe import state
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.sections import flags_and_defaults
 from tests.unit.arguments.commands import problems_of
@@ -43,6 +45,21 @@ def test_changed_defaults_are_the_ones_in_the_code() -> None:
 def test_a_lifted_rule_no_longer_refuses(words: str) -> None:
     world_size = 2 if "-parallel-size 2" in words else 1
     assert problems_of(words, world_size) == []
+
+
+COMMUNICATION = re.compile(
+    r"tp-comm|nccl-(ub|comm)|sharp|-priority-|p2p$|comm-backend|double-buffer"
+)
+
+
+def test_every_flag_of_communicators_is_in_the_table_with_its_state() -> None:
+    told = {}
+    for row in section("Communicators and overlap").splitlines():
+        if row.startswith("| `"):
+            _, flags, word, _ = row.split("|", 3)
+            told |= dict.fromkeys(re.findall(r"`(--[\w-]+)`", flags), word.strip())
+    found = {flag_of(f, opt): state(opt) for f, opt in flags_page.declared()}
+    assert told == {flag: s for flag, s in found.items() if COMMUNICATION.search(flag)}
 
 
 def test_every_flag_of_our_own_is_named() -> None:
