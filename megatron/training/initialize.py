@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megatron.core import cpu_tuning, device, parallel_state
 from megatron.core.config.errors import ConfigError
-from megatron.core.distributed.buffer_plan import num_instances
+from megatron.core.distributed.sharding import num_instances
 from megatron.core.num_microbatches_calculator import (
     NumMicroBatchesCalculator,
     destroy_num_microbatches_calculator,

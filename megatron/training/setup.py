@@ -10,7 +10,7 @@ from torch import nn
 
 from megatron.core import device, distributed
 from megatron.core.config.errors import ConfigError
-from megatron.core.distributed.data_parallel_base import is_fully_sharded
+from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.param_groups import (
     ParamCondition,

@@ -19,10 +19,6 @@ LATENT_ATTENTION = (
     "values"
 )
 MULTI_TOKEN = "multi-token prediction is not in this version; drop the flag"
-FSDP = (
-    "sharding parameters over data-parallel ranks is not in this version; drop the flag and use "
-    "--tensor-model-parallel-size if the model does not fit"
-)
 OFFLOAD = "keeping the optimizer in host memory is not in this version; drop the flag"
 LOW_PRECISION_STATE = (
     "optimizer state below fp32 is not in this version; drop the flag: state stays fp32"

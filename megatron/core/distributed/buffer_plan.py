@@ -20,6 +20,7 @@ from megatron.core.distributed.buckets import (
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
+from megatron.core.distributed.sharding import num_instances
 
 
 class BufferKey(NamedTuple):
@@ -103,8 +104,3 @@ def plan_buffers(
         )
         plans.append(BufferPlan(key, tuple(indices), layout, num_sharers if is_sharded else 1))
     return plans
-
-
-def num_instances(config: DistributedDataParallelConfig) -> int:
-    """Groups of replicas that each hold a whole optimizer; one where nothing is sharded."""
-    return config.num_distributed_optimizer_instances if config.use_distributed_optimizer else 1

@@ -93,8 +93,3 @@ class DataParallelBase(nn.Module, ABC):
     ) -> Any:
         """Load the module."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-
-
-def is_fully_sharded(ddp_config: DistributedDataParallelConfig) -> bool:
-    """Whether replicas are to hold a part each of the parameters (`FullyShardedDataParallel`)."""
-    return ddp_config.use_torch_fsdp2

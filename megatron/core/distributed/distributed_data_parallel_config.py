@@ -90,13 +90,12 @@ class DistributedDataParallelConfig:
         "Register gradient buffers with NCCL.",
         group="distributed",
         flag="--use-nccl-ub",
-        ignored=states.only_with("--use-megatron-fsdp"),
+        ignored="NCCL copies through its own buffers here",
     )
     use_megatron_fsdp: bool = option(
         False,
-        "Shard parameters, gradients and optimizer over the replicas.",
+        "Shard over the replicas what --data-parallel-sharding-strategy names.",
         group="distributed",
-        refused=states.FSDP,
     )
     init_model_with_meta_device: bool = option(
         False,
@@ -109,7 +108,6 @@ class DistributedDataParallelConfig:
         "What --use-megatron-fsdp shards.",
         group="distributed",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
-        ignored=states.only_with("--use-megatron-fsdp"),
     )
     gradient_reduce_div_fusion: bool = option(
         True,
@@ -120,19 +118,19 @@ class DistributedDataParallelConfig:
         False,
         "Keep two fixed buffers for gathered parameters.",
         group="distributed",
-        ignored=states.only_with("--use-megatron-fsdp"),
+        ignored="gathered parameters take memory that PyTorch's allocator uses again",
     )
     suggested_communication_unit_size: int | None = option(
         None,
         "Elements that sharding gathers at a time.",
         group="distributed",
-        ignored=states.only_with("--use-megatron-fsdp"),
+        ignored="each layer is gathered by itself",
     )
     keep_fp8_transpose_cache: bool = option(
         False,
         "Keep transposed fp8 weights between passes.",
         group="distributed",
-        ignored=states.only_with("--use-megatron-fsdp"),
+        ignored=states.only_with("--fp8-format"),
     )
     enable_full_sharding_in_hsdp: bool = option(
         False,

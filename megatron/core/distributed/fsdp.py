@@ -7,8 +7,9 @@ rank has room for whole gradients.  Parameters are kept in fp32 and gathered in 
 Between steps a rank holds rows of dim 0 of each tensor-parallel share, as DTensors; the record of
 a parameter says which (`ParamInfo.part`).
 
-Collectives, over dp_cp, unit by unit: all-gather before forward (and before backward, where
-parameters were dropped in between), reduce-scatter after backward.
+Collectives, over intra_dp_cp, unit by unit: all-gather before forward (and before backward, where
+parameters were dropped in between), reduce-scatter after backward.  Where several instances hold
+the whole model (HSDP), the owners' gradients are summed over inter_dist_opt in the last micro-batch.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -32,6 +35,7 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 )
 from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.distributed.non_finite import non_finite_gradients
+from megatron.core.distributed.sharding import reshards_after_forward
 from megatron.core.param_info import FlatPart, ParamInfo, info_of, local_part, set_info
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -52,7 +56,7 @@ class FullyShardedDataParallel(DataParallelBase):
         super().__init__(config, ddp_config, module, pg_collection)
         self.units: list[FSDPModule] = []
         self._sums: dict[str, Tensor] = {}  # of a parameter's gradients: NaN shows in them
-        mesh = DeviceMesh.from_group(pg_collection.dp_cp, device.current().type)
+        mesh = _mesh(pg_collection)
         records = {name: _cut(p, pg_collection) for name, p in module.named_parameters()}
         policy = self._precision()
         for unit in _units(module):
@@ -72,13 +76,16 @@ class FullyShardedDataParallel(DataParallelBase):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside add to the gradients, which still go to their owners each time.
 
-        Parameters that are kept for backward stay for the next micro-batch too.
+        The sum over instances waits; parameters that are kept for backward stay until the next
+        micro-batch too.
         """
         root = self.units[-1]
+        root.set_requires_all_reduce(False)
         root.set_reshard_after_backward(reshards_after_forward(self.ddp_config))
         try:
             yield
         finally:
+            root.set_requires_all_reduce(True)
             root.set_reshard_after_backward(True)
 
     def start_grad_sync(self, *_: Any) -> None:
@@ -104,7 +111,11 @@ class FullyShardedDataParallel(DataParallelBase):
                 yield param, gradient_of(param)
 
     def broadcast_params(self) -> None:
-        """Nothing: every element has one owner."""
+        """Take the parts of the first instance: within one, every element has one owner."""
+        group = self.groups.inter_dist_opt
+        if group.size() > 1:
+            for param in self.module.parameters():
+                dist.broadcast(local_part(param), dist.get_global_rank(group, 0), group=group)
 
     def _precision(self) -> MixedPrecisionPolicy:
         dtypes = {p.dtype for p in self.module.parameters()} & set(_HALF)
@@ -162,11 +173,6 @@ class FullyShardedDataParallel(DataParallelBase):
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
 
-def reshards_after_forward(ddp_config: DistributedDataParallelConfig) -> bool:
-    """Whether gathered parameters are dropped between forward and backward."""
-    return ddp_config.torch_fsdp2_reshard_after_forward
-
-
 def _units(module: nn.Module) -> Iterator[nn.Module]:
     """Parts that are gathered and dropped apart from the rest: layers, an embedding of its own."""
     for name, part in module.named_modules():
@@ -183,13 +189,24 @@ def _is_shared(module: nn.Module, name: str) -> bool:
     return bool(vars(owner).get("share_embeddings_and_output_weights", True))
 
 
+def _mesh(groups: ProcessGroupCollection) -> DeviceMesh:
+    """The ranks that cut the parameters; with several instances [instance, rank in it]."""
+    kind, inner, outer = device.current().type, groups.intra_dp_cp, groups.inter_dist_opt
+    if outer.size() == 1:
+        return DeviceMesh.from_group(inner, kind)
+    ranks = torch.tensor(dist.get_process_group_ranks(groups.dp_cp)).view(outer.size(), -1)
+    return DeviceMesh.from_group(
+        [outer, inner], kind, mesh=ranks, mesh_dim_names=("replicate", "shard")
+    )
+
+
 def _cut(param: nn.Parameter, groups: ProcessGroupCollection) -> ParamInfo:
     """The record of ``param`` once it is cut; FSDP2 deals rows out as torch.chunk does."""
-    group, shape = groups.dp_cp, tuple(param.shape)
-    rows = -(-shape[0] // group.size())
-    first = min(group.rank() * rows, shape[0])
+    inner, outer, shape = groups.intra_dp_cp, groups.inter_dist_opt, tuple(param.shape)
+    rows = -(-shape[0] // inner.size())
+    start = min(inner.rank() * rows, shape[0]) * prod(shape[1:])
     return replace(
         info_of(param),
-        part=FlatPart(shape, first * (param.numel() // max(1, shape[0]))),
+        part=FlatPart(shape, start, outer.rank(), outer.size()),
         dtype=param.dtype if param.dtype in _HALF else None,
     )

@@ -85,6 +85,25 @@ def depth(ns: Namespace) -> Iterator[str]:
     yield from ()
 
 
+def data_parallel_sharding(ns: Namespace) -> Iterator[str]:
+    """The strategy of --use-megatron-fsdp decides whether the optimizer is cut by itself."""
+    if not ns.use_megatron_fsdp:
+        return
+    strategy = ns.data_parallel_sharding_strategy
+    if strategy == "no_shard" and ns.use_distributed_optimizer:
+        yield (
+            "--use-distributed-optimizer is without effect: --data-parallel-sharding-strategy "
+            "no_shard keeps the optimizer whole"
+        )
+    ns.use_distributed_optimizer = strategy == "optim"
+    if ns.ckpt_format == "fsdp_dtensor":
+        ns.ckpt_format = "safetensors_dist"
+        yield (
+            "--ckpt-format fsdp_dtensor: checkpoints are written as safetensors_dist, which loads "
+            "in any layout"
+        )
+
+
 def pipeline(ns: Namespace) -> Iterator[str]:
     """The number of virtual stages; without them parameters need not be gathered in step."""
     chunks = ns.num_virtual_stages_per_pipeline_rank
@@ -213,6 +232,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     virtual_ranks,
     data_parallel_size,
     parallel_degrees,
+    data_parallel_sharding,
     precision,
     nothing_asked,
     depth,

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.distributed.sharding import is_fully_sharded
+
 
 @dataclass(frozen=True)
 class Need:
@@ -48,7 +50,7 @@ NEEDS = (
     ),
     Need(
         "--use-distributed-optimizer",
-        lambda ns: ns.use_distributed_optimizer,
+        lambda ns: ns.use_distributed_optimizer or is_fully_sharded(ns),
         (
             "overlap_param_gather",
             "overlap_param_gather_with_optimizer_step",
@@ -143,12 +145,24 @@ NEEDS = (
     Need(
         "--use-torch-fsdp2",
         lambda ns: ns.use_torch_fsdp2,
-        ("torch_fsdp2_reshard_after_forward", "gradient_reduce_div_fusion"),
+        ("torch_fsdp2_reshard_after_forward",),
     ),
     Need(
-        "replicas with whole gradients (--use-torch-fsdp2 reduces each layer's as soon as it can)",
-        lambda ns: not ns.use_torch_fsdp2,
+        "--use-megatron-fsdp",
+        lambda ns: ns.use_megatron_fsdp,
+        ("data_parallel_sharding_strategy",),
+    ),
+    Need(
+        "parameters that are sharded (--use-torch-fsdp2, or --use-megatron-fsdp and a strategy)",
+        is_fully_sharded,
+        ("gradient_reduce_div_fusion", "init_model_with_meta_device"),
+    ),
+    Need(
+        "whole gradients; those of sharded parameters are reduced layer by layer in backward",
+        lambda ns: not is_fully_sharded(ns),
         (
+            "overlap_param_gather",
+            "overlap_param_gather_with_optimizer_step",
             "overlap_grad_reduce",
             "ddp_num_buckets",
             "ddp_bucket_size",

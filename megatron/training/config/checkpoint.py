@@ -67,7 +67,7 @@ class CheckpointConfig:
         True,
         "Let keys be missing when a sharded FSDP checkpoint is loaded.",
         group="checkpointing",
-        ignored=states.only_with("--ckpt-format fsdp_dtensor"),
+        ignored="such checkpoints are written as safetensors_dist; see --dist-ckpt-strictness",
     )
     non_persistent_save_interval: int | None = option(
         None,
@@ -161,7 +161,7 @@ class CheckpointConfig:
             "fsdp_dtensor",
         ),
         refused_values=dict.fromkeys(
-            ("torch", "torch_dist", "zarr", "torch_dcp", "fsdp_dtensor"), states.OTHER_FORMAT
+            ("torch", "torch_dist", "zarr", "torch_dcp"), states.OTHER_FORMAT
         ),
     )
     ckpt_convert_format: str | None = option(

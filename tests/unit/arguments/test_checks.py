@@ -72,7 +72,7 @@ def test_all_problems_come_at_once() -> None:
 
 
 WHOLE_GRADIENTS = next(
-    n.flags for n in NEEDS if n.words.startswith("replicas with whole gradients")
+    n.flags for n in NEEDS if n.words.startswith("whole gradients")
 )
 
 
@@ -110,6 +110,8 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "use_checkpoint_opt_param_scheduler": "--use-checkpoint-opt_param-scheduler",
         "torch_fsdp2_reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
         "gradient_reduce_div_fusion": "--no-gradient-reduce-div-fusion",
+        "init_model_with_meta_device": "--init-model-with-meta-device",
+        "data_parallel_sharding_strategy": "--data-parallel-sharding-strategy optim_grads",
         "overlap_grad_reduce": "--overlap-grad-reduce",
         "ddp_pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
         "ddp_average_in_collective": "--ddp-average-in-collective",

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.distributed.data_parallel_base import is_fully_sharded
+from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.training.config.run import RunConfig
+
+
+def _flags(run: RunConfig) -> str:
+    """What cuts the parameters."""
+    if run.ddp.use_torch_fsdp2:
+        return "--use-torch-fsdp2"
+    return f"--data-parallel-sharding-strategy {run.ddp.data_parallel_sharding_strategy}"
 
 
 def sharded_parameters_have_one_stage(run: RunConfig) -> Iterator[str]:
@@ -13,17 +20,18 @@ def sharded_parameters_have_one_stage(run: RunConfig) -> Iterator[str]:
     pp = run.model.pipeline_model_parallel_size
     if is_fully_sharded(run.ddp) and pp > 1:
         yield (
-            f"--use-torch-fsdp2 with --pipeline-model-parallel-size {pp}: layers would be gathered "
+            f"{_flags(run)} with --pipeline-model-parallel-size {pp}: layers would be gathered "
             "for every micro-batch of every stage; set it to 1, or use --use-distributed-optimizer"
         )
 
 
-def one_way_to_shard_the_optimizer(run: RunConfig) -> Iterator[str]:
-    """FSDP2 cuts the optimizer with the parameters."""
-    if run.ddp.use_torch_fsdp2 and run.optimizer.use_distributed_optimizer:
+def sharded_parameters_are_dense(run: RunConfig) -> Iterator[str]:
+    """Experts are reduced over fewer ranks than the rest of their layer."""
+    ep = run.model.expert_model_parallel_size
+    if is_fully_sharded(run.ddp) and ep > 1:
         yield (
-            "--use-torch-fsdp2 and --use-distributed-optimizer exclude each other: the first cuts "
-            "the optimizer too, keep one"
+            f"{_flags(run)} with --expert-model-parallel-size {ep}: experts are not sharded in "
+            "this version; set it to 1, or use --use-distributed-optimizer"
         )
 
 
@@ -31,13 +39,37 @@ def sharded_parameters_have_processes(run: RunConfig) -> Iterator[str]:
     """FSDP2 keeps state per process, and asks torch's own groups."""
     if is_fully_sharded(run.ddp) and run.distributed.virtual_ranks is not None:
         yield (
-            f"--use-torch-fsdp2 needs a process for each rank: drop --virtual-ranks "
+            f"{_flags(run)} needs a process for each rank: drop --virtual-ranks "
             f"{run.distributed.virtual_ranks} and use torchrun"
         )
 
 
+def one_way_to_shard(run: RunConfig) -> Iterator[str]:
+    """FSDP2 cuts the optimizer with the parameters."""
+    if not run.ddp.use_torch_fsdp2:
+        return
+    if run.ddp.use_megatron_fsdp:
+        yield (
+            "--use-torch-fsdp2 and --use-megatron-fsdp exclude each other: keep one; the second "
+            "with --data-parallel-sharding-strategy optim_grads_params does what the first does"
+        )
+    if run.optimizer.use_distributed_optimizer:
+        yield (
+            "--use-torch-fsdp2 and --use-distributed-optimizer exclude each other: the first cuts "
+            "the optimizer too, keep one"
+        )
+
+
+def format_of_sharded_checkpoints(run: RunConfig) -> Iterator[str]:
+    """The format's name is known for the scripts that shard by --use-megatron-fsdp."""
+    if run.checkpoint.ckpt_format == "fsdp_dtensor":
+        yield "--ckpt-format fsdp_dtensor needs --use-megatron-fsdp: leave --ckpt-format out"
+
+
 CHECKS = (
     sharded_parameters_have_one_stage,
+    sharded_parameters_are_dense,
     sharded_parameters_have_processes,
-    one_way_to_shard_the_optimizer,
+    one_way_to_shard,
+    format_of_sharded_checkpoints,
 )

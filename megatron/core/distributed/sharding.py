@@ -1,0 +1,31 @@
+"""What data-parallel ranks cut among them, from the flags; a namespace has the same names."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron.core.distributed.distributed_data_parallel_config import (
+    DistributedDataParallelConfig,
+)
+
+Config = DistributedDataParallelConfig | Namespace
+
+
+def is_fully_sharded(config: Config) -> bool:
+    """Whether each rank holds a part of the parameters (`FullyShardedDataParallel`)."""
+    strategy = config.data_parallel_sharding_strategy
+    by_strategy = strategy in ("optim_grads", "optim_grads_params")
+    return bool(config.use_torch_fsdp2 or (config.use_megatron_fsdp and by_strategy))
+
+
+def reshards_after_forward(config: Config) -> bool:
+    """Whether parameters that were gathered for forward are dropped before backward."""
+    if config.use_torch_fsdp2:
+        return bool(config.torch_fsdp2_reshard_after_forward)
+    return bool(config.data_parallel_sharding_strategy == "optim_grads_params")
+
+
+def num_instances(config: Config) -> int:
+    """Groups of replicas that each hold a whole optimizer; one where nothing is sharded."""
+    is_sharded = config.use_distributed_optimizer or is_fully_sharded(config)
+    return int(config.num_distributed_optimizer_instances) if is_sharded else 1
