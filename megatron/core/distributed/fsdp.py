@@ -8,8 +8,8 @@ Between steps a rank holds rows of dim 0 of each tensor-parallel share, as DTens
 a parameter says which (`ParamInfo.part`).
 
 Collectives, over intra_dp_cp, unit by unit: all-gather before forward (and before backward, where
-parameters were dropped in between), reduce-scatter after backward.  Where several instances hold
-the whole model (HSDP), the owners' gradients are summed over inter_dist_opt in the last micro-batch.
+parameters were dropped in between), reduce-scatter after backward.  With several instances of the
+whole model (HSDP) the owners' gradients are summed over inter_dist_opt in the last micro-batch.
 """
 
 from __future__ import annotations
