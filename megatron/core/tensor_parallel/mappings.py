@@ -20,6 +20,7 @@ The group is always given; in a group of one rank every function returns its inp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.collectives import all_gather_single as all_gather_single
 from megatron.core.collectives import reduce_scatter_single as reduce_scatter_single
+
+Move = Callable[[Tensor, ProcessGroup], Tensor]
 
 # -- plain collectives, no gradient ---------------------------------------------------------
 
@@ -102,145 +105,63 @@ def _share(size: int, group: ProcessGroup) -> int:
 # -- with gradients -------------------------------------------------------------------------
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+class _Pair(torch.autograd.Function):
+    """One collective on the way forward, another on the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return all_reduce(x, group)
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, forth: Move, back: Move) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return forth(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.group), None, None, None
 
 
-class _GatherLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather_last_dim(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return slice_of_last_dim(grad, ctx.group), None
+def _pair(x: Tensor, group: ProcessGroup, forth: Move, back: Move) -> Tensor:
+    return x if group.size() == 1 else _Pair.apply(x, group, forth, back)
 
 
-class _ScatterLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return slice_of_last_dim(x, group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather_last_dim(grad, ctx.group), None
+def _same(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x.view_as(x)
 
 
-class _AllGatherLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return all_gather_last_dim(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_last_dim(grad, ctx.group), None
+def _own_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
+    return slice_of_first_dim(x, group).contiguous()
 
 
-class _ReduceScatterLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter_last_dim(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather_last_dim(grad, ctx.group), None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, grad_is_partial: bool) -> Tensor:
-        ctx.group, ctx.grad_is_partial = group, grad_is_partial
-        return all_gather_first_dim(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.grad_is_partial:
-            return reduce_scatter_first_dim(grad, ctx.group), None, None
-        return slice_of_first_dim(grad, ctx.group), None, None
-
-
-class _ScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return slice_of_first_dim(x, group).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather_first_dim(grad, ctx.group), None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter_first_dim(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_gather_first_dim(grad, ctx.group), None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _swap_first_dim(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _swap_first_dim(grad, ctx.group), None
+def _own_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
+    return slice_of_last_dim(x, group).contiguous()
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Identity; all ranks used the same input, so backward sums their gradients."""
-    return x if group.size() == 1 else _Copy.apply(x, group)
+    return _pair(x, group, _same, all_reduce)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum of the terms that the ranks hold; the gradient passes unchanged."""
-    return x if group.size() == 1 else _Reduce.apply(x, group)
+    return _pair(x, group, all_reduce, _same)
 
 
 def gather_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """[..., h/tp] -> [..., h]; backward keeps this rank's slice."""
-    return x if group.size() == 1 else _GatherLastDim.apply(x, group)
+    return _pair(x, group, all_gather_last_dim, _own_last_dim)
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """[..., h] -> [..., h/tp]; backward gathers the slices."""
-    return x if group.size() == 1 else _ScatterLastDim.apply(x, group)
+    return _pair(x, group, _own_last_dim, all_gather_last_dim)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """[..., h/tp] -> [..., h]; backward sums the ranks' gradients of this rank's slice."""
-    return x if group.size() == 1 else _AllGatherLastDim.apply(x, group)
+    return _pair(x, group, all_gather_last_dim, reduce_scatter_last_dim)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the ranks, each keeping its slice: [..., h] -> [..., h/tp]."""
-    return x if group.size() == 1 else _ReduceScatterLastDim.apply(x, group)
+    return _pair(x, group, reduce_scatter_last_dim, all_gather_last_dim)
 
 
 def gather_from_sequence_parallel_region(
@@ -251,21 +172,20 @@ def gather_from_sequence_parallel_region(
     With ``tensor_parallel_output_grad`` each rank's gradient is one term and backward sums them
     (reduce-scatter); without, all ranks have the whole gradient and keep their slice.
     """
-    if group.size() == 1:
-        return x
-    return _GatherSequence.apply(x, group, tensor_parallel_output_grad)
+    back = reduce_scatter_first_dim if tensor_parallel_output_grad else _own_first_dim
+    return _pair(x, group, all_gather_first_dim, back)
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """[s, ...] -> [s/tp, ...]; no communication forward, backward gathers the slices."""
-    return x if group.size() == 1 else _ScatterSequence.apply(x, group)
+    return _pair(x, group, _own_first_dim, all_gather_first_dim)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the ranks, each keeping its slice: [s, ...] -> [s/tp, ...]."""
-    return x if group.size() == 1 else _ReduceScatterSequence.apply(x, group)
+    return _pair(x, group, reduce_scatter_first_dim, all_gather_first_dim)
 
 
 def all_to_all_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
     """[size, ...]: part i goes to rank i, and part i of the result came from rank i."""
-    return x if group.size() == 1 else _AllToAll.apply(x, group)
+    return _pair(x, group, _swap_first_dim, _swap_first_dim)
