@@ -55,9 +55,11 @@ class OurTrainer:
     def step(self) -> float:
         result = train_step(self.run)
         self.run.state.advance(
-            result, num_floating_point_operations(
-            self.run.config, result.batch_size, self.run.padded_vocab_size
-        ))
+            result,
+            num_floating_point_operations(
+                self.run.config, result.batch_size, self.run.padded_vocab_size
+            ),
+        )
         return float(result.losses["lm loss"])
 
 

@@ -152,9 +152,16 @@ def hf_gpt2(shape: Shape) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=shape.vocab, n_positions=shape.seq, n_embd=shape.hidden, n_layer=shape.layers,
-        n_head=shape.heads, activation_function="gelu", resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, attn_implementation="sdpa",
+        vocab_size=shape.vocab,
+        n_positions=shape.seq,
+        n_embd=shape.hidden,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        activation_function="gelu",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        attn_implementation="sdpa",
     )
     model, w = GPT2LMHeadModel(config), weights(shape)
     body = model.transformer
@@ -162,8 +169,10 @@ def hf_gpt2(shape: Shape) -> nn.Module:
     body.wpe.weight.copy_(w["wpe"])
     for i, block in enumerate(body.h):
         pairs = {
-            "qkv": block.attn.c_attn, "proj": block.attn.c_proj,
-            "fc1": block.mlp.c_fc, "fc2": block.mlp.c_proj,
+            "qkv": block.attn.c_attn,
+            "proj": block.attn.c_proj,
+            "fc1": block.mlp.c_fc,
+            "fc2": block.mlp.c_proj,
         }
         for name, conv in pairs.items():  # Conv1D keeps [in, out]
             conv.weight.copy_(w[f"{i}.{name}"].t())
@@ -177,17 +186,24 @@ def hf_llama(shape: Shape) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=shape.vocab, max_position_embeddings=shape.seq, hidden_size=shape.hidden,
-        intermediate_size=shape.inner, num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.heads,
-        tie_word_embeddings=True, attn_implementation="sdpa", rms_norm_eps=1e-5,
+        vocab_size=shape.vocab,
+        max_position_embeddings=shape.seq,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+        rms_norm_eps=1e-5,
     )
     model, w = LlamaForCausalLM(config), weights(shape)
     model.model.embed_tokens.weight.copy_(w["wte"])
     for i, block in enumerate(model.model.layers):
         attention, mlp = block.self_attn, block.mlp
         for part, linear in zip(
-            w[f"{i}.qkv"].chunk(3), (attention.q_proj, attention.k_proj, attention.v_proj),
+            w[f"{i}.qkv"].chunk(3),
+            (attention.q_proj, attention.k_proj, attention.v_proj),
             strict=True,
         ):
             linear.weight.copy_(part)
@@ -245,9 +261,13 @@ class MatmulFloor:
         d, heads = h // shape.heads, shape.batch * shape.heads
         linears = [(3 * h, h), (h, h), (fc1, h), (h, inner)] * shape.layers + [(shape.vocab, h)]
         self.plain = [
-            (torch.randn(tokens, i).to(kind), torch.randn(o, i).to(kind),
-             torch.randn(tokens, o).to(kind))
-            for o, i in set(linears) for _ in [0]
+            (
+                torch.randn(tokens, i).to(kind),
+                torch.randn(o, i).to(kind),
+                torch.randn(tokens, o).to(kind),
+            )
+            for o, i in set(linears)
+            for _ in [0]
         ]
         self.count = [linears.count((w.size(0), w.size(1))) for _, w, _ in self.plain]
         half = shape.seq // 2  # causal attention touches half of the scores

@@ -127,20 +127,31 @@ def report(args: argparse.Namespace, found: dict[str, dict[str, list[float]]]) -
     speed = {n: tokens / statistics.median(f["step_s"]) / args.threads for n, f in found.items()}
     ours, floor = speed.get("ours"), speed.get("floor")
     clock = "CPU time" if args.threads == 1 else "wall time"
-    print(f"{args.shape} {args.dtype}, {args.threads} thread(s), {clock}, median of "
-          f"{len(next(iter(found.values()))['step_s'])} steps")
-    print(f"{'contender':16} {'tokens/s/core':>14} {'ours/it':>8} {'of floor':>9} {'peak MiB':>9} "
-          " loss")
+    print(
+        f"{args.shape} {args.dtype}, {args.threads} thread(s), {clock}, median of "
+        f"{len(next(iter(found.values()))['step_s'])} steps"
+    )
+    print(
+        f"{'contender':16} {'tokens/s/core':>14} {'ours/it':>8} {'of floor':>9} {'peak MiB':>9} "
+        " loss"
+    )
     rows = {}
     for name, f in found.items():
         gap = loss_gap(found.get("ours", f)["losses"], f["losses"]) if name != "floor" else 0.0
         ratio = ours / speed[name] if ours else float("nan")
         share = speed[name] / floor if floor else float("nan")
         valid = "ok" if gap <= 0.005 else "VOID"
-        print(f"{name:16} {speed[name]:14.1f} {ratio:8.3f} {share:9.3f} {f['peak_mib'][0]:9.0f}  "
-              f"{valid} ({100 * gap:.3f} %)")
-        rows[name] = {"tokens_per_s_core": speed[name], "ratio": ratio, "of_floor": share,
-                      "peak_mib": f["peak_mib"][0], "loss_gap": gap}
+        print(
+            f"{name:16} {speed[name]:14.1f} {ratio:8.3f} {share:9.3f} {f['peak_mib'][0]:9.0f}  "
+            f"{valid} ({100 * gap:.3f} %)"
+        )
+        rows[name] = {
+            "tokens_per_s_core": speed[name],
+            "ratio": ratio,
+            "of_floor": share,
+            "peak_mib": f["peak_mib"][0],
+            "loss_gap": gap,
+        }
     if args.output:
         row = {"shape": args.shape, "dtype": args.dtype, "threads": args.threads, "rows": rows}
         with open(args.output, "a") as file:

@@ -107,6 +107,11 @@ def seconds_between(begin: Any, end: Any) -> float:
     return float(begin.elapsed_time(end)) / 1000
 
 
+def host_memory(num_bytes: int) -> torch.Tensor:
+    """Bytes in host memory, page-locked where this process has a GPU to copy from."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda())
+
+
 def empty_cache() -> None:
     """Give cached device memory back."""
     if is_cuda():

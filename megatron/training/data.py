@@ -81,9 +81,7 @@ def build_data(run: Runtime, provider: Provider) -> None:
     sets = list(valid) if isinstance(valid, list | tuple) else [valid]
     evaluates = run.config.validation.eval_iters > 0 or run.config.validation.full_validation
     found = [s for s in sets if s is not None and evaluates]
-    num_valid, num_test = agree_on(
-        run.groups.mp, len(found), int(test is not None and evaluates)
-    )
+    num_valid, num_test = agree_on(run.groups.mp, len(found), int(test is not None and evaluates))
     whole = run.config.validation.full_validation
     run.valid_loaders = [make_loader(run, s, 0, whole=whole) for s in found] or [None] * num_valid
     run.test_loader = make_loader(run, test, 0)

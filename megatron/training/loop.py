@@ -18,9 +18,7 @@ def train(run: Runtime) -> None:
     while not run.finished():
         run.callbacks.on_step_start(run)
         result = train_step(run)
-        flops = num_floating_point_operations(
-            run.config, result.batch_size, run.padded_vocab_size
-        )
+        flops = num_floating_point_operations(run.config, result.batch_size, run.padded_vocab_size)
         run.state.advance(result, flops)
         run.callbacks.on_step_end(run, result)
     run.callbacks.on_train_end(run)

@@ -118,9 +118,7 @@ def forward_backward(
     hooks = StepHooks(
         grad_scale_func=partial(_scaled_loss, run) if run.optimizer is not None else None,
         finalize_model_grads_func=finalize_model_grads,
-        loss_check_func=require_finite_loss
-        if run.config.ddp.check_for_nan_in_grad
-        else None,
+        loss_check_func=require_finite_loss if run.config.ddp.check_for_nan_in_grad else None,
         timers=None if forward_only else run.timers,  # evaluation is no part of training time
         barrier_with_level_1_timers=run.config.optimizer.barrier_with_L1_time,
     )

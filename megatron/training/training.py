@@ -66,6 +66,7 @@ def pretrain(
     status 1, an exception on any rank ends all ranks.
     """
     del model_type, get_embedding_ranks, get_position_embedding_ranks, store  # the layout says it
+
     def whole_run(*_ranks: int) -> None:
         run = start(config)
         try:

@@ -53,6 +53,5 @@ def to_device(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Move the tensors of ``batch`` to this process's device."""
     target = device.current()
     return {
-        k: v.to(target, non_blocking=True) if isinstance(v, Tensor) else v
-        for k, v in batch.items()
+        k: v.to(target, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()
     }

@@ -82,12 +82,8 @@ def run_case(
 ) -> tuple[Tensor, ...]:
     """Output, and gradients of q, k and v, of the held tokens."""
     config, groups, asked = CASES[case]
-    core = DotProductAttention(
-        tiny_config(**config, **changes), layer_number=2, **core_options
-    )
-    q, k, v = (
-        x[held].requires_grad_() for x in inputs(groups, 1 if "packed" in asked else 2)
-    )
+    core = DotProductAttention(tiny_config(**config, **changes), layer_number=2, **core_options)
+    q, k, v = (x[held].requires_grad_() for x in inputs(groups, 1 if "packed" in asked else 2))
     out = core(q, k, v, **call_with(asked, held))
     weight = torch.linspace(-1, 1, S, dtype=torch.float64)[held, None, None]
     (out.square() * weight).sum().backward()

@@ -11,8 +11,7 @@ from tests import tolerances
 from tests.functional.runs import losses, run_gpt
 
 FLAGS = (
-    "--group-query-attention --num-query-groups 2 --position-embedding-type rope "
-    "--eval-interval 3"
+    "--group-query-attention --num-query-groups 2 --position-embedding-type rope --eval-interval 3"
 ).split()
 
 

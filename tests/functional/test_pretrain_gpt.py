@@ -101,9 +101,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, precision: list[
     save = ["--save-interval", "100", "--save"]
     expected = run_gpt(whole, *flags, *save, str(whole / "ck"), base=base)
     first = run_gpt(parts, *flags, *save, str(parts / "ck"), "--exit-interval", "4", base=base)
-    rest = run_gpt(
-        parts, *flags, *save, str(parts / "ck"), "--load", str(parts / "ck"), base=base
-    )
+    rest = run_gpt(parts, *flags, *save, str(parts / "ck"), "--load", str(parts / "ck"), base=base)
     assert len(first) == 4
     numbers = [steps(lines) for lines in (expected, rest)]
     assert numbers[0] == numbers[1]  # the file goes on where the first part ended

@@ -43,9 +43,7 @@ def test_one_file_named_once_or_as_a_blend_of_itself_trains(tmp_path: Path, pref
         (["--valid-data-path", "PREFIX"], "the data of each split leaves nothing to train on"),
     ],
 )
-def test_a_run_without_training_data_says_so(
-    prefix: str, flags: list[str], sentence: str
-) -> None:
+def test_a_run_without_training_data_says_so(prefix: str, flags: list[str], sentence: str) -> None:
     argv = [*FLAGS, *(prefix if flag == "PREFIX" else flag for flag in flags)]
     (said,) = run_ranks(refusal, 1, argv)
     assert sentence in said

@@ -122,9 +122,7 @@ def expected() -> list[Line]:
 
 @pytest.mark.parametrize("flags", LAYOUTS)
 @pytest.mark.feature("Training: from Megatron-LM's weights and optimizer on, its very numbers")
-def test_it_goes_on_with_the_numbers_that_the_reference_printed(
-    tmp_path: Path, flags: str
-) -> None:
+def test_it_goes_on_with_the_numbers_that_the_reference_printed(tmp_path: Path, flags: str) -> None:
     world_size = 1 if not flags else 2
     ours = continued(tmp_path, *flags.split(), world_size=world_size)
     theirs = expected()

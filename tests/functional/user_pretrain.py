@@ -66,9 +66,7 @@ def layers_of(args):
 def build(pre_process=True, post_process=True):
     args = get_args()
     assert args.my_scale == 2.0, "args_defaults reach the flags of extra_args_provider"
-    positions = {
-        name: vars(args)[name] for name in ("position_embedding_type", "rotary_percent")
-    }
+    positions = {name: vars(args)[name] for name in ("position_embedding_type", "rotary_percent")}
     return GPTModel(
         core_transformer_config_from_args(args),
         layers_of(args),

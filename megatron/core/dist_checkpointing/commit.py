@@ -4,7 +4,7 @@ Order, and what a kill after each step leaves:
 
 1. sweep leftovers, check free space, make ``iter_N.tmp-{attempt}``   the previous checkpoint
 2. all ranks write and fsync their files there                        the previous one
-3. index, common values, then the manifest, all fsynced               the previous one
+3. what rank 0 adds, then the manifest, all fsynced                   the previous one
 4. a published folder of this step is moved to ``.old-``              it, until step 5
 5. rename to ``iter_N``, fsync the directory                          the new one
 6. replace the tracker: temporary file, fsync, rename, fsync          the new one
@@ -35,14 +35,11 @@ from megatron.core.dist_checkpointing.folders import (
     published,
 )
 from megatron.core.dist_checkpointing.manifest import (
-    COMMON,
     CONFIG,
-    INDEX,
     FileEntry,
     Manifest,
     adopt_file,
     check_size,
-    write_json,
     write_manifest,
     write_text,
 )
@@ -67,12 +64,10 @@ class Pending:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What rank 0 adds when all ranks have written their files."""
+    """What makes a folder a checkpoint when all its files are written."""
 
-    index: Mapping[str, Any]
-    common: Mapping[str, Any]
     layout: Mapping[str, Any]
-    files: Mapping[str, FileEntry]  # of all ranks
+    files: Mapping[str, FileEntry]  # what lies in the folder
     write_config: Callable[[Path], object] | None = None  # writes the resolved configuration
 
 
@@ -183,12 +178,10 @@ def fsync_folder(folder: Path) -> None:
 
 
 def _complete(pending: Pending, parts: Parts) -> None:
-    """Write what is missing in the folder, the manifest last."""
+    """Check that the files are there, write the configuration and then the manifest."""
     files = dict(parts.files)
     for name, entry in files.items():
         check_size(pending.folder, name, entry)
-    files[INDEX] = write_json(pending.folder / INDEX, parts.index)
-    files[COMMON] = write_json(pending.folder / COMMON, parts.common)
     if parts.write_config is not None:
         parts.write_config(pending.folder / CONFIG)
         files[CONFIG] = adopt_file(pending.folder / CONFIG)

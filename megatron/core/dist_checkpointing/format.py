@@ -14,14 +14,21 @@ Nothing here communicates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import FileEntry, rank_state_name, write_json
+from megatron.core.dist_checkpointing.manifest import (
+    COMMON,
+    FORMAT,
+    INDEX,
+    FileEntry,
+    rank_state_name,
+    write_json,
+)
 from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
 from megatron.core.dist_checkpointing.safetensors_file import (
     BLOCK_BYTES,
@@ -36,6 +43,21 @@ class RankReport:
 
     tensors: dict[str, dict[str, Any]]
     files: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the folder of a checkpoint is filled; all else of a save is the same in every format.
+
+    ``write_rank_files(folder, rank, tensors, rank_state, iteration=, attempt=)`` writes and fsyncs
+    what one rank gives, and may run in a thread: local, reads nothing but its arguments.
+    ``complete(folder, reports, common)`` adds on rank 0 what needs the reports of all ranks, and
+    returns the files it wrote.  The manifest comes behind it.  Both raise OSError, CheckpointError.
+    """
+
+    name: str
+    write_rank_files: Callable[..., RankReport]
+    complete: Callable[[Path, Sequence[RankReport], Mapping[str, Any]], Mapping[str, FileEntry]]
 
 
 def write_rank_files(
@@ -73,6 +95,20 @@ def write_rank_files(
         name = rank_state_name(rank)
         report.files[name] = asdict(write_json(folder / name, rank_state))
     return report
+
+
+def complete(
+    folder: Path, reports: Sequence[RankReport], common: Mapping[str, Any]
+) -> dict[str, FileEntry]:
+    """Write and fsync the index and the common values."""
+    index = merge_index(report.tensors for report in reports)
+    return {
+        INDEX: write_json(folder / INDEX, index),
+        COMMON: write_json(folder / COMMON, common),
+    }
+
+
+SAFETENSORS_DIST = Format(FORMAT, write_rank_files, complete)
 
 
 def merge_index(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

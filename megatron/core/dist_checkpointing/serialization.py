@@ -1,5 +1,8 @@
 """Saving and loading over all ranks: every rank ends with the same folder, or the same error.
 
+A save is `begin`, `write`, a gather of what was written, `publish`, `conclude`.  What lies between
+the collectives may run in the background, once `snapshot` has copied the values out of the model.
+
 Order of collectives, save: gather sizes, broadcast the folder; write; gather reports, broadcast
 the verdict.  Load: gather differences, broadcast the verdict; read; the same again.  A rank that
 fails takes part in them and says why, so nobody waits for it.
@@ -7,8 +10,9 @@ fails takes part in them and says why, so nobody waits for it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +22,11 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.collectives import broadcast_json, gather_json, rank_in
 from megatron.core.dist_checkpointing.folders import Found
-from megatron.core.dist_checkpointing.format import RankReport, merge_index, write_rank_files
+from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format, RankReport
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, FileEntry
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
 from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
+from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.dist_checkpointing.validation import (
     Differences,
     check_strictness,
@@ -62,6 +67,21 @@ class Saved:
     previous: Found | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A save that has a folder to write into, as one rank sees it."""
+
+    root: Path
+    iteration: int
+    folder: Path
+    attempt: str
+    rank: int
+    pending: commit.Pending | None  # on rank 0
+    tensors: Sequence[ShardedTensor]  # those that this rank writes
+    contents: Contents
+    format: Format
+
+
 def save(
     root: Path,
     iteration: int,
@@ -69,30 +89,33 @@ def save(
     group: ProcessGroup | None,
     *,
     share_work: bool = True,
+    format: Format = SAFETENSORS_DIST,
 ) -> Saved:
     """Publish a checkpoint of ``iteration`` in ``root``.  Collective over ``group``.
 
     ``group`` spans all ranks, None is a world of one.  ``share_work``: data-parallel replicas
     share the writing.  Raises SaveFailed on every rank if any rank fails.
     """
+    begun = begin(root, iteration, contents, group, share_work=share_work, format=format)
+    reports = gather_json(write(begun), group)
+    verdict = None if reports is None else publish(begun, reports)
+    return conclude(begun, verdict, group)
+
+
+def begin(
+    root: Path,
+    iteration: int,
+    contents: Contents,
+    group: ProcessGroup | None,
+    *,
+    share_work: bool = True,
+    format: Format = SAFETENSORS_DIST,
+) -> Begun:
+    """Let rank 0 check the space and make the folder.  Collective over ``group``.
+
+    Raises SaveFailed on every rank if it cannot.
+    """
     mine = to_write(contents.tensors, share_work)
-    pending, folder, attempt = _begin(root, iteration, mine, group)
-    report, error = _write(folder, iteration, attempt, mine, contents, group)
-    reports = gather_json({"report": asdict(report), "error": error}, group)
-    verdict = None
-    if reports is not None:
-        assert pending is not None
-        verdict = _finish(pending, reports, contents)
-    verdict = broadcast_json(verdict, group)
-    if verdict["error"]:
-        raise SaveFailed(_save_failed(root, iteration, verdict["error"]))
-    return Saved(Path(verdict["folder"]), attempt, pending.previous if pending else None)
-
-
-def _begin(
-    root: Path, iteration: int, mine: Sequence[ShardedTensor], group: ProcessGroup | None
-) -> tuple[commit.Pending | None, Path, str]:
-    """Let rank 0 make the folder: the pending save (rank 0 only), the folder, the attempt."""
     sizes = gather_json(sum(tensor.num_bytes for tensor in mine), group)
     pending: commit.Pending | None = None
     answer: dict[str, Any] = {}
@@ -105,59 +128,72 @@ def _begin(
     answer = broadcast_json(answer, group)
     if "error" in answer:
         raise SaveFailed(_save_failed(root, iteration, answer["error"]))
-    return pending, Path(answer["folder"]), answer["attempt"]
+    return Begun(
+        root=root,
+        iteration=iteration,
+        folder=Path(answer["folder"]),
+        attempt=answer["attempt"],
+        rank=rank_in(group),
+        pending=pending,
+        tensors=mine,
+        contents=contents,
+        format=format,
+    )
 
 
-def _write(
-    folder: Path,
-    iteration: int,
-    attempt: str,
-    mine: Sequence[ShardedTensor],
-    contents: Contents,
-    group: ProcessGroup | None,
-) -> tuple[RankReport, str | None]:
-    """Write this rank's files: what was written, or why not."""
+def snapshot(begun: Begun, buffer: HostBuffer) -> Begun:
+    """The same save of values that training no longer changes: copies in ``buffer``.  Local."""
+    contents = replace(begun.contents, tensors=(), common=copy.deepcopy(begun.contents.common))
+    return replace(begun, tensors=copy_out(begun.tensors, buffer), contents=contents)
+
+
+def write(begun: Begun) -> dict[str, Any]:
+    """Write this rank's files: ``report``, what was written, and ``error``, why not.  Local."""
     try:
-        fault_point("save.write", step=iteration)
-        report = write_rank_files(
-            folder,
-            rank_in(group),
-            mine,
-            contents.rank_state,
-            iteration=iteration,
-            attempt=attempt,
+        fault_point("save.write", step=begun.iteration)
+        report = begun.format.write_rank_files(
+            begun.folder,
+            begun.rank,
+            begun.tensors,
+            begun.contents.rank_state,
+            iteration=begun.iteration,
+            attempt=begun.attempt,
         )
-        fault_point("save.written", step=iteration)
+        fault_point("save.written", step=begun.iteration)
     except _REPORTED as error:
-        return RankReport({}, {}), _reason(error)
-    return report, None
+        return {"report": asdict(RankReport({}, {})), "error": _reason(error)}
+    return {"report": asdict(report), "error": None}
 
 
-def _finish(
-    pending: commit.Pending, reports: Sequence[Mapping[str, Any]], contents: Contents
-) -> dict[str, str | None]:
-    """On rank 0: publish if all ranks wrote, else remove."""
-    errors = [f"rank {r}: {report['error']}" for r, report in enumerate(reports) if report["error"]]
+def publish(begun: Begun, written: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
+    """On rank 0: publish if all ranks wrote, else remove.  ``written``: of each rank.  Local."""
+    pending = begun.pending
+    assert pending is not None, "rank 0 publishes"
+    errors = [f"rank {r}: {each['error']}" for r, each in enumerate(written) if each["error"]]
     if errors:
         commit.abandon(pending)
         return {"error": shorten(errors)}
-    files = {
-        name: FileEntry(**entry)
-        for report in reports
-        for name, entry in report["report"]["files"].items()
-    }
+    reports = [RankReport(**each["report"]) for each in written]
+    files = {name: FileEntry(**e) for report in reports for name, e in report.files.items()}
     try:
+        files |= begun.format.complete(begun.folder, reports, begun.contents.common)
         parts = commit.Parts(
-            index=merge_index([report["report"]["tensors"] for report in reports]),
-            common=contents.common,
-            layout=contents.layout,
-            files=files,
-            write_config=contents.write_config,
+            layout=begun.contents.layout, files=files, write_config=begun.contents.write_config
         )
         return {"folder": str(commit.publish(pending, parts)), "error": None}
     except _REPORTED as error:
         commit.abandon(pending)
         return {"error": f"rank 0: {_reason(error)}"}
+
+
+def conclude(begun: Begun, verdict: Mapping[str, Any] | None, group: ProcessGroup | None) -> Saved:
+    """Tell every rank what `publish` returned on rank 0.  Collective.  Raises SaveFailed."""
+    verdict = broadcast_json(verdict, group)
+    assert verdict is not None
+    if verdict["error"]:
+        raise SaveFailed(_save_failed(begun.root, begun.iteration, verdict["error"]))
+    previous = begun.pending.previous if begun.pending else None
+    return Saved(Path(verdict["folder"]), begun.attempt, previous)
 
 
 def load(

@@ -64,9 +64,7 @@ def sum_partial_gradients(
         torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
 
 
-def sum_tied_gradients(
-    model: Sequence[DataParallelBase], groups: ProcessGroupCollection
-) -> None:
+def sum_tied_gradients(model: Sequence[DataParallelBase], groups: ProcessGroupCollection) -> None:
     """Give both copies of a tied embedding the sum of their gradients.
 
     Collective over embd, unless both lie on this rank or neither does.  Of a sharded embedding a

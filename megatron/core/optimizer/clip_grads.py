@@ -65,9 +65,7 @@ def count_zeros(
     return int(_sum_over_model(counts, groups, is_sharded))
 
 
-def calc_params_l2_norm(
-    model_chunks: Sequence[nn.Module], groups: ProcessGroupCollection
-) -> float:
+def calc_params_l2_norm(model_chunks: Sequence[nn.Module], groups: ProcessGroupCollection) -> float:
     """L2 norm of the model's parameters, as layers see them.
 
     Collective as above, and over data-parallel ranks.

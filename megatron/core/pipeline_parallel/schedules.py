@@ -78,9 +78,7 @@ def forward_backward(
     per_token = config.calculate_per_token_loss
     task = StepTask(
         forward_step_func=forward_step_func,
-        rule=LossRule(
-            num_microbatches=num_microbatches, per_token=per_token, cp_group=groups.cp
-        ),
+        rule=LossRule(num_microbatches=num_microbatches, per_token=per_token, cp_group=groups.cp),
         hooks=hooks,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,

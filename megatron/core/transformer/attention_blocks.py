@@ -177,9 +177,7 @@ def _efficient_backward(
     lse = F.pad(lse, (0, -lse.shape[-1] % 32))  # forward gave rows of a multiple of 32
     inputs = (grad, call.q, *_for_each_query_head(call), None, out, lse, *kept)
     needs = [True, True, True, False]
-    dq, dk, dv, _ = kernel(
-        *inputs, call.rule.dropout, needs, call.is_causal, scale=call.rule.scale
-    )
+    dq, dk, dv, _ = kernel(*inputs, call.rule.dropout, needs, call.is_causal, scale=call.rule.scale)
     groups = call.k.shape[1]
     return dq, dk.unflatten(1, (groups, -1)).sum(2), dv.unflatten(1, (groups, -1)).sum(2)
 

@@ -138,9 +138,7 @@ def _trade_heads(
     traded = all_to_all_first_dim(torch.cat([x.flatten(3) for x in parts], -1), heads)
     widths = [x.shape[3] * x.shape[4] for x in parts]
     mixed = traded.flatten(0, 1)[order].split(widths, -1)
-    query, key, value = (
-        m.unflatten(-1, x.shape[3:]) for m, x in zip(mixed, parts, strict=True)
-    )
+    query, key, value = (m.unflatten(-1, x.shape[3:]) for m, x in zip(mixed, parts, strict=True))
 
     def rows_of_all(x: Tensor | None) -> Tensor | None:
         if x is None:

@@ -387,6 +387,4 @@ def _make_group(options: Any, _more: object) -> VirtualGroup:
     return VirtualGroup(_network, options.group_id, options.group_rank, ranks)
 
 
-dist.Backend.register_backend(
-    BACKEND, _make_group, extended_api=True, devices=[device.CPU]
-)
+dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=[device.CPU])

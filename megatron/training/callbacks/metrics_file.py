@@ -96,9 +96,7 @@ def _set_aside(path: str) -> None:
     """Leave the file of an earlier run, or whatever else stands there, beside the new one."""
     if os.path.getsize(path):
         os.replace(path, path + ".previous")
-        logger.info(
-            "what was in %s is now in %s.previous", path, path, extra={"all_ranks": True}
-        )
+        logger.info("what was in %s is now in %s.previous", path, path, extra={"all_ranks": True})
 
 
 def _head(kind: str, record: StepRecord | EvalRecord) -> dict[str, Any]:

@@ -60,9 +60,7 @@ def model_tensors(parts: RunParts) -> list[ShardedTensor]:
         if isinstance(chunk, DataParallelBase):
             chunk.finish_param_sync()
     return [
-        from_param(
-            name, info, local_part(tensor), replica_of(info, parts.groups), dtype=info.dtype
-        )
+        from_param(name, info, local_part(tensor), replica_of(info, parts.groups), dtype=info.dtype)
         for name, info, tensor in _named_tensors(parts.model_chunks)
     ]
 

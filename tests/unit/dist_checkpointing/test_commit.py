@@ -242,7 +242,7 @@ def test_rubbish_of_later_steps_stays_until_its_step_comes(tmp_path):
 def test_a_file_that_another_rank_reported_but_is_not_there_stops_the_publish(tmp_path):
     pending = commit.begin(tmp_path, 1, 0, "a")
     entry = commit.FileEntry(3, 3, 0)
-    parts = commit.Parts(index={}, common={}, layout={}, files={"__1_0.safetensors": entry})
+    parts = commit.Parts(layout={}, files={"__1_0.safetensors": entry})
     with pytest.raises(CheckpointError, match="__1_0.safetensors is missing"):
         commit.publish(pending, parts)
     assert published(tmp_path) == []

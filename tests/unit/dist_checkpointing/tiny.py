@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.format import merge_index, write_rank_files
+from megatron.core.dist_checkpointing.format import complete, write_rank_files
 from megatron.core.dist_checkpointing.manifest import FileEntry
 from megatron.core.dist_checkpointing.mapping import Replica, ShardedTensor, from_param
 from megatron.core.dist_checkpointing.reader import CheckpointReader
@@ -99,13 +98,8 @@ def publish_ranks(root: Path, iteration: int, ranks: Sequence[Sequence[ShardedTe
         for rank, tensors in enumerate(ranks)
     ]
     files = {name: FileEntry(**entry) for report in reports for name, entry in report.files.items()}
-    parts = commit.Parts(
-        index=merge_index([asdict(report)["tensors"] for report in reports]),
-        common={"iteration": iteration, "args": {}},
-        layout={"world_size": len(ranks)},
-        files=files,
-    )
-    return commit.publish(pending, parts)
+    files |= complete(pending.folder, reports, {"iteration": iteration, "args": {}})
+    return commit.publish(pending, commit.Parts(layout={"world_size": len(ranks)}, files=files))
 
 
 def publish_model(root: Path, iteration: int, *, tp: int = 1, seed: int = 0) -> Path:

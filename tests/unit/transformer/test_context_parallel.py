@@ -124,9 +124,7 @@ def test_a_shift_is_posted_before_the_block_in_hand_is_computed() -> None:
     )
     q, k, v = (torch.randn(4, 1, 2, 8).requires_grad_() for _ in range(3))
     out = ring_attention(q, k, v, plan)
-    assert " ".join(ring.events) == (
-        "shift 0 compute wait 0 shift 1 compute wait 1 compute"
-    )
+    assert " ".join(ring.events) == ("shift 0 compute wait 0 shift 1 compute wait 1 compute")
     ring.events.clear()
     out.sum().backward()
     # Shifts 0 and 2 carry keys and values, the others gradients on their way home, which are

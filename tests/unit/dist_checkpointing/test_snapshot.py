@@ -1,0 +1,77 @@
+"""A save whose files are written later, from copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import commit, serialization
+from megatron.core.dist_checkpointing.manifest import MANIFEST
+from megatron.core.dist_checkpointing.mapping import from_param
+from megatron.core.dist_checkpointing.serialization import Contents
+from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
+from megatron.core.param_info import ParamInfo
+from tests.unit.dist_checkpointing.tiny import global_tensors, records, shares
+
+
+def contents(seed: int) -> tuple[Contents, list[torch.Tensor]]:
+    """What a run may hold: shares, a half of one, a scalar, nothing, another dtype in the file."""
+    local = shares(global_tensors(seed), 1, 0)
+    wide = torch.randn(64, 33, generator=torch.Generator().manual_seed(seed)).t()
+    empty = torch.empty(0, 5)
+    tensors = [
+        *records(local, 1, 0),
+        from_param("wide", ParamInfo(global_shape=(33, 64)), wide),
+        from_param("half", ParamInfo(global_shape=(33, 64)), wide, dtype=torch.bfloat16),
+        from_param("empty", ParamInfo(global_shape=(0, 5)), empty),
+    ]
+    common = {"iteration": 1, "args": {}, "optimizer": {"steps": [seed]}}
+    return Contents(tensors=tensors, rank_state={"rng_state": 7}, common=common), [
+        *local.values(),
+        wide,
+    ]
+
+
+@pytest.fixture
+def one_attempt(monkeypatch):
+    monkeypatch.setattr(commit, "attempt_id", lambda: "same")
+    monkeypatch.setattr(commit.time, "time_ns", lambda: 0)
+
+
+def test_files_written_later_are_those_of_a_save_at_once(tmp_path, one_attempt):
+    """Byte for byte, manifest included, though training went on after the snapshot."""
+    made, _ = contents(3)
+    at_once = serialization.save(tmp_path / "at_once", 1, made, None).folder
+    made, live = contents(3)
+    begun = serialization.begin(tmp_path / "later", 1, made, None)
+    begun = serialization.snapshot(begun, HostBuffer())
+    for tensor in live:
+        tensor.fill_(torch.nan)
+    made.common["optimizer"]["steps"].append(4)
+    verdict = serialization.publish(begun, [serialization.write(begun)])
+    later = serialization.conclude(begun, verdict, None).folder
+    names = sorted(path.name for path in at_once.iterdir())
+    assert MANIFEST in names
+    assert names == sorted(path.name for path in later.iterdir())
+    for name in names:
+        assert (at_once / name).read_bytes() == (later / name).read_bytes(), name
+
+
+def test_the_next_snapshot_uses_the_memory_of_the_one_before():
+    buffer = HostBuffer()
+    first = copy_out(contents(0)[0].tensors, buffer)
+    second = copy_out(contents(1)[0].tensors, buffer)
+    assert [p.data.data_ptr() for t in first for p in t.pieces] == [
+        p.data.data_ptr() for t in second for p in t.pieces
+    ]
+    for copied, source in zip(second, contents(1)[0].tensors, strict=True):
+        for copy, piece in zip(copied.pieces, source.pieces, strict=True):
+            assert copy.data.dtype == source.dtype
+            assert torch.equal(copy.data, piece.data.to(source.dtype)), source.key
+
+
+def test_a_larger_snapshot_takes_more_memory_and_a_smaller_one_none():
+    buffer = HostBuffer()
+    small = buffer.reserve(100).data_ptr()
+    assert buffer.reserve(50).data_ptr() == small
+    assert buffer.reserve(1 << 20).numel() == 1 << 20
