@@ -20,6 +20,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import (
     COMMON,
@@ -29,10 +31,11 @@ from megatron.core.dist_checkpointing.manifest import (
     rank_state_name,
     write_json,
 )
-from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import LazyPiece, Piece, ShardedTensor
 from megatron.core.dist_checkpointing.safetensors_file import (
     BLOCK_BYTES,
     DTYPE_NAMES,
+    LazyTensor,
     write_file,
 )
 
@@ -82,9 +85,7 @@ def write_rank_files(
         }
     if boxes:
         name = f"__{rank}_0.safetensors"
-        named = [
-            (_piece_name(tensor, piece), piece.data.to(tensor.dtype)) for tensor, piece in boxes
-        ]
+        named = [_lazy(tensor, piece) for tensor, piece in boxes]
         origin = {"format": "pt", "file": name, "iteration": str(iteration), "attempt": attempt}
         done = write_file(folder / name, named, origin, iteration)
         report.files[name] = asdict(FileEntry(done.num_bytes, done.header_bytes, done.header_crc32))
@@ -141,7 +142,16 @@ def _check_written_once(key: str, entry: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{key}: {wanted - written} of its {wanted} elements have no writer")
 
 
-def _piece_name(tensor: ShardedTensor, piece: Piece) -> str:
+def _lazy(tensor: ShardedTensor, piece: Piece | LazyPiece) -> LazyTensor:
+    """``piece`` in the dtype of the file."""
+
+    def make() -> Tensor:
+        return piece.data.to(tensor.dtype)
+
+    return LazyTensor(_piece_name(tensor, piece), tensor.dtype, piece.shape, make)
+
+
+def _piece_name(tensor: ShardedTensor, piece: Piece | LazyPiece) -> str:
     """The key; with the box where the piece is not the whole tensor: ``key[0:64,32:64]``."""
     if piece.shape == tensor.global_shape:
         return tensor.key

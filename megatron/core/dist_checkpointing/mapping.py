@@ -7,8 +7,9 @@ records serve both ways: saving reads the views, loading fills them.  Nothing he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -28,6 +29,20 @@ class Piece:
     def shape(self) -> tuple[int, ...]:
         """Extent of the box, the same in local and in global coordinates."""
         return tuple(self.data.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class LazyPiece:
+    """A box whose values are made each time they are asked for: when they are written."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @property
+    def data(self) -> Tensor:
+        """The values, made now."""
+        return self.make()
 
 
 @dataclass(frozen=True)
@@ -53,13 +68,13 @@ class ShardedTensor:
     key: str
     global_shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece | LazyPiece, ...]
     replica: Replica | None = Replica()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's pieces; vocabulary padding is not among them."""
-        return sum(piece.data.numel() for piece in self.pieces) * self.dtype.itemsize
+        return sum(prod(piece.shape) for piece in self.pieces) * self.dtype.itemsize
 
 
 def from_param(

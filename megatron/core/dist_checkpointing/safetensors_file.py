@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,6 +48,21 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is made when it is written, so that only one of a file is in memory."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class Written:
     """Where one tensor lies in its file, and the crc32 of each of its blocks."""
 
@@ -66,9 +82,9 @@ class FileReport:
 
 
 def write_file(
-    path: Path, tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str], step: int
+    path: Path, tensors: Sequence[LazyTensor], metadata: dict[str, str], step: int
 ) -> FileReport:
-    """Write named tensors to ``path`` and fsync it.  ``step`` is for fault points.
+    """Make and write one tensor after the other, and fsync.  ``step`` is for fault points.
 
     Raises OSError, and CheckpointError for a dtype that the format cannot hold.
     """
@@ -76,15 +92,21 @@ def write_file(
     written: list[Written] = []
     with open(path, "wb", buffering=1 << 20) as file:
         file.write(header)
-        for (_, tensor), start in zip(tensors, starts, strict=True):
+        for tensor, start in zip(tensors, starts, strict=True):
             fault_point("save.tensor", step=step)
-            data = bytes_of(tensor)
-            written.append(Written(start, len(data), _write_blocks(file, data)))
+            written.append(Written(start, tensor.num_bytes, _write_blocks(file, tensor)))
         fault_point("save.before_fsync", step=step)
         file.flush()
         os.fsync(file.fileno())
         num_bytes = file.tell()
     return FileReport(num_bytes, len(header), zlib.crc32(header), written)
+
+
+def _made(lazy: LazyTensor) -> Tensor:
+    tensor = lazy.make()
+    found, told = (tensor.dtype, tuple(tensor.shape)), (lazy.dtype, lazy.shape)
+    assert found == told, f"{lazy.name} was to be {told} and is {found}"
+    return tensor
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -106,19 +128,17 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _layout(
-    tensors: Sequence[tuple[str, Tensor]], metadata: dict[str, str]
-) -> tuple[bytes, list[int]]:
+def _layout(tensors: Sequence[LazyTensor], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
     """The header, and where in the file each tensor begins."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     begins: list[int] = []
     end = 0
-    for name, tensor in tensors:
+    for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{name}: a checkpoint cannot hold {tensor.dtype}")
+            raise CheckpointError(f"{tensor.name}: a checkpoint cannot hold {tensor.dtype}")
         begins.append(end)
-        end += tensor.numel() * tensor.dtype.itemsize
-        entries[name] = {
+        end += tensor.num_bytes
+        entries[tensor.name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begins[-1], end],
@@ -130,8 +150,9 @@ def _layout(
     return header, [len(header) + begin for begin in begins]
 
 
-def _write_blocks(file: BinaryIO, data: memoryview) -> list[int]:
-    """Write ``data`` block by block, each while it is still in the cache from its checksum."""
+def _write_blocks(file: BinaryIO, tensor: LazyTensor) -> list[int]:
+    """Write ``tensor`` block by block, each while it is still in the cache from its checksum."""
+    data = bytes_of(_made(tensor))
     checksums: list[int] = []
     for begin in range(0, len(data), BLOCK_BYTES):
         block = data[begin : begin + BLOCK_BYTES]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,9 +22,19 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
     write_manifest,
 )
-from megatron.core.dist_checkpointing.mapping import ParamInfo, from_param
+from megatron.core.dist_checkpointing.mapping import (
+    LazyPiece,
+    ParamInfo,
+    ShardedTensor,
+    from_param,
+)
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, read_header, write_file
+from megatron.core.dist_checkpointing.safetensors_file import (
+    DTYPE_NAMES,
+    LazyTensor,
+    read_header,
+    write_file,
+)
 from tests.unit.dist_checkpointing.tiny import (
     global_tensors,
     publish_model,
@@ -93,8 +105,28 @@ def test_a_file_that_is_not_safetensors_is_named(tmp_path):
 
 
 def test_a_dtype_that_the_format_cannot_hold_is_named(tmp_path):
+    lazy = LazyTensor("z", torch.complex64, (1,), lambda: torch.zeros(1))
     with pytest.raises(CheckpointError, match=r"z: a checkpoint cannot hold torch.complex64"):
-        write_file(tmp_path / "f", [("z", torch.zeros(1, dtype=torch.complex64))], {}, 0)
+        write_file(tmp_path / "f", [lazy], {}, 0)
+
+
+def test_a_tensor_is_made_when_it_is_written_and_not_before(tmp_path):
+    alive: list[weakref.ref] = []
+
+    def make() -> torch.Tensor:
+        assert all(ref() is None for ref in alive), "two tensors of a file are in memory at once"
+        memory = np.full((3, 4), float(len(alive)), dtype=np.float32)
+        alive.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    pieces = {f"t{i}": LazyPiece((0, 0), (3, 4), make) for i in range(3)}
+    held = [
+        ShardedTensor(key=key, global_shape=(3, 4), dtype=torch.float32, pieces=(piece,))
+        for key, piece in pieces.items()
+    ]
+    found = read_all(publish_ranks(tmp_path, 1, [held]))
+    assert len(alive) == 3
+    assert {key: float(found[key].mean()) for key in found} == {"t0": 0, "t1": 1, "t2": 2}
 
 
 @pytest.mark.parametrize("to_tp", [1, 2, 4])
