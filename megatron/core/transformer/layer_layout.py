@@ -184,15 +184,18 @@ def _string_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]
     if len(stages) != num_ranks * num_chunks:
         yield (
             f"{LAYOUT} {text} has {len(stages)} stages, which --pipeline-model-parallel-size "
-            f"{num_ranks} does not divide"
+            f"{num_ranks} does not divide: write a multiple of {num_ranks}"
             if len(stages) % num_ranks
             else f"{LAYOUT} {text} has {len(stages)} stages, not {num_ranks} x {num_chunks}"
         )
     if not (whole.startswith("E") and stages[0] and whole.count("E") == 1):
-        yield f"{LAYOUT} {text}: the one E, the embedding, comes first"
+        yield f"{LAYOUT} {text}: write the embedding, E, once and first"
     if not (whole.endswith("L") and stages[-1] and whole.count("L") == 1):
-        yield f"{LAYOUT} {text}: the one L, the loss, comes last"
+        yield f"{LAYOUT} {text}: write the loss, L, once and last"
     if whole.count("t") != config.num_layers:
-        yield f"{LAYOUT} {text} has {whole.count('t')} layers (t), --num-layers {config.num_layers}"
+        yield (
+            f"{LAYOUT} {text} has {whole.count('t')} layers and --num-layers is "
+            f"{config.num_layers}: write a t for each layer"
+        )
     if "m" in whole:
         yield f"{LAYOUT} {text}: multi-token prediction (m) is not in this version"
