@@ -15,7 +15,8 @@ MODEL = (
     "--device cpu --num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 16 --lr 1e-3 "
     "--train-iters 3 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 --eval-iters 0 "
-    "--log-interval 1 --no-create-attention-mask-in-dataloader"
+    "--log-interval 1 --no-create-attention-mask-in-dataloader --hidden-dropout 0 "
+    "--attention-dropout 0"
 )
 
 
