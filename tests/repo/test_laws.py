@@ -55,6 +55,7 @@ BREACHES = {
         ("tools/x.py", "torch.load(f)"),
         ("tools/x.py", "torch.load(f, weights_only=False)"),
         ("tools/x.py", "np.load(f, allow_pickle=True)"),
+        ("megatron/core/x.py", "class Mine(pickle.Unpickler):\n    pass"),
     ],
     "nothing_is_compiled_at_run_time": [
         ("megatron/core/x.py", "import subprocess"),

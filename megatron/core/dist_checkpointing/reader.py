@@ -52,11 +52,15 @@ class StoredPiece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint, put together from its pieces."""
+    """A tensor of the checkpoint, put together from its pieces.
+
+    Up to ``max_padding`` of its last rows may be padding of the vocabulary.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[StoredPiece, ...]
+    pieces: tuple[Any, ...]  # a format's own; they have ``offset`` and ``shape``
+    max_padding: int = 0
 
 
 class CheckpointReader:
@@ -167,9 +171,7 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder} holds no tensor {key}")
         return stored
 
-    def _read_overlap(
-        self, piece: StoredPiece, dtype: torch.dtype, box: Box, target: Tensor
-    ) -> None:
+    def _read_overlap(self, piece: Any, dtype: torch.dtype, box: Box, target: Tensor) -> None:
         """Copy ``box`` of ``piece`` into ``target``; straight into it where its memory allows."""
         strides = _strides(piece.shape)
         first = sum(s.start * stride for s, stride in zip(box, strides, strict=True))
@@ -225,7 +227,9 @@ class CheckpointReader:
 
 def mismatch(wanted: ShardedTensor, stored: StoredTensor, *, cast: bool) -> str | None:
     """Why ``stored`` cannot fill ``wanted``: a sentence with both shapes or dtypes, or None."""
-    if wanted.global_shape != stored.shape:
+    shape, have = wanted.global_shape, stored.shape
+    is_padded = have[1:] == shape[1:] and 0 < sum(have[:1]) - sum(shape[:1]) <= stored.max_padding
+    if shape != have and not is_padded:
         return (
             f"{wanted.key} has shape {list(stored.shape)} in the checkpoint "
             f"and {list(wanted.global_shape)} in this run"
@@ -253,9 +257,7 @@ def _stored_tensor(entry: Mapping[str, Any]) -> StoredTensor:
     return StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]], pieces)
 
 
-def _overlap(
-    piece: StoredPiece, offset: tuple[int, ...], shape: tuple[int, ...]
-) -> tuple[Box, Box] | None:
+def _overlap(piece: Any, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:
     """Slices of the piece and of the wanted box that cover what they share."""
     in_piece, in_out = [], []
     for have, extent, want, length in zip(piece.offset, piece.shape, offset, shape, strict=True):

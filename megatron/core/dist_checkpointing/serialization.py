@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.folders import Found
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format, RankReport
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, FileEntry
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
+from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
 from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.dist_checkpointing.validation import (
@@ -247,7 +248,7 @@ def _plan(
 ) -> tuple[CheckpointReader | None, dict[str, Any]]:
     """Open the checkpoint and compare: what rank 0 has to know for its verdict."""
     try:
-        reader = CheckpointReader(folder)
+        reader = open_reader(folder)
     except (CheckpointError, OSError) as error:
         damaged = not isinstance(error, CheckpointError) or isinstance(error, CheckpointDamaged)
         return None, {"error": [damaged, _reason(error)]}

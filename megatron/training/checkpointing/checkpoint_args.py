@@ -1,7 +1,6 @@
 """--use-checkpoint-args: the model's shape and tokenizer come from the checkpoint.
 
-Runs before the command line is checked, before there is a process group, on every rank alike: it
-reads JSON files only.
+Runs before the command line is checked, before there is a process group, on every rank alike.
 """
 
 from __future__ import annotations

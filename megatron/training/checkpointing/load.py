@@ -17,19 +17,14 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.collectives import broadcast_json
 from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, Choice
-from megatron.core.dist_checkpointing.manifest import (
-    CheckpointDamaged,
-    check_size,
-    rank_state_name,
-)
-from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.core.dist_checkpointing.serialization import load, together
 from megatron.core.dist_checkpointing.validation import Differences
 from megatron.training.checkpointing.paths import (
     check_writable,
     find,
     is_same_directory,
-    read_content,
 )
 from megatron.training.checkpointing.rng_state import set_rng_state
 from megatron.training.checkpointing.run_tensors import (
@@ -226,20 +221,20 @@ def _read_common(folder: Path, wanted: _Wanted, world: ProcessGroup) -> dict[str
 
 def _check_folder(folder: Path, wanted: _Wanted) -> dict[str, Any]:
     """Common values of a folder whose files all have the right size."""
-    content = read_content(folder)
-    for name, entry in content.manifest.files.items():
-        check_size(folder, name, entry)
-    if wanted.optimizer and content.common["optimizer"] is None:
-        raise CheckpointError(
-            f"{folder} holds no optimizer state (it was saved with --no-save-optim): "
-            "use --no-load-optim or --finetune"
-        )
-    if wanted.rng and rank_state_name(0) not in content.manifest.files:
-        raise CheckpointError(
-            f"{folder} holds no random state (it was saved with --no-save-rng): "
-            "use --no-load-rng or --finetune"
-        )
-    return dict(content.common)
+    with open_reader(folder) as reader:
+        reader.check_sizes()
+        common = reader.common()
+        if wanted.optimizer and common["optimizer"] is None:
+            raise CheckpointError(
+                f"{folder} holds no optimizer state (it was saved with --no-save-optim): "
+                "use --no-load-optim or --finetune"
+            )
+        if wanted.rng and reader.rank_state(0) is None:
+            raise CheckpointError(
+                f"{folder} holds no random state (it was saved with --no-save-rng): "
+                "use --no-load-rng or --finetune"
+            )
+    return common
 
 
 def _read_rng_states(folder: Path, parts: RunParts) -> dict[str, Any] | None:
@@ -247,7 +242,7 @@ def _read_rng_states(folder: Path, parts: RunParts) -> dict[str, Any] | None:
     state: dict[str, Any] | None = None
     error: CheckpointError | None = None
     try:
-        with CheckpointReader(folder) as reader:
+        with open_reader(folder) as reader:
             if reader.manifest.layout == layout_of(parts.groups):
                 state = reader.rank_state(parts.groups.world.rank())
     except CheckpointError as problem:

@@ -6,7 +6,6 @@ says how the folder is chosen.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,22 +14,15 @@ from typing import Any
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER, Choice, Found, choose, folder_name
-from megatron.core.dist_checkpointing.manifest import (
-    COMMON,
-    FORMAT,
-    MANIFEST,
-    CheckpointDamaged,
-    Manifest,
-    read_checked,
-    read_manifest,
-)
+from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
+from megatron.core.dist_checkpointing.opening import format_of, open_reader
 
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """A checkpoint folder as far as JSON tells: enough to build the model that fits it.
+    """A checkpoint folder but for its tensors: enough to build the model that fits it.
 
-    The tensors are read with ``CheckpointReader(folder)``.
+    The tensors are read with ``open_reader(folder)``.
     """
 
     folder: Path
@@ -43,7 +35,7 @@ class CheckpointContent:
 def open_checkpoint(directory: str | Path, step: int | None = None) -> CheckpointContent:
     """The checkpoint that ``directory`` means: a folder itself, or the one its tracker names.
 
-    Raises CheckpointError if there is none, it is of another format, or it is damaged.
+    Raises CheckpointError if there is none, or it cannot be read.
     """
     choice = find(str(directory), step)
     if choice is None:
@@ -52,41 +44,19 @@ def open_checkpoint(directory: str | Path, step: int | None = None) -> Checkpoin
 
 
 def usable(found: Found) -> Path:
-    """The folder of ``found`` if it can be read; else raises why not."""
+    """The folder of ``found`` if its manifest can be read; else raises why not."""
     if found.problem is not None:
         raise found.problem
-    if found.manifest is None:
-        raise unreadable(found.folder)
     return found.folder
 
 
-def unreadable(folder: Path) -> CheckpointError:
-    """What is the matter with a folder that has no manifest of ours."""
-    other = other_format(folder)
-    if other is None:
-        return CheckpointDamaged(f"{folder / MANIFEST} is missing")
-    return CheckpointError(
-        f"{folder} is a checkpoint of format {other}: this version reads {FORMAT}"
-    )
-
-
 def read_content(folder: Path) -> CheckpointContent:
-    """Manifest and common values of a folder.  Raises CheckpointError, CheckpointDamaged."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise unreadable(folder)
-    common = json.loads(read_checked(folder, COMMON, manifest))
-    return CheckpointContent(folder, manifest.iteration, common["args"], common, manifest)
-
-
-def other_format(folder: Path) -> str | None:
-    """The reference's format that ``folder`` is in, None if it is in none of them."""
-    if (folder / MANIFEST).exists():
-        backend = json.loads((folder / MANIFEST).read_bytes()).get("sharded_backend")
-        return str(backend)
-    if any(folder.glob("mp_rank_0*")):
-        return "torch"
-    return "torch_dcp" if (folder / ".metadata").exists() else None
+    """What a folder holds beside tensors.  Raises CheckpointError, CheckpointDamaged."""
+    with open_reader(folder) as reader:
+        common = reader.common()
+        return CheckpointContent(
+            folder, reader.manifest.iteration, common["args"], common, reader.manifest
+        )
 
 
 def find(directory: str | None, step: int | None, *, lenient: bool = False) -> Choice | None:
@@ -97,7 +67,7 @@ def find(directory: str | None, step: int | None, *, lenient: bool = False) -> C
     if directory is None:
         return None
     path = Path(directory)
-    if step is None and (path / MANIFEST).exists():
+    if step is None and format_of(path) is not None:
         manifest = read_manifest(path)
         return Choice(Found(path, manifest.iteration if manifest else None, manifest))
     return choose(path, step=step, lenient=lenient)

@@ -302,7 +302,7 @@ def test_a_published_folder_without_its_manifest_is_damaged(saved, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "kind"),
     [
-        ("metadata.json", json.dumps({"sharded_backend": "torch_dist"}), "torch_dist"),
+        ("metadata.json", json.dumps({"sharded_backend": "zarr"}), "zarr"),
         ("mp_rank_00/model_optim_rng.pt", "", "torch"),
         (".metadata", "", "torch_dcp"),
     ],
@@ -312,7 +312,7 @@ def test_a_checkpoint_of_another_format_is_named(tmp_path, name, content, kind):
     path.parent.mkdir(parents=True)
     path.write_text(content)
     (tmp_path / TRACKER).write_text("4")
-    with pytest.raises(CheckpointError, match=rf"a checkpoint of format {kind}: this version"):
+    with pytest.raises(CheckpointError, match=rf"a checkpoint of format {kind}; read are"):
         load_run(options(tmp_path), make_parts())
 
 
@@ -407,6 +407,8 @@ def test_files_hold_no_pickle_and_the_code_knows_none(saved, tmp_path):
     home = Path(megatron.__file__).parent if megatron.__file__ else Path("megatron")
     for room in ("core/dist_checkpointing", "training/checkpointing"):
         for path in (home / room).rglob("*.py"):
+            if path.parent.name == "foreign":
+                continue  # a law says which of its files knows pickles
             tree = ast.parse(path.read_text())
             imported = {
                 name.name

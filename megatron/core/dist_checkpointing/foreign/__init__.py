@@ -1,0 +1,1 @@
+"""Checkpoints that Megatron-LM wrote, under this project's keys."""

@@ -1,0 +1,186 @@
+"""Files that torch.save wrote, and such archives inside other files: read without torch.load.
+
+A tensor stays where it is: `StoredArray` knows the bytes, and reads the box that is asked for.
+The checksum that torch.save leaves beside every storage is compared the first time it is touched.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.foreign.unpickler import Storage, unpickle
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+_FAILURES = (
+    *(zipfile.BadZipFile, KeyError, OSError, EOFError, NotImplementedError, RuntimeError),
+    *(ValueError, struct.error, zlib.error),
+)
+_OLD_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+class MappedFile:
+    """The bytes of a file, mapped privately: they are read when they are looked at."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except FileNotFoundError:
+            raise CheckpointDamaged(f"{path} is missing") from None
+        except ValueError:
+            raise CheckpointDamaged(f"{path} is damaged: it is empty") from None
+        self._checked: set[int] = set()
+
+    def check(self, start: int, num_bytes: int, crc32: int, name: str) -> None:
+        """Compare a record with its checksum, once.  Raises CheckpointDamaged."""
+        if start in self._checked:
+            return
+        with memoryview(self.bytes) as view, view[start : start + num_bytes] as record:
+            found = zlib.crc32(record)
+        if found != crc32:
+            raise CheckpointDamaged(
+                f"{self.path} is damaged: {name} at byte {start} does not fit its checksum"
+            )
+        self._checked.add(start)
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """A strided view of a record of a file; counted in elements but for ``start``."""
+
+    file: MappedFile
+    start: int  # bytes from the beginning of the file
+    num_bytes: int
+    crc32: int
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def narrow(self, *box: slice) -> StoredArray:
+        """The box of one slice per dimension; further dimensions are whole."""
+        begins = [s.start for s in box] + [0] * (len(self.shape) - len(box))
+        shape = tuple(s.stop - s.start for s in box) + self.shape[len(box) :]
+        moved = sum(b * s for b, s in zip(begins, self.stride, strict=True))
+        return replace(self, offset=self.offset + moved, shape=shape)
+
+    def select(self, index: int) -> StoredArray:
+        """Entry ``index`` of the first dimension, which goes away."""
+        one = self.narrow(slice(index, index + 1))
+        return replace(one, shape=one.shape[1:], stride=one.stride[1:])
+
+    def flat(self, begin: int, shape: tuple[int, ...]) -> StoredArray:
+        """``prod(shape)`` elements of a contiguous array from ``begin`` on, as ``shape``."""
+        stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+        return replace(self, offset=self.offset + begin, shape=shape, stride=stride)
+
+    def read(self, *, verify: bool = True) -> Tensor:
+        """The values, in memory of their own."""
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype)
+        if verify:
+            self.file.check(self.start, self.num_bytes, self.crc32, "a tensor")
+        size = self.dtype.itemsize
+        count = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        raw = torch.frombuffer(
+            self.file.bytes,
+            dtype=torch.uint8,
+            count=count * size,
+            offset=self.start + self.offset * size,
+        )
+        # The copy also aligns: records of a file inside a file lie anywhere.
+        return raw.clone().view(self.dtype).as_strided(self.shape, self.stride)
+
+    def item(self) -> int | float | bool:
+        """The value of an array of one element."""
+        return self.read().item()
+
+    def __str__(self) -> str:
+        return f"tensor of {list(self.shape)}"
+
+
+def load_archive(file: MappedFile, begin: int = 0, length: int | None = None) -> Any:
+    """What torch.save wrote to ``length`` bytes of ``file`` from ``begin`` on.
+
+    Tensors are `StoredArray`.  Raises CheckpointDamaged, and CheckpointError for what may not be
+    unpickled.
+    """
+    path, end = file.path, len(file.bytes) if length is None else begin + length
+    if end > len(file.bytes):
+        raise CheckpointDamaged(f"{path} has {len(file.bytes)} bytes, {end} were written")
+    if file.bytes[begin : begin + len(_OLD_FORMAT)] == _OLD_FORMAT:
+        raise CheckpointError(
+            f"{path} is in the format that torch wrote before 1.6: load and save it with torch once"
+        )
+    try:
+        with zipfile.ZipFile(_Window(file.bytes, begin, end)) as archive:
+            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            pickled = archive.read(records["data.pkl"])
+            order = archive.read(records["byteorder"]) if "byteorder" in records else b"little"
+    except _FAILURES as error:
+        raise CheckpointDamaged(f"{path} is damaged at byte {begin}: {error}") from None
+    if order != b"little":
+        raise CheckpointError(f"{path} was written on a machine of the other byte order")
+    return unpickle(pickled, path, _rebuild(file, begin, end, records))
+
+
+def _rebuild(
+    file: MappedFile, begin: int, end: int, records: dict[str, zipfile.ZipInfo]
+) -> Callable[..., StoredArray]:
+    def rebuild(
+        storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> StoredArray:
+        dtype, key, numel = storage
+        info = records[f"data/{key}"]
+        header = begin + info.header_offset
+        magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(file.bytes, header)
+        start = header + _LOCAL_HEADER.size + name_bytes + extra_bytes
+        last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        fits = start + info.file_size <= end and numel * dtype.itemsize <= info.file_size
+        inside = offset >= 0 and (0 in shape or 0 <= last < numel) and min(stride, default=0) >= 0
+        if magic != b"PK\x03\x04" or info.compress_type or not fits or not inside:
+            raise ValueError(f"record {info.filename} does not hold its tensor")
+        return StoredArray(file, start, info.file_size, info.CRC, dtype, offset, shape, stride)
+
+    return rebuild
+
+
+class _Window(io.RawIOBase):
+    """Bytes ``begin`` to ``end`` of a map as a file; reads copy no more than is asked for."""
+
+    def __init__(self, data: mmap.mmap, begin: int, end: int) -> None:
+        self._data, self._begin, self._size, self._at = data, begin, end - begin, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError("it ends too early")
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        stop = self._size if size < 0 else min(self._at + size, self._size)
+        data = self._data[self._begin + self._at : self._begin + max(stop, self._at)]
+        self._at += len(data)
+        return data

@@ -1,0 +1,118 @@
+"""The index of PyTorch's distributed checkpoints: ``.metadata`` beside ``__{rank}_{n}.distcp``.
+
+Every box of a tensor, and every object, is an archive of torch.save at a place in a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.foreign.archive import (
+    MappedFile,
+    StoredArray,
+    load_archive,
+)
+from megatron.core.dist_checkpointing.foreign.unpickler import unpickle
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor as one rank wrote it."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    array: Callable[[], StoredArray]
+
+
+@dataclass(frozen=True)
+class DcpTensor:
+    """A tensor and its boxes.  ``flat_shape``: see `torch_dist`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    unflattened: tuple[int, ...] | None
+
+
+class DcpIndex:
+    """What ``.metadata`` of ``folder`` says; ``open_map`` maps a file of it.
+
+    Raises CheckpointDamaged, CheckpointError.
+    """
+
+    def __init__(self, folder: Path, open_map: Callable[[Path], MappedFile]) -> None:
+        self.folder, self._open_map = folder, open_map
+        path = folder / METADATA
+        if not path.is_file():
+            raise CheckpointDamaged(f"{path} is missing")
+        metadata = unpickle(path.read_bytes(), path)
+        self._loaded: dict[tuple[str, Any], Any] = {}
+        try:
+            self._read(metadata)
+        except (AttributeError, KeyError, TypeError, IndexError) as error:
+            raise CheckpointDamaged(f"{path} is damaged: {error}") from None
+
+    def object(self, key: str) -> Any:
+        """What was saved under ``key`` that is no tensor."""
+        return self._load(key, None)
+
+    def _read(self, metadata: Any) -> None:
+        self._places = {
+            (index.fqn, vars(index).get("offset")): info
+            for index, info in metadata.storage_data.items()
+        }
+        self.paths: dict[str, tuple[Any, ...]] = metadata.planner_data or {}
+        extra = getattr(metadata, "mcore_data", {})
+        self.tensors: dict[str, DcpTensor] = {}
+        self.objects: set[str] = set()
+        for key, entry in metadata.state_dict_metadata.items():
+            if not hasattr(entry, "chunks"):
+                self.objects.add(key)
+                continue
+            whole = extra.get(key, {}).get("nd_reformulated_orig_global_shape")
+            self.tensors[key] = DcpTensor(
+                entry.properties.pickled_state[0],
+                tuple(entry.size),
+                tuple(self._chunks(key, entry.chunks)),
+                whole and tuple(whole),
+            )
+
+    def _chunks(self, key: str, chunks: Any) -> Iterator[Chunk]:
+        for chunk in chunks:
+            offset, shape = tuple(chunk.offsets), tuple(chunk.sizes)
+            self._place(key, offset)
+            yield Chunk(offset, shape, lambda o=offset, s=shape: self._array(key, o, s))  # type: ignore[misc]
+
+    def _array(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> StoredArray:
+        array = self._load(key, offset)
+        if not isinstance(array, StoredArray) or array.shape != shape:
+            raise CheckpointDamaged(
+                f"{self.folder}: {key} at {list(offset)} is a {array}, {list(shape)} was written"
+            )
+        return array
+
+    def _place(self, key: str, offset: tuple[int, ...] | None) -> tuple[MappedFile, int, int]:
+        place = self._places.get((key, offset))
+        name = "" if place is None else place.relative_path
+        if place is None or Path(name).name != name:
+            raise CheckpointDamaged(f"{self.folder / METADATA} does not say where {key} lies")
+        file = self._open_map(self.folder / name)
+        end = place.offset + place.length
+        if end > len(file.bytes):
+            raise CheckpointDamaged(
+                f"{file.path} has {len(file.bytes)} bytes, it ends before {end}"
+            )
+        return file, place.offset, place.length
+
+    def _load(self, key: str, offset: tuple[int, ...] | None) -> Any:
+        if (key, offset) not in self._loaded:
+            self._loaded[key, offset] = load_archive(*self._place(key, offset))
+        return self._loaded[key, offset]

@@ -1,0 +1,226 @@
+"""What the readers of Megatron-LM's formats share: boxes of strided views, and values that are
+no tensors, under the names of this project."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray
+from megatron.core.dist_checkpointing.foreign.names import is_vocabulary, split_state
+from megatron.core.dist_checkpointing.foreign.unpickler import Record
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, Manifest
+from megatron.core.dist_checkpointing.reader import Box, CheckpointReader, StoredTensor
+from megatron.core.process_groups_config import make_grids
+from megatron.core.rank_grid import RankGrid
+
+STATE_PREFIX = "optimizer.state."
+_CUDA_STATE_BYTES = 16
+_COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+_FLOPS = "num_floating_point_operations_so_far"
+
+
+@dataclass(frozen=True)
+class ForeignPiece:
+    """A box of a tensor, and what finds its values when they are read."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    array: Callable[[], StoredArray]
+
+
+class ForeignReader(CheckpointReader):
+    """A checkpoint of another format under our keys.
+
+    A format fills ``values`` (what is no tensor, as that format has it), calls `_add` for each
+    box, and `_finish`.
+    """
+
+    def __init__(self, folder: Path, *, verify: bool = True) -> None:
+        self.folder = folder
+        self.tensors: dict[str, StoredTensor] = {}
+        self.values: Mapping[str, Any] = {}
+        self._verify = verify
+        self._maps: dict[Path, MappedFile] = {}
+        self._found: dict[str, tuple[torch.dtype, list[ForeignPiece]]] = {}
+
+    def common(self) -> dict[str, Any]:
+        return common_values(self.values, self.iteration)
+
+    def close(self) -> None:
+        self._maps.clear()
+
+    def check_files(self) -> None:
+        """Nothing: a tensor is compared with its checksum when it is read."""
+
+    def check_sizes(self) -> None:
+        """Nothing: the places of all tensors were compared with their files' sizes."""
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """The command line of the run that wrote it."""
+        args = self.values.get("args")
+        return {} if args is None else vars(args)
+
+    @property
+    def iteration(self) -> int:
+        return int(self.values.get("iteration", 0))
+
+    def _coordinate(self, rank: int) -> dict[str, int]:
+        """Where ``rank`` of the run that wrote it stood in its layout."""
+        return RankGrid(dict(self.manifest.layout["dense"])).coordinate(rank)
+
+    def _map(self, path: Path) -> MappedFile:
+        if path not in self._maps:
+            self._maps[path] = MappedFile(path)
+        return self._maps[path]
+
+    def _add(self, key: str, dtype: torch.dtype, piece: ForeignPiece) -> None:
+        self._found.setdefault(key, (dtype, []))[1].append(piece)
+
+    def _finish(self) -> None:
+        """Make ``tensors`` and the manifest.  The shape of a tensor is what its pieces span.
+
+        Left out: main parameters of weights that are fp32 themselves, which are the same values.
+        """
+        padding = _max_padding(self.args)
+        for key, (dtype, pieces) in self._found.items():
+            prefix, name = split_state(key)
+            is_main = prefix == f"{STATE_PREFIX}fp32_param."
+            if is_main and name in self._found and self._found[name][0] == torch.float32:
+                continue
+            ends = [tuple(map(sum, zip(p.offset, p.shape, strict=True))) for p in pieces]
+            shape = tuple(map(max, zip(*ends, strict=True)))
+            if sum(prod(piece.shape) for piece in pieces) != prod(shape):
+                raise CheckpointDamaged(f"{self.folder}: parts of {key} {list(shape)} are missing")
+            spare = padding if is_vocabulary(name) else 0
+            self.tensors[key] = StoredTensor(shape, dtype, tuple(pieces), spare)
+        self._found.clear()
+        self.manifest = Manifest(
+            iteration=self.iteration,
+            sequence=0,
+            attempt="",
+            published_at_ns=0,
+            tracker_before=None,
+            layout=layout_of(self.args),
+            files={},
+        )
+
+    def _read_overlap(self, piece: Any, dtype: torch.dtype, box: Box, target: Tensor) -> None:
+        del dtype
+        target.copy_(piece.array().narrow(*box).read(verify=self._verify))
+
+
+def common_values(values: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+    """`Contents.common` of this project from what Megatron-LM stores."""
+    args = values.get("args")
+    asked = {} if args is None else vars(args)
+    counters = {name: int(asked.get(name) or 0) for name in _COUNTERS}
+    counters["num_tokens"] = counters[_COUNTERS[0]] * int(asked.get("seq_length") or 0)
+    counters |= {"iteration": iteration, _FLOPS: values.get(_FLOPS, 0.0)}
+    return {
+        "checkpoint_version": values.get("checkpoint_version", 0),
+        "iteration": iteration,
+        "counters": counters,
+        "args": as_json(asked),
+        "optimizer": _optimizer_scalars(values.get("optimizer")),
+        "opt_param_scheduler": as_json(
+            values.get("opt_param_scheduler", values.get("lr_scheduler"))
+        ),
+    }
+
+
+def _optimizer_scalars(state: Any) -> dict[str, Any] | None:
+    """The updates done and the loss scale, wherever this kind of optimizer has them."""
+    if isinstance(state, list) or isinstance(state, dict) and 0 in state:
+        state = state[0]  # several optimizers, which step together
+    if not isinstance(state, dict):
+        return None
+    inner = state.get("optimizer", state)
+    per_param = inner.get("state") or {}
+    steps = [per_param.get("common_step")]
+    steps += [s.get("step") for s in per_param.values() if isinstance(s, dict)]
+    steps += [group.get("step") for group in inner.get("param_groups", ())]
+    known = [float(as_json(step)) for step in steps if step is not None]
+    scalars: dict[str, Any] = {"step": max(known, default=0.0)}
+    if state.get("grad_scaler"):
+        scalars["grad_scaler"] = as_json(state["grad_scaler"])
+    return scalars
+
+
+def as_json(value: Any) -> Any:
+    """``value`` as JSON; what JSON cannot hold becomes its text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, StoredArray):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if type(value).__name__ == "Namespace":
+        return as_json(vars(value))
+    if isinstance(value, Record) and type(value).__name__.endswith("Path"):
+        return "/".join(value.pickled_args).replace("//", "/")
+    if isinstance(value, list | tuple | set | frozenset):
+        return [as_json(item) for item in value]
+    return str(value)
+
+
+def rng_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Random states as `megatron.training.checkpointing.rng_state` writes them."""
+    version, words, gauss = state["random_rng_state"]
+    kind, keys, *rest = state["np_rng_state"]
+    device_state = state.get("cuda_rng_state")
+    if device_state is not None and device_state.shape != (_CUDA_STATE_BYTES,):
+        device_state = None  # of a run on CPUs
+    return {
+        "random_rng_state": [version, list(words), gauss],
+        "np_rng_state": [kind, np.asarray(keys).tolist(), *rest],
+        "torch_rng_state": _to_text(state["torch_rng_state"]),
+        "cuda_rng_state": None if device_state is None else _to_text(device_state),
+        "rng_tracker_states": {
+            name: _to_text(stream) for name, stream in state["rng_tracker_states"].items()
+        },
+    }
+
+
+def _to_text(state: StoredArray) -> str:
+    return base64.b64encode(state.read().numpy().tobytes()).decode()
+
+
+def layout_of(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Degrees and rank order of the run that wrote it; empty if its command line does not say."""
+    if "world_size" not in asked:
+        return {}
+    try:
+        grids = make_grids(
+            int(asked["world_size"]),
+            tp=degree(asked, "tensor"),
+            pp=degree(asked, "pipeline"),
+            cp=int(asked.get("context_parallel_size") or 1),
+            ep=degree(asked, "expert"),
+            expt_tp=asked.get("expert_tensor_parallel_size"),
+            order="tp-cp-ep-pp-dp" if asked.get("use_tp_pp_dp_mapping") else "tp-cp-ep-dp-pp",
+        )
+    except ValueError:
+        return {}
+    dense, expert = ([list(axis) for axis in grid.sizes.items()] for grid in grids)
+    return {"world_size": asked["world_size"], "dense": dense, "expert": expert}
+
+
+def degree(asked: Mapping[str, Any], kind: str) -> int:
+    """``--{kind}-model-parallel-size`` of a command line."""
+    return int(asked.get(f"{kind}_model_parallel_size") or 1)
+
+
+def _max_padding(asked: Mapping[str, Any]) -> int:
+    """Rows that may have been added to the vocabulary."""
+    multiple = int(asked.get("make_vocab_size_divisible_by") or 128)
+    return multiple * degree(asked, "tensor") - 1

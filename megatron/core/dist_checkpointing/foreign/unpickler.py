@@ -1,0 +1,192 @@
+"""The one place that reads pickles: known names become plain records, the rest is refused.
+
+No module is imported and nothing of a file is called.  Classes of Megatron and of torch's
+distributed checkpoint become `Record`, which holds what was pickled; tensors become what
+``rebuild`` makes of their storage, offset, shape and stride.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+# Modules whose classes become records; a pattern for their names.
+_RECORDS = {
+    r"argparse": r"Namespace",
+    r"types": r"SimpleNamespace",
+    r"pathlib(\._local)?": r"(Pure)?(Posix|Windows)?Path",
+    r"signal": r"Signals",
+    r"megatron(\.\w+)*\.enums": r"\w+",
+    r"megatron\.core\.rerun_state_machine": r"\w+",
+    r"megatron\.core\.dist_checkpointing\.(mapping|strategies\.torch)": r"\w+",
+    r"megatron\.core\.optimizer\.(optimizer|distrib_optimizer)": r"\w+",
+    r"torch\.distributed\.checkpoint\.(filesystem|metadata|planner)": r"\w+",
+    r"torch\.distributed\._shard\.sharded_tensor\.metadata": r"\w+",
+}
+_FAILURES = (
+    *(pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError),
+    *(AttributeError, ImportError, MemoryError, OverflowError, RecursionError),
+    struct.error,
+)
+
+Storage = tuple[torch.dtype, str, int]  # dtype, key in the archive, elements
+Rebuild = Callable[[Storage, int, tuple[int, ...], tuple[int, ...]], Any]
+
+
+class Record:
+    """An object of a class that is not imported: its arguments and its attributes."""
+
+    __slots__ = ("pickled_args", "pickled_state")
+    pickled_args: tuple[Any, ...]
+    pickled_state: Any
+
+    def __new__(cls, *args: Any) -> Record:
+        record = super().__new__(cls)
+        record.pickled_args, record.pickled_state = args, None
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            vars(self).update(state)
+        else:
+            self.pickled_state = state
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(str, self.pickled_args))})"
+
+
+def unpickle(data: bytes, path: object, rebuild: Rebuild | None = None) -> Any:
+    """The object in ``data``; ``path`` is for messages, ``rebuild`` makes tensors.
+
+    Raises CheckpointError for a name that is not known, CheckpointDamaged for what is no pickle.
+    """
+    try:
+        return _Unpickler(data, path, rebuild).load()
+    except _FAILURES as error:
+        raise CheckpointDamaged(f"{path} is damaged: it cannot be unpickled ({error})") from None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, path: object, rebuild: Rebuild | None) -> None:
+        super().__init__(io.BytesIO(data))
+        self._path = path
+        self._known: dict[tuple[str, str], Any] = {}
+        self._functions: dict[tuple[str, str], Any] = _functions(rebuild) if rebuild else {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        key = (module.replace("numpy._core", "numpy.core"), name)
+        if key not in self._known:
+            self._known[key] = self._find(*key)
+        return self._known[key]
+
+    def _find(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
+        if (module, name) in self._functions:
+            return self._functions[module, name]
+        value = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(value, torch.dtype):
+            return value
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        for modules, names in _RECORDS.items():
+            if re.fullmatch(modules, module) and re.fullmatch(names, name):
+                return type(name, (Record,), {})
+        raise CheckpointError(
+            f"{self._path} holds an object of {module}.{name}, which is not unpickled: no "
+            "checkpoint of Megatron-LM has one; if you trust the file, save it again without that object"
+        )
+
+    def persistent_load(self, pid: Any) -> Storage:
+        kind, dtype, key, _, numel = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError(f"unknown reference {kind!r}")
+        return dtype, str(key), int(numel)
+
+
+def _functions(rebuild: Rebuild) -> dict[tuple[str, str], Any]:
+    """What torch's pickles call to make a tensor."""
+
+    def tensor_v2(storage: Storage, offset: int, shape: Any, stride: Any, *_: Any) -> Any:
+        return rebuild(storage, offset, tuple(shape), tuple(stride))
+
+    def tensor_v3(
+        storage: Storage, offset: int, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any
+    ) -> Any:
+        typed = (dtype, storage[1], storage[2] // dtype.itemsize)
+        return rebuild(typed, offset, tuple(shape), tuple(stride))
+
+    def parameter(data: Any, *_: Any) -> Any:
+        return data
+
+    return {
+        ("torch._utils", "_rebuild_tensor_v2"): partial(tensor_v2),
+        ("torch._utils", "_rebuild_tensor_v3"): partial(tensor_v3),
+        ("torch._utils", "_rebuild_parameter"): partial(parameter),
+    }
+
+
+def _encode(text: str, codec: str) -> bytes:
+    if codec not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError(f"unknown codec {codec!r}")
+    return text.encode("latin1")
+
+
+def _empty_array(kind: Any, shape: Any, code: Any) -> Any:
+    del shape, code
+    if kind is not np.ndarray:
+        raise pickle.UnpicklingError("no plain array")
+    return np.empty(0, dtype=np.uint8)
+
+
+def _dtype(code: str, *_: Any) -> Any:
+    if not re.fullmatch(r"[<>=|]?[biufc?]\d*", code):
+        raise pickle.UnpicklingError(f"array of {code!r}")
+    return np.dtype(code)
+
+
+def _scalar(dtype: Any, data: bytes) -> Any:
+    return np.frombuffer(data, dtype=dtype)[0].item()
+
+
+_PLAIN: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "defaultdict"): lambda *_: {},
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "slice"): slice,
+    ("builtins", "complex"): complex,
+    ("_codecs", "encode"): partial(_encode),
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): partial(_dtype),
+    ("numpy.core.multiarray", "_reconstruct"): partial(_empty_array),
+    ("numpy.core.multiarray", "scalar"): partial(_scalar),
+    ("torch", "Size"): lambda sizes=(): tuple(sizes),
+    ("torch", "device"): partial(lambda *args: ":".join(map(str, args))),
+    ("torch.serialization", "_get_layout"): partial(str),
+    ("torch.storage", "UntypedStorage"): torch.uint8,
+}

@@ -1,0 +1,48 @@
+"""`open_reader`: which format lies in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
+from megatron.core.dist_checkpointing.foreign.torch_dist import TorchDistReader
+from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, CheckpointDamaged
+from megatron.core.dist_checkpointing.reader import CheckpointReader
+
+_READERS = {
+    FORMAT: CheckpointReader,
+    "torch_dist": TorchDistReader,
+}
+
+
+def format_of(folder: Path) -> str | None:
+    """The format that lies in ``folder``; None for no checkpoint.  One look at names, one file."""
+    try:
+        described = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        if any(folder.glob("mp_rank_0*")):
+            return "torch"
+        return "torch_dcp" if (folder / METADATA).is_file() else None
+    except (ValueError, NotADirectoryError):
+        return FORMAT  # damaged, which its reader says
+    is_foreign = isinstance(described, dict) and "sharded_backend" in described
+    return str(described["sharded_backend"]) if is_foreign else FORMAT
+
+
+def open_reader(folder: str | Path, *, verify: bool = True) -> CheckpointReader:
+    """The checkpoint in ``folder``, whatever its format, under this project's keys.
+
+    Raises CheckpointDamaged if a file is missing or not what was written, CheckpointError for a
+    format that is not read.
+    """
+    folder = Path(folder)
+    found = format_of(folder)
+    if found is None:
+        raise CheckpointDamaged(f"{folder / MANIFEST} is missing")
+    if found not in _READERS:
+        raise CheckpointError(
+            f"{folder} is a checkpoint of format {found}; read are {', '.join(_READERS)}"
+        )
+    return _READERS[found](folder, verify=verify)
