@@ -37,7 +37,10 @@ RUNS = [
     ("gpt_torch_dist", 1, ""),
     ("gpt_torch_dist", 2, "--overlap-grad-reduce"),
     ("gpt_torch_dist", 2, f"{TP} --sequence-parallel"),
-    ("gpt_torch_dist", 4, f"{TP} {PP} --use-distributed-optimizer"),
+    ("gpt_torch", 2, PP),
+    ("gpt_torch", 4, f"{TP} --use-distributed-optimizer"),
+    ("gpt_torch_tp2pp2_distopt", 1, ""),
+    ("gpt_torch_tp2pp2_distopt", 4, f"{TP} {PP} --use-distributed-optimizer"),
 ]
 
 # What a line says besides the time.  The last printed digit may be rounded the other way (the

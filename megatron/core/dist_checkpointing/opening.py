@@ -8,12 +8,14 @@ from pathlib import Path
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
 from megatron.core.dist_checkpointing.foreign.torch_dist import TorchDistReader
+from megatron.core.dist_checkpointing.foreign.torch_ranks import TorchRanksReader
 from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, CheckpointDamaged
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 
 _READERS = {
     FORMAT: CheckpointReader,
     "torch_dist": TorchDistReader,
+    "torch": TorchRanksReader,
 }
 
 

@@ -89,6 +89,10 @@ class StoredArray:
         stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
         return replace(self, offset=self.offset + begin, shape=shape, stride=stride)
 
+    def with_stride(self, *stride: int) -> StoredArray:
+        """The same shape with other distances between elements."""
+        return replace(self, stride=stride)
+
     def read(self, *, verify: bool = True) -> Tensor:
         """The values, in memory of their own."""
         if 0 in self.shape:

@@ -118,7 +118,7 @@ class _Unpickler(pickle.Unpickler):
                 return type(name, (Record,), {})
         raise CheckpointError(
             f"{self._path} holds an object of {module}.{name}, which is not unpickled: no "
-            "checkpoint of Megatron-LM has one; if you trust the file, save it again without that object"
+            "checkpoint of Megatron-LM has one; if you trust the file, save it without that object"
         )
 
     def persistent_load(self, pid: Any) -> Storage:

@@ -1,0 +1,71 @@
+"""Where the distributed optimizer of Megatron-LM keeps a parameter: arithmetic in elements.
+
+A buffer holds the parameters of one dtype of one model chunk, the last one first; each starts at a
+multiple of 64.  It is made of buckets, and the padding behind a bucket is not in the file.  A
+bucket ends when it has ``bucket_size`` elements, and around an embedding that two stages share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from math import lcm
+from typing import Any
+
+_PARAM_ALIGNMENT = 64
+_BUCKET_ALIGNMENT = 128
+_HIGH_BUS_BANDWIDTH_ALIGNMENT = 2**16
+
+
+def starts_in_buffer(
+    numels: Sequence[int],
+    bucket_size: int | None,
+    alone: Collection[int] = (),
+    bucket_alignment: int = _BUCKET_ALIGNMENT,
+    replicas: int = 1,
+) -> tuple[list[int], int]:
+    """Where each parameter starts among the saved elements, and how many those are.
+
+    ``numels`` in the order of the model; parameters in ``alone`` have a bucket each.
+
+    >>> starts_in_buffer([100, 64, 30], None)
+    ([128, 64, 0], 228)
+    >>> starts_in_buffer([100, 64, 30], 30)
+    ([94, 30, 0], 194)
+    """
+    starts = [0] * len(numels)
+    closed = end = 0  # saved elements of closed buckets, and where the open one ends
+    for index in reversed(range(len(numels))):
+        begin = _round_up(end, _PARAM_ALIGNMENT)
+        if index in alone and end:
+            closed += begin if begin % replicas == 0 else _round_up(begin, bucket_alignment)
+            begin = end = 0
+        starts[index] = closed + begin
+        end = begin + numels[index]
+        if index in alone or (bucket_size is not None and end >= bucket_size):
+            closed, end = closed + end, 0
+    return starts, closed + end
+
+
+def bucket_rules(
+    asked: Mapping[str, Any], *, num_params: int, is_first: bool
+) -> tuple[int | None, int, int]:
+    """(elements that close a bucket, multiple that buckets end at, replicas) of a command line.
+
+    ``is_first``: of the first model chunk on the first stage; others have one bucket.
+    """
+    replicas = int(asked.get("data_parallel_size") or 1)
+    replicas *= int(asked.get("context_parallel_size") or 1)
+    alignment = lcm(replicas, _BUCKET_ALIGNMENT)
+    if asked.get("ddp_pad_buckets_for_high_nccl_busbw"):
+        alignment = lcm(alignment, _HIGH_BUS_BANDWIDTH_ALIGNMENT)
+    size = None
+    overlapped = asked.get("overlap_grad_reduce")
+    if overlapped and is_first and not asked.get("overlap_param_gather_with_optimizer_step"):
+        size = asked.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * replicas)
+        if asked.get("ddp_num_buckets"):
+            size = num_params // asked["ddp_num_buckets"]
+    return size, alignment, replicas
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,95 @@
+"""Whose state is whose: the optimizer of format torch numbers its parameters.
+
+Parameters come in the order of the model, those without weight decay (biases and all that have one
+dimension) apart; a group's numbers are those of its parameters in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from megatron.core.dist_checkpointing.foreign.archive import StoredArray
+from megatron.core.dist_checkpointing.foreign.buffers import bucket_rules, starts_in_buffer
+from megatron.core.dist_checkpointing.foreign.names import is_vocabulary
+
+Param = tuple[str, StoredArray]
+Chunks = Sequence[Sequence[Param]]  # per model chunk
+State = Iterator[tuple[str, str, StoredArray]]  # kind of state, name of the parameter, values
+
+_BUFFER_KINDS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+def optimizer_state(
+    optimizer: Any, buffers: Any, chunks: Chunks, asked: Mapping[str, Any], stage: int
+) -> State:
+    """The state of the parameters of one rank.  ``buffers``: its distrib_optim.pt, or None.
+
+    Raises KeyError, IndexError, TypeError, ValueError for a state that is not of these parameters.
+    """
+    if buffers is not None:
+        yield from _from_buffers(buffers, chunks, asked, stage)
+        return
+    inner = optimizer.get("optimizer", optimizer)
+    groups = inner["param_groups"]
+    members = _members(groups, [param for chunk in chunks for param in chunk], asked)
+    for group, params in zip(groups, members, strict=True):
+        for index, (name, array) in zip(group["params"], params, strict=True):
+            for kind, value in inner["state"].get(index, {}).items():
+                if kind != "step" and isinstance(value, StoredArray):
+                    _check(name, value.shape, array.shape)
+                    yield kind, name, value
+    mains = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16", ()))
+    for params, values in zip(members, mains, strict=False):
+        halves = [param for param in params if param[1].dtype.itemsize == 2]
+        for (name, array), value in zip(halves, values, strict=True):
+            _check(name, value.shape, array.shape)
+            yield "fp32_param", name, value
+
+
+def _members(
+    groups: Sequence[Mapping[str, Any]], params: Sequence[Param], asked: Mapping[str, Any]
+) -> list[list[Param]]:
+    """The parameters of each group."""
+    sorts = [(float(g.get("wd_mult", 1.0)), bool(g.get("is_decoupled_lr"))) for g in groups]
+    members: list[list[Param]] = [[] for _ in groups]
+    for name, array in params:
+        decays = 0.0 if name.endswith(".bias") or len(array.shape) == 1 else 1.0
+        is_decoupled = asked.get("decoupled_lr") is not None and (
+            is_vocabulary(name) or name.startswith("embedding.")
+        )
+        members[sorts.index((decays, is_decoupled))].append((name, array))
+    return members
+
+
+def _from_buffers(
+    buffers: Mapping[Any, Any], chunks: Chunks, asked: Mapping[str, Any], stage: int
+) -> State:
+    is_tied = not asked.get("untie_embeddings_and_output_weights")
+    shares_embedding = is_tied and int(asked.get("pipeline_model_parallel_size") or 1) > 1
+    number = 0
+    for chunk, params in enumerate(chunks):
+        size, alignment, replicas = bucket_rules(
+            asked,
+            num_params=sum(prod(array.shape) for _, array in params),
+            is_first=stage == 0 and chunk == 0,
+        )
+        for _ in range(len({array.dtype for _, array in params})):
+            ((dtypes, stored),) = buffers[number].items()
+            number += 1
+            mine = [param for param in params if param[1].dtype == dtypes[0]]
+            alone = [i for i, p in enumerate(mine) if shares_embedding and is_vocabulary(p[0])]
+            starts, total = starts_in_buffer(
+                [prod(array.shape) for _, array in mine], size, alone, alignment, replicas
+            )
+            for kind, ours in _BUFFER_KINDS.items():
+                whole = stored[kind]
+                _check(f"buffer {number - 1}", whole.shape, (total,))
+                for (name, array), start in zip(mine, starts, strict=True):
+                    yield ours, name, whole.flat(start, array.shape)
+
+
+def _check(name: str, have: tuple[int, ...], want: tuple[int, ...]) -> None:
+    if have != want:
+        raise ValueError(f"{name} has shape {list(have)}, {list(want)} was expected")

@@ -1,0 +1,195 @@
+"""What Megatron-LM wrote, read under our keys: real checkpoints, and ones made up here."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
+from megatron.core.dist_checkpointing.opening import open_reader
+from tests.reference_checkpoints import ITERATION, unpack
+
+LAYER = "decoder.layers.0"
+
+
+def all_tensors(folder: Path) -> dict[str, Tensor]:
+    with open_reader(folder) as reader:
+        return {key: reader.read(key) for key in reader.tensors}
+
+
+def ranks(folder: Path, files: Mapping[str, Any], **args: Any) -> Path:
+    """A folder of format torch: ``files`` maps a rank's folder to its content."""
+    for name, content in files.items():
+        (folder / name).mkdir(parents=True)
+        common = {"args": argparse.Namespace(**args), "iteration": 7, "checkpoint_version": 3.0}
+        torch.save(common | content, folder / name / "model_optim_rng.pt")
+    return folder
+
+
+def test_both_formats_of_one_run_hold_the_same(tmp_path: Path) -> None:
+    one = all_tensors(unpack(tmp_path, "gpt_torch") / ITERATION)
+    other = all_tensors(unpack(tmp_path, "gpt_torch_dist") / ITERATION)
+    assert len(one) == 84
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_random_states_are_those_of_the_rank(tmp_path: Path) -> None:
+    with open_reader(unpack(tmp_path, "gpt_torch_tp2pp2_distopt") / ITERATION) as reader:
+        states = [reader.rank_state(rank) for rank in range(4)]
+        words = [state["rng_state"]["np_rng_state"][1][0] for state in states if state]
+        assert words == [1234, 1234, 1334, 1334]  # stages are seeded apart
+        assert dict(reader.manifest.layout["dense"])["pp"] == 2
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
+def test_old_orders_of_query_key_value_and_old_names_are_read(
+    tmp_path: Path, version: float
+) -> None:
+    heads, width, hidden = 4, 2, 5
+    ours = torch.arange(3.0 * heads * width * hidden).view(heads, 3, width, hidden)
+    shares = ours.chunk(2)  # heads are cut over two ranks
+    stored = [
+        {0: s.transpose(0, 1), 1.0: s.transpose(1, 2), 2.0: s, 3.0: s}[version] for s in shares
+    ]
+    files = {
+        f"mp_rank_{rank:02d}": {
+            "checkpoint_version": version,
+            "model": {
+                "language_model": {
+                    "embedding": {"word_embeddings": {"weight": torch.full((3, 5), float(rank))}},
+                    "encoder": {
+                        "layers.0.attention.query_key_value.weight": share.reshape(-1, hidden),
+                        "layers.0.attention.query_key_value.bias": share.reshape(-1, hidden)[:, 0],
+                        "layers.0.post_attention_layernorm.weight": torch.ones(5),
+                    },
+                }
+            },
+        }
+        for rank, share in enumerate(stored)
+    }
+    folder = ranks(tmp_path, files, num_attention_heads=heads, tensor_model_parallel_size=2)
+    found = all_tensors(folder)
+    qkv = found[f"{LAYER}.self_attention.linear_qkv.weight"]
+    assert torch.equal(qkv, ours.reshape(-1, hidden))
+    assert torch.equal(found[f"{LAYER}.self_attention.linear_qkv.bias"], qkv[:, 0])
+    assert torch.equal(found[f"{LAYER}.pre_mlp_layernorm.weight"], torch.ones(5))
+    assert found["embedding.word_embeddings.weight"][:, 0].tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_gated_halves_virtual_stages_and_half_precision_state(tmp_path: Path) -> None:
+    """Two tensor-parallel ranks, two stages of two chunks with a layer each."""
+    whole = {
+        layer: torch.arange(8.0 * 3).view(8, 3).add(100 * layer).bfloat16() for layer in range(4)
+    }
+    files: dict[str, Any] = {}
+    for tp in range(2):
+        for pp in range(2):
+            content: dict[str, Any] = {}
+            mains = []
+            for chunk in range(2):
+                layer = whole[chunk * 2 + pp]
+                share = torch.cat([half.chunk(2)[tp] for half in layer.chunk(2)])
+                content[f"model{chunk}"] = {f"{LAYER}.mlp.linear_fc1.weight": share}
+                mains.append(share.float() + 0.001)
+            content["optimizer"] = {
+                "optimizer": {
+                    "state": {i: {"exp_avg": main * 2, "step": 3} for i, main in enumerate(mains)},
+                    "param_groups": [{"wd_mult": 1.0, "params": [0, 1]}],
+                },
+                "grad_scaler": {"scale": torch.tensor([8.0]), "growth_tracker": 1},
+                "fp32_from_fp16_params": [mains],
+            }
+            files[f"mp_rank_{tp:02d}_{pp:03d}"] = content
+    folder = ranks(
+        tmp_path, files, swiglu=True, tensor_model_parallel_size=2, pipeline_model_parallel_size=2
+    )
+    found = all_tensors(folder)
+    for layer in range(4):
+        name = f"decoder.layers.{layer}.mlp.linear_fc1.weight"
+        assert torch.equal(found[name], whole[layer])
+        main = whole[layer].float() + 0.001
+        assert torch.equal(found[f"optimizer.state.fp32_param.{name}"], main)
+        assert torch.equal(found[f"optimizer.state.exp_avg.{name}"], main * 2)
+    with open_reader(folder) as reader:
+        scalars = reader.common()["optimizer"]
+    assert scalars == {"step": 3.0, "grad_scaler": {"scale": 8.0, "growth_tracker": 1}}
+
+
+def test_padding_of_the_vocabulary_is_left_out_and_another_vocabulary_is_not(
+    tmp_path: Path,
+) -> None:
+    name = "embedding.word_embeddings.weight"
+    stored = torch.arange(128.0 * 2).view(128, 2)
+    folder = ranks(
+        tmp_path,
+        {"mp_rank_00": {"model": {name: stored}}},
+        make_vocab_size_divisible_by=64,
+        tensor_model_parallel_size=1,
+    )
+
+    def load(rows: int) -> Tensor:
+        out = torch.empty(rows, 2)
+        wanted = ShardedTensor(
+            key=name, global_shape=(rows, 2), dtype=out.dtype, pieces=(Piece((0, 0), out),)
+        )
+        with open_reader(folder) as reader:
+            reader.load(wanted)
+        return out
+
+    assert torch.equal(load(70), stored[:70])
+    for rows in (64, 129):
+        with pytest.raises(CheckpointError, match=rf"shape \[128, 2\] in .* \[{rows}, 2\] in this"):
+            load(rows)
+
+
+def test_a_missing_rank_and_a_state_of_another_model_are_sentences(tmp_path: Path) -> None:
+    model = {"model": {"decoder.final_layernorm.weight": torch.ones(3)}}
+    folder = ranks(tmp_path / "a", {"mp_rank_00": model}, tensor_model_parallel_size=2)
+    with pytest.raises(CheckpointDamaged, match="files of 1 ranks, .*-parallel-size 2 x"):
+        open_reader(folder)
+    groups = [{"wd_mult": 0.0, "params": [0]}]
+    state = {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": groups}
+    content = model | {"optimizer": state}
+    with pytest.raises(CheckpointError, match=r"does not fit .* shape \[4\], \[3\] was expected"):
+        open_reader(ranks(tmp_path / "b", {"mp_rank_00": content}))
+    experts = ranks(tmp_path / "c", {"mp_rank_00_000_001": model})
+    with pytest.raises(CheckpointError, match="expert parallelism"):
+        open_reader(experts)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("gpt_torch_dist", "__0_1.distcp"),
+        ("gpt_torch_dist", ".metadata"),
+        ("gpt_torch_dist", "common.pt"),
+        ("gpt_torch", "mp_rank_00/model_optim_rng.pt"),
+        ("gpt_torch_tp2pp2_distopt", "mp_rank_01_000/distrib_optim.pt"),
+    ],
+)
+@pytest.mark.parametrize("damage", ["cut", "gone", "flipped"])
+def test_damage_to_any_file_is_named(tmp_path: Path, name: str, file: str, damage: str) -> None:
+    folder = unpack(tmp_path, name) / ITERATION
+    path = folder / file
+    data = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    else:
+        data[len(data) // 2] ^= 0x10
+        path.write_bytes(data)
+    if (file, damage) == (".metadata", "flipped"):
+        return  # a pickle has no checksum: it may still be one
+    named = path.parent.name if damage == "gone" and "mp_rank" in file else path.name
+    with pytest.raises(CheckpointError, match=named.replace(".", r"\.")):
+        all_tensors(folder)
