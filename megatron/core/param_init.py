@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import device
-from megatron.core.param_info import ParamInfo, info_of, set_info
+from megatron.core.param_info import ParamInfo, info_of, local_part, set_info
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -63,7 +63,8 @@ def initialize_parameters(model: nn.Module, seed: int, *, random: bool = True) -
     """Fill every described parameter of ``model``; at once when this seed filled it already.
 
     ``random=False`` skips what would be drawn and still writes the constants.  Parameters without
-    a record keep the values their module gave them; those on meta are left alone.
+    a record keep the values their module gave them; those on meta are left alone.  A sharded model
+    (`FullyShardedDataParallel`) is filled part by part.
     """
     if model.__dict__.get(_SEED_ATTRIBUTE) == seed:
         return
@@ -73,14 +74,17 @@ def initialize_parameters(model: nn.Module, seed: int, *, random: bool = True) -
         if param.is_meta:
             complete = False
         elif info.name and (random or info.init in ("zeros", "ones")):
-            fill_parameter(param, info, seed)
+            fill_parameter(local_part(param), info, seed)
     if complete and random:
         model.__dict__[_SEED_ATTRIBUTE] = seed
 
 
 @torch.no_grad()
 def fill_parameter(param: Tensor, info: ParamInfo, seed: int) -> None:
-    """Write this rank's part of the global parameter that ``info`` describes; padding is zero."""
+    """Write this rank's part of the global parameter that ``info`` describes; padding is zero.
+
+    Values are rounded to ``info.dtype`` where layers see that.
+    """
     pieces = list(info.pieces(param))
     if info.init in ("zeros", "ones") or sum(view.numel() for _, view in pieces) < param.numel():
         param.zero_()
@@ -111,17 +115,17 @@ def _rows(offset: tuple[int, ...], view: Tensor, shape: tuple[int, ...]) -> tupl
 def _fill_rows(target: Tensor, starts: Tensor, key: tuple[int, int], info: ParamInfo) -> None:
     """Draw ``target`` [rows, ...]; row r holds the elements from global index ``starts[r]`` on."""
     chunk = _CHUNK_GPU if device.is_cuda(target.device) else _CHUNK_CPU
-    width = math.prod(target.shape[1:])
+    width, dtype = math.prod(target.shape[1:]), info.dtype or target.dtype
     rows_at_once = max(1, chunk // max(width, 1))
     for row in range(0, target.shape[0], rows_at_once):
         part, at = target[row : row + rows_at_once], starts[row : row + rows_at_once]
         if width <= chunk:
-            part.copy_(_draw(at, width, key, info).view(part.shape))
+            part.copy_(_draw(at, width, key, info).to(dtype).view(part.shape))
             continue
         flat = part.view(-1)  # one long row, cut into pieces
         for column in range(0, width, chunk):
             piece = flat[column : column + chunk]
-            piece.copy_(_draw(at + column, piece.numel(), key, info)[0])
+            piece.copy_(_draw(at + column, piece.numel(), key, info)[0].to(dtype))
 
 
 def _draw(starts: Tensor, width: int, key: tuple[int, int], info: ParamInfo) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from megatron.core import device, distributed
@@ -56,18 +58,32 @@ def setup_tokenizer(run: Runtime) -> None:
 
 
 def build_model(run: Runtime, model_provider: ModelProvider, *, wrap: bool = True) -> None:
-    """Fill ``run.model_chunks``: built on the device, initialised, in the run's precision."""
-    config = run.config
-    chunks = [_build_chunk(run, model_provider, chunk) for chunk in range(len(run.stages))]
+    """Fill ``run.model_chunks``: built on the device, initialised, in the run's precision.
+
+    With --init-model-with-meta-device each rank has memory for its part of a sharded model alone.
+    """
+    ddp = run.config.ddp
+    on_meta = wrap and ddp.init_model_with_meta_device and is_fully_sharded(ddp)
+    stages = range(len(run.stages))
+    chunks = [_build_chunk(run, model_provider, chunk, on_meta=on_meta) for chunk in stages]
     for chunk in chunks:
-        initialize_parameters(
-            chunk, config.training.seed, random=config.model.perform_initialization
-        )
+        _initialize(run, chunk)
     _print_number_of_parameters(run, chunks)
     run.model_chunks = [_wrapped(run, chunk, wrap) for chunk in chunks]
+    if on_meta:
+        for model in run.model_chunks:
+            _initialize(run, model)
 
 
-def _build_chunk(run: Runtime, model_provider: ModelProvider, chunk: int) -> nn.Module:
+def _initialize(run: Runtime, model: nn.Module) -> None:
+    """Values for the parameters that have memory."""
+    config = run.config
+    initialize_parameters(model, config.training.seed, random=config.model.perform_initialization)
+
+
+def _build_chunk(
+    run: Runtime, model_provider: ModelProvider, chunk: int, *, on_meta: bool
+) -> nn.Module:
     stage = run.stages[chunk]
     arguments: dict[str, Any] = {
         "pre_process": stage == 0,
@@ -81,7 +97,9 @@ def _build_chunk(run: Runtime, model_provider: ModelProvider, chunk: int) -> nn.
             f"a pipeline rank with {len(run.stages)} virtual stages needs a model provider that "
             "takes vp_stage: add the argument and hand it to the model, or leave one virtual stage"
         )
-    return model_provider(**arguments).to(device.current())
+    with torch.device("meta") if on_meta else contextlib.nullcontext():
+        model = model_provider(**arguments)
+    return model if on_meta else model.to(device.current())
 
 
 def _wrapped(run: Runtime, model: nn.Module, with_data_parallelism: bool) -> nn.Module:

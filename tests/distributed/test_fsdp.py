@@ -37,6 +37,13 @@ SEVERAL_INSTANCES = {
         f"{SHARD} optim_grads_params {INSTANCES}", "dp", Sizes(dp=4, microbatches=3),
     ),
     "fsdp2 with tp": (f"--use-torch-fsdp2 {INSTANCES}", "dp sp", Sizes(dp=4)),
+    "optimizer shared, in bf16": (
+        f"{SHARD} optim_grads {INSTANCES} --enable-full-sharding-in-hsdp", "dp bf16", Sizes(dp=4),
+    ),
+    "optimizer shared, with tp": (
+        f"{SHARD} optim_grads_params {INSTANCES} --enable-full-sharding-in-hsdp",
+        "dp sp swiglu", Sizes(dp=4),
+    ),
     "per token over cp": (
         f"{SHARD} optim_grads {INSTANCES}", "dp cp-p2p per-token-loss padded", Sizes(),
     ),

@@ -101,7 +101,6 @@ class DistributedDataParallelConfig:
         False,
         "Build the model without memory and fill it when it is sharded.",
         group="distributed",
-        ignored=states.only_with("--use-megatron-fsdp"),
     )
     data_parallel_sharding_strategy: str = option(
         "no_shard",
@@ -134,9 +133,8 @@ class DistributedDataParallelConfig:
     )
     enable_full_sharding_in_hsdp: bool = option(
         False,
-        "Shard the optimizer over the outer replicas too.",
+        "Let instances of a sharded model hold a part each of its optimizer's state.",
         group="distributed",
-        ignored=states.only_with("--use-megatron-fsdp"),
     )
     num_distributed_optimizer_instances: int = option(
         1,

@@ -9,7 +9,8 @@ a parameter says which (`ParamInfo.part`).
 
 Collectives, over intra_dp_cp, unit by unit: all-gather before forward (and before backward, where
 parameters were dropped in between), reduce-scatter after backward.  With several instances of the
-whole model (HSDP) the owners' gradients are summed over inter_dist_opt in the last micro-batch.
+whole model (HSDP) the owners' gradients are summed over inter_dist_opt in the last micro-batch; the
+owners of one part may update a piece each, and gather them there (`start_param_sync`).
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron.core import device
-from megatron.core.config.errors import NonFiniteError
+from megatron.core.collectives import all_gather_single
+from megatron.core.config.errors import ConfigError, NonFiniteError
 from megatron.core.distributed.data_parallel_base import DataParallelBase, LossConfig
 from megatron.core.distributed.distributed_data_parallel_config import (
     DistributedDataParallelConfig,
 )
 from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.distributed.non_finite import non_finite_gradients
-from megatron.core.distributed.sharding import reshards_after_forward
+from megatron.core.distributed.sharding import reshards_after_forward, share_of
 from megatron.core.param_info import FlatPart, ParamInfo, info_of, local_part, set_info
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -43,7 +45,11 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class FullyShardedDataParallel(DataParallelBase):
-    """A model of which each data-parallel rank holds a part."""
+    """A model of which each data-parallel rank holds a part.
+
+    Of a model built under ``torch.device("meta")`` only the parts ever get memory; their values
+    come from `initialize_parameters`, or a checkpoint.
+    """
 
     def __init__(
         self,
@@ -62,6 +68,8 @@ class FullyShardedDataParallel(DataParallelBase):
         for unit in _units(module):
             self._shard(unit, mesh, policy, reshards_after_forward(self.ddp_config))
         self._shard(module, mesh, policy, None)  # the root keeps its parameters until backward
+        if any(param.is_meta for param in module.parameters()):
+            _give_memory(module, records)
         for name, param in module.named_parameters():
             set_info(param, records[name])
 
@@ -116,6 +124,34 @@ class FullyShardedDataParallel(DataParallelBase):
         if group.size() > 1:
             for param in self.module.parameters():
                 dist.broadcast(local_part(param), dist.get_global_rank(group, 0), group=group)
+
+    def owned_parts(self) -> Iterator[tuple[nn.Parameter, int, int]]:
+        """What this rank updates where instances share that: elements start to stop of its part."""
+        group = self.groups.inter_dist_opt
+        for param in self.module.parameters():
+            numel = local_part(param).numel()
+            start, stop = share_of(numel, group.rank(), group.size())
+            if param.requires_grad and start < stop:
+                yield param, start, stop
+
+    @torch.no_grad()
+    def start_param_sync(self) -> None:
+        """Take what other instances have updated.  Collective over inter_dist_opt, unit by unit."""
+        group, done = self.groups.inter_dist_opt, set[nn.Parameter]()
+        for unit in self.units:
+            params = [p for p in unit.parameters() if p.requires_grad and p not in done]
+            if not params:
+                continue
+            done.update(params)
+            flat = [local_part(param).view(-1) for param in params]
+            widths = [share_of(len(values), 0, group.size())[1] for values in flat]
+            shares = flat[0].new_empty(group.size(), sum(widths))
+            for values, share in zip(flat, shares[group.rank()].split(widths), strict=True):
+                start, stop = share_of(len(values), group.rank(), group.size())
+                share[: stop - start] = values[start:stop]
+            all_gather_single(shares.view(-1), shares[group.rank()].clone(), group=group)
+            for values, column in zip(flat, shares.split(widths, dim=1), strict=True):
+                values.copy_(column.reshape(-1)[: len(values)])
 
     def _precision(self) -> MixedPrecisionPolicy:
         dtypes = {p.dtype for p in self.module.parameters()} & set(_HALF)
@@ -187,6 +223,18 @@ def _is_shared(module: nn.Module, name: str) -> bool:
     """Whether the owner of the embedding at ``name`` uses it for its output too."""
     owner = module.get_submodule(name.rpartition(".")[0])
     return bool(vars(owner).get("share_embeddings_and_output_weights", True))
+
+
+def _give_memory(module: nn.Module, records: dict[str, ParamInfo]) -> None:
+    """Memory without values for the parts of parameters that have none.  Raises ConfigError."""
+    lost = [name for name, _ in module.named_buffers()]
+    lost += [name for name, record in records.items() if not record.name]
+    if lost:
+        raise ConfigError(
+            f"--init-model-with-meta-device: nothing says what values {lost[0]} starts from; "
+            "drop the flag, or make it a parameter with a record (param_init.new_parameter)"
+        )
+    module.to_empty(device=device.current())
 
 
 def _mesh(groups: ProcessGroupCollection) -> DeviceMesh:

@@ -25,7 +25,23 @@ def reshards_after_forward(config: Config) -> bool:
     return bool(config.data_parallel_sharding_strategy == "optim_grads_params")
 
 
+def shares_instances(config: Config) -> bool:
+    """Whether instances of a sharded model update a part each of what they hold alike."""
+    is_asked = config.use_megatron_fsdp and config.enable_full_sharding_in_hsdp
+    return bool(is_asked and is_fully_sharded(config) and num_instances(config) > 1)
+
+
 def num_instances(config: Config) -> int:
     """Groups of replicas that each hold a whole optimizer; one where nothing is sharded."""
     is_sharded = config.use_distributed_optimizer or is_fully_sharded(config)
     return int(config.num_distributed_optimizer_instances) if is_sharded else 1
+
+
+def share_of(numel: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    """Start and stop of the share of ``rank``; all but the last are alike.
+
+    >>> [share_of(7, rank, 3) for rank in range(3)]
+    [(0, 3), (3, 6), (6, 7)]
+    """
+    width = -(-numel // num_ranks)
+    return min(rank * width, numel), min((rank + 1) * width, numel)

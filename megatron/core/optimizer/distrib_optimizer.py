@@ -2,6 +2,8 @@
 
 Main parameters and the rule's state exist for the share alone.  The wrapper leaves the summed
 gradients of the share in its buffers, and gathers the updated parameters (`start_param_sync`).
+Instances of a model that is sharded itself may also divide what they hold alike (HSDP): then the
+share is a piece of a part, and all ranks are one instance of the optimizer.
 
 With --overlap-param-gather-with-optimizer-step a bucket's gather is begun as soon as the bucket is
 updated, while the next one is.
@@ -19,7 +21,8 @@ from typing import Any
 from torch import nn
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import DataParallelBase
+from megatron.core.distributed.sharding import shares_instances
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.mixed_precision import Part, copy_main_to_model
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -43,15 +46,18 @@ class DistributedOptimizer(MegatronOptimizer):
         grad_scaler: GradScaler | None = None,
         check_for_nan: bool = False,
     ) -> None:
-        self.model_chunks = [_sharded(chunk) for chunk in model_chunks]
-        inter = groups.inter_dist_opt
+        self.model_chunks: list[Any] = [_sharded(chunk) for chunk in model_chunks]
+        copy, num_copies = groups.inter_dist_opt.rank(), groups.inter_dist_opt.size()
+        if any(shares_instances(chunk.ddp_config) for chunk in self.model_chunks):
+            copy, num_copies = 0, 1
+            groups = ProcessGroupCollection(**{**vars(groups), "intra_dist_opt": groups.world})
         super().__init__(
             config,
             names,
             param_groups,
             groups,
             parts={
-                param: Part(start, stop, inter.rank(), inter.size())
+                param: Part(start, stop, copy, num_copies)
                 for chunk in self.model_chunks
                 for param, start, stop in chunk.owned_parts()
             },
@@ -77,8 +83,8 @@ class DistributedOptimizer(MegatronOptimizer):
             chunk.start_param_sync()
 
 
-def _sharded(chunk: nn.Module) -> DistributedDataParallel:
-    if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.use_distributed_optimizer:
+def _sharded(chunk: nn.Module) -> DataParallelBase:
+    if isinstance(chunk, DataParallelBase) and chunk.ddp_config.use_distributed_optimizer:
         return chunk
     raise ConfigError(
         "--use-distributed-optimizer needs model chunks wrapped in DistributedDataParallel with "

@@ -16,7 +16,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Part(NamedTuple):
-    """Elements ``start`` to ``stop`` of a flattened parameter."""
+    """Elements ``start`` to ``stop`` of what this rank holds of a parameter, flattened."""
 
     start: int
     stop: int
@@ -46,7 +46,7 @@ class OptimizedParam:
     @property
     def model_values(self) -> Tensor:
         """Where the model holds what ``main`` is the master of."""
-        return _part_of(self.model.detach(), self.part)
+        return _part_of(local_part(self.model.detach()), self.part)
 
     def hand_over_gradient(self) -> Tensor:
         """Make the summed gradient ``main.grad``, in main's dtype; returns it.
@@ -90,8 +90,9 @@ def _record(name: str, param: nn.Parameter, part: Part | None) -> OptimizedParam
     else:
         main = param if part is None and local is param else nn.Parameter(values)
     if part is not None:
-        whole = tuple(param.shape)
-        info = replace(info, part=FlatPart(whole, part.start, part.copy, part.num_copies))
+        held = info.part.start if info.part else 0
+        whole, start = tuple(param.shape), held + part.start
+        info = replace(info, part=FlatPart(whole, start, part.copy, part.num_copies))
     return OptimizedParam(name, info, param, main, part)
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from megatron.core.activations import openai_gelu, squared_relu
 from megatron.core.config.errors import ConfigError
 from megatron.core.device import CPU
+from megatron.core.distributed.sharding import shares_instances
 from megatron.core.enums import AttnBackend
 from megatron.core.transformer.layer_layout import parse_layout
 
@@ -95,7 +96,8 @@ def data_parallel_sharding(ns: Namespace) -> Iterator[str]:
             "--use-distributed-optimizer is without effect: --data-parallel-sharding-strategy "
             "no_shard keeps the optimizer whole"
         )
-    ns.use_distributed_optimizer = strategy == "optim"
+    ns.use_distributed_optimizer = strategy == "optim" or shares_instances(ns)
+    ns.overlap_param_gather_with_optimizer_step &= strategy == "optim"
     if ns.ckpt_format == "fsdp_dtensor":
         ns.ckpt_format = "safetensors_dist"
         yield (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.distributed.sharding import is_fully_sharded
+from megatron.core.distributed.sharding import is_fully_sharded, shares_instances
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,11 @@ NEEDS = (
         "--use-megatron-fsdp",
         lambda ns: ns.use_megatron_fsdp,
         ("data_parallel_sharding_strategy",),
+    ),
+    Need(
+        "--use-megatron-fsdp, parameters that are sharded, --num-distributed-optimizer-instances 2",
+        shares_instances,
+        ("enable_full_sharding_in_hsdp",),
     ),
     Need(
         "parameters that are sharded (--use-torch-fsdp2, or --use-megatron-fsdp and a strategy)",
