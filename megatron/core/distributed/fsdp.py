@@ -15,6 +15,7 @@ owners of one part may update a piece each, and gather them there (`start_param_
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -60,6 +61,8 @@ class FullyShardedDataParallel(DataParallelBase):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config, ddp_config, module, pg_collection)
+        # A view comes out of a model where transposing moves nothing.  Nobody writes into it.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         self.units: list[FSDPModule] = []
         self._sums: dict[str, Tensor] = {}  # of a parameter's gradients: NaN shows in them
         mesh = _mesh(pg_collection)

@@ -1,0 +1,167 @@
+"""What sharding saves: bytes of storages that are alive at once, counted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+import pretrain_gpt
+from megatron.core import param_init
+from megatron.core.config.errors import ConfigError
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp import FullyShardedDataParallel
+from megatron.core.param_info import ParamInfo, info_of, local_part
+from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.training import setup
+from megatron.training.initialize import configure, start
+from megatron.training.runtime import Runtime
+from megatron.training.schedule import number_of_train_iters
+from tests.distributed.test_fsdp import INSTANCES, SHARD
+from tests.functional.runs import TINY, train_gpt
+from tests.ranks import run_ranks
+from tests.unit.distributed.alone import ModelConfig
+
+RANKS = 4
+META = "--init-model-with-meta-device"
+SHARED = f"{INSTANCES} --enable-full-sharding-in-hsdp"
+# Of parameters far more than of activations, in layers of which one is little.
+MODEL = (
+    "--num-layers 6 --hidden-size 64 --seq-length 4 --micro-batch-size 1 --global-batch-size 4 "
+    "--vocab-size 20"
+)
+
+
+class LiveBytes(TorchDispatchMode):
+    """``most``: bytes of all storages made under it, at the moment when that was most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages = WeakIdKeyDictionary()
+        self.most = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        tensors = [local_part(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
+        held = [t.untyped_storage() for t in tensors if not t.is_meta]
+        new = [s for s in held if s not in self.storages and s.nbytes() >= 1024]
+        for storage in new:
+            self.storages[storage] = None
+        if new:
+            self.most = max(self.most, sum(storage.nbytes() for storage in list(self.storages)))
+        return result
+
+
+def most_bytes(rank: int, world_size: int, flags: str) -> int:
+    """Of a training run on the first rank."""
+    argv = [*TINY, *MODEL.split(), "--train-iters", "2", *flags.split()]
+    live = LiveBytes()
+    watched = live if rank == 0 else contextlib.nullcontext()
+    with silence(), mock.patch.object(param_init, "_draw", drawn_in_no_time), watched:
+        train_gpt(rank, world_size, argv)
+    return live.most
+
+
+def bytes_before_training(rank: int, world_size: int, flags: str) -> tuple[int, int, int]:
+    """Of parameters here, of their optimizer's state, and the most while the model was built."""
+    live = LiveBytes()
+    with mock.patch.object(param_init, "_draw", drawn_in_no_time):
+        run = build(f"{MODEL} {flags}", live)
+    setup.build_optimizer(run)
+    states = [state for _, _, named in run.optimizer.named_state() for state in named.values()]
+    params = [p for chunk in run.model_chunks for p in chunk.parameters()]
+    return sum(local_part(p).nbytes for p in params), sum(s.nbytes for s in states), live.most
+
+
+Parts = dict[str, tuple[ParamInfo, Tensor]]
+
+
+def first_weights(rank: int, world_size: int, flags: str) -> Parts:
+    """What this rank holds of a model before training."""
+    (chunk,) = build(flags, contextlib.nullcontext()).model_chunks
+    return {info_of(p).name: (info_of(p), local_part(p.detach())) for p in chunk.parameters()}
+
+
+def build(flags: str, watched: contextlib.AbstractContextManager[Any]) -> Runtime:
+    """A run whose model is there, built in a context."""
+    with silence(), mock.patch("sys.argv", ["pretrain_gpt.py", *TINY, *flags.split()]):
+        run = start(configure())
+        run.train_iters = number_of_train_iters(run.config, run.batches)
+        setup.setup_tokenizer(run)
+        with watched:
+            setup.build_model(run, pretrain_gpt.model_provider)
+    return run
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
+def drawn_in_no_time(starts: Tensor, width: int, *_: Any) -> Tensor:
+    return torch.full((len(starts), width), 0.01)
+
+
+@pytest.mark.feature("Data parallel: each strategy of --use-megatron-fsdp takes less memory")
+def test_memory_falls_from_strategy_to_strategy() -> None:
+    # Sets of parameters, gradients and two moments, whole or a part of each.  Gloo scatters what it
+    # has reduced in a copy; parameters in parts are gathered beside them, all or layer by layer.
+    sets = {
+        "no_shard": 4.0,
+        "optim": 2 + 2 / RANKS + 1,
+        f"optim_grads {META}": 4 / RANKS + 1,
+        f"optim_grads_params {META}": 4 / RANKS,
+    }
+    weights = 4 * 6 * 12 * 64**2  # bytes of the matrices in layers
+    most = {name: max(run_ranks(most_bytes, RANKS, f"{SHARD} {name}")) / weights for name in sets}
+    for name, expected in sets.items():
+        assert expected <= most[name] < expected + 0.75, most
+
+
+@pytest.mark.feature("Data parallel: a sharded model is built without memory for the whole")
+def test_only_parts_of_a_model_built_on_meta_ever_have_memory() -> None:
+    for held, _, most in run_ranks(bytes_before_training, RANKS, f"{SHARD} optim_grads {META}"):
+        assert held <= most < 1.25 * held
+
+
+@pytest.mark.parametrize("flags", ["--swiglu", f"--bf16 {INSTANCES}"])
+def test_a_model_built_on_meta_has_the_same_weights(flags: str) -> None:
+    flags += " --use-torch-fsdp2"
+    usual = run_ranks(first_weights, RANKS, flags)
+    on_meta = run_ranks(first_weights, RANKS, f"{flags} {META}")
+    for expected, found in zip(usual, on_meta, strict=True):
+        assert [*found] == [*expected]
+        for name, (info, values) in expected.items():
+            assert found[name][0] == info
+            assert torch.equal(found[name][1], values), name
+
+
+def test_instances_that_share_an_optimizer_hold_half_of_its_state() -> None:
+    strategy = f"{SHARD} optim_grads_params {META}"
+    alone = [b[1] for b in run_ranks(bytes_before_training, RANKS, f"{strategy} {INSTANCES}")]
+    shared = [b[1] for b in run_ranks(bytes_before_training, RANKS, f"{strategy} {SHARED}")]
+    assert sum(shared) == sum(alone) / 2
+    assert max(shared) < 0.55 * max(alone)
+
+
+def wrap_buffers(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        model = nn.BatchNorm1d(4)
+    groups = create_process_groups(*make_grids(world_size))
+    config = DistributedDataParallelConfig(use_torch_fsdp2=True)
+    with pytest.raises(ConfigError, match="what values running_mean starts from; drop the flag"):
+        FullyShardedDataParallel(ModelConfig(), config, model, pg_collection=groups)
+
+
+def test_values_that_nothing_describes_are_refused() -> None:
+    run_ranks(wrap_buffers, 1)
