@@ -109,6 +109,7 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "torch_fsdp2_reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
         "gradient_reduce_div_fusion": "--no-gradient-reduce-div-fusion",
         "init_model_with_meta_device": "--init-model-with-meta-device",
+        "enable_full_sharding_in_hsdp": "--enable-full-sharding-in-hsdp",
         "data_parallel_sharding_strategy": "--data-parallel-sharding-strategy optim_grads",
         "overlap_grad_reduce": "--overlap-grad-reduce",
         "ddp_pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
