@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,8 @@ from megatron.core.per_rank import each_rank_owns
 Kind = Literal["cpu", "cuda"]
 CPU: Kind = "cpu"
 _current = torch.device("cpu")
-each_rank_owns(__name__, "_current")
+_imagined: Kind | None = None  # inside `imagining`
+each_rank_owns(__name__, "_current", "_imagined")
 
 
 def choose(wanted: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:
@@ -42,9 +44,25 @@ def current() -> torch.device:
     return _current
 
 
+@contextlib.contextmanager
+def imagining(kind: Kind, *, without_memory: bool = True) -> Iterator[None]:
+    """Code inside takes the ways of ``kind``; by default the device is meta: shapes alone."""
+    global _current, _imagined
+    before = _current, _imagined
+    _current, _imagined = torch.device("meta" if without_memory else "cpu"), kind
+    try:
+        yield
+    finally:
+        _current, _imagined = before
+
+
 def is_cuda(device: torch.device | None = None) -> bool:
-    """Whether ``device`` (default: this process's) is a GPU."""
-    return (device or _current).type == "cuda"
+    """Whether ``device`` (default: this process's) is a GPU, or is imagined to be one."""
+    return (_imagined or (device or _current).type) == "cuda"
+
+
+def _has_gpu() -> bool:
+    return _current.type == "cuda"
 
 
 def gpu_count() -> int:
@@ -73,8 +91,8 @@ def sums_half_products_in_fp32() -> bool:
 
     Tried out: which releases of torch have it, on which devices, is nowhere written down.
     """
-    if not is_cuda():
-        return False
+    if not _has_gpu():
+        return is_cuda()
     total = torch.ones(16, 16, device=_current)
     ones = torch.ones(16, 16, device=_current, dtype=torch.bfloat16)
     try:
@@ -86,13 +104,13 @@ def sums_half_products_in_fp32() -> bool:
 
 def synchronize() -> None:
     """Wait until the device has done all queued work."""
-    if is_cuda():
+    if _has_gpu():
         torch.cuda.synchronize()
 
 
 def moment() -> Any:
     """A point in the work of the device, for `seconds_between`."""
-    if not is_cuda():
+    if not _has_gpu():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
@@ -101,7 +119,7 @@ def moment() -> Any:
 
 def seconds_between(begin: Any, end: Any) -> float:
     """From one `moment` to a later one; waits until the device is there."""
-    if not is_cuda():
+    if not _has_gpu():
         return float(end - begin)
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1000
@@ -114,13 +132,13 @@ def host_memory(num_bytes: int) -> torch.Tensor:
 
 def empty_cache() -> None:
     """Give cached device memory back."""
-    if is_cuda():
+    if _has_gpu():
         torch.cuda.empty_cache()
 
 
 def memory_stats() -> dict[str, float]:
     """Bytes: allocated, max_allocated, reserved, max_reserved, allocated_count; zero on the CPU."""
-    if not is_cuda():
+    if not _has_gpu():
         return dict.fromkeys(
             ("allocated", "max_allocated", "reserved", "max_reserved", "allocated_count"), 0.0
         )
@@ -136,12 +154,12 @@ def memory_stats() -> dict[str, float]:
 
 def rng_state() -> torch.Tensor:
     """State of the device's default generator."""
-    return torch.cuda.get_rng_state() if is_cuda() else torch.get_rng_state()
+    return torch.cuda.get_rng_state() if _has_gpu() else torch.get_rng_state()
 
 
 def set_rng_state(state: torch.Tensor) -> None:
     """Restore what `rng_state` returned."""
-    if is_cuda():
+    if _has_gpu():
         torch.cuda.set_rng_state(state)
     else:
         torch.set_rng_state(state)
@@ -149,14 +167,14 @@ def set_rng_state(state: torch.Tensor) -> None:
 
 def manual_seed(seed: int) -> None:
     """Seed the device's default generator."""
-    if is_cuda():
+    if _has_gpu():
         torch.cuda.manual_seed(seed)
     torch.manual_seed(seed)
 
 
 def side_stream() -> Any:
     """A stream beside the default one; a context that does nothing on the CPU."""
-    return torch.cuda.Stream() if is_cuda() else None
+    return torch.cuda.Stream() if _has_gpu() else None
 
 
 def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
@@ -166,31 +184,31 @@ def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
 
 def nvtx_push(name: str) -> None:
     """Open a profiler range."""
-    if is_cuda():
+    if _has_gpu():
         torch.cuda.nvtx.range_push(name)
 
 
 def nvtx_pop() -> None:
     """Close the newest profiler range."""
-    if is_cuda():
+    if _has_gpu():
         torch.cuda.nvtx.range_pop()
 
 
 def profiler_start() -> None:
     """Begin the window of an attached profiler such as nsys."""
-    if is_cuda():
+    if _has_gpu():
         torch.cuda.cudart().cudaProfilerStart()
 
 
 def profiler_stop() -> None:
     """End the window of an attached profiler."""
-    if is_cuda():
+    if _has_gpu():
         torch.cuda.cudart().cudaProfilerStop()
 
 
 def name() -> str:
     """The device in words."""
-    return torch.cuda.get_device_name() if is_cuda() else "cpu"
+    return torch.cuda.get_device_name() if _has_gpu() else "cpu"
 
 
 def uuid() -> str:
@@ -200,11 +218,11 @@ def uuid() -> str:
 
 def record_memory_history() -> None:
     """Begin to record allocations for `dump_memory_history`."""
-    if is_cuda():
+    if _has_gpu():
         torch.cuda.memory._record_memory_history(max_entries=100_000)
 
 
 def dump_memory_history(path: str) -> None:
     """Write the recorded allocations as a snapshot for pytorch.org/memory_viz."""
-    if is_cuda():
+    if _has_gpu():
         torch.cuda.memory._dump_snapshot(path)

@@ -203,11 +203,13 @@ def create_process_groups(
     timeout: timedelta | None = None,
     context_levels: Sequence[int] | None = None,
     num_distributed_optimizer_instances: int = 1,
+    only_mine: bool = False,
 ) -> ProcessGroupCollection:
     """Create all groups on all ranks.  Collective: every rank calls it with the same arguments.
 
     Groups with equal members are created once and shared.  ``context_levels`` are the sizes of
-    ``cp_inner`` and ``cp_outer``.  Raises ValueError when the replicas cannot be cut into the
+    ``cp_inner`` and ``cp_outer``.  ``only_mine`` leaves out the groups of others, which only a
+    back end without other ranks allows.  Raises ValueError when the replicas cannot be cut into the
     instances.
     """
     shards = optimizer_shards(dense, num_distributed_optimizer_instances)
@@ -224,7 +226,7 @@ def create_process_groups(
     def mine_of(name: str, groups: Iterable[Sequence[int]]) -> ProcessGroup:
         found = None
         for ranks in map(tuple, groups):
-            if ranks not in members:
+            if ranks not in members and (me in ranks or not only_mine):
                 members[ranks] = _new_group(ranks, timeout, name)
             if me in ranks:
                 found = members[ranks]

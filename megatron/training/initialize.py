@@ -23,17 +23,12 @@ import torch.distributed as dist
 
 from megatron.core import cpu_tuning, device, parallel_state
 from megatron.core.config.errors import ConfigError
-from megatron.core.distributed.sharding import num_instances
 from megatron.core.num_microbatches_calculator import (
     NumMicroBatchesCalculator,
     destroy_num_microbatches_calculator,
     install_num_microbatches_calculator,
 )
-from megatron.core.process_groups_config import (
-    ProcessGroupCollection,
-    create_process_groups,
-    make_grids,
-)
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.timers import Timers
 from megatron.training import global_vars
@@ -43,6 +38,7 @@ from megatron.training.arguments.parser import apply_defaults, parse_args
 from megatron.training.checkpointing import apply_checkpoint_args
 from megatron.training.config.run import RunConfig
 from megatron.training.failure_watch import tell_launcher
+from megatron.training.groups import create_groups
 from megatron.training.log_setup import setup_logging
 from megatron.training.printing import print_rank_0, rank, world_size
 from megatron.training.runtime import Runtime
@@ -78,7 +74,10 @@ def configure(
     if namespace.use_checkpoint_args and namespace.load is not None:
         apply_checkpoint_args(namespace)
     if namespace.check_only:
-        raise SystemExit(check_only(namespace, print_rank_0))
+        status = check_only(namespace)
+        if status and rank() != 0:
+            _wait_for_the_end()
+        raise SystemExit(status)
     config = resolve_args(namespace, world_size())
     for warning in config.warnings:
         print_rank_0(f"WARNING: {warning}")
@@ -99,7 +98,10 @@ def start(config: RunConfig) -> Runtime:
         cpu_tuning.keep_freed_memory()
         cpu_tuning.choose_float32_products(config.model.hidden_size)
     _init_default_group(config)
-    groups = _create_groups(config)
+    groups = create_groups(config)
+    tp, pp = config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size
+    print_rank_0(f"> initialized tensor model parallel with size {tp}")
+    print_rank_0(f"> initialized pipeline model parallel with size {pp}")
     parallel_state.install(groups)
     run = Runtime(
         config=config,
@@ -206,33 +208,6 @@ def _init_default_group(config: RunConfig) -> None:
         )
 
 
-def _create_groups(config: RunConfig) -> ProcessGroupCollection:
-    m = config.model
-    dense, expert = make_grids(
-        dist.get_world_size(),
-        tp=m.tensor_model_parallel_size,
-        pp=m.pipeline_model_parallel_size,
-        cp=m.context_parallel_size,
-        ep=m.expert_model_parallel_size,
-        expt_tp=m.expert_tensor_parallel_size,
-        order="tp-cp-ep-pp-dp" if config.distributed.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-    )
-    timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
-    levels = m.hierarchical_context_parallel_sizes
-    groups = create_process_groups(
-        dense,
-        expert,
-        timeout=timeout,
-        context_levels=levels,
-        num_distributed_optimizer_instances=num_instances(config.ddp),
-    )
-    print_rank_0(f"> initialized tensor model parallel with size {m.tensor_model_parallel_size}")
-    print_rank_0(
-        f"> initialized pipeline model parallel with size {m.pipeline_model_parallel_size}"
-    )
-    return groups
-
-
 def _set_seeds(config: RunConfig, groups: ProcessGroupCollection) -> None:
     """Streams for dropout and the data loader; initial weights need only ``seed`` itself."""
     seed = config.training.seed + 100 * groups.pp.rank()
@@ -260,6 +235,11 @@ def fail_before_start(error: Exception) -> None:
     The others wait for the launcher to end them, and speak where it does not.
     """
     if rank() != 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(_LAUNCHER_ENDS_RANKS_S)
+        _wait_for_the_end()
     fail(error)
+
+
+def _wait_for_the_end() -> None:
+    """Give the launcher time to end this rank once the first one has failed."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(_LAUNCHER_ENDS_RANKS_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -31,12 +32,17 @@ def test_the_plan_is_printed_once(
         assert capsys.readouterr().out.partition("\n")[0] == first_line
 
 
-def test_conflicts_are_printed_on_every_rank(
+def test_conflicts_are_printed_once_and_the_other_ranks_wait_to_be_ended(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert check("--bf16 --fp16") == 1
-    assert "--bf16 and --fp16 exclude each other" in capsys.readouterr().out
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    for rank, words, waited in (("0", "--bf16 and --fp16 exclude each other", 0), ("1", "", 1)):
+        monkeypatch.setenv("RANK", rank)
+        assert check("--bf16 --fp16") == 1
+        out = capsys.readouterr().out
+        assert words in out if words else not out
+        assert len(waits) == waited
 
 
 def test_a_plan_takes_the_model_from_the_checkpoint(

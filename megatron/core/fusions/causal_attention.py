@@ -43,7 +43,7 @@ class _CausalAttention(torch.autograd.Function):
             wide_q, keys_by_query = q[heads].to(wide) * scale, k[heads].to(wide).transpose(1, 2)
             for start, stop in _blocks(q.shape[1]):
                 scores = torch.bmm(wide_q[:, start:stop], keys_by_query[:, :, :stop])
-                scores[:, :, start:].add_(_hidden(stop - start, wide))
+                scores[:, :, start:].add_(_hidden(stop - start, wide, q.device))
                 probs = torch.softmax(scores, -1, out=scores).to(q.dtype)
                 kept.append(probs)
                 if dropout > 0:
@@ -100,9 +100,9 @@ def _passes(q: Tensor) -> Iterator[slice]:
 
 
 @lru_cache(maxsize=16)
-def _hidden(size: int, dtype: torch.dtype) -> Tensor:
+def _hidden(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """-inf where a key comes after the query."""
-    return torch.full((size, size), -math.inf, dtype=dtype).triu(1)
+    return torch.full((size, size), -math.inf, dtype=dtype, device=device).triu(1)
 
 
 def causal_attention(

@@ -115,25 +115,33 @@ class Executor:
 
         Gradients are complete on this rank, and their reduction under way, when it returns.
         """
-        # Dictionaries keep the last of equal keys.
-        passes = [i for i in instructions if isinstance(i, Work) and i.kind != "forward"]
-        self._passes = set(passes)
-        self._last = {work.chunk: work for work in passes}
-        self._final = set({(work.kind, work.chunk): work for work in passes}.values())
+        self.begin(instructions)
         for instruction in instructions:
-            if isinstance(instruction, Exchange):
-                self.mailbox.post(instruction)
-            elif instruction.kind == "forward":
-                self._forward(instruction)
-            elif instruction.kind == "backward":
-                self._backward(instruction)
-            else:
-                self._weight(instruction)
+            self.do(instruction)
         self._run_deferred()
         if self._mailbox is not None:
             self._mailbox.close()
         self._reduce_due(everything=True)
         return self.losses
+
+    def begin(self, instructions: Sequence[Instruction]) -> None:
+        """Learn what the step consists of."""
+        # Dictionaries keep the last of equal keys.
+        passes = [i for i in instructions if isinstance(i, Work) and i.kind != "forward"]
+        self._passes = set(passes)
+        self._last = {work.chunk: work for work in passes}
+        self._final = set({(work.kind, work.chunk): work for work in passes}.values())
+
+    def do(self, instruction: Instruction) -> None:
+        """The next instruction."""
+        if isinstance(instruction, Exchange):
+            self.mailbox.post(instruction)
+        elif instruction.kind == "forward":
+            self._forward(instruction)
+        elif instruction.kind == "backward":
+            self._backward(instruction)
+        else:
+            self._weight(instruction)
 
     def _forward(self, work: Work) -> None:
         stage, model, task = self.stages[work.chunk], self.chunks[work.chunk], self.task

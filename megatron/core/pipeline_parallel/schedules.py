@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.executor import Executor, StepTask
 from megatron.core.pipeline_parallel.instructions import instructions
 from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc, LossRule
 from megatron.core.pipeline_parallel.orders import schedule_of
-from megatron.core.pipeline_parallel.plan import Placement
+from megatron.core.pipeline_parallel.plan import Instruction, Placement
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -62,19 +62,12 @@ def forward_backward(
     groups, chunks = groups or parallel_state.current(), _listed(model)
     config = chunks[0].config if config is None else config
     rank, num_ranks = groups.pp.rank(), groups.pp.size()
-    placement, orders = schedule_of(
-        config.pipeline_schedule if num_ranks > 1 else None,
-        num_ranks=num_ranks,
-        num_chunks=len(chunks),
-        num_microbatches=num_microbatches,
-        group=config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
-        forward_only=forward_only,
+    placement, plan = plan_of(
+        config, num_ranks, len(chunks), num_microbatches, forward_only=forward_only
     )
-    early, num_deferred = False, 0
-    if num_ranks > 1:
-        early = config.overlap_p2p_comm_warmup_flush
-        if config.defer_embedding_wgrad_compute and not forward_only:
-            num_deferred = config.wgrad_deferral_limit or num_microbatches
+    num_deferred = 0
+    if num_ranks > 1 and config.defer_embedding_wgrad_compute and not forward_only:
+        num_deferred = config.wgrad_deferral_limit or num_microbatches
     per_token = config.calculate_per_token_loss
     task = StepTask(
         forward_step_func=forward_step_func,
@@ -89,7 +82,7 @@ def forward_backward(
     executor = Executor(chunks, data, placement, rank, task, mailbox)
     if hooks.first_microbatch_func is not None and not (forward_only and first_val_step is False):
         hooks.first_microbatch_func()
-    losses = executor.run(instructions(orders, placement, early=early)[rank])
+    losses = executor.run(plan[rank])
     if hooks.finalize_model_grads_func is not None and not forward_only:
         num_tokens = losses.num_tokens
         if num_tokens is None and num_ranks > 1:  # they are counted where the loss is
@@ -97,6 +90,27 @@ def forward_backward(
         with hooks.timed("all-grads-sync", log_level=1):
             hooks.finalize_model_grads_func(chunks, num_tokens if per_token else None)
     return losses.reported
+
+
+def plan_of(
+    config: Any,
+    num_ranks: int,
+    num_chunks: int,
+    num_microbatches: int,
+    *,
+    forward_only: bool = False,
+) -> tuple[Placement, list[list[Instruction]]]:
+    """Where the stages of ``config``'s schedule lie, and what each pipeline rank does in a step."""
+    placement, orders = schedule_of(
+        config.pipeline_schedule if num_ranks > 1 else None,
+        num_ranks=num_ranks,
+        num_chunks=num_chunks,
+        num_microbatches=num_microbatches,
+        group=config.microbatch_group_size_per_vp_stage if num_chunks > 1 else None,
+        forward_only=forward_only,
+    )
+    early = num_ranks > 1 and config.overlap_p2p_comm_warmup_flush
+    return placement, instructions(orders, placement, early=early)
 
 
 # The reference's names: the layout, not the caller, decides which schedule it is.
@@ -115,16 +129,27 @@ def _mailbox(
     """``tokens``: the sequence length and the micro-batch size; None without stages."""
     if placement.num_stages == 1:
         return None
-    seq_length, micro_batch_size = tokens
-    cut = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
-    in_fp32 = config.fp32_residual_connection
+    shape, dtype = message_of(config, groups, tokens)
     return Mailbox(
         placement,
         groups.pp,
         hooks,
-        shape=(seq_length // cut, micro_batch_size, config.hidden_size),
-        dtype=torch.float32 if in_fp32 else config.pipeline_dtype or config.params_dtype,
+        shape=shape,
+        dtype=dtype,
         waits_at_once=not config.overlap_p2p_comm,
+    )
+
+
+def message_of(
+    config: Any, groups: ProcessGroupCollection, tokens: tuple[int, int]
+) -> tuple[tuple[int, int, int], torch.dtype]:
+    """Shape and dtype of what stages hand each other; ``tokens``: as in a micro-batch."""
+    seq_length, micro_batch_size = tokens
+    cut = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    in_fp32 = config.fp32_residual_connection
+    return (
+        (seq_length // cut, micro_batch_size, config.hidden_size),
+        torch.float32 if in_fp32 else config.pipeline_dtype or config.params_dtype,
     )
 
 

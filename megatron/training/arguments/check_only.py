@@ -1,6 +1,7 @@
 """--check-only: what a run would do on N ranks, or every reason why it cannot.
 
-Talks to no other process and to no GPU, reads no data; it takes the place of a dry run.
+Talks to no other process and to no GPU, reads no data; it takes the place of a dry run.  Memory,
+communication and bubble are those of `megatron.training.plan`.
 """
 
 from __future__ import annotations
@@ -10,39 +11,70 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.process_groups_config import make_grids
 from megatron.core.rank_grid import RankGrid
-from megatron.training.arguments.parameter_count import rank_parameters
 from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
+from megatron.training.groups import grids_of
+from megatron.training.plan.cure import Fit, fits
+from megatron.training.plan.report import plan_lines
+from megatron.training.plan.stages import RunPlan, plan_run
+from megatron.training.printing import is_rank0, print_rank_0
 
 _BYTES_PER_GIB = 2**30
 _SHOWN_RANKS = 8
 
 
-def check_only(args: Namespace, write: Callable[[str], object] = print) -> int:
-    """``write`` the plan of the run, status 0; or print every conflict with its cure, status 1.
+def check_only(args: Namespace, write: Callable[[str], object] = print_rank_0) -> int:
+    """``write`` the plan of the run, status 0; or why it cannot start, status 1.
 
-    Conflicts are printed on every rank: a launcher ends the others when the first one has failed.
+    Every conflict with its cure; or, with --check-device-memory-gib, by how much it does not fit
+    and the cheapest change with which it does.
     """
     world_size = args.check_world_size or int(os.environ.get("WORLD_SIZE", "1"))
     try:
         run = resolve(args, world_size)
+        if not 0 <= args.check_rank < world_size:
+            raise ConfigError(f"--check-rank {args.check_rank}: ranks are 0 to {world_size - 1}")
+        if not is_rank0():  # the first one plans
+            return 0
+        planned = plan_run(run, args.check_rank)
     except ConfigError as error:
-        print(error, flush=True)
+        write(str(error))
         return 1
-    for line in plan(run):
+    for line in plan(run, planned):
         write(line)
-    return 0
+    limit = args.check_device_memory_gib
+    if limit is None or planned.fullest.peak <= limit * _BYTES_PER_GIB:
+        return 0
+    write("")
+    for line in _refusal(args, run, planned, limit):
+        write(line)
+    return 1
 
 
-def plan(run: RunConfig) -> Iterator[str]:
-    """The lines of the report: layout, memory, batches, length, warnings."""
+def _refusal(args: Namespace, run: RunConfig, planned: RunPlan, limit: float) -> Iterator[str]:
+    fullest = planned.fullest
+    yield (
+        f"this run does not fit --check-device-memory-gib {limit:g}: rank {fullest.rank} needs "
+        f"{fullest.peak / _BYTES_PER_GIB:.2f} GiB"
+    )
+    tried: list[Fit] = []
+    for fit in fits(args, run):
+        tried.append(fit)
+        if fit.peak <= limit * _BYTES_PER_GIB:
+            yield f"cheapest change: {fit.change.words}, {fit.peak / _BYTES_PER_GIB:.2f} GiB"
+            return
+    yield "no single change is enough:"
+    yield from (f"  {f.change.words}: {f.peak / _BYTES_PER_GIB:.2f} GiB" for f in tried)
+
+
+def plan(run: RunConfig, planned: RunPlan) -> Iterator[str]:
+    """The lines of the report: layout, memory, communication, batches, length, warnings."""
     yield f"this run can start on {run.world_size} ranks"
     yield ""
     yield from _layout(run)
     yield ""
-    yield from _memory(run)
+    yield from plan_lines(planned)
     yield ""
     yield from _batches(run)
     if run.warnings:
@@ -52,16 +84,7 @@ def plan(run: RunConfig) -> Iterator[str]:
 
 
 def _layout(run: RunConfig) -> Iterator[str]:
-    m = run.model
-    dense, _ = make_grids(
-        run.world_size,
-        tp=m.tensor_model_parallel_size,
-        pp=m.pipeline_model_parallel_size,
-        cp=m.context_parallel_size,
-        ep=m.expert_model_parallel_size,
-        expt_tp=m.expert_tensor_parallel_size,
-        order="tp-cp-ep-pp-dp" if run.distributed.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
-    )
+    dense, _ = grids_of(run)
     yield "axis              ranks  groups  first group"
     for name, axes in (
         ("tensor", ("tp",)),
@@ -79,21 +102,6 @@ def _row(name: str, grid: RankGrid, axes: tuple[str, ...]) -> str:
     shown = " ".join(str(rank) for rank in first[:_SHOWN_RANKS])
     more = f" ... {first[-1]}" if len(first) > _SHOWN_RANKS else ""
     return f"{name:16s} {len(first):6d} {len(groups):7d}  {shown}{more}"
-
-
-def _memory(run: RunConfig) -> Iterator[str]:
-    parameters, with_vocabulary = rank_parameters(run)
-    half = run.model.bf16 or run.model.fp16
-    grad_bytes = 4 if run.ddp.grad_reduce_in_fp32 or not half else 2
-    states = 2 if run.optimizer.optimizer == "adam" else 1
-    # Half precision keeps its own weights beside the fp32 main ones.
-    per_parameter = (2 if half else 0) + 4 + grad_bytes + 4 * states
-    without = "" if with_vocabulary else ", vocabulary not counted (--vocab-size says it)"
-    yield f"parameters per rank: {parameters:,}{without}"
-    yield (
-        f"weights, gradients and optimizer: {per_parameter} bytes each, "
-        f"{parameters * per_parameter / _BYTES_PER_GIB:.2f} GiB per rank; activations come on top"
-    )
 
 
 def _batches(run: RunConfig) -> Iterator[str]:

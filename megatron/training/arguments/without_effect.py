@@ -175,7 +175,11 @@ NEEDS = (
             "ddp_average_in_collective",
         ),
     ),
-    Need("--check-only", lambda ns: ns.check_only, ("check_world_size",)),
+    Need(
+        "--check-only",
+        lambda ns: ns.check_only,
+        ("check_world_size", "check_rank", "check_device_memory_gib"),
+    ),
 )
 
 

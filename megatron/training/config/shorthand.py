@@ -136,12 +136,23 @@ class ShorthandFlags:
     )
     check_only: bool = option(
         False,
-        "Parse, check and print the layout for --check-world-size ranks, then end: status 0 if "
-        "the run could start, 1 if not. Needs no GPU and starts no process group.",
+        "Parse, check and print layout, memory, communication and bubble for --check-world-size "
+        "ranks, then end: status 0 if the run could start, 1 if not. Needs no GPU.",
         group="device and checks",
     )
     check_world_size: int | None = option(
         None,
         "Ranks that --check-only plans for; WORLD_SIZE of the environment, or 1, if not given.",
+        group="device and checks",
+    )
+    check_rank: int = option(
+        0,
+        "Rank whose pipeline --check-only plans.",
+        group="device and checks",
+    )
+    check_device_memory_gib: float | None = option(
+        None,
+        "Memory of a device: --check-only refuses a run that does not fit and names the cheapest "
+        "change.",
         group="device and checks",
     )

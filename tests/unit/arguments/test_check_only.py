@@ -31,18 +31,35 @@ def test_the_plan_shows_layout_memory_batches_and_warnings() -> None:
     ) in lines
     assert "length: 10 steps, 1,280 samples, 40,960 tokens" in lines
     assert "evaluation: 1 times 100 batches = 12,800 samples; test 12,800" in lines
-    assert any("18 bytes each" in line for line in lines)
+    assert "memory of one rank of each pipeline stage, GiB (computed, tensors only):" in lines
     assert lines[-1].startswith("  - --use-mcore-models is without effect")
 
 
-def test_every_conflict_is_printed_and_the_status_is_1(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    status, _ = report("--check-world-size 1024 --tensor-model-parallel-size 3 --bf16 --fp16")
-    lines = capsys.readouterr().out.splitlines()
+def test_every_conflict_is_printed_and_the_status_is_1() -> None:
+    status, lines = report("--check-world-size 1024 --tensor-model-parallel-size 3 --bf16 --fp16")
     assert status == 1
     assert lines[0] == "this run cannot start:"
     assert len([line for line in lines if line.startswith("  - ")]) >= 3
+
+
+def test_a_rank_outside_the_world_is_refused() -> None:
+    refused = report("--check-world-size 4 --check-rank 4")
+    assert refused == (1, ["--check-rank 4: ranks are 0 to 3"])
+
+
+@pytest.mark.feature("Command line: --check-device-memory-gib names the cheapest change that fits")
+def test_a_run_that_does_not_fit_is_refused_with_the_cheapest_change() -> None:
+    words = "--check-world-size 4 --num-layers 1 --hidden-size 1024 --check-device-memory-gib"
+    status, lines = report(f"{words} 0.001")
+    sentence = "this run does not fit --check-device-memory-gib 0.001: rank 0 needs "
+    (refusal,) = (line for line in lines if line.startswith(sentence))
+    assert (status, lines[lines.index(refusal) + 1]) == (1, "no single change is enough:")
+    peak = float(refusal.removeprefix(sentence).split()[0])
+    # The optimizer's state is a third of it and more, so its division is what helps first.
+    status, lines = report(f"{words} {0.9 * peak}")
+    assert status == 1
+    assert lines[-1].startswith("cheapest change: --use-distributed-optimizer, ")
+    assert report(f"{words} {1.1 * peak}")[0] == 0
 
 
 def test_the_world_of_the_launcher_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,4 +85,4 @@ def test_an_unknown_vocabulary_is_said_to_be_left_out() -> None:
     _, lines = report(
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x", without=("--vocab-size",)
     )
-    assert any("vocabulary not counted" in line for line in lines)
+    assert any("vocabulary is not counted" in line for line in lines)

@@ -1,0 +1,41 @@
+"""The process groups of a run, from its configuration."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from megatron.core.distributed.sharding import num_instances
+from megatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    create_process_groups,
+    make_grids,
+)
+from megatron.core.rank_grid import RankGrid
+from megatron.training.config.run import RunConfig
+
+
+def grids_of(config: RunConfig) -> tuple[RankGrid, RankGrid]:
+    """How the ranks are dealt out: for dense and for expert layers."""
+    m = config.model
+    return make_grids(
+        config.world_size,
+        tp=m.tensor_model_parallel_size,
+        pp=m.pipeline_model_parallel_size,
+        cp=m.context_parallel_size,
+        ep=m.expert_model_parallel_size,
+        expt_tp=m.expert_tensor_parallel_size,
+        order="tp-cp-ep-pp-dp" if config.distributed.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+    )
+
+
+def create_groups(config: RunConfig, *, only_mine: bool = False) -> ProcessGroupCollection:
+    """All groups of the run.  Collective over all ranks, unless ``only_mine`` (on a fake world)."""
+    dense, expert = grids_of(config)
+    return create_process_groups(
+        dense,
+        expert,
+        timeout=timedelta(minutes=config.distributed.distributed_timeout_minutes),
+        context_levels=config.model.hierarchical_context_parallel_sizes,
+        num_distributed_optimizer_instances=num_instances(config.ddp),
+        only_mine=only_mine,
+    )

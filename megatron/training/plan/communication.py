@@ -1,0 +1,44 @@
+"""What a rank sends in a step, by the axis of the layout it travels along.  Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.core.pipeline_parallel.plan import Exchange, Instruction
+from megatron.training.plan.cost import Collective, RankCost
+
+AXES = ("tp", "cp", "pp", "dp", "ep", "embedding", "other")
+
+
+@dataclass
+class Volume:
+    """Of one axis."""
+
+    operations: float = 0.0
+    sent_bytes: float = 0.0
+
+
+def volumes(
+    instructions: Sequence[Instruction], cost: RankCost, times: float = 1.0
+) -> dict[str, Volume]:
+    """Axis -> what one rank sends along it in a step that is ``instructions``, ``times`` over."""
+    totals = {axis: Volume() for axis in AXES}
+    for item in instructions:
+        if isinstance(item, Exchange):
+            totals["pp"].operations += len(item.sends) * times
+            totals["pp"].sent_bytes += len(item.sends) * times * cost.message
+        else:
+            _add(totals, cost, cost.passes[item.kind, item.chunk].sent, times)
+    _add(totals, cost, cost.step_sent, 1.0)
+    return totals
+
+
+def _add(
+    totals: dict[str, Volume], cost: RankCost, sent: Counter[Collective], times: float
+) -> None:
+    for operation, count in sent.items():
+        total = totals[cost.axes.get(operation.group, "other")]
+        total.operations += count * times
+        total.sent_bytes += count * times * operation.sent_bytes

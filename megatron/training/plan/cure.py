@@ -1,0 +1,69 @@
+"""The cheapest single change that makes a run fit the memory of its devices.
+
+Candidates stand in the order of what they cost; each is planned as the run was.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from megatron.core.config.errors import ConfigError
+from megatron.training.arguments.resolve import resolve
+from megatron.training.config.run import RunConfig
+from megatron.training.plan.stages import plan_run
+
+
+class Change(NamedTuple):
+    """Flags as one would type them, and what they set: dest -> value."""
+
+    words: str
+    values: dict[str, Any]
+
+
+class Fit(NamedTuple):
+    """A change and what the fullest rank needs with it."""
+
+    change: Change
+    peak: int
+
+
+def changes(run: RunConfig) -> Iterator[Change]:
+    """What could be changed, cheapest first."""
+    m, training = run.model, run.training
+    tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
+    if tp > 1 and not m.sequence_parallel:
+        yield Change("--sequence-parallel", {"sequence_parallel": True})
+    if run.data_parallel_size > 1 and not run.optimizer.use_distributed_optimizer:
+        yield Change("--use-distributed-optimizer", {"use_distributed_optimizer": True})
+    if m.recompute_granularity is None:
+        yield Change(
+            "--recompute-granularity selective", {"recompute_granularity": "selective"}
+        )
+    batch = training.micro_batch_size or 1
+    if batch % 2 == 0:
+        yield Change(f"--micro-batch-size {batch // 2}", {"micro_batch_size": batch // 2})
+    if m.recompute_granularity != "full":
+        values = {"granularity": "full", "method": "uniform", "num_layers": 1}
+        yield Change(
+            " ".join(f"--recompute-{k.replace('_', '-')} {v}" for k, v in values.items()),
+            {f"recompute_{key}": value for key, value in values.items()},
+        )
+    yield Change(
+        f"--tensor-model-parallel-size {2 * tp} --sequence-parallel",
+        {"tensor_model_parallel_size": 2 * tp, "sequence_parallel": True},
+    )
+    yield Change(
+        f"--pipeline-model-parallel-size {2 * pp}", {"pipeline_model_parallel_size": 2 * pp}
+    )
+
+
+def fits(args: Namespace, run: RunConfig) -> Iterator[Fit]:
+    """Each change that no rule refuses, and the memory that the run needs with it."""
+    for change in changes(run):
+        try:
+            changed = resolve(Namespace(**{**vars(args), **change.values}), run.world_size)
+        except ConfigError:
+            continue
+        yield Fit(change, plan_run(changed, args.check_rank).fullest.peak)

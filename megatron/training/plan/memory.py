@@ -1,0 +1,47 @@
+"""How much memory a step takes at most: pass costs, added up along a rank's instructions.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core.pipeline_parallel.plan import Exchange, Instruction, Placement, Transfer, Work
+from megatron.training.plan.cost import RankCost
+
+
+def activation_peak(
+    instructions: Sequence[Instruction],
+    placement: Placement,
+    pipeline_rank: int,
+    cost: RankCost,
+    *,
+    first_deferred: int = 0,
+) -> int:
+    """Most bytes alive during a step above the rank's state.
+
+    From the micro-batch ``first_deferred`` on, what the last stage's backward pass leaves for
+    later (--defer-embedding-wgrad-compute) stays until the end.
+    """
+    alive = peak = leaving = 0
+    ready: dict[Transfer, int] = {}  # bytes that are freed once they are sent
+    for item in instructions:
+        if isinstance(item, Exchange):
+            alive -= leaving
+            leaving = sum(ready.pop(transfer) for transfer in item.sends)
+            alive += len(item.receives) * cost.message
+            peak = max(peak, alive)
+            continue
+        done = cost.passes[item.kind, item.chunk]
+        peak = max(peak, alive + done.peak)
+        kept = done.kept
+        if item.kind == "backward" and item.microbatch < first_deferred:
+            kept = min(kept, -cost.passes["forward", item.chunk].kept)
+        alive += kept + done.handed_on
+        stage = placement.stage(pipeline_rank, item.chunk)
+        ready[_from(item, stage)] = done.handed_on
+    return cost.lasting + max(peak, cost.step_peak)
+
+
+def _from(work: Work, stage: int) -> Transfer:
+    if work.kind == "forward":
+        return Transfer("activation", work.microbatch, stage, stage + 1)
+    return Transfer("gradient", work.microbatch, stage, stage - 1)

@@ -1,0 +1,325 @@
+"""Any rank of a run without the others and without memory: its model, wrapper and optimizer.
+
+The model is the real one.  One micro-batch is sent through each chunk, by the real executor, and
+what the passes allocate and send is counted.  Groups are those of torch's fake back end, whose
+collectives do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.core import device, per_rank
+from megatron.core.distributed.data_parallel_base import is_fully_sharded
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.param_info import local_part
+from megatron.core.pipeline_parallel.executor import Executor, StepTask
+from megatron.core.pipeline_parallel.microbatch import LossRule
+from megatron.core.pipeline_parallel.plan import Transfer, Work
+from megatron.core.pipeline_parallel.schedules import message_of
+from megatron.core.pipeline_parallel.step_hooks import StepHooks
+from megatron.core.pipeline_parallel.transfer import Mailbox
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_seed
+from megatron.core.timers import Timers
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+from megatron.training.batch import load_batch
+from megatron.training.config.run import RunConfig
+from megatron.training.gpt import build_gpt_model
+from megatron.training.groups import create_groups
+from megatron.training.plan.cost import PassCost, RankCost, State
+from megatron.training.plan.tracing import FusedAttentionOnMeta, Tracker, storage_bytes
+from megatron.training.runtime import Runtime
+from megatron.training.setup import build_model
+
+
+def cost_of_rank(config: RunConfig, rank: int, padded_vocab_size: int) -> RankCost:
+    """Build ``rank`` of the run and count.  Needs no other process, and leaves no trace in this."""
+    before, random_state = per_rank.take(), torch.get_rng_state()
+    per_rank.put({})
+    try:
+        with _imagined(config), contextlib.redirect_stdout(io.StringIO()):
+            dist.init_process_group(
+                "cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=config.world_size
+            )
+            # Else torch warns when the group is destroyed.
+            dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+            # Constants are all that would be written, and there is nowhere to write them.
+            model = replace(config.model, perform_initialization=False)
+            return _cost(_build(replace(config, model=model), padded_vocab_size))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        per_rank.put(before)
+        torch.set_rng_state(random_state)
+
+
+@contextlib.contextmanager
+def _imagined(config: RunConfig) -> Iterator[None]:
+    """A device without memory: meta, or where FSDP2 does not take meta, what torch calls fake."""
+    kind: device.Kind = "cpu" if config.distributed.device == "cpu" else "cuda"
+    is_fake = is_fully_sharded(config.ddp)
+    with (
+        device.imagining(kind, without_memory=not is_fake),
+        _fake_tensors() if is_fake else FusedAttentionOnMeta(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _fake_tensors() -> Iterator[None]:
+    with FakeTensorMode():
+        before, nn.Module.to = nn.Module.to, _convert  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.to = before  # type: ignore[method-assign]
+
+
+def _convert(module: nn.Module, what: Any) -> nn.Module:
+    """``module.to(what)``, which torch 2.13 does not do to fake parameters."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_floating_point() or isinstance(what, torch.device):
+            tensor.data = tensor.data.to(what)
+    return module
+
+
+class _Neighbours(Mailbox):
+    """In place of the other stages."""
+
+    handed_on: Tensor | None = None
+    received = 0  # bytes
+
+    def put(self, transfer: Transfer, tensor: Tensor) -> None:
+        self.handed_on = tensor.detach()
+
+    def take(self, transfer: Transfer) -> Tensor:
+        message = torch.empty(self.shape, dtype=self.dtype, device=device.current())
+        self.received += storage_bytes([message])
+        return message
+
+
+def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
+    """This rank up to its optimizer."""
+    groups = create_groups(config, only_mine=True)
+    cp_rank = groups.cp.rank() if groups.cp.size() > 1 else None
+    model_parallel_seed(config.training.seed, tp_rank=groups.tp.rank(), cp_rank=cp_rank)
+    run = Runtime(
+        config=config,
+        groups=groups,
+        timers=Timers(0, "minmax"),
+        batches=NumMicroBatchesCalculator.from_config(config.training, config.data_parallel_size),
+        started_at_s=time.time(),
+        padded_vocab_size=padded_vocab_size,
+    )
+    sizes = {"vocab_size": padded_vocab_size, "padded_vocab_size": padded_vocab_size}
+    build_model(run, partial(build_gpt_model, config, groups=groups, **sizes))
+    run.optimizer = get_megatron_optimizer(
+        config.optimizer, run.model_chunks, pg_collection=groups
+    )
+    for _ in run.optimizer.named_state():
+        pass  # the state is made when it is first asked for
+    return run
+
+
+def _cost(run: Runtime) -> RankCost:
+    """Try every pass, then the optimizer's step."""
+    tracker = Tracker([*_parameters(run), *_buffers(run), *_optimizer_tensors(run)])
+    tokens = run.config.data.seq_length, run.config.training.micro_batch_size
+    shape, dtype = message_of(run.config.model, run.groups, tokens)
+    trial = _Trial(run, tracker, shape, dtype)
+    with tracker:
+        for chunk in range(len(run.model_chunks)):
+            trial.passes(chunk)  # the first ones make what the next ones find
+        passes = {
+            (kind, chunk): cost
+            for chunk in range(len(run.model_chunks))
+            for kind, cost in trial.passes(chunk).items()
+        }
+        own = _own_gradients(run)
+        gradients = storage_bytes(own) + storage_bytes(_buffers(run))
+        lasting = tracker.alive - storage_bytes(own)
+        del own
+        step = tracker.measure(partial(_finish_step, run))
+    return RankCost(
+        state=State(
+            parameters=storage_bytes(_parameters(run)),
+            gradients=gradients,
+            optimizer=_bytes_besides(_parameters(run), _optimizer_tensors(run)),
+        ),
+        num_parameters=sum(local_part(p).numel() for p in _parameters(run)),
+        passes=passes,
+        message=torch.Size(shape).numel() * dtype.itemsize,
+        lasting=lasting,
+        step_peak=step.peak,
+        step_sent=step.sent,
+        axes=axes_of(run.groups),
+    )
+
+
+class _Trial:
+    """Sends micro-batches through one chunk at a time."""
+
+    def __init__(
+        self, run: Runtime, tracker: Tracker, shape: tuple[int, int, int], dtype: torch.dtype
+    ) -> None:
+        self.run, self.tracker = run, tracker
+        self.shape, self.dtype = shape, dtype
+
+    def passes(self, chunk: int) -> dict[str, PassCost]:
+        """What the passes of a micro-batch through ``chunk`` take, which is not the step's last."""
+        run = self.run
+        model = run.config.model
+        neighbours = _Neighbours(
+            run.placement, run.groups.pp, StepHooks(), shape=self.shape, dtype=self.dtype
+        )
+        has_weight = model.pipeline_schedule is not None and model.pipeline_schedule[:2] == "zb"
+        kinds = ["forward", "backward", "weight"] if has_weight else ["forward", "backward"]
+        is_deferred = model.defer_embedding_wgrad_compute and run.groups.pp.size() > 1
+        executor = Executor(
+            run.model_chunks,
+            [_micro_batches(run.config)] * len(run.model_chunks),
+            run.placement,
+            run.groups.pp.rank(),
+            StepTask(
+                forward_step_func=partial(_forward_step, run),
+                rule=LossRule(
+                    num_microbatches=2,
+                    per_token=model.calculate_per_token_loss,
+                    cp_group=run.groups.cp,
+                ),
+                hooks=StepHooks(grad_scale_func=run.optimizer.scale_loss),
+                num_deferred=2 if is_deferred else 0,
+            ),
+            neighbours,
+        )
+        executor.begin([Work(kind, i, chunk) for i in range(2) for kind in kinds])
+        return {kind: self._pass(executor, neighbours, Work(kind, 0, chunk)) for kind in kinds}
+
+    def _pass(self, executor: Executor, neighbours: _Neighbours, work: Work) -> PassCost:
+        taken = self.tracker.alive
+        neighbours.received = 0
+        measured = self.tracker.measure(partial(executor.do, work))
+        neighbours.handed_on = None
+        kept = self.tracker.alive - taken
+        message = neighbours.received
+        return PassCost(
+            peak=measured.peak - message,
+            kept=kept - message,
+            handed_on=measured.kept - kept,
+            sent=measured.sent,
+        )
+
+
+def _forward_step(run: Runtime, data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
+    batch = load_batch(
+        data,
+        run.config,
+        run.groups.tp,
+        is_first_stage=get_attr_wrapped_model(model, "pre_process"),
+        is_last_stage=get_attr_wrapped_model(model, "post_process"),
+    )
+    batch = get_batch_on_this_cp_rank(batch, run.groups.cp)
+    losses = model(
+        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
+    )
+    return losses, partial(_loss, batch["loss_mask"])
+
+
+def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    loss = torch.sum(losses.reshape(-1).float() * mask.reshape(-1).float())
+    return loss, mask.sum().to(torch.int), {}
+
+
+def _micro_batches(config: RunConfig) -> Iterator[dict[str, Tensor]]:
+    b, s = config.training.micro_batch_size, config.data.seq_length
+    shapes: dict[str, tuple[tuple[Any, ...], torch.dtype]] = {
+        key: ((b, s), torch.int64) for key in ("tokens", "labels", "position_ids")
+    }
+    shapes["loss_mask"] = (b, s), torch.float32
+    if config.data.reset_attention_mask:
+        shapes["attention_mask"] = (b, 1, s, s), torch.bool
+    while True:
+        yield {
+            key: torch.empty(shape, dtype=dtype, device=device.current())
+            for key, (shape, dtype) in shapes.items()
+        }
+
+
+def _finish_step(run: Runtime) -> None:
+    """From the last backward pass to the next forward pass."""
+    tokens = None
+    if run.config.model.calculate_per_token_loss:
+        tokens = torch.ones((), dtype=torch.float64, device=device.current())
+    finalize_model_grads(run.model_chunks, tokens)
+    run.optimizer.step()
+    for chunk in run.model_chunks:
+        chunk.finish_param_sync()
+
+
+def _parameters(run: Runtime) -> Iterator[Tensor]:
+    for chunk in run.model_chunks:
+        yield from chunk.parameters()
+
+
+def _buffers(run: Runtime) -> list[Tensor]:
+    """Where gradients are summed up."""
+    return [
+        buffer.data
+        for chunk in run.model_chunks
+        for buffer in getattr(chunk, "grad_buffers", {}).values()
+    ]
+
+
+def _own_gradients(run: Runtime) -> list[Tensor]:
+    """Gradients that have no buffer."""
+    return [p.grad for p in _parameters(run) if p.grad is not None]
+
+
+def _optimizer_tensors(run: Runtime) -> list[Tensor]:
+    optimizer = run.optimizer
+    states = [tensor for state in optimizer.rule.state.values() for tensor in state.values()]
+    return [*states, *(p.main for p in optimizer.params)]
+
+
+def _bytes_besides(known: Iterable[Tensor], tensors: Iterable[Tensor]) -> int:
+    known = list(known)
+    return storage_bytes([*known, *tensors]) - storage_bytes(known)
+
+
+_AXES = {
+    "tp": "tp",
+    "cp": "cp",
+    "cp_inner": "cp",
+    "cp_outer": "cp",
+    "pp": "pp",
+    "embd": "embedding",
+    "dp": "dp",
+    "dp_cp": "dp",
+    "intra_dp_cp": "dp",
+    "inter_dist_opt": "dp",
+    "ep": "ep",
+    "tp_ep": "ep",
+}
+
+
+def axes_of(groups: ProcessGroupCollection) -> dict[str, str]:
+    """Name of a process group -> the axis it lies along; others hold a norm or a count."""
+    axes: dict[str, str] = {}
+    for name, axis in _AXES.items():
+        axes.setdefault(getattr(groups, name).group_name, axis)
+    return axes

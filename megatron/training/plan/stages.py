@@ -1,0 +1,152 @@
+"""The plan of a run: every pipeline stage of one replica, at the place of one rank in it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.pipeline_parallel.plan import Placement
+from megatron.core.pipeline_parallel.schedules import plan_of
+from megatron.core.pipeline_parallel.simulate import Durations, Simulated, simulate
+from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
+from megatron.core.transformer.layer_layout import layer_ranges
+from megatron.training.arguments.parameter_count import padded_vocab_size
+from megatron.training.config.run import RunConfig
+from megatron.training.groups import grids_of
+from megatron.training.pipeline_split import costs, settle_pipeline_split
+from megatron.training.plan.communication import Volume, volumes
+from megatron.training.plan.cost import RankCost
+from megatron.training.plan.memory import activation_peak
+from megatron.training.plan.rank import cost_of_rank
+
+# Rounds of micro-batches through the pipeline after which a step only repeats itself.
+_ROUNDS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One pipeline rank."""
+
+    rank: int  # in the world
+    layers: tuple[range, ...]  # of each chunk
+    cost: RankCost
+    activations: int  # most bytes above the state
+    volumes: dict[str, Volume]  # by axis, in a step
+
+    @property
+    def peak(self) -> int:
+        """Most bytes of tensors at one time."""
+        return self.cost.state.total + self.activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What there is to know before a run."""
+
+    stages: tuple[Stage, ...]  # in the order of the pipeline
+    num_microbatches: int
+    bubble: float  # idle over busy time with stages that take equally long
+    bubble_of_stages: float  # and with these stages
+    has_vocabulary: bool  # whether its size is known and counted
+
+    @property
+    def fullest(self) -> Stage:
+        """The stage that needs most memory."""
+        return max(self.stages, key=lambda stage: stage.peak)
+
+
+def plan_run(config: RunConfig, rank: int = 0) -> RunPlan:
+    """Plan the replica that ``rank`` belongs to, at its place in the other axes."""
+    vocabulary = padded_vocab_size(config)
+    tp = config.model.tensor_model_parallel_size
+    rows = vocabulary or config.language_model.make_vocab_size_divisible_by * tp
+    if config.model.pipeline_split == "auto":
+        config = settle_pipeline_split(config, rows)
+    model, batch = config.model, config.training.global_batch_size or 0
+    num_ranks = model.pipeline_model_parallel_size
+    num_chunks = model.virtual_pipeline_model_parallel_size or 1
+    per_step = (config.training.micro_batch_size or 1) * config.data_parallel_size
+    num_microbatches = max(1, batch // per_step)
+    shown = min(num_microbatches, _ROUNDS * max(num_ranks, _group(model)))
+    if model.defer_embedding_wgrad_compute:  # which piles up until the end
+        shown = num_microbatches
+    placement, plan = plan_of(model, num_ranks, num_chunks, shown)
+    pipeline = next(g for g in grids_of(config)[0].groups("pp") if rank in g)
+    known: dict[Hashable, RankCost] = {}
+    stages = []
+    for number, world_rank in enumerate(pipeline):
+        layers = _layers(config, placement, number)
+        kind = _kind(config, placement, number, layers)
+        if kind not in known:
+            known[kind] = cost_of_rank(config, world_rank, rows)
+        stages.append(
+            Stage(
+                rank=world_rank,
+                layers=layers,
+                cost=known[kind],
+                activations=activation_peak(
+                    plan[number],
+                    placement,
+                    number,
+                    known[kind],
+                    first_deferred=shown - (model.wgrad_deferral_limit or shown),
+                ),
+                volumes=volumes(plan[number], known[kind], num_microbatches / shown),
+            )
+        )
+    loads = _loads(config, rows)
+    equal, own = (
+        _bubble(simulate(plan, placement, Durations(stage_loads=factors)), shown, num_microbatches)
+        for factors in (None, loads)
+    )
+    return RunPlan(
+        stages=tuple(stages),
+        num_microbatches=num_microbatches,
+        bubble=equal,
+        bubble_of_stages=own,
+        has_vocabulary=vocabulary is not None,
+    )
+
+
+def _group(model: Any) -> int:
+    return model.microbatch_group_size_per_vp_stage or 1
+
+
+def _layers(config: RunConfig, placement: Placement, number: int) -> tuple[range, ...]:
+    ranges = layer_ranges(config.model, placement.num_ranks)
+    return tuple(ranges[placement.stage(number, c)] for c in range(placement.num_chunks))
+
+
+def _kind(
+    config: RunConfig, placement: Placement, number: int, layers: tuple[range, ...]
+) -> Hashable:
+    """Ranks of one kind cost the same: as many layers, and the same ends of the model."""
+    stages = [placement.stage(number, chunk) for chunk in range(placement.num_chunks)]
+    ends = tuple((stage == 0, stage == placement.num_stages - 1) for stage in stages)
+    return ends, layers if _layers_differ(config.model) else tuple(map(len, layers))
+
+
+def _layers_differ(model: Any) -> bool:
+    per_layer = (model.window_attn_skip_freq, model.no_rope_freq)
+    is_per_layer = any(value is not None for value in per_layer) or len(model.cp_comm_type) > 1
+    return layer_shapes(model) is not None or is_per_layer
+
+
+def _loads(config: RunConfig, vocabulary: int) -> list[float]:
+    """Time of each virtual stage over their mean."""
+    layers, embedding, loss = costs(config, vocabulary)
+    ranges = layer_ranges(config.model, config.model.pipeline_model_parallel_size)
+    loads = [sum(layers[i] for i in stage) for stage in ranges]
+    loads[0] += embedding
+    loads[-1] += loss
+    mean = sum(loads) / len(loads)
+    return [load / mean for load in loads]
+
+
+def _bubble(shown: Simulated, num_shown: int, num_microbatches: int) -> float:
+    """Idle over busy time of a step, after ``num_shown`` of its micro-batches were simulated."""
+    more = num_microbatches - num_shown
+    finish = shown.finish + more * max(shown.busy) / num_shown
+    busy = sum(shown.busy) * num_microbatches / num_shown
+    return finish * len(shown.busy) / busy - 1

@@ -1,0 +1,25 @@
+"""Plan a run without running it: what `pretrain_gpt.py --check-only` prints, for the same flags.
+
+    python tools/plan.py --check-world-size 1024 --check-device-memory-gib 80 --num-layers 96 ...
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
+
+from megatron.training.arguments.check_only import check_only
+from megatron.training.arguments.parser import parse_args
+
+
+def main() -> None:
+    """Exit status 0 if the run could start, 1 if not."""
+    args = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    args.check_only = True
+    sys.exit(check_only(args))
+
+
+if __name__ == "__main__":
+    main()
