@@ -45,11 +45,17 @@ def current() -> torch.device:
 
 
 @contextlib.contextmanager
-def imagining(kind: Kind, *, without_memory: bool = True) -> Iterator[None]:
-    """Code inside takes the ways of ``kind``; by default the device is meta: shapes alone."""
+def imagining(
+    wanted: Literal["auto", "cpu", "cuda"], *, without_memory: bool = True
+) -> Iterator[None]:
+    """Code inside takes the ways of a GPU, unless the CPU is wanted.
+
+    ``without_memory``: the device is meta, so that tensors have shapes alone.
+    """
     global _current, _imagined
     before = _current, _imagined
-    _current, _imagined = torch.device("meta" if without_memory else "cpu"), kind
+    _current = torch.device("meta" if without_memory else "cpu")
+    _imagined = "cpu" if wanted == "cpu" else "cuda"
     try:
         yield
     finally:

@@ -71,10 +71,9 @@ def cost_of_rank(config: RunConfig, rank: int, padded_vocab_size: int) -> RankCo
 @contextlib.contextmanager
 def _imagined(config: RunConfig) -> Iterator[None]:
     """A device without memory: meta, or where FSDP2 does not take meta, what torch calls fake."""
-    kind: device.Kind = "cpu" if config.distributed.device == "cpu" else "cuda"
     is_fake = is_fully_sharded(config.ddp)
     with (
-        device.imagining(kind, without_memory=not is_fake),
+        device.imagining(config.distributed.device, without_memory=not is_fake),
         _fake_tensors() if is_fake else FusedAttentionOnMeta(),
     ):
         yield
