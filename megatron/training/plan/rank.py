@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import device, per_rank
-from megatron.core.distributed.data_parallel_base import is_fully_sharded
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.param_info import local_part
