@@ -3,12 +3,13 @@
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help check format test test-dist fuzz bench tree quickstart
+.PHONY: help check format test test-dist test-slow fuzz bench tree quickstart
 
 help:
 	@echo "make check       ruff, mypy on the pure packages, the laws of the repository"
 	@echo "make test        all tests"
 	@echo "make test-dist   the multi-process tests only"
+	@echo "make test-slow   layouts that test leaves out, each of which shows few more pairs"
 	@echo "make fuzz N=200  random layouts against one process; FIRST=0 is the first seed"
 	@echo "make bench       every benchmark, one after the other"
 	@echo "make tree        write docs/{tree,flags,matrix}.md and README's table of features"
@@ -29,6 +30,9 @@ test:
 
 test-dist:
 	@python=$$(tools/env.sh) && $$python -m pytest -q tests/distributed tests/functional
+
+test-slow:
+	@python=$$(tools/env.sh) && $$python -m pytest -q -m slow tests
 
 fuzz:
 	@python=$$(tools/env.sh) && \

@@ -21,9 +21,9 @@ GRADIENT = {"rtol": 1e-4, "atol": 1e-6}
 # Losses of one run in two parallel layouts, fp32, no dropout, up to 50 steps.
 LAYOUT_LOSS = {"rtol": 1e-5, "atol": 1e-5}
 
-# Any layout against one process, no dropout, three steps.  Losses and the gradient norm relative to
-# themselves; the difference of a gradient relative to max(its norm, 1e-6 of the global norm);
-# weights absolute.  What is further off in fp32 must be within the line of fp64; 16-bit runs are
+# Any layout against one process, no dropout, three steps.  Losses and norms relative to themselves;
+# the difference of a gradient relative to max(its norm, 1e-6 of the global norm); weights absolute.
+# What is further off in fp32 must be within the line of fp64; 16-bit runs are
 # compared with one process of the same precision, whose sums are rounded elsewhere.
 LAYOUT = {
     torch.bfloat16: {"loss": 5e-3, "norm": 2e-2, "gradient": 6e-2, "weight": 2e-2},

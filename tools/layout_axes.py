@@ -15,7 +15,8 @@ BASE = (
     "--max-position-embeddings {seq} --num-layers {layers} --train-iters 3 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size {vocab} --make-vocab-size-divisible-by 1 "
     "--hidden-dropout 0 --attention-dropout 0 --log-interval 1 --eval-iters 0 --num-workers 0 "
-    "--lr-decay-style constant --micro-batch-size {micro} --global-batch-size {batch}"
+    "--lr-decay-style constant --log-params-norm --log-num-zeros-in-grad "
+    "--micro-batch-size {micro} --global-batch-size {batch}"
 )
 
 
@@ -50,6 +51,24 @@ def _model(group: str, name: str, flags: str = "", *needs: str) -> Feature:
 _FEATURES = (
     _axis("tp", "tp", "--tensor-model-parallel-size {tp}"),
     _layout("sequence", "sp", "--sequence-parallel", "tp"),
+    _axis("pp", "pp", "--pipeline-model-parallel-size {pp}"),
+    _layout("schedule", "interleaved", "{virtual}", "pp"),
+    _layout("schedule", "zb-h1", "--pipeline-schedule zb-h1", "pp"),
+    _layout("schedule", "zb-v", "--pipeline-schedule zb-v {virtual}", "pp"),
+    _layout("stages", "uneven-stages", "--decoder-first-pipeline-num-layers {first}", "pp"),
+    _layout("stages", "embedding-and-loss-as-layers",
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", "pp"),
+    _layout("stages", "auto-split", "--pipeline-split auto", "pp"),
+    _layout("stages", "layout-string", "--pipeline-model-parallel-layout {layout}", "pp"),
+    _layout("transfers", "no-overlap-p2p", "--no-overlap-p2p-communication", "pp"),
+    _layout("transfers", "overlap-p2p-warmup-flush",
+            "--overlap-p2p-communication-warmup-flush", "pp"),
+    _layout("in a row", "microbatch-groups",
+            "--microbatch-group-size-per-virtual-pipeline-stage {group}", "interleaved"),
+    _layout("mapping", "tp-pp-dp", "--use-tp-pp-dp-mapping", "pp"),
+    _layout("output gradient", "defer-embedding-wgrad", "--defer-embedding-wgrad-compute", "pp"),
+    _layout("output gradient", "deferral-limit",
+            "--defer-embedding-wgrad-compute --wgrad-deferral-limit 1", "pp"),
     Feature(name="dp", group="dp", axis="dp", words="more ranks than a replica needs"),
     _axis("cp", "cp-p2p", "--context-parallel-size {cp}"),
     _axis("cp", "cp-a2a", "--context-parallel-size {cp} --cp-comm-type a2a"),
@@ -59,13 +78,27 @@ _FEATURES = (
     _axis("cp4", "cp-a2a+p2p",
           "--context-parallel-size {cp4} --cp-comm-type a2a+p2p "
           "--hierarchical-context-parallel-sizes 2 2"),
+    _layout("sharding", "zero-1", "--use-distributed-optimizer", "dp"),
+    Feature(name="instances", group="instances", axis="instances", needs=("zero-1",),
+            flags="--num-distributed-optimizer-instances {instances}"),
+    _layout("gather", "overlap-param-gather", "--overlap-param-gather",
+            "zero-1", "overlap-grad-reduce"),
+    _layout("gather", "gather-with-step",
+            "--overlap-param-gather --overlap-param-gather-with-optimizer-step",
+            "zero-1", "overlap-grad-reduce"),
     _layout("reduce", "overlap-grad-reduce", "--overlap-grad-reduce", "dp"),
     _layout("buckets", "buckets", "--ddp-bucket-size 700", "dp"),
     _layout("buckets", "num-buckets", "--ddp-num-buckets 3", "dp"),
+    _layout("bucket ends", "padded-buckets", "--ddp-pad-buckets-for-high-nccl-busbw", "dp"),
+    _layout("alignment", "reduce-unaligned", "--no-align-grad-reduce",
+            "pp", "overlap-grad-reduce"),
     _layout("average", "average-in-collective", "--ddp-average-in-collective", "dp"),
     _layout("sharded", "fsdp2", "--use-torch-fsdp2", "dp"),
     _layout("sharded", "fsdp2-kept",
             "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", "dp"),
+    Feature(name="hsdp", group="sharded", axis="instances", needs=("dp",),
+            flags="--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+            "--num-distributed-optimizer-instances {instances}"),
     _layout("recompute", "recompute-full",
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     _layout("recompute", "recompute-block",
@@ -75,6 +108,7 @@ _FEATURES = (
     _layout("recompute", "recompute-distributed",
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
             "--distribute-saved-activations", "tp"),
+    _layout("fusion", "no-accumulation-fusion", "--no-gradient-accumulation-fusion"),
     _layout("processes", "virtual-ranks", "--virtual-ranks {ranks}"),
     _layout("deterministic", "deterministic", "--deterministic-mode"),
     _model("optimizer", "adam", "--optimizer adam --adam-eps 1e-3 --lr 0.01"),
@@ -100,8 +134,10 @@ _FEATURES = (
     _model("masked", "eod-mask", "--eod-mask-loss"),
     Feature(name="padded", group="padded", words="samples that end early", is_layout=False),
 )  # fmt: skip
-AXES = ("tp", "cp", "cp4", "dp")
+AXES = ("tp", "cp", "cp4", "pp", "dp", "instances")
 FEATURES = {feature.name: feature for feature in _FEATURES}
+
+CHUNKS = 2  # of a rank, where its layers are several
 
 # What a command line has when it says nothing of a group.
 DEFAULTS = ("adam", "clip", "mean-of-microbatches", "tied", "learned")
@@ -114,8 +150,10 @@ class Sizes:
     tp: int = 2
     cp: int = 2
     cp4: int = 4  # of two levels
-    dp: int = 2
-    layers: int = 4
+    pp: int = 2
+    dp: int = 2  # replicas; those of an instance of the optimizer where only dp shards it
+    instances: int = 2
+    depth: int = 2  # layers of a virtual stage, and of the model without a pipeline
     seq: int = 16
     vocab: int = 96  # and the token that ends a document: a prime
     micro: int = 2
@@ -139,6 +177,12 @@ class Case:
         """Ranks of the layout."""
         return prod(self._degree(axis) for axis in AXES)
 
+    @property
+    def batch(self) -> int:
+        """Samples of a step."""
+        replicas = self._degree("dp") * self._degree("instances")
+        return self.sizes.micro * self.sizes.microbatches * replicas
+
     def command(self) -> list[str]:
         """Arguments of ``pretrain_gpt.py`` on `world_size` ranks."""
         return self._words(self.features, self.sizes.micro)
@@ -148,24 +192,36 @@ class Case:
 
         In one micro-batch, unless the loss is a mean over means of micro-batches that differ.
         """
-        batch = self.sizes.micro * self.sizes.microbatches * self._degree("dp")
         same = {"padded", "eod-mask"} & self.features and "per-token-loss" not in self.features
         kept = {name for name in self.features if not FEATURES[name].is_layout}
-        return self._words(kept, self.sizes.micro if same else batch)
+        return self._words(kept, self.sizes.micro if same else self.batch)
 
     def numbers(self) -> dict[str, object]:
         """What stands for the names in the flags."""
-        batch = self.sizes.micro * self.sizes.microbatches * self._degree("dp")
-        later = " p2p" * (self.sizes.layers - 1)
+        ranks = self._degree("pp")
+        chunks = CHUNKS if self.features & {"interleaved", "zb-v"} else 1
+        layers = ranks * chunks * self.sizes.depth
+        if "uneven-stages" in self.features:
+            layers += chunks
+        if "embedding-and-loss-as-layers" in self.features:
+            layers -= 2
+        middle = f"{'t' * self.sizes.depth}|" * (ranks * chunks - 2)
+        has_string = "layout-string" in self.features
         return {
             **vars(self.sizes),
+            "batch": self.batch,
             "ranks": self.world_size,
-            "batch": batch,
-            "later_layers_p2p": later,
+            "virtual": "" if has_string else f"--num-virtual-stages-per-pipeline-rank {chunks}",
+            "layout": f"E|{middle}{'t' * 2 * self.sizes.depth}L",
+            "first": chunks * (self.sizes.depth + 1),
+            "group": ranks + 1,
+            "layers": layers,
+            "later_layers_p2p": " p2p" * (layers - 1),
         }
 
     def _degree(self, axis: str) -> int:
-        is_on = any(FEATURES[name].axis == axis for name in self.features)
+        on = {FEATURES[name].axis for name in self.features}
+        is_on = axis in on and not (axis == "instances" and on & {"cp", "cp4"})
         return int(vars(self.sizes)[axis]) if is_on else 1
 
     def _words(self, features: Iterable[str], micro: int) -> list[str]:

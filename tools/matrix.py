@@ -8,8 +8,10 @@ python tools/matrix.py --cover    choose cases anew for all pairs that can start
 from __future__ import annotations
 
 import argparse
+import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -25,16 +27,18 @@ TARGET = ROOT / "docs/matrix.md"
 COVERING = ROOT / "tests/distributed/covering.txt"
 MAX_RANKS = 8
 LOW_PRECISION = ("precision", "reduced in")  # groups whose numbers are compared loosely
-TESTED, ABSENT, UNTESTED = "T", "-", "?"
+ORDINARY = 24  # cases of `make test`; `make test-slow` runs the others, each for fewer new pairs
+TESTED, TESTED_SLOWLY, ABSENT, UNTESTED = "T", "t", "-", "?"
 HEAD = """# What combines with what
 
 Written by `tools/matrix.py` (`make tree`) from the cases that
 `tests/distributed/test_layout_fuzz.py` runs; change those, not this page. Each case is the whole
-application on up to 8 ranks, and its losses, gradients, gradient norms and weights are those of one
-process.
+application on up to 8 ranks, threads of one process where it has virtual-ranks and processes
+elsewhere; its losses, gradients, norms, counts of zeros and weights are those of one process.
 
-**T**: a case has both. **-**: alternatives of each other. **R** with a number: a command line with
-both is refused, with the sentence below.
+**T**: a case of the ordinary tests has both. **t**: only one of `make test-slow` has both. **-**:
+alternatives of each other. **R** with a number: a command line with both is refused, with the
+sentence below.
 """
 
 Pair = frozenset[str]
@@ -72,9 +76,19 @@ def cases() -> dict[str, Case]:
     return {f"cover-{number:02}": case_of(line.split()) for number, line in enumerate(lines)}
 
 
-def tested_pairs() -> set[Pair]:
-    """Features that stand together in a case of the list."""
-    return {p for case in cases().values() for p in _shown(case)}
+def slow_cases() -> list[str]:
+    """Names of those that the ordinary tests leave out."""
+    return list(cases())[ORDINARY:]
+
+
+def tested_pairs() -> dict[Pair, str]:
+    """Features that stand together in a case of the list, and how they are tested."""
+    slow = slow_cases()
+    return {
+        pair: TESTED_SLOWLY if name in slow else TESTED
+        for name, case in reversed(cases().items())
+        for pair in _shown(case)
+    }
 
 
 def _shown(case: Case) -> Iterator[Pair]:
@@ -85,10 +99,10 @@ def _shown(case: Case) -> Iterator[Pair]:
             yield frozenset(pair)
 
 
-def cell(pair: Pair, tested: set[Pair]) -> str:
-    """TESTED, ABSENT, UNTESTED, or the sentence with which a command line is refused."""
+def cell(pair: Pair, tested: dict[Pair, str]) -> str:
+    """How it is tested, ABSENT, UNTESTED, or why a command line is refused."""
     if pair in tested:
-        return TESTED
+        return tested[pair]
     one, other = sorted(pair)
     if FEATURES[one].group == FEATURES[other].group:
         return ABSENT
@@ -99,8 +113,7 @@ def cell(pair: Pair, tested: set[Pair]) -> str:
 def untested() -> list[str]:
     """Pairs that a run accepts and no case has."""
     tested = tested_pairs()
-    pairs = (frozenset(p) for p in combinations(FEATURES, 2))
-    return [" + ".join(sorted(p)) for p in pairs if cell(p, tested) == UNTESTED]
+    return [" + ".join(sorted(p)) for p in _pairs() if cell(p, tested) == UNTESTED]
 
 
 def render() -> str:
@@ -113,7 +126,7 @@ def render() -> str:
         texts = []
         for other in names[: number - 1]:
             text = cell(frozenset((name, other)), tested)
-            if text not in (TESTED, ABSENT, UNTESTED):
+            if len(text) > 1:
                 text = f"R{sentences.setdefault(text, len(sentences) + 1)}"
             texts.append(text)
         rows.append(f"| {number} {name} | {' | '.join(texts)} |")
@@ -124,48 +137,79 @@ def render() -> str:
         flags = f.flags.format(**case_of([f.name]).numbers())
         lines.append(f"- {f.name}: {f'`{flags}`' if flags else f.words}")
     lines += ["", "## The cases", ""]
-    lines += [f"- {n}: {' '.join(sorted(c.features))}" for n, c in cases().items()]
+    for name, case in cases().items():
+        mark = " (slow)" if name in slow_cases() else ""
+        lines.append(f"- {name}{mark}: {' '.join(sorted(case.features))}")
     return "\n".join(lines) + "\n"
 
 
 def choose_cases() -> Iterator[Pair]:
-    """Cases that show every pair that can start: each takes in as many new pairs as it can."""
-    missing = {frozenset(p) for p in combinations(FEATURES, 2)}
-    missing -= {p for p in missing if len({FEATURES[name].group for name in p}) == 1}
-    missing -= {p for p in missing if _problems(p)}
+    """Cases that show every pair that can start: of many, each the best for its cost."""
+    rng = random.Random(0)
+    missing = {pair for pair in _pairs() if not _problems(pair)}
+    suits = _partners(missing)
     while missing:
-        names = with_needs(max(missing, key=lambda p: (len(_new(p, missing)), sorted(p))))
-        refused: set[str] = set()
-        while (name := _best_addition(names, missing, refused)) is not None:
-            if _problems({*names, name}):
-                refused.add(name)
-            else:
-                names = with_needs({*names, name})
-        if case_of(names).world_size == 1:  # it would be compared with itself
-            names |= {"dp"}
-        missing -= set(_shown(case_of(names)))
-        yield case_of(names).features
+        left = _partners(missing)
+        cases = [
+            _fill(start, suits, left, max_ranks, rng)
+            for pair in rng.choices(sorted(missing, key=sorted), k=5)
+            for start in (with_needs(pair), with_needs(pair | {"virtual-ranks"}))
+            if not _problems(start)
+            for max_ranks in ((2, 4, MAX_RANKS) if start == with_needs(pair) else (MAX_RANKS,))
+            if case_of(start).world_size <= max_ranks
+        ]
+        best = max(cases, key=lambda case: len(missing.intersection(_shown(case))) / _cost(case))
+        missing -= set(_shown(best))
+        yield best.features
 
 
-def _best_addition(names: Pair, missing: set[Pair], refused: set[str]) -> str | None:
-    """The feature that brings most new pairs, the first in order of the table."""
-    groups = {FEATURES[name].group for name in names}
-    gains = {
-        name: len(_new({*names, name}, missing))
-        for name, feature in FEATURES.items()
-        if name not in refused and feature.group not in groups
-    }
-    best = max(gains, key=lambda name: gains[name], default=None)
-    return best if best and gains[best] > len(_new(names, missing)) else None
+def _pairs() -> Iterator[Pair]:
+    """All but alternatives of each other."""
+    for one, other in combinations(FEATURES.values(), 2):
+        if one.group != other.group:
+            yield frozenset((one.name, other.name))
 
 
-def _new(names: Iterable[str], missing: set[Pair]) -> set[Pair]:
-    return missing.intersection(_shown(Case(with_needs(names))))
+def _partners(pairs: set[Pair]) -> dict[str, set[str]]:
+    """The others of the pairs that each feature is in, and itself."""
+    return {name: {name}.union(*(pair for pair in pairs if name in pair)) for name in FEATURES}
 
 
-def _problems(names: Iterable[str]) -> list[str]:
+def _cost(case: Case) -> float:
+    """Processes to start, and the one to compare with; threads as ranks start faster."""
+    return 1 + case.num_processes + 0.3 * case.world_size
+
+
+def _fill(
+    names: Pair,
+    suits: dict[str, set[str]],
+    left: dict[str, set[str]],
+    max_ranks: int,
+    rng: random.Random,
+) -> Case:
+    """``names`` and, again and again, the feature that brings most of the pairs ``left``."""
+    low = {name for name in names if FEATURES[name].group in LOW_PRECISION}
+    steps = [names]
+    while gains := {
+        wider: gain
+        for name in rng.sample(list(FEATURES), len(FEATURES))
+        if low or FEATURES[name].group not in LOW_PRECISION
+        for wider in [names | with_needs([name])]
+        if (gain := sum(len(left[n] & (low or wider) - {n}) for n in wider - names)) > 0
+        if all(wider <= suits[n] for n in wider - names)
+        if case_of(wider).world_size <= max_ranks
+    }:
+        names = max(gains, key=lambda wider: gains[wider])
+        steps.append(names)
+    while _problems(steps[-1]):  # of more than two
+        steps.pop()
+    case = case_of(steps[-1])
+    return case if case.world_size > 1 else case_of(steps[-1] | {"dp"})  # not with itself
+
+
+@cache
+def _problems(given: Pair) -> list[str]:
     """Why these cannot stand together."""
-    given = set(names)
     case = case_of(given)
     groups = [FEATURES[name].group for name in case.features]
     if len(set(groups)) < len(groups):  # one needs an alternative of the other: left out

@@ -186,6 +186,8 @@ def make_grids(
             raise ValueError(f"{world_size} ranks cannot be cut into blocks of {cut}")
     dense = {"tp": tp, "cp": cp, "ep": 1, "dp": world_size // dense_cut, "pp": pp}
     expert = {"tp": expt_tp, "cp": 1, "ep": ep, "dp": world_size // expert_cut, "pp": pp}
+    if ep == 1 and expt_tp == tp:
+        expert = dense  # also where the order puts other axes between cp and dp
     axes = order.split("-")
     grids = RankGrid({a: dense[a] for a in axes}), RankGrid({a: expert[a] for a in axes})
     if grids[0].groups("pp") != grids[1].groups("pp"):
@@ -260,7 +262,7 @@ def create_process_groups(
         expt_tp=mine(expert, "tp"),
         tp_ep=mine(expert, "tp", "ep"),
         tp_ep_pp=mine(expert, "tp", "ep", "pp"),
-        expt_dp=mine(expert, "dp"),
+        expt_dp=mine(expert, "dp", "cp"),
         intra_dp_cp=mine_of("intra_dp_cp", (block for blocks in shards for block in blocks)),
         intra_expt_dp=mine_of("intra_expt_dp", (b for blocks in expert_shards for b in blocks)),
         inter_dist_opt=mine_of(

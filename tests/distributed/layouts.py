@@ -27,6 +27,9 @@ from tests.functional.runs import train_gpt
 from tests.ranks import run_ranks
 from tools.layout_axes import Case
 
+NUM_STEPS = 3
+TIMEOUT_S = 240  # for a machine with much else to do
+
 # A global tensor with NaN where the rank does not hold it, by the parameter's global name.
 Parts = list[tuple[str, Tensor]]
 
@@ -36,7 +39,9 @@ class Trace:
     """What one rank saw of a run."""
 
     losses: list[float] = field(default_factory=list)  # none where the last stage is elsewhere
-    norms: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)  # of the gradient
+    params_norms: list[float] = field(default_factory=list)
+    zeros: list[int] = field(default_factory=list)  # in the gradient
     gradients: Parts = field(default_factory=list)  # of the first step, before clipping
     weights: Parts = field(default_factory=list)  # after the last
 
@@ -60,33 +65,79 @@ def differences(case: Case, *, dtype: torch.dtype) -> list[str]:
     """Where the layout's answer is not that of one process."""
     in_double = dtype == torch.float64
     padded = "padded" in case.features
-    processes = run_ranks(trace, case.num_processes, case.command(), padded, in_double)
+    processes = run_ranks(
+        trace, case.num_processes, case.command(), padded, in_double, timeout_s=TIMEOUT_S
+    )
     layout = [rank for process in processes for rank in process]
     assert len(layout) == case.world_size
-    (alone,) = run_ranks(trace, 1, case.command_alone(), padded, in_double)[0]
+    (alone,) = run_ranks(trace, 1, case.command_alone(), padded, in_double, timeout_s=TIMEOUT_S)[0]
     return compare(layout, alone, tolerances.LAYOUT[dtype])
 
 
 def compare(layout: Sequence[Trace], alone: Trace, allowed: dict[str, float]) -> list[str]:
     """A sentence for each number that is further off than ``allowed``."""
-    found: list[str] = []
     assert any(rank.losses for rank in layout), "no rank reported a loss"
-    for rank, seen in enumerate(layout):
-        for what, actual, expected in (
-            ("loss", seen.losses or alone.losses, alone.losses),
-            ("norm", seen.norms, alone.norms),
-        ):
-            assert len(actual) == len(expected) == 3, f"rank {rank}: {what} of {len(actual)} steps"
-            for step, (a, e) in enumerate(zip(actual, expected, strict=True), 1):
-                if not abs(a - e) <= allowed[what] * abs(e):
-                    found.append(f"{what} of step {step} on rank {rank}: {a!r}, alone {e!r}")
+    found = [*_differing_numbers(layout, alone, allowed), *_differing_zeros(layout, alone, allowed)]
     for name, error in _errors([rank.gradients for rank in layout], alone.gradients).items():
         if not error.norm <= allowed["gradient"] * error.scale:
             found.append(f"gradient of {name}: off by {error.norm:.2e} of {error.scale:.2e}")
     for name, error in _errors([rank.weights for rank in layout], alone.weights).items():
         if not error.largest <= allowed["weight"]:
             found.append(f"weight {name}: off by {error.largest:.2e}")
-    return found
+    copies = _assembled([rank.weights for rank in layout])[1]
+    return found + [f"copies of {name} differ" for name in copies]
+
+
+def _differing_numbers(
+    layout: Sequence[Trace], alone: Trace, allowed: dict[str, float]
+) -> Iterator[str]:
+    for rank, seen in enumerate(layout):
+        for what, actual, expected in (
+            ("loss", seen.losses or alone.losses, alone.losses),
+            ("norm", seen.norms, alone.norms),
+            ("params norm", seen.params_norms, alone.params_norms),
+        ):
+            assert len(actual) == len(expected) == NUM_STEPS, (
+                f"rank {rank}: {what} of {len(actual)} steps"
+            )
+            for step, (a, e) in enumerate(zip(actual, expected, strict=True), 1):
+                if not abs(a - e) <= allowed[what.split()[-1]] * abs(e):
+                    yield f"{what} of step {step} on rank {rank}: {a!r}, alone {e!r}"
+
+
+def _differing_zeros(
+    layout: Sequence[Trace], alone: Trace, allowed: dict[str, float]
+) -> Iterator[str]:
+    """The count is that of the gradient; alone it is the same but for numbers that are noise.
+
+    A bias of keys has no gradient: only rounding decides which of its numbers are exactly zero.
+    """
+    gradient = _assembled([rank.gradients for rank in layout])[0]
+    there = sum(int((t == 0).sum()) for t in gradient.values())
+    expected = dict(alone.gradients)
+    line = allowed["norm"] * float(
+        torch.stack([t.double().norm() for t in expected.values()]).norm()
+    )
+    noise = sum(int(((t != 0) & (t.abs() <= line)).sum()) for t in expected.values())
+    for rank, seen in enumerate(layout):
+        if seen.zeros[0] != there:
+            yield f"zeros of step 1 on rank {rank}: {seen.zeros[0]}, the gradient has {there}"
+        for step, (a, e) in enumerate(zip(seen.zeros, alone.zeros, strict=True), 1):
+            if abs(a - e) > noise or a != layout[0].zeros[step - 1]:
+                yield f"zeros of step {step} on rank {rank}: {a}, alone {e}"
+
+
+def _assembled(ranks: Sequence[Parts]) -> tuple[dict[str, Tensor], list[str]]:
+    """The global tensors, and the names of those of which ranks hold other bits."""
+    whole: dict[str, Tensor] = {}
+    differing: dict[str, None] = {}
+    for name, part in (named for parts in ranks for named in parts):
+        first = whole.setdefault(name, part)
+        both = ~(first.isnan() | part.isnan())
+        if not torch.equal(first[both], part[both]):
+            differing[name] = None
+        whole[name] = torch.where(first.isnan(), part, first)
+    return whole, list(differing)
 
 
 @dataclass(frozen=True)
@@ -130,15 +181,20 @@ def trace(
         result, seen = step(run), traces[dist.get_rank()]
         seen.losses.extend(float(loss) for loss in result.losses.values())
         seen.norms.append(result.grad_norm)
-        chunks = [p for chunk in run.model_chunks for p in chunk.parameters()]
-        seen.weights = [_part(info_of(p), p.detach()) for p in chunks]
+        seen.params_norms.append(result.params_norm)
+        seen.zeros.append(result.num_zeros)
+        if len(seen.norms) == NUM_STEPS:
+            for chunk in run.model_chunks:
+                chunk.state_dict()  # it waits for parameters that are still being gathered
+            params = [p for chunk in run.model_chunks for p in chunk.parameters()]
+            seen.weights = [_part(info_of(p), p.detach()) for p in params]
         return result
 
-    def global_norm(grads: Any, *groups: Any, **sharding: Any) -> float:
+    def global_norm(grads: Any, *args: Any, **kwargs: Any) -> float:
         seen = traces[dist.get_rank()]
         if not seen.gradients:
             seen.gradients = [_part(info, grad) for info, grad in grads]
-        return norm(grads, *groups, **sharding)
+        return norm(grads, *args, **kwargs)
 
     with contextlib.ExitStack() as stack:
         quiet = stack.enter_context(open(os.devnull, "w"))

@@ -22,6 +22,7 @@ FOUND = {
     ),
     "replicas-with-other-numbers-of-tokens": ("dp padded", Sizes(dp=4)),
     "clipping-over-tensor-ranks": ("tp sp dp clip gqa rms-norm", Sizes()),
+    "pipelines-before-replicas-with-context-ranks": ("pp cp-p2p dp tp-pp-dp", Sizes()),
 }  # fmt: skip
 
 
@@ -40,7 +41,13 @@ def test_what_was_wrong_once_is_right(name: str) -> None:
 
 
 @pytest.mark.feature("Layouts: every pair of features is tested or refused (docs/matrix.md)")
-@pytest.mark.parametrize("name", matrix.cases())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in matrix.slow_cases() else ())
+        for name in matrix.cases()
+    ],
+)
 def test_features_combine(name: str) -> None:
     must_agree(matrix.cases()[name])
 
@@ -51,7 +58,8 @@ def test_no_pair_of_features_is_accepted_and_untested() -> None:
 
 def trace_of(losses: list[float]) -> Trace:
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    return Trace(losses, [1.0, 1.0, 1.0], [("w", weight)], [("w", weight)])
+    ones = [1.0, 1.0, 1.0]
+    return Trace(losses, ones[:], ones[:], [0, 0, 0], [("w", weight)], [("w", weight)])
 
 
 def test_the_comparison_sees_each_kind_of_difference() -> None:
@@ -61,11 +69,16 @@ def test_the_comparison_sees_each_kind_of_difference() -> None:
     other = copy.deepcopy(alone)
     other.losses[1] *= 1 + 1e-5
     other.norms[2] += 1e-5
+    other.params_norms[0] += 1e-5
+    other.zeros[0] += 1
+    other.zeros[2] += 1
     other.gradients[0][1][1, 0] += 1e-3
     other.weights[0][1][0, 1] += 1e-5
     found = compare([alone, other], alone, allowed)
     assert [sentence.split(":")[0] for sentence in found] == [
-        "loss of step 2 on rank 1", "norm of step 3 on rank 1", "gradient of w", "weight w",
+        "loss of step 2 on rank 1", "norm of step 3 on rank 1", "params norm of step 1 on rank 1",
+        "zeros of step 1 on rank 1", "zeros of step 1 on rank 1", "zeros of step 3 on rank 1",
+        "gradient of w", "weight w", "copies of w differ",
     ]  # fmt: skip
     half = copy.deepcopy(alone)
     half.gradients[0][1][1] = torch.nan

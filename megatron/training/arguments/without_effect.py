@@ -138,8 +138,10 @@ NEEDS = (
         ("wgrad_deferral_limit",),
     ),
     Need(
-        "--num-virtual-stages-per-pipeline-rank",
-        lambda ns: ns.virtual_pipeline_model_parallel_size is not None,
+        "virtual stages of --pipeline-schedule interleaved",
+        lambda ns: (
+            ns.virtual_pipeline_model_parallel_size is not None and ns.pipeline_schedule != "zb-v"
+        ),
         ("microbatch_group_size_per_vp_stage",),
     ),
     Need(

@@ -168,8 +168,9 @@ def rank_order_suits_experts(run: RunConfig) -> Iterator[str]:
     expert_dp = run.world_size // max(
         1, (m.expert_tensor_parallel_size or 1) * m.expert_model_parallel_size * pp
     )
-    dp = run.data_parallel_size * m.context_parallel_size
-    if run.distributed.use_tp_pp_dp_mapping and pp > 1 and expert_dp != dp:
+    dp = run.data_parallel_size
+    apart = m.expert_model_parallel_size > 1 or expert_dp != dp * m.context_parallel_size
+    if run.distributed.use_tp_pp_dp_mapping and pp > 1 and apart and expert_dp != dp:
         yield (
             f"--use-tp-pp-dp-mapping needs as many replicas of experts ({expert_dp}) as of the "
             f"other layers ({dp}): drop it or change --expert-model-parallel-size"
