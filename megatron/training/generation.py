@@ -137,11 +137,7 @@ def generation_config(
     asked: Mapping[str, Any], load: str, *, step: int | None, device_kind: str
 ) -> RunConfig:
     """The saved command line, cut down to a model on this run's ranks."""
-    namespace = argparse.Namespace(**vars(build_parser().parse_args([])))
-    known = vars(namespace)
-    for dest, value in asked.items():
-        if dest in known:
-            known[dest] = _as_parsed(known[dest], value)
+    namespace = saved_namespace(asked)
     ranks = world_size()
     own = {
         "load": load,
@@ -152,8 +148,18 @@ def generation_config(
         "global_batch_size": 1,
         "distributed_backend": None,
     }
-    known.update(_OWN | own)
+    vars(namespace).update(_OWN | own)
     return resolve(namespace, ranks, extra={})
+
+
+def saved_namespace(asked: Mapping[str, Any]) -> argparse.Namespace:
+    """The command line that a checkpoint holds, as the parser would give it."""
+    namespace = argparse.Namespace(**vars(build_parser().parse_args([])))
+    known = vars(namespace)
+    for dest, value in asked.items():
+        if dest in known:
+            known[dest] = _as_parsed(known[dest], value)
+    return namespace
 
 
 def _as_parsed(default: Any, value: Any) -> Any:

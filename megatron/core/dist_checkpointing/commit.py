@@ -28,6 +28,7 @@ from typing import Any
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import (
+    RELEASE,
     TRACKER,
     Found,
     folder_name,
@@ -118,7 +119,7 @@ def publish(pending: Pending, parts: Parts) -> Path:
     pending.folder.rename(final)
     fault_point("save.after_rename", step=step)
     fsync_folder(pending.root)
-    set_tracker(pending.root, str(step), pending.attempt, step)
+    set_tracker(pending.root, str(step or RELEASE), pending.attempt, step)
     fault_point("save.after_tracker", step=step)
     shutil.rmtree(displaced, ignore_errors=True)
     return final

@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 _PUBLISHED = re.compile(r"iter_(\d{7,})")
-_LEFTOVER = re.compile(r"iter_(\d{7,})\.(tmp|old|del)-.+")
+_LEFTOVER = re.compile(r"(?:iter_(\d{7,})|release)\.(tmp|old|del)-.+")
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,19 @@ class Tracker:
 
 
 def folder_name(iteration: int | None) -> str:
-    """``iter_0000100``; ``release`` for None."""
-    return RELEASE if iteration is None else f"iter_{iteration:07d}"
+    """``iter_0000100``; ``release`` for None, and for 0: weights that no step of a run made."""
+    return f"iter_{iteration:07d}" if iteration else RELEASE
 
 
 def leftovers(root: Path) -> Iterator[tuple[Path, int, str]]:
-    """Folders that an interrupted save or delete left: path, iteration, and tmp, old or del."""
+    """Folders that an interrupted save or delete left: path, iteration (0: release), and kind.
+
+    The kind is tmp, old or del.
+    """
     for path in root.iterdir():
         found = _LEFTOVER.fullmatch(path.name)
         if found and path.is_dir():
-            yield path, int(found[1]), found[2]
+            yield path, int(found[1] or 0), found[2]
 
 
 def read_tracker(root: Path) -> Tracker | None:
@@ -111,7 +114,7 @@ def published(root: Path) -> list[Found]:
         if (match := _PUBLISHED.fullmatch(path.name)) and path.is_dir()
     }
     for path, iteration, kind in leftovers(root):
-        if kind == "old":
+        if kind == "old" and iteration:
             candidates.setdefault(folder_name(iteration), (path, iteration))
     found = [_look_at(path, iteration) for path, iteration in candidates.values()]
     return _newest_first([f for f in found if f is not None])
@@ -164,12 +167,12 @@ def _named(root: Path, order: list[Found], iteration: int | None, who: str) -> F
             return found
     folder = root / folder_name(iteration)
     if folder.is_dir():  # a release, another format, or ours without its manifest
-        return Found(folder, iteration)
+        return _look_at(folder, iteration) or Found(folder, iteration)
     have = ", ".join(str(f.iteration) for f in order) or "none"
     raise CheckpointError(f"{who} names {folder}, which is not there; published iterations: {have}")
 
 
-def _look_at(folder: Path, iteration: int) -> Found | None:
+def _look_at(folder: Path, iteration: int | None) -> Found | None:
     try:
         manifest = read_manifest(folder)
     except CheckpointError as problem:

@@ -1,0 +1,296 @@
+"""From a checkpoint in one form to one in another.
+
+Between our formats everything is kept: weights, optimizer, counters, scheduler.  From and to
+Hugging Face it is the weights and the model's description.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import MegatronError
+from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format
+from megatron.core.dist_checkpointing.mapping import LazyPiece, ShardedTensor
+from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.core.dist_checkpointing.serialization import (
+    Contents,
+    begin,
+    conclude,
+    publish,
+    write,
+)
+from megatron.training.arguments.parser import build_parser
+from megatron.training.arguments.resolve import resolve
+from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.checkpointing.run_tensors import OPTIMIZER_PREFIX
+from megatron.training.checkpointing.save import CHECKPOINT_VERSION, plain
+from megatron.training.config.run import RunConfig
+from megatron.training.conversion import hf, hf_folder
+from megatron.training.conversion.family import Family
+from megatron.training.conversion.shape import ModelShape, args_of, shape_of
+from megatron.training.conversion.verify import compare_logits
+from megatron.training.generation import generation_config, saved_namespace
+from megatron.training.tokenizer import (
+    MissingToken,
+    TokenizerSpec,
+    create_tokenizer,
+    padded_vocab_size,
+)
+
+HF = "hf"
+FORMATS: dict[str, Format] = {SAFETENSORS_DIST.name: SAFETENSORS_DIST}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BESIDE = "huggingface"  # folder beside our checkpoints: config.json, tokenizer, generation config
+_EMBEDDING = "embedding.word_embeddings.weight"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What the command line asks for."""
+
+    source: Path
+    target: Path
+    format: str
+    family: str | None = None
+    dtype: torch.dtype | None = None  # None: as it is
+    vocab_size: int | None = None  # tokens, where the checkpoint has padding
+    args: Mapping[str, Any] = field(default_factory=dict)  # dest -> value, written into ours
+    step: int | None = None
+    verify: bool = True
+    max_shard_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint: tensors under our keys, and the rest of it."""
+
+    tensors: Mapping[str, LazyTensor]
+    args: Mapping[str, Any]  # the command line, dest -> value
+    common: Mapping[str, Any]
+    layout: Mapping[str, Any]
+    rank_states: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    beside: Path | None = None  # a folder with Hugging Face's small files
+
+
+def convert(wanted: Wanted, say: Say = print) -> Path:
+    """Write what ``wanted`` describes; the folder that was written.  Raises CheckpointError."""
+    is_theirs = (wanted.source / hf_folder.CONFIG).exists()
+    source = _from_hf(wanted, say) if is_theirs else read_source(wanted)
+    if wanted.dtype is not None:
+        tensors = {k: _cast(t, wanted.dtype) for k, t in source.tensors.items()}
+        source = replace(source, tensors=tensors, args={**source.args, **_precision(wanted.dtype)})
+    if wanted.format == HF:
+        return _to_hf(source, wanted, say)
+    return _to_ours(source, wanted, say)
+
+
+def _from_hf(wanted: Wanted, say: Say) -> Source:
+    config = hf_folder.read_config(wanted.source)
+    model = hf.import_model(config, hf_folder.read_weights(wanted.source))
+    say(f"{wanted.source} is a {model.family.architecture} of {_count(model.tensors)} weights")
+    args = vars(build_parser().parse_args([])) | args_of(model.shape) | _precision(_dtype_of(model))
+    args |= {"skip_train": True, "micro_batch_size": 1, "transformer_impl": "local"}
+    args |= _tokenizer_args(wanted, model.shape)
+    if wanted.verify:
+        run = _run_config(args)
+        say(compare_logits(wanted.source, run, model.tensors, model.shape.vocab_size))
+    return Source(tensors=model.tensors, args=args, common={}, layout={}, beside=wanted.source)
+
+
+def read_source(wanted: Wanted) -> Source:
+    """A checkpoint of ours; its tensors are read when they are made."""
+    content = open_checkpoint(wanted.source, wanted.step)
+    reader = CheckpointReader(content.folder)
+    tensors = {
+        key: LazyTensor(key, stored.dtype, stored.shape, partial(reader.read, key))
+        for key, stored in reader.tensors.items()
+    }
+    ranks = math.prod(size for _, size in content.manifest.layout.get("dense", []))
+    states = {rank: reader.rank_state(rank) for rank in range(ranks)}
+    beside = content.folder.parent / BESIDE
+    model = content.asked.get("tokenizer_model")
+    if not beside.is_dir() and model and Path(model).is_dir():
+        beside = Path(model)
+    return Source(
+        tensors=tensors,
+        args=content.asked,
+        common=content.common,
+        layout=content.manifest.layout,
+        rank_states={rank: state for rank, state in states.items() if state is not None},
+        beside=beside if beside.is_dir() else None,
+    )
+
+
+def _to_hf(source: Source, wanted: Wanted, say: Say) -> Path:
+    weights = {k: t for k, t in source.tensors.items() if not k.startswith(OPTIMIZER_PREFIX)}
+    run = _run_config(source.args)
+    shape = shape_of(run, _vocab_size(source, wanted))
+    shape = replace(
+        shape,
+        attention_dropout=source.args.get("attention_dropout", 0.0),
+        hidden_dropout=source.args.get("hidden_dropout", 0.0),
+    )
+    came_with = _config_beside(source)
+    first = str(came_with.get("model_type"))
+    family = hf.choose_family(shape, wanted.family, first)
+    tensors = hf.export_model(shape, weights, family)
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    config = {**family.config(shape), **_special_ids(run)}
+    if _describes(came_with, family, shape):
+        config = came_with
+    name = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config = {**config, name: dtype, "vocab_size": shape.vocab_size}
+    with hf_folder.NewFolder(wanted.target) as folder:
+        hf_folder.write_config(folder, config)
+        hf_folder.write_weights(folder, tensors, wanted.max_shard_bytes)
+        if source.beside is not None:
+            hf_folder.copy_beside(source.beside, folder)
+        if wanted.verify:
+            say(compare_logits(folder, run, weights, shape.vocab_size))
+    say(f"wrote {family.architecture}, {_count(weights)} weights, to {wanted.target}")
+    return wanted.target
+
+
+def _to_ours(source: Source, wanted: Wanted, say: Say) -> Path:
+    args = dict(source.args) | dict(wanted.args)
+    if wanted.args:
+        _check_layout(args)
+    common = {
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": 0,
+        "counters": {},
+        "optimizer": None,
+        "opt_param_scheduler": None,
+        **source.common,
+        "args": {name: plain(value) for name, value in args.items()},
+    }
+    contents = Contents(
+        tensors=[_record(tensor) for tensor in source.tensors.values()],
+        common=common,
+        layout=source.layout,
+    )
+    if source.beside is not None:
+        beside = wanted.target / BESIDE
+        beside.mkdir(parents=True, exist_ok=True)
+        hf_folder.copy_beside(source.beside, beside)
+    begun = begin(wanted.target, common["iteration"], contents, None, format=FORMATS[wanted.format])
+    written = [write(begun)]
+    for rank, state in source.rank_states.items():
+        only_state = replace(contents, rank_state=state)
+        written.append(write(replace(begun, rank=rank, tensors=(), contents=only_state)))
+    saved = conclude(begun, publish(begun, written), None)
+    say(f"wrote {_count(source.tensors)} numbers to {saved.folder} in {wanted.format} format")
+    return saved.folder
+
+
+def _check_layout(args: Mapping[str, Any]) -> None:
+    """Raise ConfigError where the model cannot be cut as asked."""
+    degrees = (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+    )
+    resolve(saved_namespace(args), math.prod(args[name] for name in degrees))
+
+
+def _record(tensor: LazyTensor) -> ShardedTensor:
+    piece = LazyPiece((0,) * len(tensor.shape), tensor.shape, tensor.make)
+    return ShardedTensor(
+        key=tensor.name, global_shape=tensor.shape, dtype=tensor.dtype, pieces=(piece,)
+    )
+
+
+def _run_config(args: Mapping[str, Any]) -> RunConfig:
+    return generation_config(args, "", step=None, device_kind="auto")
+
+
+def _config_beside(source: Source) -> dict[str, Any]:
+    """The config.json that the model came with, if it did."""
+    if source.beside is None or not (source.beside / hf_folder.CONFIG).exists():
+        return {}
+    return hf_folder.read_config(source.beside)
+
+
+def _describes(config: Mapping[str, Any], family: Family, shape: ModelShape) -> bool:
+    """Whether ``config`` still is the config.json of the model, but for its vocabulary."""
+    if config.get("model_type") != family.model_type:
+        return False
+    return replace(family.shape(config), vocab_size=shape.vocab_size) == shape
+
+
+def _vocab_size(source: Source, wanted: Wanted) -> int:
+    """Rows of the embedding that are tokens: all of them, unless a rule of padding made some."""
+    rows = source.tensors[_EMBEDDING].shape[0]
+    if wanted.vocab_size is not None:
+        return wanted.vocab_size
+    args = source.args
+    multiple, tp = args["make_vocab_size_divisible_by"], args["tensor_model_parallel_size"]
+    try:
+        tokens = create_tokenizer(TokenizerSpec.of(argparse.Namespace(**args))).vocab_size
+    except (MegatronError, OSError):
+        return rows
+    is_padded = padded_vocab_size(tokens, multiple, tp) == rows and not args["pad_vocab_in_loss"]
+    return tokens if is_padded else rows
+
+
+def _tokenizer_args(wanted: Wanted, shape: ModelShape) -> dict[str, Any]:
+    """The tokenizer that came with the model; rows of the embedding, where it has fewer tokens."""
+    rows = shape.vocab_size
+    if not hf_folder.has_tokenizer(wanted.source):
+        return {"tokenizer_type": "NullTokenizer", "vocab_size": rows - 1}  # one more is its EOD
+    found = {
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": str((wanted.target / BESIDE).resolve()),
+    }
+    here = TokenizerSpec(tokenizer_type=found["tokenizer_type"], tokenizer_model=str(wanted.source))
+    if create_tokenizer(here).vocab_size == rows:
+        return found
+    return {**found, "padded_vocab_size": rows, "pad_vocab_in_loss": True}
+
+
+def _special_ids(run: RunConfig) -> dict[str, Any]:
+    """bos, eos and pad of the run's tokenizer, as config.json names them."""
+    spec = TokenizerSpec.of(run.tokenizer)
+    ids: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if spec.tokenizer_type in (None, "NullTokenizer"):
+        return ids
+    tokenizer = create_tokenizer(spec)
+    for name in ids:
+        try:
+            ids[name] = getattr(tokenizer, name.removesuffix("_token_id"))
+        except (MissingToken, AttributeError, NotImplementedError):
+            continue
+    return ids
+
+
+def _precision(dtype: torch.dtype) -> dict[str, bool]:
+    return {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
+
+
+def _dtype_of(model: hf.HFModel) -> torch.dtype:
+    return model.tensors[_EMBEDDING].dtype
+
+
+def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    if tensor.name.startswith(OPTIMIZER_PREFIX):
+        return tensor
+
+    def make() -> Tensor:
+        return tensor.make().to(dtype)
+
+    return replace(tensor, dtype=dtype, make=make)
+
+
+def _count(tensors: Mapping[str, LazyTensor]) -> str:
+    return f"{sum(math.prod(tensor.shape) for tensor in tensors.values()):,}"

@@ -1,0 +1,80 @@
+"""What is known of a family of Hugging Face models: its config.json and its tensors, both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.config.errors import CheckpointError
+from megatron.training.conversion.shape import ModelShape
+from megatron.training.conversion.tensors import LAYER, Rule, tensors_of
+
+Config = Mapping[str, Any]  # config.json
+
+
+@dataclass(frozen=True)
+class Field:
+    """Some entries of config.json, and the values of `ModelShape` that they stand for."""
+
+    read: Callable[[Config], Mapping[str, Any]]
+    write: Callable[[ModelShape], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """``outside`` and ``layer`` name their tensors by ours, ``layer`` behind ``layer_prefix``.
+
+    ``always`` holds for every model of the family, whatever its config.json says.
+    """
+
+    model_type: str
+    architecture: str
+    fields: tuple[Field, ...]
+    outside: Mapping[str, str]
+    layer: Mapping[str, str | Rule]
+    layer_prefix: str = "model.layers.{}."
+    always: Mapping[str, Any] = field(default_factory=dict)
+    no_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)  # ends of names of constant buffers
+
+    def shape(self, config: Config) -> ModelShape:
+        """The model that config.json describes.  Raises CheckpointError for what is not here."""
+        values = dict(self.always)
+        for each in self.fields:
+            values |= each.read(config)
+        heads = values["num_attention_heads"]
+        values["num_query_groups"] = values.get("num_query_groups") or heads
+        values["kv_channels"] = values.get("kv_channels") or values["hidden_size"] // heads
+        values.setdefault("windows", (None,) * values["num_layers"])
+        values.setdefault("softmax_scale", values["kv_channels"] ** -0.5)
+        if values.get("embedding_scale") == 0:
+            values["embedding_scale"] = values["hidden_size"] ** 0.5
+        return ModelShape(**values)
+
+    def config(self, shape: ModelShape) -> dict[str, Any]:
+        """A config.json of ``shape``, as far as the family can say it."""
+        out: dict[str, Any] = {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "use_cache": True,
+        }
+        for each in self.fields:
+            out |= each.write(shape)
+        return out
+
+    def rules(self, shape: ModelShape) -> dict[str, Rule]:
+        """Our global name -> rule, of every tensor of ``shape``.  Raises CheckpointError."""
+        out: dict[str, Rule] = {}
+        for name in tensors_of(shape):
+            place = name.split(".")
+            in_layer = name.startswith(LAYER.split("{", maxsplit=1)[0])
+            table: Mapping[str, str | Rule] = self.layer if in_layer else self.outside
+            theirs = table.get(".".join(place[3:]) if in_layer else name)
+            if theirs is None:
+                raise CheckpointError(f"{name} has no counterpart in {self.architecture}")
+            rule = Rule((theirs,)) if isinstance(theirs, str) else theirs
+            if in_layer:
+                prefix = self.layer_prefix.format(place[2])
+                rule = Rule(tuple(prefix + n for n in rule.theirs), rule.is_qkv, rule.transposed)
+            out[name] = rule
+        return out

@@ -1,0 +1,182 @@
+"""Between Hugging Face folders and our tensors: which of theirs makes which of ours.
+
+Nothing is read here but JSON: tensors are `LazyTensor`s, made when they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.training.conversion.families import FAMILIES
+from megatron.training.conversion.family import Config, Family
+from megatron.training.conversion.shape import ModelShape
+from megatron.training.conversion.tensors import Rule, size_of, tensors_of
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """What a Hugging Face folder describes, and its tensors under our names."""
+
+    family: Family
+    config: Config
+    shape: ModelShape
+    tensors: Mapping[str, LazyTensor]
+
+
+def family_of(config: Config) -> Family:
+    """By ``model_type``.  Raises CheckpointError for one that has no table here."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise CheckpointError(
+            f"config.json has model_type {kind}: the families here are {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[str(kind)]
+
+
+def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:
+    """Their tensors as ours.
+
+    Raises CheckpointError unless each of theirs is used once, and every one of ours comes whole.
+    """
+    family = family_of(config)
+    shape = family.shape(config)
+    left = dict(weights)
+    tensors: dict[str, LazyTensor] = {}
+    letters = tensors_of(shape)
+    for name, rule in family.rules(shape).items():
+        parts = [_take(left, theirs, family) for theirs in rule.theirs]
+        tensors[name] = _joined(name, parts, rule, shape, size_of(letters[name], shape))
+    if shape.is_tied:
+        _leave_out_tied(left, family, tensors)
+    unused = [name for name in left if not name.endswith(family.no_weights)]
+    if unused:
+        raise CheckpointError(
+            f"{len(unused)} tensors have no place in a {family.architecture} with this "
+            f"config.json: {', '.join(unused[:3])}"
+        )
+    return HFModel(family, config, shape, tensors)
+
+
+def _take(left: dict[str, LazyTensor], name: str, family: Family) -> LazyTensor:
+    """Remove a tensor from those that are left.  Some files leave out the model's own name."""
+    for spelling in (name, name.partition(".")[2]):
+        if spelling in left:
+            return left.pop(spelling)
+    raise CheckpointError(f"the weights have no {name}, which a {family.architecture} needs")
+
+
+def _joined(
+    name: str, parts: list[LazyTensor], rule: Rule, shape: ModelShape, size: tuple[int, ...]
+) -> LazyTensor:
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) > 1:
+        raise CheckpointError(f"{parts[0].name} and its kin have different dtypes")
+    try:
+        found = tuple(rule.to_ours([_meta(part) for part in parts], shape).shape)
+    except RuntimeError:
+        found = None
+    if found != size:
+        has = ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
+        raise CheckpointError(f"{has}: config.json asks for {list(size)} in {name}")
+    return LazyTensor(
+        name, dtypes.pop(), size, lambda: rule.to_ours([part.make() for part in parts], shape)
+    )
+
+
+def _meta(tensor: LazyTensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=torch.device("meta"))
+
+
+def _leave_out_tied(
+    left: dict[str, LazyTensor], family: Family, tensors: Mapping[str, LazyTensor]
+) -> None:
+    """Some files repeat the embedding as the output layer."""
+    again = left.pop(family.outside[_OUTPUT], None)
+    if again is not None and not torch.equal(again.make(), tensors[_EMBEDDING].make()):
+        raise CheckpointError(
+            f"config.json ties the embeddings, and {again.name} differs from "
+            f"{family.outside[_EMBEDDING]}"
+        )
+
+
+def export_model(
+    shape: ModelShape, tensors: Mapping[str, LazyTensor], family: Family
+) -> list[LazyTensor]:
+    """Our tensors as theirs, in our order.  Vocabulary padding is left behind.
+
+    Raises CheckpointError unless the tensors are those of ``shape``.
+    """
+    letters = tensors_of(shape)
+    if letters.keys() != tensors.keys():
+        names = sorted(letters.keys() ^ tensors.keys())
+        raise CheckpointError(
+            f"the checkpoint does not hold the model that its command line describes: "
+            f"{', '.join(names[:3])}"
+        )
+    out: list[LazyTensor] = []
+    for name, rule in family.rules(shape).items():
+        size = size_of(letters[name], shape)
+        ours = _without_padding(tensors[name], size, is_cut=letters[name][0] == "*v")
+        if ours.shape != size:
+            raise CheckpointError(f"{name} has shape {list(ours.shape)}, not {list(size)}")
+        make = _once(partial(_parts, rule, ours.make, shape))
+        for index, part in enumerate(rule.to_theirs(_meta(ours), shape)):
+            made = partial(_part, make, index, len(rule.theirs))
+            out.append(LazyTensor(rule.theirs[index], ours.dtype, tuple(part.shape), made))
+    return out
+
+
+def _parts(rule: Rule, make: Callable[[], Tensor], shape: ModelShape) -> list[Tensor]:
+    return rule.to_theirs(make(), shape)
+
+
+def _once(make: Callable[[], list[Tensor]]) -> Callable[[bool], list[Tensor]]:
+    """``make``, whose result is kept until the call that says it is the last."""
+    kept: list[list[Tensor]] = []
+
+    def call(is_last: bool) -> list[Tensor]:
+        if not kept:
+            kept.append(make())
+        return kept.pop() if is_last else kept[0]
+
+    return call
+
+
+def _part(make: Callable[[bool], list[Tensor]], index: int, count: int) -> Tensor:
+    return make(index == count - 1)[index]
+
+
+def _without_padding(tensor: LazyTensor, size: tuple[int, ...], *, is_cut: bool) -> LazyTensor:
+    if not is_cut or tensor.shape[0] <= size[0]:
+        return tensor
+    return replace(tensor, shape=size, make=lambda: tensor.make()[: size[0]])
+
+
+def choose_family(shape: ModelShape, wanted: str | None, first: str | None = None) -> Family:
+    """A family whose config.json can say all of ``shape``: ``wanted``, else one tried ``first``.
+
+    Raises CheckpointError with what the nearest family lacks.
+    """
+    if wanted is not None and wanted not in FAMILIES:
+        raise CheckpointError(f"--family {wanted}: the families here are {', '.join(FAMILIES)}")
+    names = [wanted] if wanted else sorted(FAMILIES, key=lambda name: name != first)
+    nearest: tuple[int, str] | None = None
+    for family in map(FAMILIES.__getitem__, names):
+        lacks = list(shape.differences(family.shape(family.config(shape))))
+        if not lacks:
+            return family
+        sentence = f"{family.architecture} has no {', '.join(lacks[:4])}"
+        if nearest is None or len(lacks) < nearest[0]:
+            nearest = len(lacks), sentence
+    assert nearest is not None
+    raise CheckpointError(f"no Hugging Face family is this model: the nearest, {nearest[1]}")

@@ -1,0 +1,215 @@
+"""A Hugging Face model folder: config.json, weights, and the small files beside them.
+
+Weights are read from safetensors, one file or several with an index, or from ``pytorch_model.bin``
+by torch's loader that runs no code; they are written as safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.device import CPU
+from megatron.core.dist_checkpointing.commit import fsync_folder
+from megatron.core.dist_checkpointing.manifest import write_text
+from megatron.core.dist_checkpointing.safetensors_file import (
+    DTYPES,
+    LazyTensor,
+    bytes_of,
+    read_header,
+    write_file,
+)
+
+CONFIG = "config.json"
+_SAFETENSORS, _BIN = "model.safetensors", "pytorch_model.bin"
+_BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
+_NOT_BESIDE = ("*.index.json", "requirements.txt")
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json.  Raises CheckpointError."""
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} is no Hugging Face model: it has no {CONFIG}; name the folder that "
+            "save_pretrained() or a download made"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from None
+    return config
+
+
+def read_weights(folder: Path) -> dict[str, LazyTensor]:
+    """The tensors of ``folder`` by name, read when they are made.  Raises CheckpointError."""
+    for name, read in ((_SAFETENSORS, _read_safetensors), (_BIN, _read_bin)):
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            mapped: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+            found = _joined([read(folder / file) for file in sorted(set(mapped.values()))])
+            if found.keys() != mapped.keys():
+                names = sorted(found.keys() ^ mapped.keys())
+                raise CheckpointError(f"{index} does not fit its files: {', '.join(names[:3])}")
+            return found
+        if (folder / name).exists():
+            return read(folder / name)
+    raise CheckpointError(f"{folder} has neither {_SAFETENSORS} nor {_BIN} nor an index of parts")
+
+
+def _joined(parts: Iterable[Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
+    out: dict[str, LazyTensor] = {}
+    for part in parts:
+        twice = out.keys() & part.keys()
+        if twice:
+            raise CheckpointError(f"two files hold {min(twice)}")
+        out |= part
+    return out
+
+
+def _read_safetensors(path: Path) -> dict[str, LazyTensor]:
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing")
+    header = read_header(path)
+    header.pop("__metadata__", None)
+    with open(path, "rb") as file:
+        begin = 8 + int.from_bytes(file.read(8), "little")
+    out: dict[str, LazyTensor] = {}
+    end = 0
+    for name, entry in header.items():
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise CheckpointError(f"{path}: {name} has dtype {entry['dtype']}, which torch lacks")
+        shape, (low, high) = tuple(entry["shape"]), entry["data_offsets"]
+        if high - low != prod(shape) * dtype.itemsize:
+            raise CheckpointError(f"{path} is damaged: {name} has {high - low} B for {shape}")
+        end = max(end, high)
+        out[name] = LazyTensor(name, dtype, shape, partial(_read, path, begin + low, dtype, shape))
+    if path.stat().st_size != begin + end:
+        raise CheckpointError(
+            f"{path} is damaged: it has {path.stat().st_size} B and should have {begin + end}"
+        )
+    return out
+
+
+def _read(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    out = torch.empty(shape, dtype=dtype)
+    data = bytes_of(out)
+    with open(path, "rb", buffering=0) as file:
+        done = 0
+        while done < len(data):
+            count = os.preadv(file.fileno(), [data[done:]], start + done)
+            if count == 0:
+                raise CheckpointError(f"{path} ends too early")
+            done += count
+    return out
+
+
+def _read_bin(path: Path) -> dict[str, LazyTensor]:
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        held = torch.load(path, CPU, weights_only=True, mmap=_is_zip(path))
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).split("\n")[0]
+        raise CheckpointError(f"{path} holds more than tensors, or is damaged: {reason}") from None
+    return {
+        name: LazyTensor(name, tensor.dtype, tuple(tensor.shape), tensor.detach)
+        for name, tensor in held.items()
+    }
+
+
+def _is_zip(path: Path) -> bool:
+    """Whether torch can map the file instead of reading it whole."""
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\3\4"
+
+
+def files_beside(folder: Path) -> list[Path]:
+    """Tokenizer, generation config, chat template, licence: what is small and no weight."""
+    found = {path for pattern in _BESIDE for path in folder.glob(pattern)}
+    return sorted(
+        path
+        for path in found
+        if path.is_file() and not any(path.match(pattern) for pattern in _NOT_BESIDE)
+    )
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether `transformers` or `tokenizers` can build a tokenizer from ``folder``."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    return any((folder / name).exists() for name in names)
+
+
+class NewFolder:
+    """A folder that appears whole: written beside its place, then renamed.
+
+    ``with NewFolder(path) as folder``: write into ``folder``; an error leaves nothing behind.
+    Raises CheckpointError if ``path`` is there and not empty.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.is_dir() and any(path.iterdir()) or path.is_file():
+            raise CheckpointError(f"{path} is there already: name a new folder, or remove it")
+        self.path = path
+        self._made = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+
+    def __enter__(self) -> Path:
+        self._made.mkdir(parents=True)
+        return self._made
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            shutil.rmtree(self._made, ignore_errors=True)
+            return
+        fsync_folder(self._made)
+        self._made.rename(self.path)
+        fsync_folder(self.path.parent)
+
+
+def write_weights(
+    folder: Path, tensors: Sequence[LazyTensor], max_shard_bytes: int | None = None
+) -> None:
+    """Write ``tensors``, one after the other, into one file or into parts with an index."""
+    shards: list[list[LazyTensor]] = [[]]
+    limit = MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
+    for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):  # each stays aligned
+        if shards[-1] and sum(t.num_bytes for t in (*shards[-1], tensor)) > limit:
+            shards.append([])
+        shards[-1].append(tensor)
+    place: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = _SAFETENSORS
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_file(folder / name, shard, {"format": "pt"}, step=0)
+        place |= {tensor.name: name for tensor in shard}
+    if len(shards) > 1:
+        total = sum(tensor.num_bytes for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))}
+        write_text(folder / f"{_SAFETENSORS}.index.json", json.dumps(index, indent=2) + "\n")
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json as `transformers` does."""
+    write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def copy_beside(source: Path, folder: Path) -> list[str]:
+    """Copy the small files of ``source`` that ``folder`` does not have; their names."""
+    copied = [path for path in files_beside(source) if not (folder / path.name).exists()]
+    for path in copied:
+        shutil.copyfile(path, folder / path.name)
+    return [path.name for path in copied]

@@ -1,0 +1,206 @@
+"""What a GPT computes, in words that do not depend on flags: what two descriptions compare.
+
+Flags say many things twice (`--swiglu` or an activation, a window everywhere or a list of
+layers); here each has one spelling, so that equal models have equal shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch.nn.functional as F
+
+from megatron.core.activations import openai_gelu, squared_relu
+from megatron.core.transformer.attention import layer_has_rope
+from megatron.core.transformer.attention_masks import window_of_layer
+from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.run import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A GPT.  Numbers are global, names those of our flags where there is one."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    max_position_embeddings: int
+    vocab_size: int  # rows of the embedding that are tokens
+    normalization: str = "RMSNorm"
+    norm_epsilon: float = 1e-5
+    apply_layernorm_1p: bool = False
+    layer_norm_placement: str = "pre"
+    activation: str = "silu"  # or gelu, gelu_tanh, squared_relu
+    is_gated: bool = True
+    add_bias_linear: bool = False
+    add_qkv_bias: bool = False
+    position_embedding_type: str = "rope"
+    rotary_base: float = 10000
+    rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    rope_scaling_factor: float | None = None  # of Llama 3's scaling
+    rotary_seq_len_interpolation_factor: float | None = None
+    longrope_short_factor: tuple[float, ...] | None = None
+    longrope_long_factor: tuple[float, ...] | None = None
+    longrope_original_max_position_embeddings: int | None = None
+    windows: tuple[int | None, ...] = ()  # of each layer: how many tokens back it sees
+    qk_norm: str | None = None  # head: each head by itself; wide: all together
+    softmax_scale: float = 0.0
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    embedding_scale: float = 1.0
+    is_tied: bool = False
+    attention_dropout: float = field(default=0.0, compare=False)
+    hidden_dropout: float = field(default=0.0, compare=False)
+    others: tuple[str, ...] = ()  # flags of a model that is no plain GPT
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The sizes that shapes of tensors are made of, under the letters of `tensors`."""
+        query = self.num_attention_heads * self.kv_channels
+        key = self.num_query_groups * self.kv_channels
+        return {
+            "v": self.vocab_size,
+            "p": self.max_position_embeddings,
+            "h": self.hidden_size,
+            "q": query,
+            "k": key,
+            "qkv": query + 2 * key,
+            "d": self.kv_channels,
+            "f": self.ffn_hidden_size,
+            "F": self.ffn_hidden_size * (2 if self.is_gated else 1),
+        }
+
+    def differences(self, other: ModelShape) -> Iterator[str]:
+        """One phrase for each value in which ``other`` differs."""
+        for f in fields(self):
+            mine, others = getattr(self, f.name), getattr(other, f.name)
+            if f.compare and mine != others:
+                yield f"{f.name} {mine} (not {others})"
+
+
+def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
+    """The model that ``run`` builds over ``vocab_size`` tokens."""
+    m, lm = run.model, run.language_model
+    is_rope = lm.position_embedding_type == "rope"
+    rotary: dict[str, Any] = {}
+    if is_rope:
+        rotary = {
+            "rotary_base": lm.rotary_base,
+            "rotary_percent": lm.rotary_percent,
+            "rotary_interleaved": m.rotary_interleaved,
+            "rope_scaling_factor": lm.rope_scaling_factor if lm.use_rope_scaling else None,
+            "rotary_seq_len_interpolation_factor": lm.rotary_seq_len_interpolation_factor,
+            "longrope_short_factor": _tuple(m.longrope_short_factor),
+            "longrope_long_factor": _tuple(m.longrope_long_factor),
+            "longrope_original_max_position_embeddings": (
+                m.longrope_original_max_position_embeddings
+            ),
+        }
+    scale = m.embedding_scale
+    heads = "head" if m.qk_layernorm else None
+    return ModelShape(
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        ffn_hidden_size=m.ffn_hidden_size,
+        num_attention_heads=m.num_attention_heads,
+        num_query_groups=m.num_query_groups,
+        kv_channels=m.kv_channels,
+        max_position_embeddings=lm.max_position_embeddings or 0,
+        vocab_size=vocab_size,
+        normalization=m.normalization,
+        norm_epsilon=m.layernorm_epsilon,
+        apply_layernorm_1p=m.layernorm_zero_centered_gamma,
+        layer_norm_placement=m.layer_norm_placement,
+        activation=_activation(m),
+        is_gated=m.gated_linear_unit,
+        add_bias_linear=m.add_bias_linear,
+        add_qkv_bias=m.add_bias_linear or m.add_qkv_bias,
+        position_embedding_type=lm.position_embedding_type,
+        windows=tuple(_window(m, layer) for layer in range(m.num_layers)),
+        qk_norm="wide" if m.qk_layernorm_full_width else heads,
+        softmax_scale=m.kv_channels**-0.5 if m.softmax_scale is None else m.softmax_scale,
+        attn_logit_softcapping=m.attn_logit_softcapping,
+        final_logit_softcapping=m.final_logit_softcapping,
+        embedding_scale=1.0 if scale is None else scale or math.sqrt(m.hidden_size),
+        is_tied=not lm.untie_embeddings_and_output_weights,
+        attention_dropout=m.attention_dropout,
+        hidden_dropout=m.hidden_dropout,
+        others=tuple(_others(run)),
+        **rotary,
+    )
+
+
+def args_of(shape: ModelShape) -> dict[str, Any]:
+    """The flags that build ``shape``, dest -> value."""
+    same = (
+        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
+        "max_position_embeddings normalization norm_epsilon apply_layernorm_1p "
+        "layer_norm_placement add_bias_linear add_qkv_bias position_embedding_type rotary_percent "
+        "rotary_interleaved rotary_seq_len_interpolation_factor longrope_short_factor "
+        "longrope_long_factor longrope_original_max_position_embeddings softmax_scale "
+        "attn_logit_softcapping final_logit_softcapping attention_dropout hidden_dropout"
+    ).split()
+    values: dict[str, Any] = {name: getattr(shape, name) for name in same}
+    seen = {window for window in shape.windows if window is not None}
+    if len(seen) == 1:
+        values["window_size"] = [*seen, 0]
+        if None in shape.windows:
+            values["window_attn_skip_freq"] = [int(w is not None) for w in shape.windows]
+    if shape.softmax_scale == shape.kv_channels**-0.5:
+        values["softmax_scale"] = None
+    is_scaled_by_root = shape.embedding_scale == math.sqrt(shape.hidden_size)
+    if shape.embedding_scale != 1:
+        values["embedding_scale"] = 0.0 if is_scaled_by_root else shape.embedding_scale
+    return values | {
+        "seq_length": shape.max_position_embeddings,
+        "group_query_attention": shape.num_query_groups != shape.num_attention_heads,
+        "rotary_base": int(shape.rotary_base),
+        "use_rope_scaling": shape.rope_scaling_factor is not None,
+        "rope_scaling_factor": shape.rope_scaling_factor or 8.0,
+        "swiglu": shape.is_gated and shape.activation == "silu",
+        "geglu": shape.is_gated and shape.activation != "silu",
+        "openai_gelu": shape.activation == "gelu_tanh",
+        "squared_relu": shape.activation == "squared_relu",
+        "qk_layernorm": shape.qk_norm is not None,
+        "qk_layernorm_full_width": shape.qk_norm == "wide",
+        "untie_embeddings_and_output_weights": not shape.is_tied,
+    }
+
+
+def _activation(m: TransformerConfig) -> str:
+    if m.activation_func is F.gelu:
+        return "gelu_tanh" if m.bias_activation_fusion else "gelu"
+    return {F.silu: "silu", openai_gelu: "gelu_tanh", squared_relu: "squared_relu"}[
+        m.activation_func
+    ]
+
+
+def _window(m: TransformerConfig, layer: int) -> int | None:
+    window = window_of_layer(m, layer)
+    return None if window is None or window[0] < 0 else window[0]
+
+
+def _others(run: RunConfig) -> Iterator[str]:
+    m = run.model
+    if layer_shapes(m) is not None:
+        yield "--heterogeneous-layers-config-path"
+    if run.language_model.spec and run.language_model.spec[0] != "local":
+        yield "--spec"
+    if m.apply_residual_connection_post_layernorm:
+        yield "--apply-residual-connection-post-layernorm"
+    if m.qk_l2_norm:
+        yield "--qk-l2-norm"
+    if not all(layer_has_rope(m, layer) for layer in range(m.num_layers)):
+        yield "--no-rope-freq"
+
+
+def _tuple(values: Any) -> tuple[float, ...] | None:
+    return None if values is None else tuple(values)

@@ -1,0 +1,114 @@
+"""The tensors of a GPT under our global names, and how tensors of others are laid out in them.
+
+Letters of shapes: v vocabulary, p positions, h width, q and k rows of queries and of keys, qkv
+both with the values, d head width, f inner width of the MLP, F both halves of a gated one.  A star
+marks the dimension that tensor parallelism cuts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.training.conversion.shape import ModelShape
+
+LAYER = "decoder.layers.{}."
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which of their tensors make up one of ours: its rows are theirs, one after the other.
+
+    ``is_qkv``: theirs are all queries, all keys, all values, in one tensor or in three; ours go by
+    group of heads.  ``transposed``: their matrices are [in, out].
+    """
+
+    theirs: tuple[str, ...]
+    is_qkv: bool = False
+    transposed: bool = False
+
+    def to_ours(self, parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
+        """Their tensors, in order -> ours."""
+        parts = [part.t() if self.transposed else part for part in parts]
+        if self.is_qkv:
+            if len(parts) == 1:
+                parts = parts[0].split(_rows(shape))
+            groups = [part.unflatten(0, (shape.num_query_groups, -1)) for part in parts]
+            return torch.cat(groups, 1).flatten(0, 1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def to_theirs(self, ours: Tensor, shape: ModelShape) -> list[Tensor]:
+        """Ours -> their tensors, in order; views where it can be."""
+        parts: Sequence[Tensor] = [ours]
+        if self.is_qkv:
+            groups = ours.unflatten(0, (shape.num_query_groups, -1))
+            heads = shape.num_attention_heads // shape.num_query_groups
+            sizes = [heads * shape.kv_channels, shape.kv_channels, shape.kv_channels]
+            parts = [part.flatten(0, 1) for part in groups.split(sizes, 1)]
+            if len(self.theirs) == 1:
+                parts = [torch.cat(list(parts))]
+        elif len(self.theirs) > 1:
+            parts = ours.chunk(len(self.theirs))
+        return [part.t() if self.transposed else part for part in parts]
+
+
+def tensors_of(shape: ModelShape) -> dict[str, tuple[str, ...]]:
+    """Global name -> letters of the shape, of every tensor of the model."""
+    named = dict(_outside(shape))
+    for layer in range(shape.num_layers):
+        prefix = LAYER.format(layer)
+        named |= {prefix + name: letters for name, letters in _in_layer(shape)}
+    return {name: tuple(letters.split()) for name, letters in named.items()}
+
+
+def size_of(letters: Sequence[str], shape: ModelShape) -> tuple[int, ...]:
+    """The numbers that ``letters`` stand for."""
+    return tuple(shape.dims[letter.removeprefix("*")] for letter in letters)
+
+
+def _outside(shape: ModelShape) -> Iterator[tuple[str, str]]:
+    yield "embedding.word_embeddings.weight", "*v h"
+    if shape.position_embedding_type == "learned_absolute":
+        yield "embedding.position_embeddings.weight", "p h"
+    yield from _norm("decoder.final_layernorm", "h", shape)
+    if not shape.is_tied:
+        yield "output_layer.weight", "*v h"
+
+
+def _in_layer(shape: ModelShape) -> Iterator[tuple[str, str]]:
+    placement = shape.layer_norm_placement
+    if placement != "post":
+        yield from _norm("input_layernorm", "h", shape)
+        yield from _norm("pre_mlp_layernorm", "h", shape)
+    if placement != "pre":
+        yield from _norm("post_self_attn_layernorm", "h", shape)
+        yield from _norm("post_mlp_layernorm", "h", shape)
+    yield "self_attention.linear_qkv.weight", "*qkv h"
+    if shape.add_qkv_bias:
+        yield "self_attention.linear_qkv.bias", "*qkv"
+    if shape.qk_norm == "wide":
+        yield "self_attention.q_layernorm.weight", "*q"
+        yield "self_attention.k_layernorm.weight", "*k"
+    elif shape.qk_norm == "head":
+        yield from _norm("self_attention.q_layernorm", "d", shape)
+        yield from _norm("self_attention.k_layernorm", "d", shape)
+    yield "self_attention.linear_proj.weight", "h *q"
+    yield "mlp.linear_fc1.weight", "*F h"
+    yield "mlp.linear_fc2.weight", "h *f"
+    if shape.add_bias_linear:
+        yield "self_attention.linear_proj.bias", "h"
+        yield "mlp.linear_fc1.bias", "*F"
+        yield "mlp.linear_fc2.bias", "h"
+
+
+def _norm(name: str, letter: str, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    yield f"{name}.weight", letter
+    if shape.normalization == "LayerNorm":
+        yield f"{name}.bias", letter
+
+
+def _rows(shape: ModelShape) -> list[int]:
+    return [shape.dims[letter] for letter in "qkk"]

@@ -1,0 +1,153 @@
+"""Small random models of every family, made and loaded by `transformers`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = 96
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 88,
+    "max_position_embeddings": 64,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_FAR = {"max_position_embeddings": 16384}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 2.5, 3.0, 3.5],
+    "factor": 2.0,
+}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+_BIASES = {"attention_bias": True, "mlp_bias": True}
+
+# name -> class, and what its config has besides the common sizes
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2",
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0},
+    ),
+    "llama": ("Llama", {}),
+    "llama 3, tied": ("Llama", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True, **_FAR}),
+    "llama, biases": ("Llama", {**_BIASES, "head_dim": 16, "rope_parameters": _LINEAR}),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2, windows": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 6.0,
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        {"original_max_position_embeddings": 32, "sliding_window": 7, "rope_parameters": _LONG},
+    ),
+    "olmo2": ("Olmo2", {}),
+}
+
+# Loaded here and not in a test: their modules set environment variables.
+CLASSES: dict[str, tuple[Any, Any]] = {
+    name: (
+        getattr(transformers, f"{name}Config"),
+        getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"),
+    )
+    for name in {kind for kind, _ in CASES.values()}
+}
+AUTO = transformers.AutoModelForCausalLM
+
+
+def make(case: str, **changes: Any) -> Any:
+    """The model of ``case``; norms, biases and matrices are large enough to count."""
+    name, own = CASES[case]
+    common = _COMMON
+    if name == "GPT2":
+        ids = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
+        common = {key: _COMMON[key] for key in ids}
+    config_class, model_class = CLASSES[name]
+    torch.manual_seed(3)
+    model = model_class(config_class(**common | own | changes)).eval()
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            if param.dim() == 1:
+                param.add_(0.1 * torch.randn_like(param))
+            elif "embed" not in key:
+                param.mul_(3)
+    return model
+
+
+def write(folder: Path, case: str, **changes: Any) -> Any:
+    """Save the model of ``case`` as `transformers` does."""
+    model = make(case, **changes)
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    return model
+
+
+def prompts(length: int = 40) -> Tensor:
+    """[2, length] ids."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(0, VOCABULARY, (2, length), generator=generator)
+
+
+@torch.no_grad()
+def logits_of(folder: Path, ids: Tensor) -> tuple[Tensor, str]:
+    """The logits of the model in ``folder``, and what `transformers` had to say about it."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        model = AUTO.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    finally:
+        logger.removeHandler(handler)
+    return model.eval()(ids, use_cache=False).logits, "\n".join(heard)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder."""
+    out: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        out |= load_file(path)
+    return out
+
+
+def assert_same_weights(found: Path, expected: Path) -> None:
+    """Name by name and bit by bit."""
+    mine, theirs = weights(found), weights(expected)
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert mine[name].dtype == tensor.dtype, name
+        assert torch.equal(mine[name], tensor), name

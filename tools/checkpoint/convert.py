@@ -1,0 +1,151 @@
+"""Convert a checkpoint: from and to Hugging Face, between our formats, for another layout.
+
+    python tools/checkpoint/convert.py --from DIR --to DIR --format hf
+    python tools/checkpoint/convert.py --from HF_DIR --to DIR [--tensor-parallel 2]
+
+The reference's command line is taken too: --model-type GPT --loader core|llama_mistral --saver core
+--load-dir DIR --save-dir DIR --target-tensor-parallel-size N ...  No model is built and no GPU is
+used; memory holds a tensor or two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
+
+from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.training.conversion.convert import DTYPES, FORMATS, HF, Wanted, convert
+from megatron.training.preprocess.cli import run_tool
+
+# --loader and --saver of the reference: None where it is served, else why not.
+_IMAGES = "models that see images are not in this version"
+_EXPERTS = "mixtures of experts are not in this version"
+LOADERS: dict[str, str | None] = {
+    **dict.fromkeys(("core", "mcore", "megatron", "legacy", "llama_mistral")),
+    "llava": _IMAGES,
+    "mixtral_hf": _EXPERTS,
+}
+SAVERS: dict[str, str | None] = {
+    **dict.fromkeys(("core", "mcore", "megatron", "legacy")),
+    "llava": _IMAGES,
+    "hf_llava": _IMAGES,
+}
+# Flags of the reference that have nothing to do here, and why.
+WITHOUT_EFFECT = {
+    "max_queue_size": "there is no queue: tensors are converted one at a time",
+    "no_checking": "every tensor is always checked",
+    "megatron_path": "this program needs no other",
+    "loader_transformer_impl": "no model is built",
+    "saver_transformer_impl": "no model is built",
+    "model_size": "config.json says it",
+    "position_embedding_type": "the checkpoint says it",
+    "make_vocab_size_divisible_by": "padding of the vocabulary is not stored",
+}
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--from", "--load-dir", dest="source", type=Path, required=True, help="what to read")
+    add("--to", "--save-dir", dest="target", type=Path, required=True, help="what to write")
+    add("--format", choices=(HF, *FORMATS), default=next(iter(FORMATS)))
+    add("--family", help="Hugging Face model_type to write; default: the one that fits")
+    add("--dtype", choices=tuple(DTYPES), help="of the weights written; default: as they are")
+    add("--bf16", action="store_const", const="bfloat16", dest="dtype", help="--dtype bfloat16")
+    add("--fp16", action="store_const", const="float16", dest="dtype", help="--dtype float16")
+    layout = "written into the arguments of the checkpoint; any layout loads it all the same"
+    add("--tensor-parallel", "--target-tensor-parallel-size", type=int, help=layout)
+    add("--pipeline-parallel", "--target-pipeline-parallel-size", type=int, help=layout)
+    add("--target-expert-parallel-size", type=int, default=1, help="1")
+    add("--true-vocab-size", "--vocab-size", type=int, help="tokens, where the rest is padding")
+    add("--tokenizer-model", help="tokenizer that the checkpoint is to name")
+    add("--vocab-file", help="vocabulary file that the checkpoint is to name")
+    add("--ckpt-step", type=int, help="iteration to convert; default: the newest")
+    add("--no-verify", action="store_true", help="do not compare the logits of both forms")
+    add("--max-shard-size", type=int, help="bytes of a Hugging Face file; default: 5 GB")
+    group = parser.add_argument_group("of the reference")
+    group.add_argument("--model-type", choices=("GPT", "BERT"), default="GPT")
+    group.add_argument("--loader", help=", ".join(LOADERS))
+    group.add_argument("--saver", help=", ".join(SAVERS))
+    group.add_argument("--checkpoint-type", choices=("hf", "meta"), help="hf")
+    group.add_argument("--no-checking", action="store_true", default=None)
+    for name in WITHOUT_EFFECT.keys() - {"no_checking"}:
+        group.add_argument(f"--{name.replace('_', '-')}")
+    return parser
+
+
+def wanted_of(args: argparse.Namespace) -> Wanted:
+    """What ``args`` ask for.  Raises ConfigError for what is not served."""
+    _refuse(args)
+    run_args: dict[str, Any] = {
+        "tensor_model_parallel_size": args.tensor_parallel,
+        "pipeline_model_parallel_size": args.pipeline_parallel,
+        "vocab_file": args.vocab_file,
+    }
+    if args.tokenizer_model is not None:
+        path = Path(args.tokenizer_model)
+        is_pieces = path.suffix == ".model"
+        run_args["tokenizer_type"] = "Llama2Tokenizer" if is_pieces else "HuggingFaceTokenizer"
+        run_args["tokenizer_model"] = str(path.resolve()) if path.exists() else str(path)
+    return Wanted(
+        source=args.source,
+        target=args.target,
+        format=args.format,
+        family=args.family,
+        dtype=None if args.dtype is None else DTYPES[args.dtype],
+        vocab_size=args.true_vocab_size,
+        args={name: value for name, value in run_args.items() if value is not None},
+        step=args.ckpt_step,
+        verify=not args.no_verify,
+        max_shard_bytes=args.max_shard_size,
+    )
+
+
+def _refuse(args: argparse.Namespace) -> None:
+    for flag, name, known in (("loader", args.loader, LOADERS), ("saver", args.saver, SAVERS)):
+        if name is None:
+            continue
+        if name not in known:
+            raise ConfigError(
+                f"--{flag} {name}: plug-ins are not loaded by name; there are {', '.join(known)}"
+            )
+        if known[name] is not None:
+            raise ConfigError(f"--{flag} {name}: {known[name]}")
+    if args.model_type != "GPT":
+        raise ConfigError(f"--model-type {args.model_type}: only GPT is in this version")
+    if args.checkpoint_type == "meta":
+        raise ConfigError(
+            "--checkpoint-type meta: Meta's own files are not read; take the model in the Hugging "
+            "Face form"
+        )
+    if args.target_expert_parallel_size != 1:
+        raise ConfigError(
+            f"--target-expert-parallel-size {args.target_expert_parallel_size}: {_EXPERTS}"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    args = get_parser().parse_args(argv)
+    wanted = wanted_of(args)
+    for name, why in WITHOUT_EFFECT.items():
+        if vars(args)[name] is not None:
+            print(f"note: --{name.replace('_', '-')} is without effect: {why}")
+    try:
+        convert(wanted)
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
+
+
+if __name__ == "__main__":
+    sys.exit(run_tool(main))
