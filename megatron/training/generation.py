@@ -165,7 +165,7 @@ def saved_namespace(asked: Mapping[str, Any]) -> argparse.Namespace:
 def _as_parsed(default: Any, value: Any) -> Any:
     """A saved value as the parser would give it: JSON knows no enums."""
     is_name = isinstance(default, enum.Enum) and isinstance(value, str)
-    return type(default)[value] if is_name else value
+    return type(default).__members__.get(value, default) if is_name else value
 
 
 def _gpt(run: Runtime, **stage: Any) -> nn.Module:

@@ -59,6 +59,7 @@ FORCED = (
     "moe_shared_expert_intermediate_size",
     "moe_ffn_hidden_size",
     "is_hybrid_model",
+    "pad_vocab_in_loss",
     "tokenizer_type",
     "tiktoken_pattern",
 )

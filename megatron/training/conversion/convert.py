@@ -7,6 +7,7 @@ Hugging Face it is the weights and the model's description.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from torch import Tensor
 from megatron.core.config.errors import MegatronError
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format
 from megatron.core.dist_checkpointing.mapping import LazyPiece, ShardedTensor
-from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.serialization import (
     Contents,
@@ -31,6 +32,7 @@ from megatron.core.dist_checkpointing.serialization import (
 )
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.resolve import resolve
+from megatron.training.checkpointing.checkpoint_args import FORCED, FORCED_PREFIXES, IF_UNSET
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.checkpointing.run_tensors import OPTIMIZER_PREFIX
 from megatron.training.checkpointing.save import CHECKPOINT_VERSION, plain
@@ -39,7 +41,7 @@ from megatron.training.conversion import hf, hf_folder
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.verify import compare_logits
-from megatron.training.generation import generation_config, saved_namespace
+from megatron.training.generation import saved_namespace
 from megatron.training.tokenizer import (
     MissingToken,
     TokenizerSpec,
@@ -52,6 +54,9 @@ FORMATS: dict[str, Format] = {SAFETENSORS_DIST.name: SAFETENSORS_DIST}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BESIDE = "huggingface"  # folder beside our checkpoints: config.json, tokenizer, generation config
 _EMBEDDING = "embedding.word_embeddings.weight"
+# What shapes a model beside the flags of --use-checkpoint-args, and what any run needs.
+_MORE = ("bias_gelu_fusion", "bias_swiglu_fusion", "tokenizer_model", "encoder_num_layers")
+_TO_RESOLVE = {"skip_train": True, "micro_batch_size": 1, "transformer_impl": "local"}
 Say = Callable[[str], None]
 
 
@@ -87,6 +92,7 @@ def convert(wanted: Wanted, say: Say = print) -> Path:
     """Write what ``wanted`` describes; the folder that was written.  Raises CheckpointError."""
     is_theirs = (wanted.source / hf_folder.CONFIG).exists()
     source = _from_hf(wanted, say) if is_theirs else read_source(wanted)
+    source = replace(source, args={**source.args, **wanted.args})
     if wanted.dtype is not None:
         tensors = {k: _cast(t, wanted.dtype) for k, t in source.tensors.items()}
         source = replace(source, tensors=tensors, args={**source.args, **_precision(wanted.dtype)})
@@ -100,10 +106,9 @@ def _from_hf(wanted: Wanted, say: Say) -> Source:
     model = hf.import_model(config, hf_folder.read_weights(wanted.source))
     say(f"{wanted.source} is a {model.family.architecture} of {_count(model.tensors)} weights")
     args = vars(build_parser().parse_args([])) | args_of(model.shape) | _precision(_dtype_of(model))
-    args |= {"skip_train": True, "micro_batch_size": 1, "transformer_impl": "local"}
-    args |= _tokenizer_args(wanted, model.shape)
+    args |= _TO_RESOLVE | _tokenizer_args(wanted, model.shape)
     if wanted.verify:
-        run = _run_config(args)
+        run = run_config(args)
         say(compare_logits(wanted.source, run, model.tensors, model.shape.vocab_size))
     return Source(tensors=model.tensors, args=args, common={}, layout={}, beside=wanted.source)
 
@@ -111,7 +116,7 @@ def _from_hf(wanted: Wanted, say: Say) -> Source:
 def read_source(wanted: Wanted) -> Source:
     """A checkpoint of ours; its tensors are read when they are made."""
     content = open_checkpoint(wanted.source, wanted.step)
-    reader = CheckpointReader(content.folder)
+    reader = open_reader(content.folder)
     tensors = {
         key: LazyTensor(key, stored.dtype, stored.shape, partial(reader.read, key))
         for key, stored in reader.tensors.items()
@@ -134,13 +139,8 @@ def read_source(wanted: Wanted) -> Source:
 
 def _to_hf(source: Source, wanted: Wanted, say: Say) -> Path:
     weights = {k: t for k, t in source.tensors.items() if not k.startswith(OPTIMIZER_PREFIX)}
-    run = _run_config(source.args)
+    run = run_config(source.args)
     shape = shape_of(run, _vocab_size(source, wanted))
-    shape = replace(
-        shape,
-        attention_dropout=source.args.get("attention_dropout", 0.0),
-        hidden_dropout=source.args.get("hidden_dropout", 0.0),
-    )
     came_with = _config_beside(source)
     first = str(came_with.get("model_type"))
     family = hf.choose_family(shape, wanted.family, first)
@@ -163,9 +163,8 @@ def _to_hf(source: Source, wanted: Wanted, say: Say) -> Path:
 
 
 def _to_ours(source: Source, wanted: Wanted, say: Say) -> Path:
-    args = dict(source.args) | dict(wanted.args)
     if wanted.args:
-        _check_layout(args)
+        run_config(source.args, **_layout_of(wanted.args))  # says why the model cannot be cut so
     common = {
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": 0,
@@ -173,7 +172,7 @@ def _to_ours(source: Source, wanted: Wanted, say: Say) -> Path:
         "optimizer": None,
         "opt_param_scheduler": None,
         **source.common,
-        "args": {name: plain(value) for name, value in args.items()},
+        "args": {name: plain(value) for name, value in source.args.items()},
     }
     contents = Contents(
         tensors=[_record(tensor) for tensor in source.tensors.values()],
@@ -194,16 +193,6 @@ def _to_ours(source: Source, wanted: Wanted, say: Say) -> Path:
     return saved.folder
 
 
-def _check_layout(args: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the model cannot be cut as asked."""
-    degrees = (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-    )
-    resolve(saved_namespace(args), math.prod(args[name] for name in degrees))
-
-
 def _record(tensor: LazyTensor) -> ShardedTensor:
     piece = LazyPiece((0,) * len(tensor.shape), tensor.shape, tensor.make)
     return ShardedTensor(
@@ -211,8 +200,22 @@ def _record(tensor: LazyTensor) -> ShardedTensor:
     )
 
 
-def _run_config(args: Mapping[str, Any]) -> RunConfig:
-    return generation_config(args, "", step=None, device_kind="auto")
+def run_config(args: Mapping[str, Any], tp: int = 1, pp: int = 1) -> RunConfig:
+    """The model and tokenizer of a command line, whatever else it asked for, on ``tp * pp`` ranks.
+
+    Raises ConfigError where it asks for what is not in this version, or cannot be cut so.
+    """
+    names = {*FORCED, *IF_UNSET, *_MORE, *(n for n in args if n.startswith(FORCED_PREFIXES))}
+    described = {name: args[name] for name in names if args.get(name) is not None}
+    namespace = saved_namespace(described | _TO_RESOLVE)
+    vars(namespace)["tensor_model_parallel_size"] = tp
+    vars(namespace)["pipeline_model_parallel_size"] = pp
+    return resolve(namespace, tp * pp)
+
+
+def _layout_of(args: Mapping[str, Any]) -> dict[str, int]:
+    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
+    return {short: args[name] for short, name in names.items() if name in args}
 
 
 def _config_beside(source: Source) -> dict[str, Any]:
@@ -235,13 +238,14 @@ def _vocab_size(source: Source, wanted: Wanted) -> int:
     if wanted.vocab_size is not None:
         return wanted.vocab_size
     args = source.args
-    multiple, tp = args["make_vocab_size_divisible_by"], args["tensor_model_parallel_size"]
+    if args.get("pad_vocab_in_loss"):
+        return rows
     try:
         tokens = create_tokenizer(TokenizerSpec.of(argparse.Namespace(**args))).vocab_size
-    except (MegatronError, OSError):
+    except (MegatronError, OSError):  # its files may be on another machine
         return rows
-    is_padded = padded_vocab_size(tokens, multiple, tp) == rows and not args["pad_vocab_in_loss"]
-    return tokens if is_padded else rows
+    multiple, tp = args["make_vocab_size_divisible_by"], args["tensor_model_parallel_size"]
+    return tokens if padded_vocab_size(tokens, multiple, tp) == rows else rows
 
 
 def _tokenizer_args(wanted: Wanted, shape: ModelShape) -> dict[str, Any]:
@@ -265,12 +269,13 @@ def _special_ids(run: RunConfig) -> dict[str, Any]:
     ids: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if spec.tokenizer_type in (None, "NullTokenizer"):
         return ids
-    tokenizer = create_tokenizer(spec)
+    try:
+        tokenizer = create_tokenizer(spec)
+    except (MegatronError, OSError):  # its files may be on another machine
+        return ids
     for name in ids:
-        try:
+        with contextlib.suppress(MissingToken):
             ids[name] = getattr(tokenizer, name.removesuffix("_token_id"))
-        except (MissingToken, AttributeError, NotImplementedError):
-            continue
     return ids
 
 

@@ -10,9 +10,15 @@ import pytest
 import torch
 
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.conversion.convert import BESIDE, HF, Wanted, convert, read_source
+from megatron.training.conversion.convert import (
+    BESIDE,
+    HF,
+    Wanted,
+    convert,
+    read_source,
+    run_config,
+)
 from megatron.training.conversion.verify import our_logits
-from megatron.training.generation import generation_config
 from tests import tolerances
 from tests.unit.conversion import models
 
@@ -42,7 +48,7 @@ def test_a_family_in_and_out(case: str, tmp_path: Path) -> None:
     expected, _ = models.logits_of(theirs, ids)
     content = open_checkpoint(ours)
     assert content.folder.name == "release"
-    run = generation_config(content.asked, str(ours), step=None, device_kind="cpu")
+    run = run_config(content.asked)
     stored = read_source(Wanted(source=ours, target=back, format=HF))
     found = our_logits(run, stored.tensors, models.VOCABULARY, ids)
     torch.testing.assert_close(found, expected, **tolerances.LOGITS)
