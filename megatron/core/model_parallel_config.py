@@ -249,23 +249,21 @@ class ModelParallelConfig:
         1,
         "Ranks that the experts of a layer are divided over.",
         group="moe",
-        refused=states.EXPERTS,
     )
     expert_tensor_parallel_size: int | None = option(
         None,
         "Ranks that share each expert's matrices; the tensor-parallel size if not given.",
         group="moe",
-        ignored=states.only_with("--num-experts"),
     )
     overlap_moe_expert_parallel_comm: bool = option(
         False,
         "Overlap the travel of tokens with another micro-batch's compute.",
         group="moe",
-        ignored=states.only_with("--num-experts"),
+        refused="it is not in this version; drop the flag: the result is the same",
     )
     delay_wgrad_compute: bool = option(
         False,
         "Compute weight gradients apart from input gradients, to overlap more.",
         group="moe",
-        ignored=states.only_with("--num-experts"),
+        ignored=states.only_with("--overlap-moe-expert-parallel-comm"),
     )

@@ -106,12 +106,12 @@ class ParamInfo:
                 yield tuple(moved), view.narrow(dim, low - begin, high - low)
 
 
-def set_info(param: nn.Parameter, info: ParamInfo) -> None:
+def set_info(param: Tensor, info: ParamInfo) -> None:
     """Attach ``info`` to ``param``, replacing what was there."""
     setattr(param, _ATTRIBUTE, info)
 
 
-def info_of(param: nn.Parameter) -> ParamInfo:
+def info_of(param: Tensor) -> ParamInfo:
     """The record of ``param``; a plain one for a parameter that nobody described."""
     info = param.__dict__.get(_ATTRIBUTE)
     return info if info is not None else ParamInfo(global_shape=tuple(param.shape))
@@ -124,12 +124,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def name_parameters(model: nn.Module, rename: dict[str, str] | None = None) -> None:
-    """Write each parameter's layout-free name into its record.
+    """Write the layout-free name of each parameter and buffer into its record.
 
     ``rename`` maps a local prefix to a global one (``decoder.layers.0.`` -> ``decoder.layers.4.``
     on a later pipeline stage).
     """
-    for local_name, param in model.named_parameters():
+    for local_name, param in (*model.named_parameters(), *model.named_buffers()):
         name = local_name
         for local, global_ in (rename or {}).items():
             if name.startswith(local):

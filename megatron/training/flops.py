@@ -22,6 +22,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     LayerShape,
     layer_shapes,
 )
+from megatron.core.transformer.layer_layout import has_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 
@@ -117,11 +118,22 @@ def _layer_widths(
     mlp_matrices = 3 if model.gated_linear_unit else 2
     alike = LayerShape(FULL, FULL, model.ffn_hidden_size)
     shapes = layer_shapes(model) or [alike] * model.num_layers
-    for shape, keys in zip(shapes, keys_per_query, strict=True):
+    for layer_index, (shape, keys) in enumerate(zip(shapes, keys_per_query, strict=True)):
         attention = {FULL: 2 * heads_width + 2 * groups_width, LINEAR: model.hidden_size}
         mlp = {FULL: mlp_matrices * (shape.ffn_hidden_size or 0), LINEAR: model.hidden_size}
+        if has_experts(model, layer_index):
+            mlp[FULL] = _expert_columns(model)
         columns = attention.get(shape.attention, 0) + mlp.get(shape.mlp, 0)
         yield columns, heads_width, keys if shape.attention == FULL else 0.0
+
+
+def _expert_columns(model: TransformerConfig) -> int:
+    """Columns of the matrices that a token meets: router, chosen experts, shared ones."""
+    assert model.num_moe_experts is not None, "called for a layer with experts"
+    width = model.moe_router_topk * (model.moe_ffn_hidden_size or 0)
+    width += model.moe_shared_expert_intermediate_size or 0
+    gate = 1 if model.moe_shared_expert_gate else 0
+    return (3 if model.gated_linear_unit else 2) * width + model.num_moe_experts + gate
 
 
 def _seq_length(config: RunConfig) -> int:

@@ -9,6 +9,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
     get_imported_layer_spec,
@@ -67,6 +68,8 @@ def gpt_layer_spec(config: RunConfig) -> Any:
         return get_imported_layer_spec(tuple(spec), config.model)
     if layer_shapes(config.model) is not None:
         return get_gpt_heterogeneous_layer_spec(config.model)
+    if config.model.num_moe_experts is not None:
+        return get_gpt_decoder_block_spec(config.model)
     if spec or config.model.transformer_impl == "local":
         return get_gpt_layer_local_spec(config=config.model)
     return get_gpt_layer_with_transformer_engine_spec(config=config.model)

@@ -1,12 +1,13 @@
 """One optimizer step.
 
 Order of collectives: what forward and backward need (tensor parallel), the gradient reduction of
-the data-parallel wrapper, the norm inside the optimizer, then the reported losses over dp_cp.
+the data-parallel wrapper, the norm inside the optimizer, then the losses of layers of experts over
+all ranks and the reported losses over dp_cp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,8 @@ from megatron.core.faults import fault_point
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
+from megatron.core.transformer.moe.expert_bias import update_expert_biases
+from megatron.training.expert_losses import expert_losses
 from megatron.training.runtime import Runtime
 from megatron.training.state import StepResult
 
@@ -52,7 +55,8 @@ def train_step(run: Runtime) -> StepResult:
     if config.training.empty_unused_memory_level >= 2:
         device.empty_cache()
 
-    reduced = reduce_losses(losses, run.groups.dp_cp) if run.has_loss else {}
+    added = expert_losses(run, num_microbatches)
+    reduced = reduce_losses(losses, run.groups.dp_cp) | added if run.has_loss else {}
     lr, decoupled_lr = run.scheduler.current_learning_rates()
     return StepResult(
         losses=reduced,
@@ -117,7 +121,7 @@ def forward_backward(
     """Run the schedule; returns the reported dictionary of each micro-batch (last stage)."""
     hooks = StepHooks(
         grad_scale_func=partial(_scaled_loss, run) if run.optimizer is not None else None,
-        finalize_model_grads_func=finalize_model_grads,
+        finalize_model_grads_func=partial(_finalize, run),
         loss_check_func=require_finite_loss if run.config.ddp.check_for_nan_in_grad else None,
         timers=None if forward_only else run.timers,  # evaluation is no part of training time
         barrier_with_level_1_timers=run.config.optimizer.barrier_with_L1_time,
@@ -136,6 +140,12 @@ def forward_backward(
         groups=run.groups,
         hooks=hooks,
     )
+
+
+def _finalize(run: Runtime, chunks: Sequence[Any], num_tokens: Tensor | None) -> None:
+    """What follows the last backward pass.  Collective over all ranks."""
+    finalize_model_grads(chunks, num_tokens, run.groups)
+    update_expert_biases(chunks, run.groups, run.config.model.moe_router_bias_update_rate)
 
 
 def reduce_losses(

@@ -13,7 +13,6 @@ def only_with(flag: str) -> str:
 
 
 # ---- refused: not in this version ----------------------------------------------------------
-EXPERTS = "mixture of experts is not in this version; drop the flag to train a dense model"
 LATENT_ATTENTION = (
     "latent attention is not in this version; --group-query-attention also shrinks the keys and "
     "values"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 
@@ -70,6 +71,16 @@ class LossRule:
             loss = loss / total.clamp(min=1)
         # Gradients are averaged over dp and cp: the factor keeps the sum over cp.
         return loss * (cp_size / self.num_microbatches)
+
+    def aux_weight(self, grad_scale_func: Callable[[Tensor], Tensor] | None) -> float | Tensor:
+        """What the gradient of a loss is multiplied with that layers add in each micro-batch.
+
+        It counts once a micro-batch; with a loss per token, once for each of its tokens.
+        """
+        weight = 1.0 if self.per_token else self.cp_group.size() / self.num_microbatches
+        if grad_scale_func is None:
+            return weight
+        return grad_scale_func(torch.tensor(weight, device=device.current()))
 
 
 def forward_step(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron.core import device, parallel_state
+from megatron.core.aux_loss import aux_losses_of
 from megatron.core.config.errors import ConfigError
 from megatron.core.pipeline_parallel.executor import Executor, StepTask
 from megatron.core.pipeline_parallel.instructions import instructions
@@ -82,6 +83,9 @@ def forward_backward(
     executor = Executor(chunks, data, placement, rank, task, mailbox)
     if hooks.first_microbatch_func is not None and not (forward_only and first_val_step is False):
         hooks.first_microbatch_func()
+    if not forward_only:
+        for aux_losses in aux_losses_of(chunks):
+            aux_losses.weight = task.rule.aux_weight(hooks.grad_scale_func)
     losses = executor.run(plan[rank])
     if hooks.finalize_model_grads_func is not None and not forward_only:
         num_tokens = losses.num_tokens

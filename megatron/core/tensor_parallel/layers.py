@@ -10,6 +10,9 @@ Collectives, in order: a column layer all-gathers its input before the matmul un
 gathers the input again while the input gradient is computed, then reduces that gradient
 (all-reduce, or reduce-scatter under SP) while the weight gradient is computed.  A row layer
 reduces its output (all-reduce, or reduce-scatter under SP).
+
+A layer of an expert (``is_expert``) does not communicate: the dispatcher of tokens brings it all
+tokens, and adds up results and input gradients of the ranks.
 """
 
 from __future__ import annotations
@@ -180,8 +183,9 @@ class ColumnParallelLinear(nn.Module):
         self.tp_group = tp_group
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.sequence_parallel = config.sequence_parallel and tp_group.size() > 1
-        reduces = tp_group.size() > 1 and (self.sequence_parallel or not disable_grad_reduce)
+        talks = tp_group.size() > 1 and not is_expert
+        self.sequence_parallel = config.sequence_parallel and talks
+        reduces = talks and (self.sequence_parallel or not disable_grad_reduce)
         self._grad_group = tp_group if reduces else None
         info = ParamInfo(
             global_shape=(unpadded_output_size or output_size, input_size),
@@ -262,7 +266,8 @@ class RowParallelLinear(nn.Module):
         self.tp_group = tp_group
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        self.sequence_parallel = config.sequence_parallel and tp_group.size() > 1
+        self.is_expert = is_expert
+        self.sequence_parallel = config.sequence_parallel and tp_group.size() > 1 and not is_expert
         info = ParamInfo(
             global_shape=(output_size, input_size),
             shard_dim=1,
@@ -293,7 +298,7 @@ class RowParallelLinear(nn.Module):
         y = _linear(x, self.weight, None)
         if self.sequence_parallel:
             y = reduce_scatter_to_sequence_parallel_region(y, self.tp_group)
-        else:
+        elif not self.is_expert:
             y = reduce_from_tensor_model_parallel_region(y, self.tp_group)
         if self.skip_bias_add or self.bias is None:
             return y, self.bias

@@ -199,3 +199,12 @@ def _string_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]
         )
     if "m" in whole:
         yield f"{LAYOUT} {text}: multi-token prediction (m) is not in this version"
+
+
+def has_experts(config: TransformerConfig, layer_index: int) -> bool:
+    """Whether a layer, counted from 0 over the whole model, has experts."""
+    if config.num_moe_experts is None:
+        return False
+    if isinstance(config.moe_layer_freq, int):
+        return layer_index % config.moe_layer_freq == 0
+    return bool(config.moe_layer_freq[layer_index])

@@ -62,7 +62,8 @@ class MLP(MegatronModule):
             ffn_hidden_size,
             config.hidden_size,
             init_method=config.output_layer_init_method,
-            skip_bias_add=tp_group.size() > 1,  # alone, the bias rides in the matmul
+            # Alone, the bias rides in the matmul, unless the result is still to be weighed.
+            skip_bias_add=tp_group.size() > 1 or is_expert,
             **common,
         )
         # The fused GELU of the reference is its tanh form; its checkpoints were trained with it.

@@ -86,6 +86,11 @@ class TransformerConfig(
             fill(self, "kv_channels", self.hidden_size // self.num_attention_heads)
         if self.num_query_groups is None:
             fill(self, "num_query_groups", self.num_attention_heads)
+        if self.num_moe_experts is not None and self.moe_ffn_hidden_size is None:
+            fill(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
+        for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):  # one, or several
+            value = getattr(self, name)
+            fill(self, name, tuple(value) if isinstance(value, list | tuple) else (value,))
         if self.expert_tensor_parallel_size is None:
             fill(self, "expert_tensor_parallel_size", self.tensor_model_parallel_size)
         if self.apply_query_key_layer_scaling:

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -86,7 +87,8 @@ class TransformerLayer(MegatronModule):
             "layernorm" in config.modules_to_recompute
             and not config.apply_residual_connection_post_layernorm
         )
-        self.recomputes_mlp = "mlp" in config.modules_to_recompute
+        whole_mlp = "moe" if isinstance(self.mlp, MoELayer) else "mlp"
+        self.recomputes_mlp = whole_mlp in config.modules_to_recompute
 
     def forward(
         self,

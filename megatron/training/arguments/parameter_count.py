@@ -8,6 +8,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     LayerShape,
     layer_shapes,
 )
+from megatron.core.transformer.layer_layout import has_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 
@@ -29,7 +30,11 @@ def layer_parameters(m: TransformerConfig) -> int:
     """Parameters of all layers on one tensor-parallel rank."""
     alike = LayerShape(FULL, FULL, m.ffn_hidden_size)
     shapes = layer_shapes(m) or [alike] * m.num_layers
-    return sum(_attention_parameters(m, s.attention) + _mlp_parameters(m, s) for s in shapes)
+    return sum(
+        _attention_parameters(m, s.attention)
+        + (_expert_parameters(m) if has_experts(m, i) else _mlp_parameters(m, s))
+        for i, s in enumerate(shapes)
+    )
 
 
 def _attention_parameters(m: TransformerConfig, kind: str) -> int:
@@ -51,10 +56,28 @@ def _attention_parameters(m: TransformerConfig, kind: str) -> int:
 def _mlp_parameters(m: TransformerConfig, shape: LayerShape) -> int:
     if shape.mlp != FULL:
         return _replaced(m, shape.mlp)
-    tp, hidden, width = m.tensor_model_parallel_size, m.hidden_size, shape.ffn_hidden_size or 0
+    width = shape.ffn_hidden_size or 0
+    return _mlp_matrices(m, width, m.tensor_model_parallel_size) + _norms_of_part(m)
+
+
+def _mlp_matrices(m: TransformerConfig, width: int, tp: int) -> int:
     inner = width // tp * (2 if m.gated_linear_unit else 1)
-    biases = hidden + inner if m.add_bias_linear else 0
-    return hidden * (inner + width // tp) + biases + _norms_of_part(m)
+    biases = m.hidden_size + inner if m.add_bias_linear else 0
+    return m.hidden_size * (inner + width // tp) + biases
+
+
+def _expert_parameters(m: TransformerConfig) -> int:
+    """Router, the experts of a rank, shared ones."""
+    assert m.num_moe_experts is not None, "called for a layer with experts"
+    one = _mlp_matrices(m, m.moe_ffn_hidden_size or 0, m.expert_tensor_parallel_size or 1)
+    total = (
+        m.hidden_size * m.num_moe_experts + m.num_moe_experts // m.expert_model_parallel_size * one
+    )
+    if m.moe_shared_expert_intermediate_size:
+        width = m.moe_shared_expert_intermediate_size
+        total += _mlp_matrices(m, width, m.tensor_model_parallel_size)
+        total += m.hidden_size if m.moe_shared_expert_gate else 0
+    return total + _norms_of_part(m)
 
 
 def _replaced(m: TransformerConfig, kind: str) -> int:

@@ -106,5 +106,5 @@ def _without_wrappers(name: str) -> str:
 
 
 def _persistent_buffers(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    kept = chunk.state_dict(keep_vars=True)
-    return ((name, buffer) for name, buffer in chunk.named_buffers() if name in kept)
+    kept = {_without_wrappers(name) for name in chunk.state_dict(keep_vars=True)}
+    return ((n, buffer) for n, buffer in chunk.named_buffers() if _without_wrappers(n) in kept)

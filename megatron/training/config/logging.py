@@ -38,7 +38,6 @@ class LoggingConfig:
         False,
         "Log the auxiliary losses of each layer.",
         group="moe",
-        ignored=states.only_with("--num-experts"),
     )
     log_params_norm: bool = option(
         False,

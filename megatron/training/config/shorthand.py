@@ -121,13 +121,12 @@ class ShorthandFlags:
         False,
         "Old spelling of --recompute-modules moe.",
         group="moe",
-        ignored=states.only_with("--num-experts"),
     )
     moe_extended_tp: bool = option(
         False,
         "Old spelling of --expert-tensor-parallel-size.",
         group="moe",
-        ignored=states.only_with("--num-experts"),
+        ignored=states.OLD_SPELLING,
     )
     yaml_cfg: str | None = option(
         None,

@@ -112,13 +112,13 @@ class TrainingConfig:
         False,
         "Turn a dense checkpoint into one with experts.",
         group="moe",
-        refused=states.EXPERTS,
+        refused="making experts of a dense checkpoint is not in this version; drop the flag",
     )
     moe_upcycling_granularity: int = option(
         1,
         "Parts that each MLP is cut into when a dense model becomes experts.",
         group="moe",
-        ignored=states.only_with("--num-experts"),
+        ignored=states.only_with("--moe-use-upcycling"),
     )
     enable_experimental: bool = option(
         False,

@@ -88,6 +88,12 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "hierarchical_context_parallel_sizes": "1 1",
         "pipeline_schedule": "1f1b",
         "pipeline_split": "auto",
+        "moe_layer_freq": "2",
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_router_score_function": "sigmoid",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_drop_policy": "position",
     }
     switches = {
         "rotary_interleaved": "--rotary-interleaved",
@@ -123,6 +129,13 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "align_grad_reduce": "--no-align-grad-reduce",
         "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
         "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
+        "moe_apply_probs_on_input": "--moe-apply-probs-on-input",
+        "moe_layer_recompute": "--moe-layer-recompute",
+        "moe_per_layer_logging": "--moe-per-layer-logging",
+        "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
+        "moe_router_force_load_balancing": "--moe-router-force-load-balancing",
+        "moe_router_pre_softmax": "--moe-router-pre-softmax",
+        "moe_shared_expert_gate": "--moe-shared-expert-gate",
     }
     numbers = {"adam_beta1": "0.5", "adam_beta2": "0.5", "rotary_percent": "0.5"}
     flag = "--" + dest.replace("_vp_stage", "_virtual_pipeline_stage").replace("_", "-")

@@ -16,7 +16,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.layer_layout import has_experts
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.norms import HeadsWideRMSNorm, Norm
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -48,7 +51,7 @@ def get_gpt_layer_local_spec(
     is read from ``config``.  Kind of norm and precision always come from the config of the model.
     """
     del moe_grouped_gemm, fp8, moe_use_legacy_grouped_gemm, normalization
-    _refuse_what_is_not_here(num_experts, multi_latent_attention, use_kitchen)
+    _refuse_what_is_not_here(multi_latent_attention, use_kitchen)
     del qk_l2_norm  # the attention reads it in its config
     qk_layernorm = qk_layernorm or (config is not None and config.qk_layernorm)
     is_wide = config is not None and config.qk_layernorm_full_width
@@ -63,18 +66,14 @@ def get_gpt_layer_local_spec(
             self_attn_bda=get_bias_dropout_add,
             post_self_attn_layernorm=after,
             pre_mlp_layernorm=before,
-            mlp=_mlp(),
+            mlp=_mlp() if num_experts is None else _experts(),
             mlp_bda=get_bias_dropout_add,
             post_mlp_layernorm=after,
         ),
     )
 
 
-def _refuse_what_is_not_here(
-    num_experts: int | None, multi_latent_attention: bool, use_kitchen: bool
-) -> None:
-    if num_experts is not None:
-        raise ConfigError(f"a GPT layer with num_experts {num_experts}: {states.EXPERTS}")
+def _refuse_what_is_not_here(multi_latent_attention: bool, use_kitchen: bool) -> None:
     if multi_latent_attention:
         raise ConfigError(f"a GPT layer with latent attention: {states.LATENT_ATTENTION}")
     if use_kitchen:
@@ -100,6 +99,14 @@ def _mlp() -> ModuleSpec:
     return ModuleSpec(
         module=MLP,
         submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+    )
+
+
+def _experts() -> ModuleSpec:
+    matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=matrices)
+    return ModuleSpec(
+        module=MoELayer, submodules=MoESubmodules(experts=matrices, shared_experts=shared)
     )
 
 
@@ -150,8 +157,10 @@ def get_gpt_decoder_block_spec(
     del normalization, qk_l2_norm, vp_stage  # the config and the stage say it
     if use_transformer_engine:
         _warn_without_transformer_engine()
-    layer = get_gpt_layer_local_spec(config.num_moe_experts, config=config)
-    return TransformerBlockSubmodules([layer] * config.num_layers, Norm)
+    dense = get_gpt_layer_local_spec(config=config)
+    sparse = get_gpt_layer_local_spec(config.num_moe_experts, config=config)
+    layers = [sparse if has_experts(config, i) else dense for i in range(config.num_layers)]
+    return TransformerBlockSubmodules(layers, Norm)
 
 
 def get_gpt_mtp_block_spec(

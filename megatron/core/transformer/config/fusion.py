@@ -33,7 +33,7 @@ class FusionConfig:
         False,
         "Fuse the router's weight with squared ReLU.",
         group="training",
-        ignored=states.only_with("--num-experts"),
+        ignored=states.NO_KERNEL,
     )
     bias_dropout_fusion: bool = option(
         True,

@@ -1,0 +1,61 @@
+"""Losses that a layer adds to the model's own: their gradients, and their values for the log.
+
+Each module that has such losses keeps an `AuxLosses` as ``aux_losses``; what drives the step sets
+their weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class AuxLosses:
+    """Of one layer on one rank.  ``values``: sums over the micro-batches of a step, by name."""
+
+    def __init__(self, layer_index: int) -> None:
+        self.layer_index = layer_index  # from 0 over the whole model
+        # In the gradient of a step: 1 / micro-batches, times what scales the loss of the model.
+        self.weight: float | Tensor = 1.0
+        self.values: dict[str, Tensor] = {}
+
+    def attach(self, x: Tensor, name: str, loss: Tensor, coefficient: float) -> Tensor:
+        """``x``, through whose backward pass ``coefficient * loss`` gets its gradient.
+
+        Logs ``loss``, once where the pass is recomputed.
+        """
+        if not torch.is_grad_enabled():
+            return x
+        seen = self.values.get(name)
+        self.values[name] = loss.detach() if seen is None else seen + loss.detach()
+        return _Attach.apply(x, loss * coefficient, self)
+
+    def take(self) -> dict[str, Tensor]:
+        """The values so far, which start again from nothing."""
+        values, self.values = self.values, {}
+        return values
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, losses: AuxLosses) -> Tensor:
+        ctx.losses = losses
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (loss,) = ctx.saved_tensors
+        return grad, torch.ones_like(loss) * ctx.losses.weight, None
+
+
+def aux_losses_of(models: Iterable[nn.Module]) -> Iterator[AuxLosses]:
+    """Those of the layers of ``models``, in order."""
+    for model in models:
+        for module in model.modules():
+            losses = module.__dict__.get("aux_losses")
+            if losses is not None:
+                yield losses

@@ -1,0 +1,72 @@
+"""The experts of a rank: each an MLP on the rows of its tokens.
+
+``m`` rows of width ``h``, those of an expert behind each other.  Under expert tensor parallelism
+the inner width is divided over expt_tp and a result is this rank's term of a sum, which the
+dispatcher adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class Expert(MLP):
+    """An MLP that weighs its tokens."""
+
+    def forward(self, rows: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
+        """[m, h] and [m] -> [m, h]"""
+        inner, _ = self.linear_fc1(rows)
+        recomputes = self.training and "moe_act" in self.config.modules_to_recompute
+        memory = CheckpointWithoutOutput() if recomputes else None
+        weigh = self._activated if memory is None else partial(memory.checkpoint, self._activated)
+        result, bias = self.linear_fc2(weigh(inner, weights))
+        if memory is not None:
+            memory.discard_output_and_register_recompute(result)
+        return result if bias is None else result + bias * weights.unsqueeze(-1).to(bias.dtype)
+
+    def _activated(self, inner: Tensor, weights: Tensor) -> Tensor:
+        """Weighed before the second matrix, which is linear."""
+        return self.activate(inner) * weights.unsqueeze(-1).to(inner.dtype)
+
+
+class Experts(MegatronModule):
+    """Experts by their numbers in the whole layer, so that names do not depend on the layout."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLPSubmodules,
+        local_experts: Sequence[int],
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config)
+        self.local_experts = nn.ModuleDict(
+            {
+                str(number): Expert(
+                    config,
+                    submodules,
+                    tp_group=pg_collection.expt_tp,
+                    is_expert=True,
+                    ffn_hidden_size=config.moe_ffn_hidden_size,
+                )
+                for number in local_experts
+            }
+        )
+
+    def forward(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
+        """[m, h], [m] and rows per expert -> [m, h].  An expert without tokens computes on none."""
+        parts = zip(
+            self.local_experts.values(), rows.split(counts), weights.split(counts), strict=True
+        )
+        return torch.cat([expert(mine, weight) for expert, mine, weight in parts])

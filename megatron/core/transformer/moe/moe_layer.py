@@ -1,0 +1,75 @@
+"""The MLP of a layer of experts: route, dispatch, experts, combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import Experts
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MoESubmodules:
+    """Slots of the layer: the matrices of an expert, and the experts that all tokens visit."""
+
+    experts: MLPSubmodules
+    shared_experts: Any = None
+
+
+class MoELayer(MegatronModule):
+    """Each token visits a few of many experts."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        layer_number: int,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config)
+        assert config.num_moe_experts is not None, "a layer of experts needs --num-experts"
+        self.router = TopKRouter(config, layer_number, pg_collection=pg_collection)
+        kind = DISPATCHERS[config.moe_token_dispatcher_type]
+        self.dispatcher = kind(config.num_moe_experts, pg_collection)
+        self.experts = Experts(
+            config,
+            submodules.experts,
+            self.dispatcher.local_experts,
+            pg_collection=pg_collection,
+        )
+        self.recomputes_shared = "shared_experts" in config.modules_to_recompute
+        self.shared_experts: SharedExpertMLP | None = None
+        if config.moe_shared_expert_intermediate_size:
+            self.shared_experts = build_module(
+                submodules.shared_experts, config=config, offered={"tp_group": pg_collection.tp}
+            )
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """[s, b, h] -> [s, b, h], and no bias that is still to be added."""
+        routing = self.router(hidden)
+        arrived = self.dispatcher.dispatch(hidden.flatten(0, 1), routing)
+        rows, weights = arrived.rows, arrived.weights
+        if self.config.moe_apply_probs_on_input:
+            rows = rows * weights.unsqueeze(-1).to(rows.dtype)
+            weights = torch.ones_like(weights)
+        results = self.experts(rows, weights, arrived.counts)
+        y = arrived.back(results).view_as(hidden)
+        if self.shared_experts is not None:
+            if self.recomputes_shared and self.training:
+                y = y + checkpoint(self.shared_experts, False, hidden)
+            else:
+                y = y + self.shared_experts(hidden)
+        return y, None

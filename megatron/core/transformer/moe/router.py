@@ -1,0 +1,235 @@
+"""The router of a layer of experts: logits, choice, losses that balance the load.
+
+Tokens of a micro-batch are spread over the ranks of tp_cp (sequence and context parallelism); what
+counts tokens counts those of all of them, so that the choice and the losses are those of one rank.
+
+Collectives of a forward pass, over tp_cp, each where it is asked for: an all-gather of weights
+(capacity) or logits (Sinkhorn); an all-reduce of counts for each balance loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.aux_loss import AuxLosses
+from megatron.core.config.errors import NonFiniteError
+from megatron.core.param_info import ParamInfo
+from megatron.core.param_init import new_parameter
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequence_share import held_tokens
+from megatron.core.tensor_parallel.mappings import all_gather_first_dim
+from megatron.core.tensor_parallel.random import fork_for_tokens
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import routing as arithmetic
+from megatron.core.transformer.moe.routing import Choice, Routing
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class TopKRouter(MegatronModule):
+    """Chooses ``--moe-router-topk`` experts for each token."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config)
+        assert config.num_moe_experts is not None, "a router needs --num-experts"
+        self.layer_number, self.groups = layer_number, pg_collection
+        self.num_experts = config.num_moe_experts
+        self.is_sequence_cut = config.sequence_parallel and pg_collection.tp.size() > 1
+        self.choice = Choice(
+            k=config.moe_router_topk,
+            score_function=config.moe_router_score_function,
+            pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+        )
+        info = ParamInfo(
+            global_shape=(self.num_experts, config.hidden_size),
+            init=config.init_method.kind,
+            init_std=config.init_method.std,
+            sequence_parallel=self.is_sequence_cut,
+        )
+        self.weight = new_parameter(info.global_shape, config.params_dtype, info)
+        self.dtype = _DTYPES.get(config.moe_router_dtype or "")
+        self.aux_losses = AuxLosses(layer_number - 1)
+        self.expert_bias: Tensor | None
+        self.tokens_per_expert: Tensor | None  # of the step so far, on this rank
+        zeros: Tensor | None = None
+        if config.moe_router_enable_expert_bias:
+            zeros = torch.zeros(self.num_experts, dtype=torch.float32, device=device.current())
+        self.register_buffer("expert_bias", zeros)
+        self.register_buffer(
+            "tokens_per_expert", None if zeros is None else zeros.clone(), persistent=False
+        )
+
+    def forward(self, hidden: Tensor) -> Routing:
+        """[s, b, h] of this rank -> the routing of its s*b tokens."""
+        logits = self.logits(self._jittered(hidden)).flatten(0, 1)
+        logits = self._with_z_loss(logits)
+        if self.config.moe_router_load_balancing_type == ("sinkhorn",):
+            routing = self._sinkhorn(logits, hidden)
+        elif self.config.moe_router_force_load_balancing:
+            routing = self._dealt_out(logits, hidden)
+        else:
+            routing = arithmetic.route(logits, self.choice, self.expert_bias)
+        if self.training:
+            routing = self._with_balance_losses(routing, logits, hidden)
+        if self.config.moe_expert_capacity_factor is not None:
+            routing = self._within_capacity(routing, hidden)
+        if self.tokens_per_expert is not None and self.training and torch.is_grad_enabled():
+            self.tokens_per_expert += routing.counts()
+        return routing
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[.., h] -> [.., E].  Raises NonFiniteError for what is not a number."""
+        dtype = self.dtype or hidden.dtype
+        logits = F.linear(hidden.to(dtype), self.weight.to(dtype))
+        is_nan = logits.isnan().any()
+        message = f"the router of layer {self.layer_number} computes NaN for a token"
+        if device.is_cuda(logits.device):
+            torch._assert_async(~is_nan, message)
+        elif not logits.is_meta and is_nan:
+            raise NonFiniteError(f"{message}: its input or its weight is not finite")
+        return logits
+
+    def _jittered(self, hidden: Tensor) -> Tensor:
+        eps = self.config.moe_input_jitter_eps
+        if not eps or not self.training:
+            return hidden
+        with fork_for_tokens(True, is_sequence_cut=self.is_sequence_cut):
+            return hidden * torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
+
+    # -- what tokens of other ranks have a part in -----------------------------------------
+
+    @property
+    def _num_sharers(self) -> int:
+        """Ranks that the tokens of a micro-batch are spread over."""
+        tp = self.groups.tp.size() if self.is_sequence_cut else 1
+        return tp * self.groups.cp.size()
+
+    def _places(self, hidden: Tensor) -> Tensor:
+        """Of each token of every sharer in the order of one rank: [sharers, s*b]."""
+        s, b = hidden.shape[:2]
+        cp, device_ = self.groups.cp.size(), hidden.device
+        tp = self._num_sharers // cp
+        rows = [held_tokens((s * tp * cp,), i, cp, device_).view(tp, s) for i in range(cp)]
+        columns = torch.arange(b, device=device_)
+        return (torch.cat(rows).unsqueeze(-1) * b + columns).flatten(1)
+
+    def _of_all_tokens(
+        self, x: Tensor, hidden: Tensor, decide: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """``decide`` [N, ..] -> [N, ..] on the rows of all sharers; this rank's of the result."""
+        if self._num_sharers == 1:
+            return decide(x)
+        places = self._places(hidden)
+        group = self.groups.tp_cp if self.is_sequence_cut else self.groups.cp
+        everything = torch.empty((places.numel(), *x.shape[1:]), dtype=x.dtype, device=x.device)
+        everything[places.flatten()] = all_gather_first_dim(x.detach(), group)
+        return decide(everything)[places[group.rank()]]
+
+    def _sum_over_sharers(self, counts: Tensor) -> Tensor:
+        if self._num_sharers > 1:
+            group = self.groups.tp_cp if self.is_sequence_cut else self.groups.cp
+            dist.all_reduce(counts, group=group)
+        return counts
+
+    def _within_capacity(self, routing: Routing, hidden: Tensor) -> Routing:
+        config, k = self.config, self.choice.k
+        assert config.moe_expert_capacity_factor is not None
+        num_tokens = len(routing.experts) * self._num_sharers
+        capacity = arithmetic.capacity_of(
+            num_tokens, self.num_experts, k, config.moe_expert_capacity_factor
+        )
+        policy = config.moe_token_drop_policy
+        kept = self._of_all_tokens(
+            arithmetic.dense_visits(routing),
+            hidden,
+            lambda visits: arithmetic.fits(visits, capacity, policy),
+        )
+        return arithmetic.drop(routing, kept)
+
+    def _sinkhorn(self, logits: Tensor, hidden: Tensor) -> Routing:
+        """Choice by an assignment that is even over all tokens; weights by plain scores."""
+        k = self.choice.k
+        experts = self._of_all_tokens(
+            logits, hidden, lambda every: arithmetic.best(arithmetic.sinkhorn(every), k)
+        )
+        scores = torch.sigmoid(logits) if k == 1 else arithmetic.scores_of(logits, Choice(k=k))
+        return Routing(experts, scores.gather(1, experts), self.num_experts)
+
+    def _dealt_out(self, logits: Tensor, hidden: Tensor) -> Routing:
+        """Experts in turn, whatever the scores: equal load, to measure speed."""
+        group_rank = (self.groups.tp_cp if self.is_sequence_cut else self.groups.cp).rank()
+        first = self._places(hidden)[group_rank] * self.choice.k + self.layer_number
+        visits = torch.arange(self.choice.k, device=first.device)
+        experts = (first.unsqueeze(1) + visits) % self.num_experts
+        weights = arithmetic.weights_of(logits, experts, self.choice)
+        return Routing(experts, weights, self.num_experts)
+
+    # -- losses ----------------------------------------------------------------------------
+
+    def _loss_weight(self, num_tokens: int) -> float:
+        """A loss per token is summed over tokens here, and divided by all of them later."""
+        return float(num_tokens) if self.config.calculate_per_token_loss else 1.0
+
+    def _with_z_loss(self, logits: Tensor) -> Tensor:
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not self.training:
+            return logits
+        num_tokens = len(logits) * self._num_sharers
+        loss = arithmetic.z_loss(logits, num_tokens=num_tokens)
+        factor = coefficient * self._loss_weight(num_tokens)
+        return self.aux_losses.attach(logits, "z_loss", loss, factor)
+
+    def _with_balance_losses(self, routing: Routing, logits: Tensor, hidden: Tensor) -> Routing:
+        config, k = self.config, self.choice.k
+        weights = routing.weights
+        num_tokens = len(logits) * self._num_sharers
+        for kind, coefficient in balance_terms(config):
+            scores = arithmetic.balance_scores(logits, self.choice)
+            plain = arithmetic.best(scores.detach(), k)
+            if kind == "aux_loss":
+                counts = torch.bincount(plain.flatten(), minlength=self.num_experts)
+                counts = self._sum_over_sharers(counts)
+                loss = arithmetic.balance_loss(scores, counts, k=k, num_tokens=num_tokens)
+            else:
+                s, b = hidden.shape[:2]
+                per_sequence = torch.arange(b, device=plain.device).repeat(s).unsqueeze(1)
+                flat = (per_sequence * self.num_experts + plain).flatten()
+                counts = torch.bincount(flat, minlength=b * self.num_experts)
+                counts = self._sum_over_sharers(counts).view(b, self.num_experts)
+                loss = arithmetic.sequence_balance_loss(
+                    scores.view(s, b, -1), counts, k=k, seq_length=num_tokens // b
+                )
+            factor = coefficient * self._loss_weight(num_tokens)
+            weights = self.aux_losses.attach(weights, loss_name(kind), loss, factor)
+        return Routing(routing.experts, weights, self.num_experts)
+
+
+def loss_name(kind: str) -> str:
+    """What the log calls a kind of balance loss."""
+    return {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}[kind]
+
+
+def balance_terms(config: TransformerConfig) -> list[tuple[str, float]]:
+    """Kinds of balance loss with coefficients that count."""
+    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    return [
+        (kind, coefficient)
+        for kind, coefficient in zip(kinds, coefficients, strict=True)
+        if kind in ("aux_loss", "seq_aux_loss") and coefficient
+    ]

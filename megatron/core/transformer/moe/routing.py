@@ -1,0 +1,189 @@
+"""Which experts a token visits and with what weight.  Pure arithmetic, no communication.
+
+``n`` tokens, ``E`` experts, ``k`` experts a token.  Ties go to the expert with the lower number,
+and among tokens to the one that comes first, so that every layout decides alike.
+
+Sources: arXiv 2101.03961 (balance loss), 2202.08906 (z-loss), 2405.04434 (groups of experts),
+2412.19437 (sigmoid scores, balancing bias, loss per sequence), 2202.01169 (Sinkhorn).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """``experts`` [n, k] are expert numbers, E where a visit is dropped; ``weights`` [n, k]."""
+
+    experts: Tensor
+    weights: Tensor
+    num_experts: int
+
+    def counts(self) -> Tensor:
+        """Tokens of each expert: [E]."""
+        return torch.bincount(self.experts.flatten(), minlength=self.num_experts + 1)[:-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How experts are chosen from router logits."""
+
+    k: int
+    score_function: str = "softmax"  # or sigmoid
+    pre_softmax: bool = False  # scores over all experts, not over the chosen
+    num_groups: int | None = None  # experts come in groups,
+    group_topk: int | None = None  # of which each token uses so many
+    scaling_factor: float | None = None
+
+
+def route(logits: Tensor, choice: Choice, bias: Tensor | None = None) -> Routing:
+    """Choose by score plus ``bias`` [E]; weigh by score.  ``logits``: [n, E]."""
+    is_sigmoid = choice.score_function == "sigmoid"
+    scores = scores_of(logits, choice) if is_sigmoid or choice.pre_softmax else logits
+    ranked = scores.detach() if bias is None else scores.detach() + bias
+    if choice.num_groups:
+        ranked = _within_best_groups(ranked, choice)
+    experts = best(ranked, choice.k)
+    return Routing(experts, weights_of(logits, experts, choice), logits.shape[-1])
+
+
+def weights_of(logits: Tensor, experts: Tensor, choice: Choice) -> Tensor:
+    """Weights of given experts: [n, k]."""
+    if choice.score_function == "sigmoid":
+        weights = scores_of(logits, choice).gather(-1, experts)
+        if choice.k > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    elif choice.pre_softmax:
+        weights = scores_of(logits, choice).gather(-1, experts)
+    else:
+        weights = _softmax(logits.gather(-1, experts))
+    return weights if choice.scaling_factor is None else weights * choice.scaling_factor
+
+
+def scores_of(logits: Tensor, choice: Choice) -> Tensor:
+    """Score of every expert: [n, E]."""
+    if choice.score_function == "sigmoid":
+        return torch.sigmoid(_at_least_fp32(logits)).to(logits.dtype)
+    return _softmax(logits)
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """The ``k`` experts with the highest scores: [n, k]."""
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _within_best_groups(scores: Tensor, choice: Choice) -> Tensor:
+    """-inf outside the groups whose best experts have the highest sum of scores."""
+    assert choice.num_groups, "called only with groups"
+    assert choice.group_topk, "checked at start"
+    groups = scores.unflatten(-1, (choice.num_groups, -1))
+    of_group = groups.topk(choice.k // choice.group_topk, dim=-1).values.sum(-1)
+    is_out = torch.ones_like(of_group, dtype=torch.bool)
+    is_out.scatter_(-1, best(of_group, choice.group_topk), False)
+    return groups.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+# -- balance ---------------------------------------------------------------------------------
+
+
+def balance_scores(logits: Tensor, choice: Choice) -> Tensor:
+    """Scores that sum to 1 over the experts: [n, E]."""
+    scores = scores_of(_at_least_fp32(logits), choice)
+    if choice.score_function == "softmax":
+        return scores
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def balance_loss(scores: Tensor, counts: Tensor, *, k: int, num_tokens: int) -> Tensor:
+    """E times the sum over experts of (share of visits) times (mean score).
+
+    ``scores`` [n, E] of the tokens at hand, ``counts`` [E] of all ``num_tokens``: over the ranks
+    that hold them the results add up to the loss.  1 where visits are even.
+    """
+    share = counts.to(scores.dtype) / (k * num_tokens)
+    return scores.shape[-1] * (scores.sum(0) * share).sum() / num_tokens
+
+
+def sequence_balance_loss(scores: Tensor, counts: Tensor, *, k: int, seq_length: int) -> Tensor:
+    """Mean over sequences of each one's balance loss.
+
+    ``scores`` [s, b, E] of the tokens at hand, ``counts`` [b, E] of whole sequences.
+    """
+    share = counts.to(scores.dtype) / (k * seq_length)
+    per_sequence = (scores.sum(0) * share).sum(-1) * (scores.shape[-1] / seq_length)
+    return per_sequence.mean()
+
+
+def z_loss(logits: Tensor, *, num_tokens: int) -> Tensor:
+    """Mean square of the logarithm of the softmax's denominator, over ``num_tokens``."""
+    return torch.logsumexp(_at_least_fp32(logits), dim=-1).square().sum() / num_tokens
+
+
+@torch.no_grad()
+def sinkhorn(logits: Tensor, tolerance: float = 1e-4) -> Tensor:
+    """Positive matrix of even row and column sums: [n, E]."""
+    cost = torch.exp(_at_least_fp32(logits))
+    of_row = torch.ones(cost.shape[0], dtype=cost.dtype, device=cost.device)
+    of_column = torch.ones(cost.shape[1], dtype=cost.dtype, device=cost.device)
+    while True:
+        before = of_column
+        of_row = 1 / (of_row.numel() * ((of_column * cost).sum(1) + 1e-8))
+        of_column = 1 / (of_column.numel() * ((of_row.unsqueeze(1) * cost).sum(0) + 1e-8))
+        if not (before - of_column).abs().mean() > tolerance:
+            return of_column * cost * of_row.unsqueeze(1)
+
+
+# -- capacity --------------------------------------------------------------------------------
+
+
+def capacity_of(num_tokens: int, num_experts: int, k: int, factor: float) -> int:
+    """Tokens that an expert takes."""
+    return -int(-num_tokens * k * factor // num_experts)
+
+
+def fits(visits: Tensor, capacity: int, policy: str) -> Tensor:
+    """Which visits are kept: [n, E] bool, at most ``capacity`` an expert.
+
+    ``visits`` [n, E]: the weight of each visit, -inf where there is none; tokens in an order that
+    is the same in every layout.  Policy "probs" keeps the largest weights, "position" the first.
+    """
+    is_visit = visits > float("-inf")
+    if policy == "position":
+        return is_visit & (is_visit.cumsum(0) <= capacity)
+    kept = torch.zeros_like(is_visit)
+    order = torch.sort(visits, dim=0, descending=True, stable=True).indices[:capacity]
+    kept.scatter_(0, order, True)
+    return kept & is_visit
+
+
+def dense_visits(routing: Routing) -> Tensor:
+    """The weight of each visit, -inf where there is none: [n, E]."""
+    table = torch.full(
+        (len(routing.experts), routing.num_experts),
+        float("-inf"),
+        dtype=routing.weights.dtype,
+        device=routing.weights.device,
+    )
+    return table.scatter_(1, routing.experts, routing.weights.detach())
+
+
+def drop(routing: Routing, kept: Tensor) -> Routing:
+    """``routing`` without the visits that ``kept`` [n, E] rules out."""
+    is_kept = kept.gather(1, routing.experts)
+    return replace(
+        routing,
+        experts=routing.experts.masked_fill(~is_kept, routing.num_experts),
+        weights=routing.weights.masked_fill(~is_kept, 0.0),
+    )
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return torch.softmax(_at_least_fp32(logits), dim=-1).to(logits.dtype)
+
+
+def _at_least_fp32(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()

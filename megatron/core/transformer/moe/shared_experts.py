@@ -1,0 +1,44 @@
+"""Experts that every token visits: one MLP, divided as that of a dense layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.param_info import ParamInfo
+from megatron.core.param_init import new_parameter
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class SharedExpertMLP(MLP):
+    """With --moe-shared-expert-gate each token has a weight of its own for it."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: MLPSubmodules, *, tp_group: ProcessGroup
+    ) -> None:
+        super().__init__(
+            config,
+            submodules,
+            tp_group=tp_group,
+            ffn_hidden_size=config.moe_shared_expert_intermediate_size,
+        )
+        self.gate_weight: torch.nn.Parameter | None = None
+        if config.moe_shared_expert_gate:
+            info = ParamInfo(
+                global_shape=(1, config.hidden_size),
+                init=config.init_method.kind,
+                init_std=config.init_method.std,
+                sequence_parallel=config.sequence_parallel and tp_group.size() > 1,
+            )
+            self.gate_weight = new_parameter(info.global_shape, config.params_dtype, info)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """[s, b, h] -> [s, b, h]"""
+        y, bias = super().forward(hidden_states)
+        y = y if bias is None else y + bias
+        if self.gate_weight is None:
+            return y
+        return y * torch.sigmoid(F.linear(hidden_states, self.gate_weight))

@@ -1,0 +1,159 @@
+"""Rules about layers of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.run import RunConfig
+
+
+def experts_are_dealt_out(run: RunConfig) -> Iterator[str]:
+    """Every rank of an expert-parallel group holds as many experts."""
+    m = run.model
+    ep, etp = m.expert_model_parallel_size, m.expert_tensor_parallel_size or 1
+    if m.num_moe_experts is None:
+        if ep > 1:
+            yield (
+                f"--expert-model-parallel-size {ep} needs --num-experts: a dense model has no "
+                "experts to deal out"
+            )
+        return
+    if ep >= 1 and m.num_moe_experts % ep:
+        yield (
+            f"--num-experts {m.num_moe_experts} is not a multiple of "
+            f"--expert-model-parallel-size {ep}: change one of them"
+        )
+    width = m.moe_ffn_hidden_size or 0
+    if etp >= 1 and width % etp:
+        yield (
+            f"--moe-ffn-hidden-size {width} is not a multiple of "
+            f"--expert-tensor-parallel-size {etp}: change one of them"
+        )
+    if etp > 1 and m.add_bias_linear:
+        yield (
+            f"--expert-tensor-parallel-size {etp} with biases: add --disable-bias-linear, or set "
+            "it to 1"
+        )
+
+
+def experts_need_a_cut_sequence(run: RunConfig) -> Iterator[str]:
+    """Else tensor-parallel ranks would route the same tokens several times."""
+    m = run.model
+    tp = m.tensor_model_parallel_size
+    if m.num_moe_experts is not None and tp > 1 and not m.sequence_parallel:
+        yield (
+            f"--num-experts with --tensor-model-parallel-size {tp} needs --sequence-parallel: "
+            "add it"
+        )
+
+
+def layers_with_experts_are_named(run: RunConfig) -> Iterator[str]:
+    """A list has an entry for each layer; a spec says by itself what its layers are."""
+    m, freq = run.model, run.model.moe_layer_freq
+    if isinstance(freq, int):
+        if freq < 1:
+            yield f"--moe-layer-freq {freq}: at least 1 is needed"
+    elif m.num_moe_experts is not None and (len(freq) != m.num_layers or set(freq) - {0, 1}):
+        yield (
+            f"--moe-layer-freq {list(freq)} has {len(freq)} entries for --num-layers "
+            f"{m.num_layers}: give a 0 or 1 for each layer"
+        )
+    if m.num_moe_experts is not None and run.language_model.spec:
+        yield "--num-experts with --spec: the spec says which layers have experts, drop one of them"
+
+
+def choice_can_be_made(run: RunConfig) -> Iterator[str]:
+    """A token finds as many experts as it is to visit, and its weights have a gradient."""
+    m = run.model
+    if m.num_moe_experts is None:
+        return
+    k, num_experts = m.moe_router_topk, m.num_moe_experts
+    if not 1 <= k <= num_experts:
+        yield f"--moe-router-topk {k} is not between 1 and --num-experts {num_experts}"
+    is_softmax = m.moe_router_score_function == "softmax"
+    even = m.moe_router_load_balancing_type == ("sinkhorn",)
+    if k == 1 and is_softmax and not m.moe_router_pre_softmax and not even:
+        yield (
+            "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over one expert is "
+            "always 1, and nothing would teach the router"
+        )
+    if m.moe_router_enable_expert_bias and is_softmax:
+        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: add it"
+    if m.moe_apply_probs_on_input and k != 1:
+        yield f"--moe-apply-probs-on-input needs --moe-router-topk 1, not {k}"
+    shared = m.moe_shared_expert_intermediate_size
+    if shared is not None and shared < 1:
+        yield f"--moe-shared-expert-intermediate-size {shared}: at least 1 is needed"
+    yield from _groups_can_hold_the_choice(run)
+
+
+def _groups_can_hold_the_choice(run: RunConfig) -> Iterator[str]:
+    m = run.model
+    assert m.num_moe_experts is not None, "called with experts"
+    groups, chosen, k = m.moe_router_num_groups, m.moe_router_group_topk, m.moe_router_topk
+    if groups is None and chosen is None:
+        return
+    if not groups or not chosen or groups < 1 or chosen < 1:
+        yield (
+            f"--moe-router-num-groups {groups} and --moe-router-group-topk {chosen} go together: "
+            "give both"
+        )
+    elif m.num_moe_experts % groups:
+        yield (
+            f"--num-experts {m.num_moe_experts} is not a multiple of --moe-router-num-groups "
+            f"{groups}: change one of them"
+        )
+    elif chosen > groups or k % chosen or k > chosen * (m.num_moe_experts // groups):
+        yield (
+            f"--moe-router-topk {k} experts cannot be taken evenly from --moe-router-group-topk "
+            f"{chosen} of {groups} groups of {m.num_moe_experts // groups} experts"
+        )
+
+
+def balancing_fits_together(run: RunConfig) -> Iterator[str]:
+    """Each kind of balance loss has a coefficient; Sinkhorn's choice needs no loss."""
+    m = run.model
+    kinds, coefficients = m.moe_router_load_balancing_type, m.moe_aux_loss_coeff
+    if m.num_moe_experts is None:
+        return
+    if len(kinds) != len(coefficients):
+        yield (
+            f"--moe-router-load-balancing-type names {len(kinds)} and --moe-aux-loss-coeff "
+            f"{len(coefficients)}: give a coefficient for each"
+        )
+    alone = {"sinkhorn", "none"} & set(kinds)
+    if alone and len(kinds) > 1:
+        yield f"--moe-router-load-balancing-type {' '.join(kinds)}: {min(alone)} stands alone"
+    for flag, is_on in (
+        ("--moe-expert-capacity-factor", m.moe_expert_capacity_factor is not None),
+        ("--moe-router-force-load-balancing", m.moe_router_force_load_balancing),
+    ):
+        if is_on and "sinkhorn" in kinds:
+            yield f"{flag} and --moe-router-load-balancing-type sinkhorn exclude each other"
+
+
+def dispatcher_suits_the_load(run: RunConfig) -> Iterator[str]:
+    """What a dispatcher cannot do."""
+    m = run.model
+    if m.num_moe_experts is None:
+        return
+    if m.moe_enable_deepep and m.moe_token_dispatcher_type != "flex":
+        yield "--moe-enable-deepep needs --moe-token-dispatcher-type flex"
+    if m.moe_pad_expert_input_to_capacity:
+        if m.moe_expert_capacity_factor is None:
+            yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
+        if m.moe_token_dispatcher_type == "flex":
+            yield (
+                "--moe-pad-expert-input-to-capacity and --moe-token-dispatcher-type flex exclude "
+                "each other: that dispatcher drops nothing, use alltoall"
+            )
+
+
+CHECKS = (
+    experts_are_dealt_out,
+    experts_need_a_cut_sequence,
+    layers_with_experts_are_named,
+    choice_can_be_made,
+    balancing_fits_together,
+    dispatcher_suits_the_load,
+)

@@ -1,0 +1,42 @@
+"""The losses that layers of experts add, for the log."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.aux_loss import aux_losses_of
+from megatron.core.transformer.layer_layout import has_experts
+from megatron.core.transformer.moe.router import balance_terms, loss_name
+from megatron.training.runtime import Runtime
+
+
+def expert_losses(run: Runtime, num_microbatches: int) -> dict[str, Tensor]:
+    """Mean over micro-batches, replicas and layers of each loss; empty for a dense model.
+
+    With --moe-per-layer-logging that of each layer too, as ``moe/NAME_layer_I``.  Collective over
+    all ranks.
+    """
+    model = run.config.model
+    if model.num_moe_experts is None:
+        return {}
+    names = [loss_name(kind) for kind, _ in balance_terms(model)]
+    names += ["z_loss"] if model.moe_z_loss_coeff is not None else []
+    if not names:
+        return {}
+    table = torch.zeros(len(names), model.num_layers, device=device.current())
+    for losses in aux_losses_of(run.model_chunks):
+        for name, value in losses.take().items():
+            table[names.index(name), losses.layer_index] += value
+    if run.groups.world.size() > 1:
+        # Ranks that share a micro-batch hold terms of a sum, replicas a value each.
+        dist.all_reduce(table, group=run.groups.world)
+    table /= num_microbatches * run.groups.dp.size()
+    layers = [i for i in range(model.num_layers) if has_experts(model, i)]
+    result = {name: row[layers].mean() for name, row in zip(names, table, strict=True)}
+    if run.config.logging.moe_per_layer_logging:
+        for name, row in zip(names, table, strict=True):
+            result |= {f"moe/{name}_layer_{i}": row[i] for i in layers}
+    return result

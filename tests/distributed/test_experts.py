@@ -1,0 +1,242 @@
+"""A layer of experts on any ranks against a plain one: values, every gradient, every loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.param_info import info_of, name_parameters
+from megatron.core.param_init import initialize_parameters
+from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.sequence_share import held_tokens
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import build_module
+from tests.ranks import run_ranks
+from tests.unit.one_process import one_process_groups, tiny_config
+from tests.unit.transformer import moe_reference as plain
+
+SEQUENCE, BATCH, HIDDEN, EXPERTS = 8, 2, 8, 4
+COEFFICIENTS = {"moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss")}
+COEFFICIENTS |= {"moe_aux_loss_coeff": (0.3, 0.2), "moe_z_loss_coeff": 0.1}
+
+
+@dataclass(frozen=True)
+class Layout:
+    world: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+
+    @property
+    def dp(self) -> int:
+        return self.world // (self.tp * self.cp)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a config says of experts, and what the tokens are like."""
+
+    changes: dict[str, Any] = field(default_factory=dict)
+    tokens: str = "random"
+
+
+LAYOUTS = {
+    "tp2-ep2-etp2": Layout(4, tp=2, ep=2, etp=2),
+    "cp2-ep2": Layout(4, cp=2, ep=2),
+    "tp2-cp2-ep4-etp2": Layout(8, tp=2, cp=2, ep=4, etp=2),
+    "tp1-ep2-etp2": Layout(4, tp=1, ep=2, etp=2),
+    "tp2-etp1": Layout(2, tp=2, etp=1),
+}
+SITUATIONS = {
+    "plain": Situation(),
+    "top-1": Situation({"moe_router_topk": 1, "moe_router_pre_softmax": True}),
+    "top-3": Situation({"moe_router_topk": 3, "moe_router_topk_scaling_factor": 2.5}),
+    "sigmoid-groups": Situation(
+        {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_num_groups": 2,
+            "moe_router_group_topk": 1,
+            "moe_router_enable_expert_bias": True,
+        }
+    ),
+    "capacity-probs": Situation({"moe_expert_capacity_factor": 0.6}),
+    "capacity-position": Situation(
+        {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"}
+    ),
+    "capacity-0": Situation({"moe_expert_capacity_factor": 0.0}),
+    "all-to-one": Situation({"moe_router_topk": 1, "moe_router_pre_softmax": True}, "one"),
+    "ties": Situation({}, "zero"),
+    "probs-on-input": Situation(
+        {
+            "moe_router_topk": 1,
+            "moe_router_pre_softmax": True,
+            "moe_apply_probs_on_input": True,
+        }
+    ),
+    "per-token": Situation({"calculate_per_token_loss": True}),
+}
+
+
+def config_of(situation: Situation, **more: Any) -> Any:
+    return tiny_config(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        ffn_hidden_size=12,
+        num_moe_experts=EXPERTS,
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        init_method_std=0.5,
+        params_dtype=torch.float64,
+        **{**COEFFICIENTS, **situation.changes, **more},
+    )
+
+
+def tokens_of(rule: str, replica: int) -> tuple[Tensor, Tensor]:
+    """Hidden states [S, B, h] of a micro-batch, and what the result is multiplied with."""
+    generator = torch.Generator().manual_seed(100 + replica)
+    x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator, dtype=torch.float64)
+    if rule == "zero":  # all experts have the same score
+        x = torch.zeros_like(x)
+    elif rule == "one":  # every token is like the first
+        x = x[:1, :1].expand_as(x).contiguous()
+    return x, torch.randn(x.shape, generator=generator, dtype=torch.float64)
+
+
+def build(config: Any, groups: Any) -> MoELayer:
+    spec = get_gpt_layer_local_spec(config.num_moe_experts, config=config).submodules.mlp
+    layer = build_module(spec, config=config, offered={"pg_collection": groups, "layer_number": 1})
+    name_parameters(layer)
+    initialize_parameters(layer, 1234)
+    if layer.router.expert_bias is not None:
+        layer.router.expert_bias.copy_(torch.linspace(-0.1, 0.1, EXPERTS))
+    return layer
+
+
+def whole(pieces: Any, shape: tuple[int, ...]) -> Tensor:
+    out = torch.zeros(shape, dtype=torch.float64)
+    for offset, part in pieces:
+        out[tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))] += part
+    return out
+
+
+def on_ranks(rank: int, size: int, layout: Layout, situations: list[str], dispatcher: str) -> Any:
+    dense, expert = make_grids(size, tp=layout.tp, cp=layout.cp, ep=layout.ep, expt_tp=layout.etp)
+    groups = create_process_groups(dense, expert)
+    return {name: one(layout, SITUATIONS[name], dispatcher, groups) for name in situations}
+
+
+def one(layout: Layout, situation: Situation, dispatcher: str, groups: Any) -> Any:
+    config = config_of(
+        situation,
+        moe_token_dispatcher_type=dispatcher,
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.tp > 1,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp or layout.tp,
+    )
+    layer = build(config, groups)
+    x, r = tokens_of(situation.tokens, groups.dp.rank())
+    mine = held_tokens((SEQUENCE,), groups.cp.rank(), layout.cp)
+    mine = mine.chunk(layout.tp)[groups.tp.rank()]
+    x = x[mine].clone().requires_grad_()
+    y, _ = layer(x)
+    (y * r[mine]).sum().backward()
+    grads = {}
+    for name, param in layer.named_parameters():
+        info = info_of(param)
+        assert param.grad is not None, name
+        if info.is_expert:
+            dist.all_reduce(param.grad, group=groups.expt_dp)
+        else:
+            dist.all_reduce(param.grad, group=groups.tp_dp_cp)
+        grads[name] = list(info.pieces(param.grad))
+    owners = groups.expt_dp.rank() == 0
+    values = {k: v.clone() for k, v in layer.router.aux_losses.take().items()}
+    return {
+        "replica": groups.dp.rank(),
+        "mine": mine,
+        "y": y.detach(),
+        "dx": x.grad,
+        "grads": {n: g for n, g in grads.items() if owners or n.startswith("router")},
+        "shapes": {n: info_of(p).global_shape for n, p in layer.named_parameters()},
+        "aux": values,
+    }
+
+
+def expected(situation: Situation, replicas: int) -> Any:
+    config = config_of(situation)
+    layer = build(config, one_process_groups())
+    weights = {n: p.detach().clone().requires_grad_() for n, p in layer.named_parameters()}
+    bias = layer.router.expert_bias
+    results = []
+    for replica in range(replicas):
+        hidden, r = tokens_of(situation.tokens, replica)
+        x = hidden.clone().requires_grad_()
+        flat = x.flatten(0, 1)
+        logits = F.linear(flat, weights["router.weight"])
+        table = plain.weights_table(logits, config, bias)
+        if config.moe_expert_capacity_factor is not None:
+            table = table * plain.kept(table.detach(), config)
+        y = plain.experts(flat, table, weights, config).view_as(x)
+        aux = plain.aux_losses(logits, config, BATCH)
+        factor = SEQUENCE * BATCH if config.calculate_per_token_loss else 1
+        extra = sum(
+            c * aux[n]
+            for n, c in zip(
+                ("load_balancing_loss", "seq_load_balancing_loss", "z_loss"),
+                (0.3, 0.2, 0.1),
+                strict=True,
+            )
+        )
+        ((y * r).sum() + factor * extra).backward()
+        results.append((y.detach(), x.grad, {k: v.detach() for k, v in aux.items()}))
+    return results, {n: w.grad for n, w in weights.items()}
+
+
+CASES = [
+    ("tp2-ep2-etp2", "allgather"),
+    ("tp2-ep2-etp2", "alltoall"),
+    ("tp2-ep2-etp2", "flex"),
+    ("tp2-etp1", "alltoall"),
+    ("cp2-ep2", "flex"),
+    ("tp1-ep2-etp2", "allgather"),
+    ("tp2-cp2-ep4-etp2", "alltoall"),
+]
+
+
+@pytest.mark.feature("Mixture of experts: every layout and dispatcher computes what one rank does")
+@pytest.mark.parametrize(("name", "dispatcher"), CASES)
+def test_experts_on_many_ranks_compute_what_a_plain_layer_computes(name, dispatcher):
+    layout = LAYOUTS[name]
+    found = run_ranks(on_ranks, layout.world, layout, list(SITUATIONS), dispatcher)
+    for case, situation in SITUATIONS.items():
+        results, grads = expected(situation, layout.dp)
+        ranks = [rank[case] for rank in found]
+        for rank in ranks:
+            y, dx, _ = results[rank["replica"]]
+            torch.testing.assert_close(rank["y"], y[rank["mine"]], rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(rank["dx"], dx[rank["mine"]], rtol=1e-11, atol=1e-12)
+        for replica, (_, _, aux) in enumerate(results):
+            for key, value in aux.items():
+                total = sum(r["aux"][key] for r in ranks if r["replica"] == replica)
+                torch.testing.assert_close(total, value, msg=f"{case} {key}")
+        for key, value in grads.items():
+            if key.startswith("router"):
+                for rank in ranks:
+                    got = whole(rank["grads"][key], value.shape)
+                    torch.testing.assert_close(got, value, rtol=1e-10, atol=1e-11)
+            else:
+                parts = [p for r in ranks for p in r["grads"].get(key, ())]
+                got = whole(parts, value.shape)
+                torch.testing.assert_close(got, value, rtol=1e-10, atol=1e-11)

@@ -1,0 +1,54 @@
+"""The real command line with layers of experts: the losses of one process, and resuming to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import tolerances
+from tests.functional.runs import TINY, losses, run_gpt
+from tests.functional.test_pretrain_gpt import steps
+
+EXPERTS = (
+    "--num-layers 4 --eval-interval 3 --log-params-norm --num-experts 4 --disable-bias-linear "
+    "--swiglu --moe-layer-freq [0]+[1]*3 --moe-token-dispatcher-type alltoall --moe-z-loss-coeff "
+    "1e-3 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-2 "
+    "--moe-shared-expert-intermediate-size 16 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-dtype fp32"
+)
+BASE = [*TINY, *EXPERTS.split()]
+LAYOUT = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+    "--use-distributed-optimizer --recompute-granularity selective --recompute-modules moe"
+)
+KEYS = ("lm loss", "load_balancing_loss", "seq_load_balancing_loss", "z_loss", "grad-norm")
+KEYS += ("params-norm", "lm loss validation")
+
+
+@pytest.mark.feature("Layouts: GPT with experts trains to the same losses in any layout")
+def test_divided_experts_print_the_losses_of_one_process(tmp_path: Path) -> None:
+    alone = run_gpt(tmp_path / "alone", base=BASE)
+    found = run_gpt(tmp_path / "found", *LAYOUT.split(), base=BASE, world_size=4)
+    for key in KEYS:
+        assert losses(alone, key)
+        torch.testing.assert_close(
+            torch.tensor(losses(found, key)),
+            torch.tensor(losses(alone, key)),
+            **tolerances.LAYOUT_LOSS,
+        )
+
+
+def test_a_checkpoint_goes_on_with_its_experts_elsewhere(tmp_path: Path) -> None:
+    """Weights, moments and the balancing bias: saved on two ranks, gone on with on one."""
+    straight = steps(run_gpt(tmp_path / "straight", base=BASE))
+    saved = ["--save", str(tmp_path / "ck"), "--save-interval", "3", "--exit-interval", "3"]
+    layout = ["--expert-model-parallel-size", "2"]
+    run_gpt(tmp_path / "first", *saved, *layout, base=BASE, world_size=2)
+    load = ["--load", str(tmp_path / "ck")]
+    rest = steps(run_gpt(tmp_path / "rest", *load, base=BASE))
+    assert len(rest) == 3
+    for found, expected in zip(rest, straight[3:], strict=True):
+        torch.testing.assert_close(found, expected, **tolerances.LAYOUT_LOSS)

@@ -1,0 +1,96 @@
+"""A layer of experts, plainly: every expert computes every token, and what was not chosen counts 0.
+
+One process, all tokens of a micro-batch, loops instead of tables; no code of the layer is used.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def top(values: list[float], k: int, allowed: set[int] | None = None) -> list[int]:
+    """The k highest, the first of equals first."""
+    places = [i for i in range(len(values)) if allowed is None or i in allowed]
+    return sorted(places, key=lambda i: (-values[i], i))[:k]
+
+
+def weights_table(logits: Tensor, c: TransformerConfig, bias: Tensor | None = None) -> Tensor:
+    """[N, E]: the weight of each visit, 0 elsewhere."""
+    k, is_sigmoid = c.moe_router_topk, c.moe_router_score_function == "sigmoid"
+    rows = []
+    for x in logits:
+        scores = torch.sigmoid(x) if is_sigmoid else torch.softmax(x, -1)
+        by = (scores if bias is None else scores + bias).tolist()
+        allowed = None
+        if c.moe_router_num_groups:
+            size = len(by) // c.moe_router_num_groups
+            groups = [by[i : i + size] for i in range(0, len(by), size)]
+            per_group = k // c.moe_router_group_topk
+            sums = [sum(sorted(g)[-per_group:]) for g in groups]
+            allowed = {
+                g * size + i for g in top(sums, c.moe_router_group_topk) for i in range(size)
+            }
+        chosen = top(by, k, allowed)
+        if is_sigmoid:
+            w = scores[chosen]
+            w = w / w.sum() if k > 1 else w
+        else:
+            w = scores[chosen] if c.moe_router_pre_softmax else torch.softmax(x[chosen], -1)
+        row = torch.zeros_like(x)
+        row[chosen] = w * (c.moe_router_topk_scaling_factor or 1.0)
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def kept(table: Tensor, c: TransformerConfig) -> Tensor:
+    """Which visits fit into each expert's capacity; tokens in the order of ``table``."""
+    assert c.moe_expert_capacity_factor is not None
+    n, e = table.shape
+    capacity = math.ceil(n * c.moe_router_topk / e * c.moe_expert_capacity_factor)
+    result = torch.zeros_like(table)
+    for j in range(e):
+        visits = [i for i in range(n) if table[i, j] > 0]
+        if c.moe_token_drop_policy == "probs":
+            visits.sort(key=lambda i: (-float(table[i, j]), i))
+        result[visits[:capacity], j] = 1
+    return result
+
+
+def aux_losses(logits: Tensor, c: TransformerConfig, b: int) -> dict[str, Tensor]:
+    """Losses of tokens [N, E], each of which belongs to sequence i % b."""
+    scores = torch.sigmoid(logits) if c.moe_router_score_function == "sigmoid" else None
+    scores = torch.softmax(logits, -1) if scores is None else scores / scores.sum(-1, keepdim=True)
+    k, e = c.moe_router_topk, logits.shape[1]
+    chosen = torch.zeros_like(scores)
+    for i, x in enumerate(scores.tolist()):
+        chosen[i, top(x, k)] = 1
+
+    def balance(s: Tensor, m: Tensor) -> Tensor:
+        return e / k * (s.mean(0) * m.mean(0)).sum()
+
+    per_sequence = [balance(scores[i::b], chosen[i::b]) for i in range(b)]
+    return {
+        "load_balancing_loss": balance(scores, chosen),
+        "seq_load_balancing_loss": torch.stack(per_sequence).mean(),
+        "z_loss": torch.logsumexp(logits, -1).square().mean(),
+    }
+
+
+def experts(x: Tensor, table: Tensor, weights: dict[str, Tensor], c: TransformerConfig) -> Tensor:
+    """[N, h] -> [N, h]"""
+    y = torch.zeros_like(x)
+    for j in range(table.shape[1]):
+        name = f"experts.local_experts.{j}"
+        w = table[:, j : j + 1]
+        seen = x * w if c.moe_apply_probs_on_input else x
+        inner = F.linear(seen, weights[f"{name}.linear_fc1.weight"])
+        gate, up = inner.chunk(2, -1)
+        out = F.linear(F.silu(gate) * up, weights[f"{name}.linear_fc2.weight"])
+        y = y + (out * (w > 0) if c.moe_apply_probs_on_input else out * w)
+    return y
