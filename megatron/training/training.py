@@ -14,7 +14,7 @@ from megatron.training import data, setup
 from megatron.training import evaluate as evaluation
 from megatron.training.arguments.legacy import flat_values
 from megatron.training.callbacks.default import default_callbacks
-from megatron.training.checkpoint_io import load, save_unless_saved
+from megatron.training.checkpoint_io import convert, load, save_unless_saved
 from megatron.training.failure_watch import failure_watch
 from megatron.training.initialize import configure, fail, fail_before_start, shut_down, start
 from megatron.training.loop import train
@@ -75,8 +75,12 @@ def pretrain(
                 run.forward_step_func = forward_step_func
                 run.process_non_loss_data_func = process_non_loss_data_func
                 run.non_loss_data_func = non_loss_data_func
-                _prepare(run, model_provider, train_valid_test_dataset_provider)
-                _train_and_evaluate(run)
+                _build(run, model_provider)
+                if config.checkpoint.ckpt_convert_format is not None:
+                    convert(run)
+                else:
+                    _prepare_data(run, train_valid_test_dataset_provider)
+                    _train_and_evaluate(run)
         finally:
             run.callbacks.close()
             shut_down()
@@ -96,7 +100,7 @@ def pretrain(
         raise SystemExit(1) from None
 
 
-def _prepare(run: Runtime, model_provider: setup.ModelProvider, provider: data.Provider) -> None:
+def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
     run.train_iters = number_of_train_iters(run.config, run.batches)
     print_layout(run)
     print_arguments(flat_values(run.config))
@@ -112,6 +116,9 @@ def _prepare(run: Runtime, model_provider: setup.ModelProvider, provider: data.P
     recount_train_iters(run)
     run.timers("model-and-optimizer-setup").stop()
     print_datetime("after model, optimizer, and learning rate scheduler are built")
+
+
+def _prepare_data(run: Runtime, provider: data.Provider) -> None:
     run.timers("train/valid/test-data-iterators-setup", log_level=0).start(barrier=True)
     data.build_data(run, provider)
     run.timers("train/valid/test-data-iterators-setup").stop()

@@ -34,7 +34,7 @@ NON_PERSISTENT = (
     "--save-retain-interval to keep few of them"
 )
 OTHER_FORMAT = "only --ckpt-format safetensors_dist is in this version"
-CONVERT = "converting between checkpoint formats is not in this version; drop the flag"
+ZARR = "zarr is a format of the past, which Megatron-LM does not write either: use torch_dist"
 ENCODER_DECODER = "BERT and T5 are not in this version; drop the flag"
 HYBRID = "Mamba and hybrid models are not in this version; drop the flag"
 RETRO = "retrieval-augmented models are not in this version; drop the flag"

@@ -37,6 +37,7 @@ from megatron.core.dist_checkpointing.folders import (
 )
 from megatron.core.dist_checkpointing.manifest import (
     CONFIG,
+    MANIFEST,
     FileEntry,
     Manifest,
     adopt_file,
@@ -69,6 +70,7 @@ class Parts:
 
     layout: Mapping[str, Any]
     files: Mapping[str, FileEntry]  # what lies in the folder
+    manifest_name: str = MANIFEST
     write_config: Callable[[Path], object] | None = None  # writes the resolved configuration
 
 
@@ -198,6 +200,7 @@ def _complete(pending: Pending, parts: Parts) -> None:
             layout=parts.layout,
             files=files,
         ),
+        parts.manifest_name,
     )
     fsync_folder(pending.folder)
 

@@ -56,11 +56,13 @@ class Format:
     what one rank gives, and may run in a thread: local, reads nothing but its arguments.
     ``complete(folder, reports, common)`` adds on rank 0 what needs the reports of all ranks, and
     returns the files it wrote.  The manifest comes behind it.  Both raise OSError, CheckpointError.
+    ``is_foreign``: for other programs, with vocabulary padding and their command line.
     """
 
     name: str
     write_rank_files: Callable[..., RankReport]
     complete: Callable[[Path, Sequence[RankReport], Mapping[str, Any]], Mapping[str, FileEntry]]
+    is_foreign: bool = False
 
 
 def write_rank_files(
@@ -128,11 +130,12 @@ def merge_index(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                     )
             entry["pieces"] += mine["pieces"]
     for key, entry in merged.items():
-        _check_written_once(key, entry)
+        check_written_once(key, entry)
     return {"block_bytes": BLOCK_BYTES, "tensors": dict(sorted(merged.items()))}
 
 
-def _check_written_once(key: str, entry: Mapping[str, Any]) -> None:
+def check_written_once(key: str, entry: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the pieces of an index entry cover its shape, each once."""
     offsets = [tuple(piece["offset"]) for piece in entry["pieces"]]
     written = sum(prod(piece["shape"]) for piece in entry["pieces"])
     wanted = prod(entry["shape"])

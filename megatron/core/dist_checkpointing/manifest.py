@@ -19,6 +19,7 @@ from megatron.core.config.errors import CheckpointError
 FORMAT = "safetensors_dist"
 VERSION = 1
 MANIFEST = "metadata.json"
+MANIFEST_BESIDE = "manifest.json"  # where metadata.json belongs to another program's format
 INDEX = "index.json"
 COMMON = "common.json"
 CONFIG = "config.yaml"
@@ -83,18 +84,22 @@ def adopt_file(path: Path) -> FileEntry:
     return FileEntry(len(data), len(data), zlib.crc32(data))
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: Manifest, name: str = MANIFEST) -> None:
     """Write and fsync the manifest, which makes ``folder`` complete."""
     body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
-    write_text(folder / MANIFEST, _canonical({**body, "crc32": _checksum(body)}))
+    write_text(folder / name, _canonical({**body, "crc32": _checksum(body)}))
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of ``folder``; None if there is none, or one of another format.
+    """The manifest of ``folder``; None if there is none.
 
     Raises CheckpointDamaged if it is cut or altered, CheckpointError if it is of a newer version.
     """
-    path = folder / MANIFEST
+    beside = folder / MANIFEST_BESIDE
+    return _read(beside) if beside.exists() else _read(folder / MANIFEST)
+
+
+def _read(path: Path) -> Manifest | None:
     try:
         body = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -62,7 +62,9 @@ class Replica:
 class ShardedTensor:
     """What this rank holds of one tensor.  ``replica`` is None if another rank always writes it.
 
-    ``dtype`` is that of the file; the pieces may lie in memory in another one.
+    ``dtype`` is that of the file; the pieces may lie in memory in another one.  ``cut``: the
+    dimension that is cut into equal shares, and into how many; ``is_flat``: what the rank holds is
+    a stretch of such a share, flattened.
     """
 
     key: str
@@ -70,6 +72,8 @@ class ShardedTensor:
     dtype: torch.dtype
     pieces: tuple[Piece | LazyPiece, ...]
     replica: Replica | None = Replica()
+    cut: tuple[int, int] = (0, 1)
+    is_flat: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -84,19 +88,28 @@ def from_param(
     replica: Replica | None = Replica(),
     *,
     dtype: torch.dtype | None = None,
+    padded: bool = False,
 ) -> ShardedTensor:
     """Record what this rank holds of a parameter that ``info`` describes (or of a moment of it).
 
-    Rows of vocabulary padding are left out of the pieces.  ``dtype``: in the file, if another than
-    in memory.
+    Rows of vocabulary padding are left out of the pieces unless ``padded``.  ``dtype``: in the
+    file, if another than in memory.
     """
-    _check_shape(key, info, tuple(tensor.shape) if info.part is None else info.part.shape)
+    share = tuple(tensor.shape) if info.part is None else info.part.shape
+    _check_shape(key, info, share)
+    dim = info.shard_dim or 0
+    if padded and share:
+        whole = list(info.global_shape)
+        whole[dim] = share[dim] * info.shard_count
+        info = replace(info, global_shape=tuple(whole))
     return ShardedTensor(
         key=key,
         global_shape=tuple(info.global_shape),
         dtype=dtype or tensor.dtype,
         pieces=tuple(Piece(offset, view) for offset, view in info.pieces(tensor.detach())),
         replica=replica,
+        cut=(dim, info.shard_count * info.num_blocks),
+        is_flat=info.part is not None,
     )
 
 

@@ -23,7 +23,12 @@ from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.collectives import broadcast_json, gather_json, rank_in
 from megatron.core.dist_checkpointing.folders import Found
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format, RankReport
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, FileEntry
+from megatron.core.dist_checkpointing.manifest import (
+    MANIFEST,
+    MANIFEST_BESIDE,
+    CheckpointDamaged,
+    FileEntry,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
 from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
@@ -179,7 +184,10 @@ def publish(begun: Begun, written: Sequence[Mapping[str, Any]]) -> dict[str, str
     try:
         files |= begun.format.complete(begun.folder, reports, begun.contents.common)
         parts = commit.Parts(
-            layout=begun.contents.layout, files=files, write_config=begun.contents.write_config
+            layout=begun.contents.layout,
+            files=files,
+            write_config=begun.contents.write_config,
+            manifest_name=MANIFEST_BESIDE if begun.format.is_foreign else MANIFEST,
         )
         return {"folder": str(commit.publish(pending, parts)), "error": None}
     except _REPORTED as error:

@@ -115,16 +115,19 @@ class MegatronOptimizer:
         """Start from the model's parameters, where a checkpoint brought no optimizer state."""
         copy_model_to_main(self.params)
 
-    def named_state(self) -> Iterator[tuple[str, ParamInfo, dict[str, Tensor]]]:
+    def named_state(
+        self, *, every_main: bool = False
+    ) -> Iterator[tuple[str, ParamInfo, dict[str, Tensor]]]:
         """Each parameter's layout-free name, its record and its state: live, writable tensors.
 
-        "fp32_param" where layers see another dtype than is updated, and the update rule's
+        "fp32_param" where layers see another dtype than is updated (``every_main``: of every
+        parameter), and the update rule's
         tensors, all of the parameter's local shape, or flat as ``info.part`` says; zero before
         the first update.  After writing them call `load_scalar_state`.
         """
         for p in self.params:
             state = {k: tensor for k, tensor in self.rule.state_of(p.main).items() if k != "step"}
-            is_fp32 = p.has_main or p.info.dtype is not None
+            is_fp32 = every_main or p.has_main or p.info.dtype is not None
             yield p.name, p.info, {"fp32_param": p.main.data, **state} if is_fp32 else state
 
     def _update(self, divisor: float) -> None:
@@ -139,9 +142,13 @@ class MegatronOptimizer:
         copy_main_to_model(self.params)
 
     def scalar_state(self) -> dict[str, Any]:
-        """What is one value for all ranks, as JSON: updates done, and the loss scale's state."""
+        """What is one value for all ranks, as JSON: updates done, the loss scale, the groups.
+
+        The groups are for other programs: a run takes its own from the command line.
+        """
         steps = [float(s["step"]) for s in self.rule.state.values() if "step" in s]
-        state: dict[str, Any] = {"step": max(steps, default=0.0)}
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        state: dict[str, Any] = {"step": max(steps, default=0.0), "param_groups": groups}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
         return state

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.transformer.layer_layout import layer_ranges
 from megatron.training import global_vars
 from megatron.training.arguments.config_file import write_config
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
@@ -115,9 +116,12 @@ def get_checkpoint_name(
 
 
 def _parts(model: nn.Module | Sequence[nn.Module], optimizer: Any, scheduler: Any) -> RunParts:
+    run = global_vars.get_run()
+    is_per_rank = run.config.checkpoint.ckpt_format == "torch"
     return RunParts(
         model_chunks=[model] if isinstance(model, nn.Module) else model,
-        groups=global_vars.get_run().groups,
+        groups=run.groups,
         optimizer=optimizer,
         scheduler=scheduler,
+        stages=layer_ranges(run.config.model, run.groups.pp.size()) if is_per_rank else (),
     )

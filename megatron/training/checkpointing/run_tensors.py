@@ -31,7 +31,11 @@ class Stateful(Protocol):
 class CheckpointableOptimizer(Protocol):
     """What an optimizer offers to be saved in any layout."""
 
-    def named_state(self) -> Iterable[tuple[str, ParamInfo, Mapping[str, Tensor]]]:
+    is_sharded: bool
+
+    def named_state(
+        self, *, every_main: bool = False
+    ) -> Iterable[tuple[str, ParamInfo, Mapping[str, Tensor]]]:
         """Per parameter: global name, record, live state tensors of its local shape."""
 
     def scalar_state(self) -> dict[str, Any]:
@@ -52,28 +56,54 @@ class RunParts:
     groups: ProcessGroupCollection
     optimizer: CheckpointableOptimizer | None = None
     scheduler: Stateful | None = None
+    stages: Sequence[Sequence[int]] = ()  # layers of each virtual stage, for a file per rank
 
 
-def model_tensors(parts: RunParts) -> list[ShardedTensor]:
-    """Weights and persistent buffers of this rank.  Collective while parameters come in."""
+def model_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTensor]:
+    """Weights and persistent buffers of this rank.  Collective while parameters come in.
+
+    ``padded``: with rows of vocabulary padding.
+    """
     for chunk in parts.model_chunks:
         if isinstance(chunk, DataParallelBase):
             chunk.finish_param_sync()
     return [
-        from_param(name, info, local_part(tensor), replica_of(info, parts.groups), dtype=info.dtype)
+        from_param(
+            name,
+            info,
+            local_part(tensor),
+            replica_of(info, parts.groups),
+            dtype=info.dtype,
+            padded=padded,
+        )
         for name, info, tensor in _named_tensors(parts.model_chunks)
     ]
 
 
-def optimizer_tensors(parts: RunParts) -> list[ShardedTensor]:
-    """State of the optimizer on this rank."""
+def optimizer_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTensor]:
+    """State of the optimizer on this rank; ``padded`` as for weights."""
     if parts.optimizer is None:
         return []
     return [
-        from_param(f"{_STATE_PREFIX}{kind}.{name}", info, tensor, replica_of(info, parts.groups))
-        for name, info, state in parts.optimizer.named_state()
+        from_param(
+            f"{_STATE_PREFIX}{kind}.{name}",
+            info,
+            tensor,
+            replica_of(info, parts.groups),
+            padded=padded,
+        )
+        for name, info, state in _named_state(parts.optimizer, padded)
         for kind, tensor in state.items()
     ]
+
+
+def _named_state(
+    optimizer: CheckpointableOptimizer, padded: bool
+) -> Iterable[tuple[str, ParamInfo, Mapping[str, Tensor]]]:
+    """Megatron-LM's distributed optimizer has main parameters of fp32 weights too."""
+    if padded and optimizer.is_sharded:
+        return optimizer.named_state(every_main=True)
+    return optimizer.named_state()
 
 
 def main_param_tensors(parts: RunParts) -> list[ShardedTensor]:

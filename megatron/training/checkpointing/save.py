@@ -14,7 +14,7 @@ import torch
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.collectives import broadcast_json
 from megatron.core.dist_checkpointing.folders import Found
-from megatron.core.dist_checkpointing.manifest import FORMAT
+from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.serialization import Contents, Saved, save
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing.rng_state import rng_state
@@ -48,10 +48,15 @@ def save_run(
     assert config.save is not None, "save_run without --save"
     iteration = int(counters["iteration"])
     print_rank_0(
-        f"saving checkpoint at iteration {iteration:7d} to {config.save} in {FORMAT} format"
+        f"saving checkpoint at iteration {iteration:7d} to {config.save} "
+        f"in {config.ckpt_format} format"
     )
+    format = FORMATS[config.ckpt_format]
+    tensors = model_tensors(parts, padded=format.is_foreign)
+    if not config.no_save_optim:
+        tensors += optimizer_tensors(parts, padded=format.is_foreign)
     contents = Contents(
-        tensors=[*model_tensors(parts), *_optimizer_part(config, parts)],
+        tensors=tensors,
         rank_state=None if config.no_save_rng else {"rng_state": rng_state()},
         common=_common(config, parts, counters, asked),
         layout=layout_of(parts.groups),
@@ -63,6 +68,7 @@ def save_run(
         contents,
         parts.groups.world,
         share_work=config.ckpt_fully_parallel_save,
+        format=format,
     )
     tp, pp = parts.groups.tp, parts.groups.pp
     print_rank_0(
@@ -84,10 +90,6 @@ def layout_of(groups: ProcessGroupCollection) -> dict[str, Any]:
     }
 
 
-def _optimizer_part(config: CheckpointConfig, parts: RunParts) -> list[Any]:
-    return [] if config.no_save_optim else optimizer_tensors(parts)
-
-
 def _common(
     config: CheckpointConfig,
     parts: RunParts,
@@ -98,6 +100,7 @@ def _common(
     keeps_optimizer = parts.optimizer is not None and not config.no_save_optim
     return {
         "checkpoint_version": CHECKPOINT_VERSION,
+        "stages": [list(layers) for layers in parts.stages],
         "iteration": counters["iteration"],
         "counters": dict(counters),
         "args": {name: plain(value) for name, value in asked.items()},

@@ -160,28 +160,25 @@ class CheckpointConfig:
             "torch_dcp",
             "fsdp_dtensor",
         ),
-        refused_values=dict.fromkeys(
-            ("torch", "torch_dist", "zarr", "torch_dcp"), states.OTHER_FORMAT
-        ),
+        refused_values={"zarr": states.ZARR, "torch_dcp": states.OTHER_FORMAT},
     )
     ckpt_convert_format: str | None = option(
         None,
         "Load a checkpoint, write it in this format and end.",
         group="checkpointing",
         choices=("torch", "torch_dist", "zarr"),
-        refused=states.CONVERT,
+        refused_values={"zarr": states.ZARR},
     )
     ckpt_convert_save: str | None = option(
         None,
-        "Directory for the converted checkpoint.",
+        "Directory for the converted checkpoint, which is put in a folder named as its format.",
         group="checkpointing",
-        ignored=states.only_with("--ckpt-convert-format"),
     )
     ckpt_convert_update_legacy_dist_opt_format: bool = option(
         False,
         "Rewrite the distributed optimizer's state while converting.",
         group="checkpointing",
-        ignored=states.only_with("--ckpt-convert-format"),
+        ignored="it is always written in the present arrangement",
     )
     ckpt_fully_parallel_save: bool = option(
         True,

@@ -303,7 +303,6 @@ def test_a_published_folder_without_its_manifest_is_damaged(saved, tmp_path):
     ("name", "content", "kind"),
     [
         ("metadata.json", json.dumps({"sharded_backend": "zarr"}), "zarr"),
-        ("mp_rank_00/model_optim_rng.pt", "", "torch"),
         (".metadata", "", "torch_dcp"),
     ],
 )

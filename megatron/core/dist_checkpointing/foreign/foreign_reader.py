@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray
 from megatron.core.dist_checkpointing.foreign.names import is_vocabulary, split_state
 from megatron.core.dist_checkpointing.foreign.unpickler import Record
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, Manifest
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, Manifest, read_manifest
 from megatron.core.dist_checkpointing.reader import Box, CheckpointReader, StoredTensor
 from megatron.core.process_groups_config import make_grids
 from megatron.core.rank_grid import RankGrid
@@ -40,6 +40,9 @@ class ForeignPiece:
 class ForeignReader(CheckpointReader):
     """A checkpoint of another format under our keys.
 
+    Where one of ours wrote it there is a manifest, and the files are compared with it.  A tensor is
+    compared with the checksum that torch left beside it when it is read.
+
     A format fills ``values`` (what is no tensor, as that format has it), calls `_add` for each
     box, and `_finish`.
     """
@@ -57,12 +60,6 @@ class ForeignReader(CheckpointReader):
 
     def close(self) -> None:
         self._maps.clear()
-
-    def check_files(self) -> None:
-        """Nothing: a tensor is compared with its checksum when it is read."""
-
-    def check_sizes(self) -> None:
-        """Nothing: the places of all tensors were compared with their files' sizes."""
 
     @property
     def args(self) -> dict[str, Any]:
@@ -104,7 +101,7 @@ class ForeignReader(CheckpointReader):
             spare = padding if is_vocabulary(name) else 0
             self.tensors[key] = StoredTensor(shape, dtype, tuple(pieces), spare)
         self._found.clear()
-        self.manifest = Manifest(
+        self.manifest = read_manifest(self.folder) or Manifest(
             iteration=self.iteration,
             sequence=0,
             attempt="",

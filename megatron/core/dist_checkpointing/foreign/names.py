@@ -30,6 +30,11 @@ _RENAMES = tuple(
         (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
     )
 )
+# The last two rules backwards: the names of layers that keep the norm before them.
+_FUSED = (
+    (re.compile(r"\.input_layernorm\.(weight|bias)$"), r".self_attention.linear_qkv.layer_norm_\1"),
+    (re.compile(r"\.pre_mlp_layernorm\.(weight|bias)$"), r".mlp.linear_fc1.layer_norm_\1"),
+)
 # Tail of a name here -> the dimension that tensor parallelism cuts; others are the same everywhere.
 _CUT = (
     (re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$"), 0),
@@ -54,6 +59,13 @@ class Cut(NamedTuple):
 def our_name(name: str) -> str:
     """The name here of a tensor of the model."""
     for pattern, replacement in _RENAMES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def fused_name(name: str) -> str:
+    """What layers of Transformer Engine call the tensor of our ``name``."""
+    for pattern, replacement in _FUSED:
         name = pattern.sub(replacement, name)
     return name
 

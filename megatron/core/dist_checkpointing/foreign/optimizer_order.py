@@ -18,7 +18,7 @@ Param = tuple[str, StoredArray]
 Chunks = Sequence[Sequence[Param]]  # per model chunk
 State = Iterator[tuple[str, str, StoredArray]]  # kind of state, name of the parameter, values
 
-_BUFFER_KINDS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+BUFFER_KINDS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 def optimizer_state(
@@ -55,12 +55,15 @@ def _members(
     sorts = [(float(g.get("wd_mult", 1.0)), bool(g.get("is_decoupled_lr"))) for g in groups]
     members: list[list[Param]] = [[] for _ in groups]
     for name, array in params:
-        decays = 0.0 if name.endswith(".bias") or len(array.shape) == 1 else 1.0
-        is_decoupled = asked.get("decoupled_lr") is not None and (
-            is_vocabulary(name) or name.startswith("embedding.")
-        )
-        members[sorts.index((decays, is_decoupled))].append((name, array))
+        members[sorts.index(group_of(name, len(array.shape), asked))].append((name, array))
     return members
+
+
+def group_of(name: str, num_dims: int, asked: Mapping[str, Any]) -> tuple[float, bool]:
+    """(factor of the weight decay, whether --decoupled-lr applies) of a parameter."""
+    decays = 0.0 if name.endswith(".bias") or num_dims == 1 else 1.0
+    is_end = is_vocabulary(name) or name.startswith("embedding.")
+    return decays, is_end and asked.get("decoupled_lr") is not None
 
 
 def _from_buffers(
@@ -83,7 +86,7 @@ def _from_buffers(
             starts, total = starts_in_buffer(
                 [prod(array.shape) for _, array in mine], size, alone, alignment, replicas
             )
-            for kind, ours in _BUFFER_KINDS.items():
+            for kind, ours in BUFFER_KINDS.items():
                 whole = stored[kind]
                 _check(f"buffer {number - 1}", whole.shape, (total,))
                 for (name, array), start in zip(mine, starts, strict=True):

@@ -34,7 +34,7 @@ from megatron.core.param_info import ParamInfo
 MODEL_FILE = "model_optim_rng.pt"
 BUFFER_FILE = "distrib_optim.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
-_GATED = ("swiglu", "geglu", "gated_linear_unit")
+GATED = ("swiglu", "geglu", "gated_linear_unit")
 
 Rank = tuple[int, int]  # tensor-parallel rank, pipeline stage
 
@@ -49,7 +49,7 @@ class TorchRanksReader(ForeignReader):
         self._tp, self._pp = degree(self.args, "tensor"), degree(self.args, "pipeline")
         self._check_complete()
         self._models = {rank: _models(content) for rank, content in self._ranks.items()}
-        self._is_gated = any(self.args.get(flag) for flag in _GATED)
+        self._is_gated = any(self.args.get(flag) for flag in GATED)
         for rank, content in self._ranks.items():
             chunks = [self._global_names(rank[1], c) for c in range(len(self._models[rank]))]
             models = list(zip(chunks, self._models[rank], strict=True))
@@ -113,7 +113,7 @@ class TorchRanksReader(ForeignReader):
     def _optimizer_state(
         self, rank: Rank, content: Mapping[str, Any], params: Chunks
     ) -> Iterator[tuple[str, str, StoredArray]]:
-        path = self.folder / _folder_name(rank, self._pp)
+        path = self.folder / folder_name(rank, self._pp)
         if content.get("optimizer") is None:
             return iter(())
         buffers = None
@@ -188,7 +188,8 @@ def _num_layers(model: Mapping[str, StoredArray]) -> int:
     return len({layer[:2] for layer in layers if layer})
 
 
-def _folder_name(rank: Rank, num_stages: int) -> str:
+def folder_name(rank: Rank, num_stages: int) -> str:
+    """The folder of a rank."""
     return f"mp_rank_{rank[0]:02d}" + (f"_{rank[1]:03d}" if num_stages > 1 else "")
 
 

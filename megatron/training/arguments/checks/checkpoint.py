@@ -53,7 +53,20 @@ def parallel_sizes_come_with_the_rest(run: RunConfig) -> Iterator[str]:
         yield "--use-mp-args-from-checkpoint-args needs --use-checkpoint-args"
 
 
+def converting_knows_where(run: RunConfig) -> Iterator[str]:
+    """A conversion reads in one place and writes in another."""
+    c = run.checkpoint
+    if c.ckpt_convert_format is None:
+        if c.ckpt_convert_save is not None:
+            yield "--ckpt-convert-save needs --ckpt-convert-format: which format?"
+        return
+    for flag, given in (("--ckpt-convert-save", c.ckpt_convert_save), ("--load", c.load)):
+        if given is None:
+            yield f"--ckpt-convert-format {c.ckpt_convert_format} needs {flag}"
+
+
 CHECKS = (
+    converting_knows_where,
     saving_knows_when,
     loading_knows_where,
     finetuning_has_a_start,

@@ -1,0 +1,111 @@
+"""What is no tensor, as Megatron-LM stores it: the way back of `foreign_reader.common_values`."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.foreign.pickler import named
+from megatron.core.enums import AttnBackend, ModelType
+
+_FLOPS = "num_floating_point_operations_so_far"
+# What torch's AdamW has in a group beside what is ours.
+_ADAM_GROUP = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+
+
+def reference_values(common: Mapping[str, Any]) -> dict[str, Any]:
+    """From `Contents.common`: command line, counters, scheduler, all but the optimizer."""
+    counters = common["counters"]
+    asked = json.loads(json.dumps(common["args"]))  # no classes of ours
+    args = {name: _restored(name, value) for name, value in asked.items()}
+    args |= {name: value for name, value in counters.items() if name in args}
+    args |= {"iteration": 0, "model_type": _enum(ModelType.encoder_or_decoder)}
+    values = {
+        "args": argparse.Namespace(**args),
+        "checkpoint_version": common["checkpoint_version"],
+        "iteration": common["iteration"],
+    }
+    if common.get("opt_param_scheduler") is not None:
+        values["opt_param_scheduler"] = dict(common["opt_param_scheduler"])
+    values[_FLOPS] = counters[_FLOPS]
+    return values
+
+
+def is_half(common: Mapping[str, Any]) -> bool:
+    """Whether the optimizer keeps fp32 main parameters beside the model's."""
+    return bool(common["args"].get("fp16") or common["args"].get("bf16"))
+
+
+def is_distributed(common: Mapping[str, Any]) -> bool:
+    """Whether the state of the optimizer was divided over replicas."""
+    return bool(common["args"].get("use_distributed_optimizer"))
+
+
+def param_groups(common: Mapping[str, Any], *, with_step: bool) -> list[dict[str, Any]]:
+    """The groups of the optimizer, without parameters."""
+    groups = []
+    for ours in common["optimizer"]["param_groups"]:
+        args = common["args"]
+        limits = {"max_lr": args.get("lr"), "min_lr": args.get("min_lr")}
+        group = {**limits, **ours, **_ADAM_GROUP}
+        if "betas" in group:
+            group["betas"] = tuple(group["betas"])
+        groups.append(group | ({"step": common["optimizer"]["step"]} if with_step else {}))
+    return groups
+
+
+def grad_scaler(common: Mapping[str, Any]) -> dict[str, Any]:
+    """The loss scale as an entry of the optimizer; empty without."""
+    state = common["optimizer"].get("grad_scaler")
+    if not state:
+        return {}
+    scale = torch.tensor([state["scale"]], dtype=torch.float32)
+    return {"grad_scaler": {**state, "scale": scale}}
+
+
+def reference_rng(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Random states as Megatron-LM has them, from those of a rank."""
+    version, words, gauss = state["random_rng_state"]
+    kind, keys, *rest = state["np_rng_state"]
+    return {
+        "random_rng_state": (version, tuple(words), gauss),
+        "np_rng_state": (kind, np.array(keys, dtype=np.uint32), *rest),
+        "torch_rng_state": _tensor(state["torch_rng_state"]),
+        "cuda_rng_state": _tensor(state["cuda_rng_state"] or state["torch_rng_state"]),
+        "rng_tracker_states": {
+            name: _tensor(stream) for name, stream in state["rng_tracker_states"].items()
+        },
+    }
+
+
+def _tensor(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def _restored(name: str, value: Any) -> Any:
+    """A value of the command line as its parser made it."""
+    if name == "attention_backend" and isinstance(value, str):
+        return _enum(AttnBackend[value])
+    if isinstance(value, str) and value.startswith("torch."):
+        return getattr(torch, value.removeprefix("torch."), value)
+    return value
+
+
+def _enum(member: AttnBackend | ModelType) -> Any:
+    home = "megatron.core" + (".transformer" if isinstance(member, AttnBackend) else "")
+    return named(f"{home}.enums", type(member).__name__)(args=(member.value,))

@@ -1,0 +1,230 @@
+"""Writes format ``torch_dist`` as Megatron-LM core_v0.14 does: its keys, shapes and offsets.
+
+Layers are stacked, if all layers have the same tensors.  The state that a distributed optimizer
+divides is written as stretches of flattened shares (see `torch_dist`); vocabulary padding is
+written too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
+from megatron.core.dist_checkpointing.foreign.dcp_writer import DcpFile, write_metadata
+from megatron.core.dist_checkpointing.foreign.foreign_reader import STATE_PREFIX, layout_of
+from megatron.core.dist_checkpointing.foreign.names import fused_name, split_layer, split_state
+from megatron.core.dist_checkpointing.foreign.pickler import write_archive
+from megatron.core.dist_checkpointing.foreign.reference_values import (
+    grad_scaler,
+    is_distributed,
+    is_half,
+    param_groups,
+    reference_rng,
+    reference_values,
+)
+from megatron.core.dist_checkpointing.foreign.torch_dist import COMMON_FILE
+from megatron.core.dist_checkpointing.format import Format, RankReport, check_written_once
+from megatron.core.dist_checkpointing.manifest import MANIFEST, FileEntry, adopt_file, write_text
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.rank_grid import RankGrid
+
+_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_RNG = "rng_state"
+# Layers of Megatron-LM that may keep a state of their own beside the weights.
+_STATEFUL = (
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+
+
+def write_rank_files(
+    folder: Path,
+    rank: int,
+    tensors: Sequence[ShardedTensor],
+    rank_state: Mapping[str, Any] | None,
+    *,
+    iteration: int,
+    attempt: str,
+) -> RankReport:
+    """Write and fsync the file of one rank.  Local.  Raises OSError."""
+    del attempt
+    file = DcpFile(folder, rank, 0, iteration)
+    report = RankReport(tensors={}, files={})
+    for tensor in tensors:
+        key, layer = _reference_key(tensor.key)
+        is_flat = tensor.is_flat and key.startswith(STATE_PREFIX) and not _is_plain(tensor, layer)
+        entry = report.tensors.setdefault(key, {})
+        entry |= {
+            "shape": list(tensor.global_shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "cut": list(tensor.cut) if is_flat else None,
+            "is_stacked": layer is not None,
+        }
+        for offset, values in _boxes(tensor):
+            front: tuple[int, ...] = () if layer is None else (layer,)
+            values = values.to(tensor.dtype)
+            if is_flat:
+                front += _share_of(offset, tensor)
+                offset, values = (_start_in_share(offset, tensor),), values.reshape(-1)
+            whole = (1,) * len(front) + tuple(values.shape)
+            piece = file.add(values.reshape(whole))
+            piece |= {"offset": [*front, *offset], "shape": list(whole)}
+            entry.setdefault("pieces", []).append(piece)
+    if rank_state is not None:
+        state = [[reference_rng(rank_state["rng_state"])]]
+        report.tensors[f"{_RNG}/{rank}"] = {"object": file.add(state)}
+    report.files[file.name] = asdict(file.close())
+    return report
+
+
+def complete(
+    folder: Path, reports: Sequence[RankReport], common: Mapping[str, Any]
+) -> dict[str, FileEntry]:
+    """Write and fsync what is one for all ranks: ``.metadata``, common.pt, metadata.json."""
+    tensors: dict[str, dict[str, Any]] = {}
+    objects: dict[str, dict[str, Any]] = {}
+    unflattened: dict[str, tuple[int, ...]] = {}
+    shards = _rng_shards(common)
+    for report in reports:
+        for key, entry in report.tensors.items():
+            if "object" in entry:
+                if key in shards:
+                    objects[shards[key]] = entry["object"]
+                continue
+            mine = tensors.setdefault(key, {**entry, "pieces": []})
+            mine["pieces"] += entry.get("pieces", [])
+    num_layers = 0
+    for key, entry in tensors.items():
+        if entry["is_stacked"]:
+            count = 1 + max(piece["offset"][0] for piece in entry["pieces"])
+            num_layers = max(num_layers, count)
+            entry["shape"] = [count, *entry["shape"]]
+        if entry["cut"] is not None:
+            unflattened[key] = tuple(entry["shape"])
+            entry["shape"] = _flat_shape(entry)
+        check_written_once(key, entry)
+    extra = DcpFile(folder, 0, 1, common["iteration"])
+    for layer in range(num_layers):
+        for name in _STATEFUL:
+            shard = f"_extra_state/shard_{layer}_{num_layers}"
+            objects[f"decoder.layers.{name}.{shard}"] = extra.add([None])
+    write_archive(folder / COMMON_FILE, _common_file(common))
+    return {
+        extra.name: extra.close(),
+        METADATA: write_metadata(folder, tensors, objects, unflattened=unflattened),
+        COMMON_FILE: adopt_file(folder / COMMON_FILE),
+        MANIFEST: write_text(folder / MANIFEST, json.dumps(_BACKENDS)),
+    }
+
+
+TORCH_DIST = Format("torch_dist", write_rank_files, complete, is_foreign=True)
+
+
+def _common_file(common: Mapping[str, Any]) -> dict[str, Any]:
+    values = reference_values(common)
+    content: dict[str, Any] = {"chained_optim_avoid_prefix": True, "singleton_local_shards": False}
+    if common.get("optimizer") is not None:
+        values["optimizer"] = _optimizer(common)
+        if is_distributed(common):
+            content["distrib_optim_sharding_type"] = "fully_sharded_model_space"
+    return values | {"content_metadata": content}
+
+
+def _optimizer(common: Mapping[str, Any]) -> dict[str, Any]:
+    if is_distributed(common):
+        groups = param_groups(common, with_step=True)
+        kind = {"param_state_sharding_type": "fully_sharded_model_space"}
+        return {"optimizer": {"param_groups": groups}, **grad_scaler(common), **kind}
+    step = Tensor([common["optimizer"]["step"]])[0]
+    inner = {
+        "state": {"common_step": step},
+        "param_groups": param_groups(common, with_step=False),
+    }
+    return {"optimizer": inner, **grad_scaler(common)} if is_half(common) else inner
+
+
+def _rng_shards(common: Mapping[str, Any]) -> dict[str, str]:
+    """Key of a rank's random states -> the reference's, for the first replica of each."""
+    layout = layout_of(common["args"])
+    if not layout:
+        return {}
+    grid = RankGrid(dict(layout["dense"]))
+    pp, tp = grid.sizes["pp"], grid.sizes["tp"]
+    return {
+        f"{_RNG}/{grid.rank(**{**dict.fromkeys(grid.sizes, 0), 'pp': p, 'tp': t})}": (
+            f"{_RNG}/shard_{p}.{t}_{pp}.{tp}"
+        )
+        for p in range(pp)
+        for t in range(tp)
+    }
+
+
+def _reference_key(key: str) -> tuple[str, int | None]:
+    """The key there, and the layer whose part of it this is."""
+    prefix, name = split_state(key)
+    layer = split_layer(fused_name(name))
+    if layer is None:
+        return prefix + name, None
+    return f"{prefix}{layer[0]}.{layer[2]}", layer[1]
+
+
+def _is_plain(tensor: ShardedTensor, layer: int | None) -> bool:
+    """Whether stretches of a flattened share are boxes of the whole: it has one dimension."""
+    return layer is None and len(tensor.global_shape) < 2
+
+
+def _boxes(tensor: ShardedTensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Offset and values of the pieces, none of which reaches over two shares."""
+    dim, cuts = tensor.cut
+    for piece in tensor.pieces:
+        if not tensor.global_shape:
+            yield (), piece.data
+            continue
+        share = tensor.global_shape[dim] // cuts
+        begin, end = piece.offset[dim], piece.offset[dim] + piece.shape[dim]
+        while begin < end:
+            stop = min(end, (begin // share + 1) * share)
+            offset = (*piece.offset[:dim], begin, *piece.offset[dim + 1 :])
+            yield offset, piece.data.narrow(dim, begin - piece.offset[dim], stop - begin)
+            begin = stop
+
+
+def _share_shape(tensor: ShardedTensor) -> list[int]:
+    dim, cuts = tensor.cut
+    return [n // cuts if d == dim else n for d, n in enumerate(tensor.global_shape)]
+
+
+def _share_of(offset: tuple[int, ...], tensor: ShardedTensor) -> tuple[int, ...]:
+    """Which share, counted along each dimension."""
+    return tuple(o // n for o, n in zip(offset, _share_shape(tensor), strict=True))
+
+
+def _start_in_share(offset: tuple[int, ...], tensor: ShardedTensor) -> int:
+    """The element of the flattened share that lies at ``offset``."""
+    share = _share_shape(tensor)
+    return sum(
+        o % n * prod(share[d + 1 :]) for d, (o, n) in enumerate(zip(offset, share, strict=True))
+    )
+
+
+def _flat_shape(entry: Mapping[str, Any]) -> list[int]:
+    """[X/x, Y/y, x*y] of a tensor of shape [X, Y] in shares [x, y]; one share per layer."""
+    dim, cuts = entry["cut"]
+    own = entry["shape"][1:] if entry["is_stacked"] else entry["shape"]
+    counts = [cuts if d == dim else 1 for d in range(len(own))]
+    layers = entry["shape"][:1] if entry["is_stacked"] else []
+    return [*layers, *counts, prod(own) // cuts]

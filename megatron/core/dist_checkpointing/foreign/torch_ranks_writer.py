@@ -1,0 +1,331 @@
+"""Writes format ``torch`` from any checkpoint, for any tensor- and pipeline-parallel layout.
+
+A save first writes this project's own format beside, all ranks at once; then rank 0 makes one tree
+of it, file by file.  The names in a file are those of the layers that ``--transformer-impl`` means.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.foreign.buffers import bucket_rules, starts_in_buffer
+from megatron.core.dist_checkpointing.foreign.foreign_reader import STATE_PREFIX, degree, layout_of
+from megatron.core.dist_checkpointing.foreign.names import (
+    OUTPUT,
+    cut_of,
+    fused_name,
+    is_vocabulary,
+    split_layer,
+)
+from megatron.core.dist_checkpointing.foreign.optimizer_order import BUFFER_KINDS, group_of
+from megatron.core.dist_checkpointing.foreign.pickler import write_archive
+from megatron.core.dist_checkpointing.foreign.reference_values import (
+    grad_scaler,
+    is_distributed,
+    is_half,
+    param_groups,
+    reference_rng,
+    reference_values,
+)
+from megatron.core.dist_checkpointing.foreign.torch_ranks import (
+    BUFFER_FILE,
+    GATED,
+    MODEL_FILE,
+    folder_name,
+)
+from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format, RankReport
+from megatron.core.dist_checkpointing.manifest import (
+    FileEntry,
+    Manifest,
+    adopt_file,
+    write_manifest,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.param_info import ParamInfo
+from megatron.core.rank_grid import RankGrid
+
+_PARTS = "parts"
+_SHARED = "embedding.word_embeddings.weight"
+# The order in which Megatron-LM's modules register their parameters; None: a state of the layer.
+_LAYER_ORDER = (
+    "input_layernorm.weight",
+    "input_layernorm.bias",
+    "self_attention.linear_proj.weight",
+    "self_attention.linear_proj.bias",
+    "self_attention.linear_proj._extra_state",
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_qkv.bias",
+    "self_attention.linear_qkv._extra_state",
+    "self_attention.q_layernorm.weight",
+    "self_attention.q_layernorm.bias",
+    "self_attention.k_layernorm.weight",
+    "self_attention.k_layernorm.bias",
+    "pre_mlp_layernorm.weight",
+    "pre_mlp_layernorm.bias",
+    "mlp.linear_fc1.weight",
+    "mlp.linear_fc1.bias",
+    "mlp.linear_fc1._extra_state",
+    "mlp.linear_fc2.weight",
+    "mlp.linear_fc2.bias",
+    "mlp.linear_fc2._extra_state",
+)
+# The same where a linear layer keeps the norm before it.
+_FUSED_ORDER = (
+    *_LAYER_ORDER[2:5],
+    *(*_LAYER_ORDER[0:2], *_LAYER_ORDER[5:12]),
+    *(*_LAYER_ORDER[12:14], *_LAYER_ORDER[14:]),
+)
+_BEFORE = (_SHARED, "embedding.position_embeddings.weight", "embedding.tokentype_embeddings.weight")
+_AFTER = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", OUTPUT)
+_OUTPUT_STATE = "output_layer._extra_state"
+
+
+def write_rank_files(
+    folder: Path,
+    rank: int,
+    tensors: Sequence[ShardedTensor],
+    rank_state: Mapping[str, Any] | None,
+    **names: Any,
+) -> RankReport:
+    """This rank's share in our own format, below ``folder``.  Local.  Raises OSError."""
+    (folder / _PARTS).mkdir(exist_ok=True)
+    report = SAFETENSORS_DIST.write_rank_files(folder / _PARTS, rank, tensors, rank_state, **names)
+    return RankReport({"tensors": report.tensors, "files": report.files}, {})
+
+
+def complete(
+    folder: Path, reports: Sequence[RankReport], common: Mapping[str, Any]
+) -> dict[str, FileEntry]:
+    """Make the tree of what all ranks wrote, which goes away."""
+    parts = folder / _PARTS
+    reports = [RankReport(**report.tensors) for report in reports]
+    files = {name: FileEntry(**e) for report in reports for name, e in report.files.items()}
+    files |= SAFETENSORS_DIST.complete(parts, reports, common)
+    manifest = Manifest(
+        iteration=common["iteration"],
+        sequence=0,
+        attempt="",
+        published_at_ns=0,
+        tracker_before=None,
+        layout=layout_of(common["args"]),
+        files=files,
+    )
+    write_manifest(parts, manifest)
+    with CheckpointReader(parts) as reader:
+        written = write_tree(reader, folder, common)
+    shutil.rmtree(parts)
+    return written
+
+
+TORCH = Format("torch", write_rank_files, complete, is_foreign=True)
+
+
+def write_tree(
+    reader: CheckpointReader, folder: Path, common: Mapping[str, Any]
+) -> dict[str, FileEntry]:
+    """Write and fsync the files of every rank; ``common["args"]`` says the layout.
+
+    Holds the share of one rank at a time.  Raises OSError, CheckpointError.
+    """
+    tree = _Tree(reader, common)
+    files = {}
+    for pp in range(tree.pp):
+        for tp in range(tree.tp):
+            name = folder_name((tp, pp), tree.pp)
+            (folder / name).mkdir()
+            for file, content in tree.files_of(tp, pp):
+                write_archive(folder / name / file, content)
+                files[f"{name}/{file}"] = adopt_file(folder / name / file)
+    return files
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """The files of all ranks."""
+
+    reader: CheckpointReader
+    common: Mapping[str, Any]
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        return self.common["args"]  # type: ignore[no-any-return]
+
+    @property
+    def tp(self) -> int:
+        return degree(self.args, "tensor")
+
+    @property
+    def pp(self) -> int:
+        return degree(self.args, "pipeline")
+
+    def files_of(self, tp: int, pp: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Name and content of each file of a rank."""
+        content = reference_values(self.common)
+        chunks = [list(self._names(pp, chunk)) for chunk in range(self._num_chunks())]
+        for number, names in enumerate(chunks):
+            key = "model" if len(chunks) == 1 else f"model{number}"
+            content[key] = {local: self._share(name, tp) for local, name in names}
+        params = [[name for _, name in names if name] for names in chunks]
+        buffers = None
+        if self.common.get("optimizer") is not None:
+            content["optimizer"], buffers = self._optimizer(params, tp, pp)
+        if (state := self._rng(tp, pp)) is not None:
+            content["rng_state"] = [state]
+        yield MODEL_FILE, content
+        if buffers is not None:
+            yield BUFFER_FILE, buffers
+
+    def _num_chunks(self) -> int:
+        return int(self.args.get("virtual_pipeline_model_parallel_size") or 1)
+
+    def _names(self, pp: int, chunk: int) -> Iterator[tuple[str, str]]:
+        """Local name and name in the whole model, in the order of the model.
+
+        The second is empty for a state that a layer has none of.
+        """
+        stage, last = chunk * self.pp + pp, self._num_chunks() * self.pp - 1
+        fused = self.args.get("transformer_impl") == "transformer_engine"
+        layers = self._layers(stage, last + 1)
+        if stage == 0:
+            yield from ((name, name) for name in _BEFORE if name in self.reader.tensors)
+        for local, number in enumerate(layers):
+            for tail in _FUSED_ORDER if fused else _LAYER_ORDER:
+                name = f"decoder.layers.{number}.{tail}"
+                here = f"decoder.layers.{local}.{tail}"
+                if tail.endswith("_extra_state"):
+                    yield here, ""
+                elif name in self.reader.tensors:
+                    yield fused_name(here) if fused else here, name
+        if stage == last:
+            yield from ((name, name) for name in _AFTER if name in self.reader.tensors)
+            if stage > 0 and OUTPUT not in self.reader.tensors:
+                yield OUTPUT, _SHARED
+            yield _OUTPUT_STATE, ""
+
+    def _layers(self, stage: int, num_stages: int) -> Sequence[int]:
+        """The layers of a virtual stage: as the run had them, else equally many on each."""
+        given = self.common.get("stages")
+        if given:
+            return given[stage]  # type: ignore[no-any-return]
+        found = {layer[1] for layer in map(split_layer, self.reader.tensors) if layer}
+        if len(found) % num_stages:
+            raise CheckpointError(f"{len(found)} layers cannot be dealt out to {num_stages} stages")
+        size = len(found) // num_stages
+        return range(stage * size, (stage + 1) * size)
+
+    def _share(self, name: str, tp: int, prefix: str = "") -> Tensor | None:
+        """What a tensor-parallel rank holds of the tensor."""
+        if not name:
+            return None
+        stored = self.reader.tensors[prefix + name]
+        dim, num_blocks = cut_of(name, is_gated=any(self.args.get(flag) for flag in GATED))
+        shape = list(stored.shape)
+        if dim is None:
+            return self.reader.read(prefix + name)
+        if shape[dim] % (self.tp * num_blocks):
+            raise CheckpointError(
+                f"{name} of shape {shape} cannot be cut by --tensor-model-parallel-size {self.tp}"
+            )
+        shape[dim] //= self.tp
+        info = ParamInfo(
+            global_shape=stored.shape,
+            shard_dim=dim,
+            shard_index=tp,
+            shard_count=self.tp,
+            num_blocks=num_blocks,
+        )
+        out = torch.empty(shape, dtype=stored.dtype)
+        for offset, view in info.pieces(out):
+            self.reader.read_box(prefix + name, offset, view)
+        return out
+
+    def _state(self, kind: str, name: str, tp: int) -> Tensor:
+        """A kind of state; weights are their own main parameters where they are fp32."""
+        prefix = f"{STATE_PREFIX}{kind}."
+        is_stored = prefix + name in self.reader.tensors
+        share = self._share(name, tp, prefix if is_stored else "")
+        assert share is not None
+        return share
+
+    def _optimizer(
+        self, chunks: list[list[str]], tp: int, pp: int
+    ) -> tuple[dict[str, Any], dict[Any, Any] | None]:
+        """The entry of the optimizer, and the content of the file of buffers."""
+        common, scaler = self.common, grad_scaler(self.common)
+        params = [name for names in chunks for name in names]
+        members = self._groups(params)
+        groups = [group for group, _ in members]
+        if is_distributed(common):
+            buffers = self._buffers(chunks, tp, pp)
+            return {"optimizer": {"param_groups": groups}, **scaler}, buffers
+        kinds = {key.removeprefix(STATE_PREFIX).split(".")[0] for key in self.reader.tensors}
+        kinds &= {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+        step = torch.tensor(float(common["optimizer"]["step"]))
+        state: dict[int, dict[str, Any]] = {}
+        for group, names in members:
+            group["params"] = list(range(len(state), len(state) + len(names)))
+            for name in names:
+                moments = {kind: self._state(kind, name, tp) for kind in sorted(kinds)}
+                state[len(state)] = {"step": step.clone(), **moments}
+        inner = {"state": state, "param_groups": groups}
+        if not is_half(common):
+            return inner, None
+        mains = [[self._state("fp32_param", n, tp) for n in names] for _, names in members]
+        return {"optimizer": inner, **scaler, "fp32_from_fp16_params": mains}, None
+
+    def _groups(self, params: Sequence[str]) -> list[tuple[dict[str, Any], list[str]]]:
+        """Groups in the order in which the stage meets them, with their parameters."""
+        with_step = is_distributed(self.common)
+        known = {
+            (float(group["wd_mult"]), bool(group["is_decoupled_lr"])): group
+            for group in param_groups(self.common, with_step=with_step)
+        }
+        met: dict[tuple[float, bool], tuple[dict[str, Any], list[str]]] = {}
+        for name in params:
+            sort = group_of(name, len(self.reader.tensors[name].shape), self.args)
+            met.setdefault(sort, (dict(known[sort]), []))[1].append(name)
+        return list(met.values())
+
+    def _buffers(self, chunks: list[list[str]], tp: int, pp: int) -> dict[Any, Any]:
+        is_tied = OUTPUT not in self.reader.tensors and self.pp > 1
+        buffers: dict[Any, Any] = {"buckets_coalesced": True}
+        for number, names in enumerate(chunks):
+            mains = {name: self._state("fp32_param", name, tp) for name in names}
+            numels = [mains[name].numel() for name in names]
+            size, alignment, replicas = bucket_rules(
+                self.args, num_params=sum(numels), is_first=pp == 0 and number == 0
+            )
+            alone = [i for i, name in enumerate(names) if is_tied and is_vocabulary(name)]
+            starts, total = starts_in_buffer(numels, size, alone, alignment, replicas)
+            entry: dict[str, Any] = {}
+            for key, kind in BUFFER_KINDS.items():
+                flat = torch.zeros(total)
+                for name, start in zip(names, starts, strict=True):
+                    values = mains[name] if key == "param" else self._state(kind, name, tp)
+                    flat[start : start + values.numel()] = values.reshape(-1)
+                entry[key] = flat
+            dtype = self.reader.tensors[names[0]].dtype
+            grads = torch.float32 if self._reduces_in_fp32() else dtype
+            buffers[number] = {(dtype, grads): {**entry, "numel_unpadded": total}}
+        return buffers
+
+    def _reduces_in_fp32(self) -> bool:
+        return bool(self.args.get("accumulate_allreduce_grads_in_fp32") or self.args.get("bf16"))
+
+    def _rng(self, tp: int, pp: int) -> dict[str, Any] | None:
+        layout = self.reader.manifest.layout
+        if not layout:
+            return None
+        grid = RankGrid(dict(layout["dense"]))
+        rank = grid.rank(**{**dict.fromkeys(grid.sizes, 0), "tp": tp, "pp": pp})
+        state = self.reader.rank_state(rank)
+        return reference_rng(state["rng_state"]) if state else None

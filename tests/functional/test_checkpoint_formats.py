@@ -1,0 +1,131 @@
+"""What is written in the reference's formats is what the reference wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray, load_archive
+from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex
+from tests.functional.runs import train_gpt
+from tests.functional.test_reference_run import FLAGS, GOLDEN, OURS, PP, TP
+from tests.ranks import run_ranks
+from tests.reference_checkpoints import ITERATION, unpack
+
+FILES = [
+    *("--data-path", str(GOLDEN / "data" / "text_text_document")),
+    *("--tokenizer-model", str(GOLDEN / "data" / "spm.model")),
+]
+
+
+def converted(folder: Path, name: str, kind: str, *flags: str, world_size: int = 1) -> Path:
+    """A checkpoint of the reference, loaded and written again in format ``kind``."""
+    target = ["--ckpt-convert-format", kind, "--ckpt-convert-save", str(folder)]
+    source = ["--load", str(folder / name)]
+    run_ranks(train_gpt, world_size, [*FLAGS, *FILES, *OURS, *source, *target, *flags])
+    return folder / kind / ITERATION
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """Each tensor of a torch_dist folder: dtype, shape, offsets and shapes of chunks, values."""
+    index = DcpIndex(folder, MappedFile)
+    return {
+        key: (
+            tensor.dtype,
+            tensor.shape,
+            [(c.offset, c.shape, c.array().read().tolist()) for c in tensor.chunks],
+        )
+        for key, tensor in index.tensors.items()
+    } | {key: type(index.object(key)).__name__ for key in index.objects}
+
+
+def structure(value: Any) -> Any:
+    """Nested keys, types and shapes; numbers and texts of the command line do not count."""
+    if isinstance(value, StoredArray):
+        return value.dtype, value.shape
+    if isinstance(value, Mapping):
+        return {key: structure(item) for key, item in value.items()}
+    if type(value).__name__ == "Namespace":
+        return "args"
+    if isinstance(value, list | tuple):
+        return type(value), [structure(item) for item in value[:20]]
+    return type(value)
+
+
+def same_values(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, StoredArray):
+        return torch.equal(ours.read(), theirs.read())
+    if isinstance(theirs, Mapping):
+        return all(same_values(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, list | tuple):
+        return all(map(same_values, ours, theirs))
+    return True
+
+
+def loaded(path: Path) -> Any:
+    return load_archive(MappedFile(path))
+
+
+@pytest.mark.feature("Checkpoints: written for Megatron-LM as it writes them, torch_dist and torch")
+def test_torch_dist_is_written_as_the_reference_wrote_it(tmp_path: Path) -> None:
+    theirs = unpack(tmp_path, "gpt_torch_dist") / ITERATION
+    ours = converted(tmp_path, "gpt_torch_dist", "torch_dist")
+    assert described(ours) == described(theirs)
+    assert (ours / "metadata.json").read_text() == (theirs / "metadata.json").read_text()
+    mine, its = loaded(ours / "common.pt"), loaded(theirs / "common.pt")
+    assert structure(mine) == structure(its)
+    assert mine["optimizer"]["param_groups"] == its["optimizer"]["param_groups"]
+    assert mine["opt_param_scheduler"] == its["opt_param_scheduler"]
+    assert vars(mine["args"])["consumed_train_samples"] == 40
+    lacking = vars(its["args"]).keys() - vars(mine["args"]).keys()
+    assert not lacking, lacking
+
+
+def test_a_file_per_rank_is_written_as_the_reference_wrote_it(tmp_path: Path) -> None:
+    theirs = unpack(tmp_path, "gpt_torch") / ITERATION / "mp_rank_00"
+    ours = converted(tmp_path, "gpt_torch", "torch") / "mp_rank_00"
+    mine, its = loaded(ours / "model_optim_rng.pt"), loaded(theirs / "model_optim_rng.pt")
+    assert structure(mine) == structure(its)
+    assert list(mine["model"]) == list(its["model"])
+    assert same_values(mine["model"], its["model"])
+    assert same_values(mine["optimizer"]["state"], its["optimizer"]["state"])
+
+
+def test_buffers_of_the_distributed_optimizer_are_written_as_the_reference_wrote_them(
+    tmp_path: Path,
+) -> None:
+    name = "gpt_torch_tp2pp2_distopt"
+    theirs = unpack(tmp_path, name) / ITERATION
+    flags = [*TP.split(), *PP.split(), "--use-distributed-optimizer"]
+    ours = converted(tmp_path, name, "torch", *flags, world_size=4)
+    for path in sorted(theirs.rglob("*.pt")):
+        mine, its = loaded(ours / path.relative_to(theirs)), loaded(path)
+        assert structure(mine) == structure(its), path
+        assert same_values(mine.get("model", mine), its.get("model", its)), path
+        if "optimizer" in its:
+            groups = [part["optimizer"]["optimizer"]["param_groups"] for part in (mine, its)]
+            assert groups[0] == groups[1]
+
+
+def test_torch_itself_loads_what_was_written_for_it(tmp_path: Path) -> None:
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    unpack(tmp_path, "gpt_torch_dist")
+    ours = converted(
+        tmp_path, "gpt_torch_dist", "torch_dist", "--use-distributed-optimizer", *TP.split(),
+        world_size=4,
+    )  # fmt: skip
+    index = DcpIndex(ours, MappedFile)
+    state = {key: torch.empty(t.shape, dtype=t.dtype) for key, t in index.tensors.items()}
+    dcp.load(state, checkpoint_id=ours, no_dist=True)
+    whole = described(unpack(tmp_path / "b", "gpt_torch_dist") / ITERATION)
+    for key, values in state.items():
+        if key.startswith("optimizer.state.exp_avg.") and "linear" not in key:
+            stored = [chunk[2] for chunk in whole[key][2]]
+            assert values.flatten().tolist() == torch.tensor(stored).flatten().tolist(), key
+    qkv = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"
+    assert index.tensors[qkv].shape == (2, 2, 1, 48 * 32)
+    assert index.tensors[qkv].unflattened == (2, 96, 32)
