@@ -203,6 +203,8 @@ class Case:
         layers = ranks * chunks * self.sizes.depth
         if "uneven-stages" in self.features:
             layers += chunks
+        if "auto-split" in self.features:
+            layers += 1
         if "embedding-and-loss-as-layers" in self.features:
             layers -= 2
         middle = f"{'t' * self.sizes.depth}|" * (ranks * chunks - 2)

@@ -23,6 +23,26 @@ FOUND = {
     "replicas-with-other-numbers-of-tokens": ("dp padded", Sizes(dp=4)),
     "clipping-over-tensor-ranks": ("tp sp dp clip gqa rms-norm", Sizes()),
     "pipelines-before-replicas-with-context-ranks": ("pp cp-p2p dp tp-pp-dp", Sizes()),
+    "stages-that-do-not-divide-the-layers": ("pp auto-split", Sizes(pp=3, depth=1)),
+    "tied-copies-of-a-sharded-optimizer": ("pp dp zero-1 tied clip", Sizes(microbatches=3)),
+}  # fmt: skip
+
+# What users of such systems ask for (section C of what was gathered), and what shows each besides
+# all random layouts.  C3, auxiliary losses, comes with experts.
+DEMANDS = {
+    "C1: every layout computes the answer of one process": (
+        "vocabulary-that-tp-does-not-divide", "replicas-with-other-numbers-of-tokens",
+        "pipelines-before-replicas-with-context-ranks",
+    ),
+    "C2: gradient norm and clipping do not depend on the layout": ("clipping-over-tensor-ranks",),
+    "C5: the micro-batch size does not change the result": (
+        "micro-batch-size-with-padded-samples",
+    ),
+    "C6: tied embeddings stay tied": ("tied-copies-of-a-sharded-optimizer",),
+    "C8: what combines with what is said": (
+        "test_no_pair_of_features_is_accepted_and_untested",
+    ),
+    "C9: any layer count on any stage count": ("stages-that-do-not-divide-the-layers",),
 }  # fmt: skip
 
 
@@ -54,6 +74,11 @@ def test_features_combine(name: str) -> None:
 
 def test_no_pair_of_features_is_accepted_and_untested() -> None:
     assert matrix.untested() == [], "cover them: python tools/matrix.py --cover"
+
+
+def test_each_demand_has_its_case() -> None:
+    shown = {name for names in DEMANDS.values() for name in names}
+    assert shown <= {*FOUND, *globals()}
 
 
 def trace_of(losses: list[float]) -> Trace:
