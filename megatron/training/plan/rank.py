@@ -14,11 +14,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import device, per_rank
@@ -42,7 +45,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.gpt import build_gpt_model
 from megatron.training.groups import create_groups
 from megatron.training.plan.cost import PassCost, RankCost, State
-from megatron.training.plan.tracing import FusedAttentionOnMeta, Tracker, storage_bytes
+from megatron.training.plan.tracing import Tracker, attention_without_memory, storage_bytes
 from megatron.training.runtime import Runtime
 from megatron.training.setup import build_model
 
@@ -74,27 +77,41 @@ def _imagined(config: RunConfig) -> Iterator[None]:
     is_fake = is_fully_sharded(config.ddp)
     with (
         device.imagining(config.distributed.device, without_memory=not is_fake),
-        _fake_tensors() if is_fake else FusedAttentionOnMeta(),
+        mock.patch.object(F, "scaled_dot_product_attention", attention_without_memory),
+        _fake_tensors() if is_fake else contextlib.nullcontext(),
     ):
         yield
 
 
 @contextlib.contextmanager
 def _fake_tensors() -> Iterator[None]:
-    with FakeTensorMode():
-        before, nn.Module.to = nn.Module.to, _convert  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            nn.Module.to = before  # type: ignore[method-assign]
+    """FakeTensorMode, and ways around two things that torch 2.13 does not do in it."""
+    mesh = _mesh_of(DeviceMesh.from_group)
+    with (
+        FakeTensorMode(),
+        mock.patch.object(nn.Module, "to", _convert),
+        mock.patch.object(DeviceMesh, "from_group", mesh),
+    ):
+        yield
 
 
 def _convert(module: nn.Module, what: Any) -> nn.Module:
-    """``module.to(what)``, which torch 2.13 does not do to fake parameters."""
+    """``module.to(what)``: parameters cannot be swapped."""
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.is_floating_point() or isinstance(what, torch.device):
             tensor.data = tensor.data.to(what)
     return module
+
+
+def _mesh_of(make_mesh: Any) -> Any:
+    """The ranks of a mesh are numbers in a tensor, which is then read."""
+
+    def make(*args: Any, **kwargs: Any) -> DeviceMesh:
+        with unset_fake_temporarily():
+            mesh: DeviceMesh = make_mesh(*args, **kwargs)
+        return mesh
+
+    return make
 
 
 class _Neighbours(Mailbox):

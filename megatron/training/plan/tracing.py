@@ -9,20 +9,24 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.core.param_info import local_part
 from megatron.training.plan.cost import Collective
 
 _aten: Any = torch.ops.aten
+_kernel = F.scaled_dot_product_attention
+_resize_storage = torch.UntypedStorage.resize_
 _KINDS = {
     "allreduce_": "all-reduce",
     "_allgather_base_": "all-gather",
@@ -31,6 +35,38 @@ _KINDS = {
     "broadcast_": "broadcast",
     "send": "send",
 }
+
+
+# Operations that return tensors of their own, of which torch takes long to tell the shapes.
+_SLOW = {
+    _aten.native_layer_norm.default,
+    _aten.native_layer_norm_backward.default,
+    _aten.gelu.default,
+    _aten.gelu_backward.default,
+    _aten.silu.default,
+    _aten.silu_backward.default,
+    _aten.add.Tensor,
+    _aten.mul.Tensor,
+    _aten.addmm.default,
+    _aten.mm.default,
+    _aten.sum.dim_IntList,
+}
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Of a tensor without memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+def _layout(tensor: Tensor) -> _Layout:
+    return _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 class Measured(NamedTuple):
@@ -49,7 +85,11 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.alive = self.peak = 0
         self.collectives: Counter[Collective] = Counter()
-        self._seen = {_storage(tensor)._cdata for tensor in existing}
+        self._sizes: dict[int, int] = {}  # of storages made inside
+        self._existing = {_storage(tensor)._cdata for tensor in existing}
+        resize = lambda storage, size: _resize(self, storage, size)  # noqa: E731 (becomes a method)
+        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize)
+        self._known: dict[tuple[Any, ...], Any] = {}  # what slow operations return
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -66,29 +106,51 @@ class Tracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         del types
-        if func is _aten._local_scalar_dense.default and args[0].is_meta:
+        if func is _aten._local_scalar_dense.default and _has_no_memory(args[0]):
             return 1  # a norm that is finite, a check that holds
+        if func is _aten._fused_sgd_.default and _has_no_memory(args[0][0]):
+            return None  # it makes nothing, and torch has it for real tensors alone
         if func.namespace == "c10d":
             self._note_collective(func, args)
-        out = func(*args, **(kwargs or {}))
+        out = self._result(func, args, kwargs or {})
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._note(tensor)
         return out
 
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func not in _SLOW or type(args[0]) is not Tensor or not args[0].is_meta:
+            return func(*args, **kwargs)
+        leaves = tree_leaves((args, kwargs))
+        key = (func, *(_layout(x) if isinstance(x, Tensor) else x for x in leaves))
+        if key not in self._known:
+            self._known[key] = tree_map_only(Tensor, _layout, func(*args, **kwargs))
+        return tree_map_only(_Layout, _Layout.make, self._known[key])
+
+    def __enter__(self) -> Tracker:
+        self._patch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.stop()
+
     def _note(self, tensor: Tensor) -> None:
         storage = _storage(tensor)
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.alive += size
-        self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._forget, key, size)
+        key = storage._cdata
+        if key not in self._sizes and key not in self._existing:
+            self._sizes[key] = 0
+            self._set_size(key, storage.nbytes())
+            weakref.finalize(storage, self._forget, key)
 
-    def _forget(self, key: int, size: int) -> None:
-        self.alive -= size
-        self._seen.discard(key)
+    def _set_size(self, key: int, size: int) -> None:
+        self.alive += size - self._sizes[key]
+        self._sizes[key] = size
+        self.peak = max(self.peak, self.alive)
+
+    def _forget(self, key: int) -> None:
+        self.alive -= self._sizes.pop(key)
 
     def _note_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         kind = _KINDS.get(func.name().split("::")[1].split(".")[0])
@@ -101,25 +163,29 @@ class Tracker(TorchDispatchMode):
         self.collectives[Collective(kind, group.group_name, group.size(), size)] += 1
 
 
-class FusedAttentionOnMeta(TorchFunctionMode):
-    """torch's choice of an attention kernel goes by the device, and finds none for meta.
+def attention_without_memory(*args: Any, **kwargs: Any) -> Tensor:
+    """In place of F.scaled_dot_product_attention, which chooses a kernel by the device.
 
     What kernels keep for backward does not differ: the output and a log-sum-exp.
     """
+    if not _has_no_memory(args[0]):
+        return _kernel(*args, **kwargs)
+    out: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *args,
+        kwargs["dropout_p"],
+        kwargs["is_causal"],
+        attn_mask=kwargs["attn_mask"],
+        scale=kwargs["scale"],
+    )[0]
+    return out
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention or not args[0].is_meta:
-            return func(*args, **kwargs)
-        return _aten._scaled_dot_product_flash_attention_for_cpu(
-            *args,
-            kwargs["dropout_p"],
-            kwargs["is_causal"],
-            attn_mask=kwargs["attn_mask"],
-            scale=kwargs["scale"],
-        )[0]
+
+def _resize(tracker: Tracker, storage: torch.UntypedStorage, size: int) -> Any:
+    """FSDP2 frees what it has gathered by resizing it to nothing."""
+    result = _resize_storage(storage, size)
+    if storage._cdata in tracker._sizes:
+        tracker._set_size(storage._cdata, size)
+    return result
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -130,3 +196,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return local_part(tensor).untyped_storage()
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -1,0 +1,129 @@
+"""What the planner says of a run is what the run allocates: real ranks against imagined ones."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pretrain_gpt
+from megatron.core import per_rank
+from megatron.core.param_info import local_part
+from megatron.training.arguments.parser import parse_args
+from megatron.training.arguments.resolve import resolve
+from megatron.training.initialize import configure, start
+from megatron.training.plan.stages import plan_run
+from megatron.training.plan.tracing import Tracker
+from megatron.training.setup import build_model, build_optimizer, setup_tokenizer
+from megatron.training.step import _gradients, _update
+from tests.functional.runs import TINY
+from tests.ranks import run_ranks
+
+BASE = (
+    "--num-layers 2 --hidden-size 64 --seq-length 64 --max-position-embeddings 64 "
+    "--global-batch-size 8 --vocab-size 300"
+)
+ONE = {
+    "plain": "",
+    "half precision, unfused": "--bf16 --attention-backend unfused",
+    "fused attention": "--attention-backend flash --swiglu --position-embedding-type rope",
+    "recompute of attention": "--recompute-granularity selective --attention-backend unfused",
+    "recompute of everything": "--recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+    "recompute of some layers": "--recompute-granularity full --recompute-method block "
+    "--recompute-num-layers 2",
+}
+TWO = {
+    "tensor": "--tensor-model-parallel-size 2 --sequence-parallel --bf16 "
+    "--accumulate-allreduce-grads-in-fp32",
+    "stages, tied": "--pipeline-model-parallel-size 2",
+    "virtual stages": "--pipeline-model-parallel-size 2 --num-layers 4 "
+    "--num-virtual-stages-per-pipeline-rank 2",
+    "zero bubble": "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
+    "distributed optimizer": "--use-distributed-optimizer --bf16 --overlap-grad-reduce "
+    "--ddp-bucket-size 40000 --make-vocab-size-divisible-by 1",
+    "distributed optimizer, fp32": "--use-distributed-optimizer --optimizer sgd",
+    "context": "--context-parallel-size 2",
+    "fully sharded": "--use-torch-fsdp2 --no-gradient-accumulation-fusion",
+}
+
+
+def allocated(rank: int, world_size: int, runs: Sequence[Sequence[str]]) -> list[dict[str, int]]:
+    """Of each run: bytes that this rank holds, and the most that lived besides in a step."""
+    return [_allocated(argv) for argv in runs]
+
+
+def _allocated(argv: Sequence[str]) -> dict[str, int]:
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = start(configure(argv=argv))
+        setup_tokenizer(run)
+        build_model(run, pretrain_gpt.model_provider)
+        build_optimizer(run)
+    run.forward_step_func = pretrain_gpt.forward_step
+    run.train_data = [_data(run.config) for _ in run.model_chunks]
+    state = [t for _, _, tensors in run.optimizer.named_state() for t in tensors.values()]
+    params = [p for chunk in run.model_chunks for p in chunk.parameters()]
+    buffers = [b.data for c in run.model_chunks for b in getattr(c, "grad_buffers", {}).values()]
+    steps = [s["step"] for s in run.optimizer.rule.state.values() if "step" in s]
+    tracker = Tracker([*params, *buffers, *state, *steps])
+    with tracker:
+        _gradients(run, run.batches.num_microbatches(0))
+        own = _bytes(p.grad for p in params if p.grad is not None)
+        _update(run)
+    held = _bytes(params)
+    per_rank.put({})  # the next run begins as the first one did
+    return {
+        "weights": held,
+        "gradients": _bytes(buffers) + own,
+        "optimizer": _bytes([*params, *state, *steps]) - held,
+        "activations": tracker.peak - own,
+    }
+
+
+def _data(config: Any) -> Iterator[dict[str, Tensor]]:
+    shape = config.training.micro_batch_size, config.data.seq_length
+    while True:
+        keys = ("tokens", "labels", "position_ids")
+        batch = {key: torch.ones(shape, dtype=torch.int64) for key in keys}
+        yield {**batch, "loss_mask": torch.ones(shape)}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = (local_part(t).untyped_storage() for t in tensors)
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def _planned(argv: Sequence[str], world_size: int) -> dict[int, dict[str, int]]:
+    """The same of every rank, from the planner."""
+    config, planned = resolve(parse_args(argv=argv), world_size), {}
+    for rank in range(world_size):
+        for stage in () if rank in planned else plan_run(config, rank).stages:
+            state = stage.cost.state
+            planned[stage.rank] = {
+                "weights": state.parameters,
+                "gradients": state.gradients,
+                "optimizer": state.optimizer,
+                "activations": stage.activations,
+            }
+    return planned
+
+
+@pytest.mark.feature("Planner: bytes of weights, gradients and optimizer are those of the run")
+@pytest.mark.feature("Planner: activations are those of the run, within 5 %")
+@pytest.mark.parametrize(("world_size", "layouts"), [(1, ONE), (2, TWO)], ids=["one", "two"])
+def test_the_plan_is_what_the_run_allocates(world_size: int, layouts: dict[str, str]) -> None:
+    runs = {name: [*TINY, *BASE.split(), *words.split()] for name, words in layouts.items()}
+    ranks = run_ranks(allocated, world_size, list(runs.values()), timeout_s=300)
+    wrong = []
+    for number, (name, argv) in enumerate(runs.items()):
+        for rank, planned in _planned(argv, world_size).items():
+            for what, size in ranks[rank][number].items():
+                tolerance = 0.05 * size if what == "activations" else 0
+                if abs(planned[what] - size) > tolerance:
+                    wrong.append(f"{name}, rank {rank}: {what} {planned[what]}, run {size}")
+    assert not wrong, "\n".join(wrong)
