@@ -1,13 +1,16 @@
-"""When a run saves and what it takes over when it loads."""
+"""What a run does when it saves, and what it takes over when it loads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.background import BackgroundSave
 from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.core.dist_checkpointing.serialization import Saved, SaveFailed, finish
 from megatron.core.faults import fault_point
 from megatron.core.transformer.layer_layout import layer_ranges
 from megatron.training.arguments.config_file import write_config
@@ -15,7 +18,8 @@ from megatron.training.arguments.legacy import legacy_namespace
 from megatron.training.callbacks.base import CheckpointEvent
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.run_tensors import RunParts
-from megatron.training.checkpointing.save import save_run
+from megatron.training.checkpointing.save import begin_save, save_run, tell_saved
+from megatron.training.checkpointing.transient import transient
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.printing import print_rank_0
 from megatron.training.runtime import Runtime
@@ -39,29 +43,63 @@ def load(run: Runtime) -> None:
         run.scheduler.step(run.state.consumed_train_samples)
 
 
-def save(run: Runtime) -> None:
-    """Publish a checkpoint of the present step.  Collective over all ranks."""
+def save(run: Runtime, *, is_last: bool = False, is_transient: bool = False) -> None:
+    """Publish a checkpoint of the present step, or begin to with --async-save.  Collective.
+
+    A save that fails is told, and training goes on after --ckpt-max-failed-saves of them in a row.
+    The last one of a run is waited for; its failure raises SaveFailed.  ``is_transient``: one of
+    --non-persistent-save-interval, in its own place.
+    """
+    config = run.config.checkpoint
+    if is_transient:
+        config = transient(config)
+    iteration, failure = run.state.iteration, None
     with run.callbacks.paused(run, "checkpoint"):
-        _save(run)
+        began_s = time.perf_counter()
+        run.timers("save-checkpoint", log_level=0).start(barrier=True)
+        _ask(run, BackgroundSave.wait)
+        fault_point("save.before", step=iteration)
+        try:
+            saved = _save(run, config, in_background=bool(config.async_save) and not is_last)
+        except SaveFailed as error:
+            failure = error
+        run.timers("save-checkpoint").stop(barrier=True)
+        run.timers.log(["save-checkpoint"])
+        stall_s = time.perf_counter() - began_s
+    if failure is not None:
+        if is_last:
+            raise failure
+        _go_on_after(failure, run)
+        return
+    if not is_transient:
+        run.saved_at = iteration
+    if saved is None:
+        run.callbacks.on_checkpoint(
+            run, CheckpointEvent(kind="scheduled", iteration=iteration, stall_s=stall_s)
+        )
+    else:
+        _report(run, saved, CheckpointEvent(kind="saved", iteration=iteration, stall_s=stall_s))
 
 
-def _save(run: Runtime) -> None:
-    iteration = run.state.iteration
-    fault_point("save.before", step=iteration)
-    run.timers("save-checkpoint", log_level=0).start(barrier=True)
-    deleted = save_run(
-        run.config.checkpoint,
+def _save(run: Runtime, config: CheckpointConfig, in_background: bool) -> Saved | None:
+    """What was published; None if that is to come."""
+    world = run.groups.world
+    begun = begin_save(
+        config,
         _parts(run),
         run.state.to_dict(),
         asked=_asked(run, run.config.checkpoint),
         write_config=lambda path: write_config(run.config, path),
     )
-    run.timers("save-checkpoint").stop(barrier=True)
-    run.timers.log(["save-checkpoint"])
-    run.saved_at = iteration
-    run.callbacks.on_checkpoint(run, CheckpointEvent(kind="saved", iteration=iteration))
-    if deleted is not None:
-        run.callbacks.on_checkpoint(run, CheckpointEvent(kind="deleted", iteration=deleted))
+    if not in_background:
+        saved = finish(begun, world)
+        tell_saved(run.groups, saved)
+        return saved
+    run.pending_save = BackgroundSave(begun, run.snapshot_memory, world)
+    print_rank_0(
+        f"  scheduled an async checkpoint save at iteration {begun.iteration:7d} to {config.save}"
+    )
+    return None
 
 
 def convert(run: Runtime) -> None:
@@ -78,10 +116,68 @@ def convert(run: Runtime) -> None:
     print_rank_0(f"> converted checkpoint: {options.load} -> {target.save}")
 
 
-def save_unless_saved(run: Runtime) -> None:
+def poll(run: Runtime) -> None:
+    """Take note of a background save that is over.  Collective while one is pending."""
+    _ask(run, BackgroundSave.poll)
+
+
+def save_unless_saved(run: Runtime, *, is_transient: bool = False) -> None:
     """`save` if the run saves at all and this step is not in a checkpoint yet."""
+    config = run.config.checkpoint
+    if not (is_transient or config.save is not None) or run.saved_at == run.state.iteration:
+        return
+    if run.pending_save is None or config.async_save_when_busy == "wait":
+        save(run, is_transient=is_transient)
+    else:
+        print_rank_0(
+            f"NOTE: iteration {run.state.iteration} is not saved: the checkpoint of iteration "
+            f"{run.pending_save.iteration} is still being written (--async-save-when-busy skip)"
+        )
+
+
+def save_last(run: Runtime) -> None:
+    """Finish what is being written, and save this step if no checkpoint has it.  Collective."""
+    _ask(run, BackgroundSave.wait)
     if run.config.checkpoint.save is not None and run.saved_at != run.state.iteration:
-        save(run)
+        save(run, is_last=True)
+
+
+def _ask(run: Runtime, how: Callable[[BackgroundSave], Saved | None]) -> None:
+    pending = run.pending_save
+    if pending is None:
+        return
+    try:
+        saved = how(pending)
+    except SaveFailed as error:
+        run.pending_save = run.saved_at = None
+        _go_on_after(error, run)
+        return
+    if saved is not None:
+        run.pending_save = None
+        tell_saved(run.groups, saved)
+        _report(run, saved, CheckpointEvent(kind="finalized", iteration=pending.iteration))
+
+
+def _report(run: Runtime, saved: Saved, event: CheckpointEvent) -> None:
+    run.failed_saves = 0
+    run.callbacks.on_checkpoint(run, event)
+    for iteration in saved.deleted:
+        run.callbacks.on_checkpoint(run, CheckpointEvent(kind="deleted", iteration=iteration))
+
+
+def _go_on_after(error: SaveFailed, run: Runtime) -> None:
+    """Warn of a failed save; the same on all ranks.  Raises SaveFailed if there were too many."""
+    run.failed_saves += 1
+    limit = run.config.checkpoint.ckpt_max_failed_saves
+    if run.failed_saves > limit:
+        raise SaveFailed(
+            f"{error}; it is failed save {run.failed_saves} in a row and --ckpt-max-failed-saves "
+            f"is {limit}"
+        )
+    print_rank_0(
+        f"WARNING: {error}; training goes on: it is failed save {run.failed_saves} in a row, "
+        f"--ckpt-max-failed-saves is {limit}"
+    )
 
 
 def _asked(run: Runtime, options: CheckpointConfig) -> Mapping[str, Any]:

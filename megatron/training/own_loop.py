@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config import states
 from megatron.core.config.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -240,12 +239,15 @@ def save_checkpoint_and_time(
 ) -> None:
     """`save_checkpoint`, with its time among the timers.  Collective."""
     del checkpointing_context, train_data_iterator
-    if non_persistent_ckpt:
-        raise ConfigError(f"non_persistent_ckpt: {states.NON_PERSISTENT}")
     run = get_run()
     run.timers("save-checkpoint", log_level=0).start(barrier=True)
     save_checkpoint(
-        iteration, model, optimizer, opt_param_scheduler, num_floating_point_operations_so_far
+        iteration,
+        model,
+        optimizer,
+        opt_param_scheduler,
+        num_floating_point_operations_so_far,
+        non_persistent_ckpt=non_persistent_ckpt,
     )
     run.timers("save-checkpoint").stop(barrier=True)
     run.timers.log(["save-checkpoint"])

@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.dist_checkpointing.background import BackgroundSave
+from megatron.core.dist_checkpointing.snapshot import HostBuffer
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.pipeline_parallel.plan import Placement
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -44,6 +46,9 @@ class Runtime:
     callbacks: CallbackList = field(default_factory=CallbackList)
     last_step: StepResult | None = None  # for scripts that log the step they have made
     saved_at: int | None = None  # iteration of the newest checkpoint of this run
+    pending_save: BackgroundSave | None = None  # with --async-save
+    snapshot_memory: HostBuffer = field(default_factory=HostBuffer)
+    failed_saves: int = 0  # in a row
     train_iters: int = 0  # derived from --train-samples where that is given
 
     @property

@@ -24,6 +24,7 @@ class StepResult:
     batch_size: int  # samples
     num_tokens: int  # over all replicas
     elapsed_s: float | None = None
+    params_hash: int | None = None  # 64 bits
 
 
 @dataclass

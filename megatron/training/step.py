@@ -23,9 +23,11 @@ from megatron.core.optimizer.clip_grads import calc_params_l2_norm
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.transformer.moe.expert_bias import update_expert_biases
+from megatron.training.checkpointing.run_tensors import RunParts
 from megatron.training.expert_losses import expert_losses
 from megatron.training.runtime import Runtime
 from megatron.training.state import StepResult
+from megatron.training.weight_hash import check_replicas, params_hash
 
 
 def train_step(run: Runtime) -> StepResult:
@@ -57,6 +59,9 @@ def train_step(run: Runtime) -> StepResult:
 
     added = expert_losses(run, num_microbatches)
     reduced = reduce_losses(losses, run.groups.dp_cp) | added if run.has_loss else {}
+    interval = config.training.check_weight_hash_across_dp_replicas_interval
+    if interval is not None and iteration % interval == 0:
+        check_replicas(RunParts(model_chunks=run.model_chunks, groups=run.groups), iteration)
     lr, decoupled_lr = run.scheduler.current_learning_rates()
     return StepResult(
         losses=reduced,
@@ -70,6 +75,7 @@ def train_step(run: Runtime) -> StepResult:
         nan=not updated and any(_not_finite(loss) for loss in reduced.values()),
         batch_size=batch_size,
         num_tokens=batch_size * config.data.seq_length,
+        params_hash=_params_hash(run, iteration),
     )
 
 
@@ -189,3 +195,10 @@ def _params_norm(run: Runtime) -> float | None:
     if not run.config.logging.log_params_norm:
         return None
     return calc_params_l2_norm(run.model_chunks, run.groups)
+
+
+def _params_hash(run: Runtime, iteration: int) -> int | None:
+    interval = run.config.logging.log_params_hash_interval
+    if interval is None or iteration % interval:
+        return None
+    return params_hash(RunParts(model_chunks=run.model_chunks, groups=run.groups))

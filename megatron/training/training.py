@@ -14,7 +14,7 @@ from megatron.training import data, setup
 from megatron.training import evaluate as evaluation
 from megatron.training.arguments.legacy import flat_values
 from megatron.training.callbacks.default import default_callbacks
-from megatron.training.checkpoint_io import convert, load, save_unless_saved
+from megatron.training.checkpoint_io import convert, load, save_last
 from megatron.training.failure_watch import failure_watch
 from megatron.training.initialize import configure, fail, fail_before_start, shut_down, start
 from megatron.training.loop import train
@@ -142,7 +142,7 @@ def _train_and_evaluate(run: Runtime) -> None:
             print_datetime(run.state.stop_reason)
             return
         print_datetime("after training is done")
-        save_unless_saved(run)
+        save_last(run)
     for result in evaluation.evaluate_all(run, is_final=True):
         run.callbacks.on_eval_end(run, result)
     if run.has_test_set:

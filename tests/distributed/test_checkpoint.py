@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.background import BackgroundSave
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import SaveFailed
+from megatron.core.dist_checkpointing.snapshot import HostBuffer
 from megatron.core.process_groups_config import create_process_groups, make_grids
 from megatron.training.checkpointing.load import load_run
-from megatron.training.checkpointing.save import save_run
+from megatron.training.checkpointing.save import begin_save, save_run
 from tests.ranks import run_ranks
 from tests.unit.checkpointing.tiny_run import (
     advance,
@@ -76,13 +78,26 @@ def test_each_byte_is_written_once_and_the_replicas_share_the_work(tmp_path):
     assert max(by_file.values()) < 2 * min(by_file.values())
 
 
-def save_then_fail(rank, world_size, root, faults):
+def save_in_background(config, parts, iteration):
+    """What a run does over several steps, without the steps."""
+    begun = begin_save(config, parts, counters(iteration), asked={})
+    saving = BackgroundSave(begun, HostBuffer(), parts.groups.world)
+    advance(parts, 1)  # training goes on
+    saving.wait()
+
+
+def save_at_once(config, parts, iteration):
+    save_run(config, parts, counters(iteration), asked={})
+    advance(parts, 1)
+
+
+def save_then_fail(rank, world_size, root, faults, save):
     """A good save, then one in which some rank fails; every rank must learn of it."""
     parts = parts_of_layout(world_size, 2)
     save_run(options(root), parts, counters(1), asked={})
     os.environ["FAULTS"] = faults
     with pytest.raises(SaveFailed) as caught:
-        save_run(options(root), parts, counters(2), asked={})
+        save(options(root), parts, 2)
     del os.environ["FAULTS"]
     assert choose(Path(root)).found.iteration == 1
     save_run(options(root), parts, counters(3), asked={})
@@ -90,6 +105,7 @@ def save_then_fail(rank, world_size, root, faults):
 
 
 @pytest.mark.feature("Checkpoints: a rank that cannot save stops the save on all ranks")
+@pytest.mark.parametrize("save", [save_at_once, save_in_background])
 @pytest.mark.parametrize(
     ("faults", "reason"),
     [
@@ -100,8 +116,8 @@ def save_then_fail(rank, world_size, root, faults):
         ("save.before_manifest:enospc:rank0", "rank 0: .*No space left"),
     ],
 )
-def test_one_rank_that_fails_makes_the_save_fail_everywhere(tmp_path, faults, reason):
-    messages = run_ranks(save_then_fail, 2, tmp_path, faults)
+def test_one_rank_that_fails_makes_the_save_fail_everywhere(tmp_path, faults, reason, save):
+    messages = run_ranks(save_then_fail, 2, tmp_path, faults, save)
     assert len(set(messages)) == 1
     with pytest.raises(SaveFailed, match=reason):
         raise SaveFailed(messages[0])
@@ -109,34 +125,38 @@ def test_one_rank_that_fails_makes_the_save_fail_everywhere(tmp_path, faults, re
     assert names == ["iter_0000001", "iter_0000003", TRACKER]
 
 
-def save_for_ever(rank, world_size, root, first, faults):
+def save_for_ever(rank, world_size, root, first, faults, save):
     os.environ["FAULTS"] = faults
     parts = parts_of_layout(world_size, 2)
     loaded = load_run(options(root), parts)
     done = loaded.iteration if loaded else 0
+    advance(parts, 1)
     for iteration in range(done + 1, first + 4):
-        advance(parts, 1)
-        save_run(options(root, save_retain_interval=100), parts, counters(iteration), asked={})
+        save(options(root, save_retain_interval=100), parts, iteration)
     return done
 
 
 POINTS = ["save.write", "save.tensor", "save.written", "save.before_rename", "save.after_rename"]
 
 
-def test_killing_one_rank_in_a_save_never_loses_the_last_checkpoint(tmp_path):
+@pytest.mark.parametrize(
+    ("save", "points"),
+    [(save_at_once, POINTS), (save_in_background, ["save.tensor", "save.after_rename"])],
+)
+def test_killing_one_rank_in_a_save_never_loses_the_last_checkpoint(tmp_path, save, points):
     rng = random.Random(0)
     done = 0
-    for point in POINTS:
+    for point in points:
         rank = 0 if "rename" in point else rng.randrange(2)
         step = done + 2
         faults = f"{point}:kill:rank{rank}:step{step}"
         with pytest.raises(AssertionError, match="SIGKILL"):
-            run_ranks(save_for_ever, 2, tmp_path, done, faults, timeout_s=20)
+            run_ranks(save_for_ever, 2, tmp_path, done, faults, save, timeout_s=20)
         expected = step if point == "save.after_rename" else step - 1
         assert choose(tmp_path).found.iteration == expected
         run_ranks(load_and_compare, 1, tmp_path, 1, expected)
         done = expected
-    run_ranks(save_for_ever, 2, tmp_path, done, "")
+    run_ranks(save_for_ever, 2, tmp_path, done, "", save)
     assert choose(tmp_path).found.iteration == done + 3
     assert not list(tmp_path.glob("*.tmp-*"))
 

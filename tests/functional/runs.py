@@ -74,6 +74,13 @@ def losses(metrics: Sequence[dict[str, Any]], key: str = "lm loss") -> list[floa
     return [line[key] for line in metrics if key in line]
 
 
+def heard(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[str], str]:
+    """What a run prints: the lines on stdout, and stderr, where the sentence is that ends it."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        complaint = refusal(rank, world_size, argv)
+    return said.getvalue().splitlines(), complaint
+
+
 def refusal(rank: int, world_size: int, argv: Sequence[str]) -> str:
     """What a run that cannot start prints on stderr."""
     with contextlib.redirect_stderr(io.StringIO()) as heard, contextlib.suppress(SystemExit):

@@ -28,10 +28,13 @@ TP_OVERLAP = (
     "overlap of tensor-parallel communication through Transformer Engine's buffers is not in this "
     "version; drop the flag"
 )
-ASYNC_SAVE = "saving in the background is not in this version; drop the flag: saves are waited for"
-NON_PERSISTENT = (
-    "short-lived checkpoints are not in this version; use --save-interval with "
-    "--save-retain-interval to keep few of them"
+LOCAL_CHECKPOINTS = (
+    "short-lived checkpoints on the nodes are not in this version; use "
+    "--non-persistent-ckpt-type global"
+)
+IN_MEMORY = (
+    "a checkpoint in memory ends with the process, and there is no restart inside the process; "
+    "use --non-persistent-ckpt-type local with --replication"
 )
 OTHER_FORMAT = "only --ckpt-format safetensors_dist is in this version"
 ZARR = "zarr is a format of the past, which Megatron-LM does not write either: use torch_dist"

@@ -43,6 +43,15 @@ def all_gather_json(value: Any, group: ProcessGroup | None) -> list[Any]:
     return [_decode(data[:length]) for data, length in zip(received, lengths, strict=True)]
 
 
+def is_so_everywhere(value: bool, group: ProcessGroup | None) -> bool:
+    """Whether ``value`` is true on all ranks."""
+    if group is None or group.size() == 1:
+        return value
+    flag = _on_wire(torch.tensor([int(value)]), group)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
+    return bool(flag)
+
+
 def broadcast_json(value: Any, group: ProcessGroup | None) -> Any:
     """The value of rank 0, everywhere."""
     if group is None or group.size() == 1:
@@ -68,6 +77,10 @@ def _padded(value: Any, group: ProcessGroup) -> tuple[list[int], Tensor]:
 
 def _encode(value: Any, group: ProcessGroup) -> Tensor:
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return _on_wire(data, group)
+
+
+def _on_wire(data: Tensor, group: ProcessGroup) -> Tensor:
     return data.to(device.current()) if dist.get_backend(group) == "nccl" else data
 
 

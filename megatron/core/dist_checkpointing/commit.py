@@ -30,7 +30,6 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import (
     RELEASE,
     TRACKER,
-    Found,
     folder_name,
     leftovers,
     published,
@@ -61,7 +60,6 @@ class Pending:
     folder: Path
     sequence: int
     tracker_before: list[Any] | None
-    previous: Found | None  # the newest published one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +87,7 @@ def begin(root: Path, iteration: int, num_bytes: int, attempt: str) -> Pending:
     root.mkdir(parents=True, exist_ok=True)
     sweep(root, iteration)
     _check_space(root, num_bytes)
-    order = published(root)
-    newest = max((f.manifest.sequence for f in order if f.manifest), default=0)
+    newest = max((f.manifest.sequence for f in published(root) if f.manifest), default=0)
     folder = _beside(root / folder_name(iteration), "tmp", attempt)
     folder.mkdir()
     return Pending(
@@ -100,7 +97,6 @@ def begin(root: Path, iteration: int, num_bytes: int, attempt: str) -> Pending:
         folder=folder,
         sequence=newest + 1,
         tracker_before=_tracker_as_found(root),
-        previous=order[0] if order else None,
     )
 
 
@@ -212,7 +208,7 @@ def _check_space(root: Path, num_bytes: int) -> None:
         raise CheckpointError(
             f"{root} has {_human(free)} free and the checkpoint needs "
             f"{_human(num_bytes + _SPARE_BYTES)}: free space, or keep fewer checkpoints with "
-            "--save-retain-interval"
+            "--keep-last-checkpoints"
         )
 
 

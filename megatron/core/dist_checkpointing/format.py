@@ -1,6 +1,7 @@
 """The format ``safetensors_dist``: what lies in one checkpoint folder, and how it is written.
 
     __{rank}_0.safetensors   tensors that the rank wrote, one or more boxes of each
+    __{rank}_1.safetensors   those that nobody trains, with --ckpt-incremental
     __{rank}_state.json      what only that rank knows: the states of its random generators
     index.json               key -> global shape, dtype, boxes with file, place and crc32 per block
     common.json              everything that is no tensor and the same for all ranks
@@ -15,7 +16,8 @@ Nothing here communicates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.incremental import HASH, hashes_of, link_unchanged
 from megatron.core.dist_checkpointing.manifest import (
     COMMON,
     FORMAT,
@@ -73,9 +76,33 @@ def write_rank_files(
     *,
     iteration: int,
     attempt: str,
+    incremental: bool = False,
 ) -> RankReport:
-    """Write and fsync the files of one rank.  Local.  Raises OSError, CheckpointError."""
+    """Write and fsync the files of one rank.  Local.  Raises OSError, CheckpointError.
+
+    ``incremental``: constant tensors lie in a file of their own, which is linked where it can be.
+    """
     report = RankReport(tensors={}, files={})
+    origin = {"format": "pt", "iteration": str(iteration), "attempt": attempt}
+    constant = [tensor for tensor in tensors if incremental and tensor.is_constant]
+    changing = [tensor for tensor in tensors if not (incremental and tensor.is_constant)]
+    _write_tensors(folder, f"__{rank}_0.safetensors", changing, origin, report)
+    if constant:
+        _write_or_link(folder, f"__{rank}_1.safetensors", constant, origin, report)
+    if rank_state is not None:
+        name = rank_state_name(rank)
+        report.files[name] = asdict(write_json(folder / name, rank_state))
+    return report
+
+
+def _write_tensors(
+    folder: Path,
+    name: str,
+    tensors: Sequence[ShardedTensor],
+    origin: Mapping[str, str],
+    report: RankReport,
+) -> None:
+    """Write the file ``name``, if there is anything to write, and put it into ``report``."""
     # By falling element size every element stays aligned in the file.
     ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.key))
     boxes = [(tensor, piece) for tensor in ordered for piece in tensor.pieces]
@@ -85,19 +112,34 @@ def write_rank_files(
             "dtype": DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)),
             "pieces": [],
         }
-    if boxes:
-        name = f"__{rank}_0.safetensors"
-        named = [_lazy(tensor, piece) for tensor, piece in boxes]
-        origin = {"format": "pt", "file": name, "iteration": str(iteration), "attempt": attempt}
-        done = write_file(folder / name, named, origin, iteration)
-        report.files[name] = asdict(FileEntry(done.num_bytes, done.header_bytes, done.header_crc32))
-        for (tensor, piece), written in zip(boxes, done.tensors, strict=True):
-            place = {"file": name, "offset": list(piece.offset), "shape": list(piece.shape)}
-            report.tensors[tensor.key]["pieces"].append(place | asdict(written))
-    if rank_state is not None:
-        name = rank_state_name(rank)
-        report.files[name] = asdict(write_json(folder / name, rank_state))
-    return report
+    if not boxes:
+        return
+    named = [_lazy(tensor, piece) for tensor, piece in boxes]
+    done = write_file(folder / name, named, {**origin, "file": name}, int(origin["iteration"]))
+    report.files[name] = asdict(FileEntry(done.num_bytes, done.header_bytes, done.header_crc32))
+    for (tensor, piece), written in zip(boxes, done.tensors, strict=True):
+        place = {"file": name, "offset": list(piece.offset), "shape": list(piece.shape)}
+        report.tensors[tensor.key]["pieces"].append(place | asdict(written))
+
+
+def _write_or_link(
+    folder: Path,
+    name: str,
+    tensors: Sequence[ShardedTensor],
+    origin: Mapping[str, str],
+    report: RankReport,
+) -> None:
+    """Write the file ``name``, or link the one of the newest checkpoint if it is the same."""
+    hashes = hashes_of(tensors)
+    linked = link_unchanged(folder, name, tensors, hashes)
+    if linked is not None:
+        entries, report.files[name] = linked
+        report.tensors.update(entries)
+        return
+    _write_tensors(folder, name, tensors, origin, report)
+    for key, pieces in hashes.items():
+        for entry, hash in zip(report.tensors[key]["pieces"], pieces, strict=True):
+            entry[HASH] = hash
 
 
 def complete(
@@ -112,6 +154,9 @@ def complete(
 
 
 SAFETENSORS_DIST = Format(FORMAT, write_rank_files, complete)
+INCREMENTAL = replace(
+    SAFETENSORS_DIST, write_rank_files=partial(write_rank_files, incremental=True)
+)
 
 
 def merge_index(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

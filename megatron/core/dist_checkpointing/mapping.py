@@ -64,7 +64,7 @@ class ShardedTensor:
 
     ``dtype`` is that of the file; the pieces may lie in memory in another one.  ``cut``: the
     dimension that is cut into equal shares, and into how many; ``is_flat``: what the rank holds is
-    a stretch of such a share, flattened.
+    a stretch of such a share, flattened; ``is_constant``: nobody trains it.
     """
 
     key: str
@@ -74,6 +74,7 @@ class ShardedTensor:
     replica: Replica | None = Replica()
     cut: tuple[int, int] = (0, 1)
     is_flat: bool = False
+    is_constant: bool = False
 
     @property
     def num_bytes(self) -> int:

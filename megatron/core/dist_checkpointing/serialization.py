@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.collectives import broadcast_json, gather_json, rank_in
-from megatron.core.dist_checkpointing.folders import Found
+from megatron.core.dist_checkpointing.folders import published
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format, RankReport
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
 from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
+from megatron.core.dist_checkpointing.retention import KEEP_ALL, Retention
 from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.dist_checkpointing.validation import (
     Differences,
@@ -66,11 +67,12 @@ class Contents:
 
 @dataclass(frozen=True)
 class Saved:
-    """A published folder, and on rank 0 the checkpoint that was the newest before it."""
+    """A published folder, what was deleted for it, and sentences about what could not be."""
 
     folder: Path
-    attempt: str
-    previous: Found | None
+    iteration: int
+    deleted: tuple[int, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,7 @@ class Begun:
     tensors: Sequence[ShardedTensor]  # those that this rank writes
     contents: Contents
     format: Format
+    retention: Retention
 
 
 def save(
@@ -96,16 +99,24 @@ def save(
     *,
     share_work: bool = True,
     format: Format = SAFETENSORS_DIST,
+    retention: Retention = KEEP_ALL,
 ) -> Saved:
     """Publish a checkpoint of ``iteration`` in ``root``.  Collective over ``group``.
 
     ``group`` spans all ranks, None is a world of one.  ``share_work``: data-parallel replicas
-    share the writing.  Raises SaveFailed on every rank if any rank fails.
+    share the writing.  Older checkpoints are deleted as ``retention`` says.  Raises SaveFailed on
+    every rank if any rank fails: then nothing was published.
     """
-    begun = begin(root, iteration, contents, group, share_work=share_work, format=format)
-    reports = gather_json(write(begun), group)
-    verdict = None if reports is None else publish(begun, reports)
-    return conclude(begun, verdict, group)
+    begun = begin(
+        root,
+        iteration,
+        contents,
+        group,
+        share_work=share_work,
+        format=format,
+        retention=retention,
+    )
+    return finish(begun, group)
 
 
 def begin(
@@ -116,6 +127,7 @@ def begin(
     *,
     share_work: bool = True,
     format: Format = SAFETENSORS_DIST,
+    retention: Retention = KEEP_ALL,
 ) -> Begun:
     """Let rank 0 check the space and make the folder.  Collective over ``group``.
 
@@ -144,7 +156,15 @@ def begin(
         tensors=mine,
         contents=contents,
         format=format,
+        retention=retention,
     )
+
+
+def finish(begun: Begun, group: ProcessGroup | None) -> Saved:
+    """Write, publish and tell every rank, one after the other.  Collective.  Raises SaveFailed."""
+    reports = gather_json(write(begun), group)
+    verdict = None if reports is None else publish(begun, reports)
+    return conclude(begun, verdict, group)
 
 
 def snapshot(begun: Begun, buffer: HostBuffer) -> Begun:
@@ -167,12 +187,20 @@ def write(begun: Begun) -> dict[str, Any]:
         )
         fault_point("save.written", step=begun.iteration)
     except _REPORTED as error:
-        return {"report": asdict(RankReport({}, {})), "error": _reason(error)}
+        return not_written(error)
     return {"report": asdict(report), "error": None}
 
 
-def publish(begun: Begun, written: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
-    """On rank 0: publish if all ranks wrote, else remove.  ``written``: of each rank.  Local."""
+def not_written(error: BaseException) -> dict[str, Any]:
+    """What `write` returns where it fails."""
+    return {"report": asdict(RankReport({}, {})), "error": _reason(error)}
+
+
+def publish(begun: Begun, written: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """On rank 0: publish if all ranks wrote, else remove.  ``written``: of each rank.  Local.
+
+    What is to be deleted goes when the new checkpoint and its tracker are on disk.
+    """
     pending = begun.pending
     assert pending is not None, "rank 0 publishes"
     errors = [f"rank {r}: {each['error']}" for r, each in enumerate(written) if each["error"]]
@@ -189,10 +217,26 @@ def publish(begun: Begun, written: Sequence[Mapping[str, Any]]) -> dict[str, str
             write_config=begun.contents.write_config,
             manifest_name=MANIFEST_BESIDE if begun.format.is_foreign else MANIFEST,
         )
-        return {"folder": str(commit.publish(pending, parts)), "error": None}
+        folder = commit.publish(pending, parts)
     except _REPORTED as error:
         commit.abandon(pending)
         return {"error": f"rank 0: {_reason(error)}"}
+    return {"error": None, "folder": str(folder), **_retire(begun)}
+
+
+def _retire(begun: Begun) -> dict[str, list[Any]]:
+    """Delete what the retention lets go; the new checkpoint is safe, which is what counts."""
+    deleted: list[int | None] = []
+    warnings: list[str] = []
+    if begun.retention == KEEP_ALL:
+        return {"deleted": deleted, "warnings": warnings}
+    for found in begun.retention.doomed(published(begun.root)):
+        try:
+            if commit.retire(found.folder, begun.attempt, begun.iteration):
+                deleted.append(found.iteration)
+        except _REPORTED as error:
+            warnings.append(f"{found.folder} could not be deleted: {_reason(error)}")
+    return {"deleted": deleted, "warnings": warnings}
 
 
 def conclude(begun: Begun, verdict: Mapping[str, Any] | None, group: ProcessGroup | None) -> Saved:
@@ -201,8 +245,12 @@ def conclude(begun: Begun, verdict: Mapping[str, Any] | None, group: ProcessGrou
     assert verdict is not None
     if verdict["error"]:
         raise SaveFailed(_save_failed(begun.root, begun.iteration, verdict["error"]))
-    previous = begun.pending.previous if begun.pending else None
-    return Saved(Path(verdict["folder"]), begun.attempt, previous)
+    return Saved(
+        Path(verdict["folder"]),
+        begun.iteration,
+        tuple(verdict["deleted"]),
+        tuple(verdict["warnings"]),
+    )
 
 
 def load(

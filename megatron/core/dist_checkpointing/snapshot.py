@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def copy_out(tensors: Sequence[ShardedTensor], buffer: HostBuffer) -> list[Shard
     Waits until the copies are made.
     """
     sizes = [
-        -(-piece.data.numel() * tensor.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        -(-prod(piece.shape) * tensor.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         for tensor in tensors
         for piece in tensor.pieces
     ]

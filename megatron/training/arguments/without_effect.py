@@ -86,8 +86,23 @@ NEEDS = (
     Need(
         "--save",
         lambda ns: ns.save is not None,
-        ("save_interval", "save_retain_interval", "no_save_optim", "no_save_rng"),
+        (
+            "save_interval",
+            "save_retain_interval",
+            "keep_last_checkpoints",
+            "ckpt_max_failed_saves",
+            "ckpt_incremental",
+            "async_save",
+            "no_save_optim",
+            "no_save_rng",
+        ),
     ),
+    Need(
+        "--non-persistent-ckpt-type global",
+        lambda ns: ns.non_persistent_ckpt_type == "global",
+        ("non_persistent_global_ckpt_dir",),
+    ),
+    Need("--async-save", lambda ns: ns.async_save, ("async_save_when_busy",)),
     Need(
         "--load",
         lambda ns: ns.load is not None,
@@ -163,6 +178,11 @@ NEEDS = (
         "parameters that are sharded (--use-torch-fsdp2, or --use-megatron-fsdp and a strategy)",
         is_fully_sharded,
         ("gradient_reduce_div_fusion", "init_model_with_meta_device"),
+    ),
+    Need(
+        "replicas of whole weights",
+        lambda ns: not is_fully_sharded(ns),
+        ("check_weight_hash_across_dp_replicas_interval",),
     ),
     Need(
         "whole gradients; those of sharded parameters are reduced layer by layer in backward",

@@ -43,10 +43,14 @@ class EvalResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEvent:
-    """What happened to a checkpoint.  ``scheduled`` and ``finalized`` belong to --async-save."""
+    """What happened to a checkpoint.  ``scheduled`` and ``finalized`` belong to --async-save.
+
+    ``stall_s`` is how long training stood still for it.
+    """
 
     kind: Literal["saved", "scheduled", "finalized", "deleted"]
     iteration: int
+    stall_s: float = 0.0
 
 
 class Callback:

@@ -1,9 +1,9 @@
-"""Saves at --save-interval, and before the batch size changes."""
+"""Saves at the intervals and before the batch size changes; follows a save in the background."""
 
 from __future__ import annotations
 
 from megatron.training.callbacks.base import Callback
-from megatron.training.checkpoint_io import save_unless_saved
+from megatron.training.checkpoint_io import poll, save_unless_saved
 from megatron.training.runtime import Runtime
 from megatron.training.state import StepResult
 
@@ -12,12 +12,18 @@ class CheckpointCallback(Callback):
     """Collective over all ranks; what decides is the same on all of them."""
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
-        interval = run.config.checkpoint.save_interval
-        is_due = interval is not None and run.state.iteration % interval == 0
+        poll(run)
+        config, iteration = run.config.checkpoint, run.state.iteration
         before = run.state.consumed_train_samples - result.batch_size
         sizes = {
             run.batches.global_batch_size(consumed)
             for consumed in (before, run.state.consumed_train_samples)
         }
-        if is_due or len(sizes) > 1:
+        if _is_due(config.save_interval, iteration) or len(sizes) > 1:
             save_unless_saved(run)
+        if _is_due(config.non_persistent_save_interval, iteration):
+            save_unless_saved(run, is_transient=True)
+
+
+def _is_due(interval: int | None, iteration: int) -> bool:
+    return interval is not None and iteration % interval == 0

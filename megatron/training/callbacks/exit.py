@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.training.callbacks.base import Callback
-from megatron.training.checkpoint_io import save_unless_saved
+from megatron.training.checkpoint_io import save_last
 from megatron.training.signals import StopSignal, catch_stop_signal
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class ExitConditions(Callback):
 
     def on_train_end(self, run: Runtime) -> None:
         if run.state.stop_reason is not None:
-            save_unless_saved(run)
+            save_last(run)
 
 
 def received_anywhere(stop_signal: StopSignal) -> bool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.core.timers import TENSORBOARD, largest_s
-from megatron.training.callbacks.base import Callback, EvalResult, PauseReason
+from megatron.training.callbacks.base import Callback, CheckpointEvent, EvalResult, PauseReason
 from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.interval import Interval
 from megatron.training.callbacks.records import EvalRecord, SinkList, StepRecord
@@ -64,6 +64,7 @@ class Metrics(Callback):
         self._interval = Interval()
         self._peak: Peak | None = None
         self._steps_since_write = 0
+        self._stall_s = 0.0  # in saves since the last write
         self._memory_is_reported = False
         self._in_loop = False
 
@@ -86,7 +87,7 @@ class Metrics(Callback):
         iteration = run.state.iteration
         is_due = iteration % run.config.logging.tensorboard_log_interval == 0
         is_shown = iteration % run.config.logging.log_interval == 0
-        times = self._timer_values(run) if is_due else {}
+        times = self._timer_values(run) | self._stall() if is_due else {}
         shown = self._end_interval(run) if is_shown else None
         if run.is_last_rank and (is_due or is_shown):
             self._sinks.write_step(
@@ -103,6 +104,9 @@ class Metrics(Callback):
                     interval=shown,
                 )
             )
+        if result.params_hash is not None and run.is_last_rank:
+            text = f"{result.params_hash:016x}"
+            print(f" params hash at iteration {iteration:8d}: {text}", flush=True)
         if is_shown:
             run.timers.log(TIMERS_TO_LOG, normalizer=run.config.logging.log_interval)
             self._report_memory_once(run)
@@ -132,6 +136,9 @@ class Metrics(Callback):
                 )
             )
 
+    def on_checkpoint(self, run: Runtime, event: CheckpointEvent) -> None:
+        self._stall_s += event.stall_s
+
     def on_train_end(self, run: Runtime) -> None:
         if self._in_loop:
             run.timers(_INTERVAL_TIMER).stop()
@@ -152,6 +159,11 @@ class Metrics(Callback):
         times_s = run.timers.times_s(TIMERS_TO_LOG, reader=TENSORBOARD)
         steps, self._steps_since_write = self._steps_since_write, 0
         return {f"{name}-time": t / steps for name, t in largest_s(times_s).items()}
+
+    def _stall(self) -> dict[str, float]:
+        """Seconds that training stood still for checkpoints since the last write."""
+        stall_s, self._stall_s = self._stall_s, 0.0
+        return {"save-checkpoint-time": stall_s} if stall_s else {}
 
     def _end_interval(self, run: Runtime) -> dict[str, float] | None:
         """The fields of the console line, on the last rank.  Collective."""
@@ -184,6 +196,8 @@ def step_values(run: Runtime, result: StepResult) -> dict[str, float]:
         "grad-norm": None if result.grad_norm is None else float(result.grad_norm),
         "num-zeros": result.num_zeros,
         "params-norm": result.params_norm,
+        # as many bits as TensorBoard holds; all of them are in the log
+        "params-hash": None if result.params_hash is None else result.params_hash >> 40,
     }
     if logging.log_memory_to_tensorboard:
         stats = device.memory_stats()

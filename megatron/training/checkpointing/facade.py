@@ -21,6 +21,7 @@ from megatron.training.checkpointing.paths import (
 )
 from megatron.training.checkpointing.run_tensors import RunParts
 from megatron.training.checkpointing.save import save_run
+from megatron.training.checkpointing.transient import transient
 
 
 def save_checkpoint(
@@ -30,11 +31,16 @@ def save_checkpoint(
     opt_param_scheduler: Any,
     num_floating_point_operations_so_far: float,
     checkpointing_context: object = None,
+    non_persistent_ckpt: bool = False,
     **layout: object,
 ) -> None:
     """Save the given objects with the counters of the run in ``--save``.  Collective.
 
+    ``non_persistent_ckpt``: in the place of short-lived ones.
+
     ``checkpointing_context`` and the ranks in ``layout`` change nothing: the run knows its layout.
+    The checkpoint is on disk when this returns, also with --async-save: nobody would look after
+    one in the background.
     """
     del checkpointing_context, layout
     run = global_vars.get_run()
@@ -43,8 +49,9 @@ def save_checkpoint(
         "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
     }
     parts = _parts(model, optimizer, opt_param_scheduler)
+    config = run.config.checkpoint
     save_run(
-        run.config.checkpoint,
+        transient(config) if non_persistent_ckpt else config,
         parts,
         counters,
         asked=run.config.asked,

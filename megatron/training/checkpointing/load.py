@@ -35,6 +35,7 @@ from megatron.training.checkpointing.run_tensors import (
     optimizer_tensors,
 )
 from megatron.training.checkpointing.save import layout_of
+from megatron.training.checkpointing.transient import newer_transient
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.printing import print_rank_0
 
@@ -59,6 +60,7 @@ class _Wanted:
     optimizer: bool
     rng: bool
     kind: str  # " release" or empty, for the message
+    num_transient: int  # of the folders to try, the first so many are short-lived ones
 
 
 def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
@@ -78,7 +80,8 @@ def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
         try:
             return _load_folder(config, parts, wanted, Path(folder))
         except CheckpointDamaged as error:
-            if not config.load_newest_valid:
+            may_go_on = config.load_newest_valid or position < wanted.num_transient
+            if not may_go_on or len(folders) == 1:
                 raise CheckpointDamaged(
                     f"{error}; --load-newest-valid goes on from the newest checkpoint that is whole"
                 ) from None
@@ -113,6 +116,7 @@ def _choose(
         optimizer=has_optimizer and not weights_only and not config.no_load_optim,
         rng=not weights_only and not config.no_load_rng,
         kind=f" {RELEASE}" if answer["release"] else "",
+        num_transient=answer["num_transient"],
     )
     return wanted, answer["folders"], answer["note"]
 
@@ -122,9 +126,15 @@ def _choose_here(config: CheckpointConfig) -> dict[str, Any]:
     if config.save is not None:
         check_writable(config.save)
     choice = find(config.load, config.ckpt_step, lenient=config.load_newest_valid)
+    newer = newer_transient(config, choice)
+    if newer is not None:
+        kept = () if choice is None else (choice.found, *choice.older)
+        note = f"going on from the short-lived {newer.folder}, newer than what is kept"
+        choice = Choice(newer, kept, note)
     if choice is not None:
         assert config.load is not None
-        return _answer(config.load, choice, config.finetune)
+        answer = _answer(config.load, choice, config.finetune)
+        return answer | {"num_transient": int(newer is not None)}
     if config.pretrained_checkpoint is not None:
         choice = find(config.pretrained_checkpoint, None)
         if choice is None:
@@ -158,6 +168,7 @@ def _answer(root: str, choice: Choice, finetune: bool) -> dict[str, Any]:
         "note": choice.note,
         "finetune": finetune,
         "release": choice.found.folder.name == RELEASE,
+        "num_transient": 0,
     }
 
 

@@ -6,7 +6,7 @@ A weight has its global name as key; ``optimizer.state.exp_avg.<name>`` is its f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
@@ -68,13 +68,16 @@ def model_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTenso
         if isinstance(chunk, DataParallelBase):
             chunk.finish_param_sync()
     return [
-        from_param(
-            name,
-            info,
-            local_part(tensor),
-            replica_of(info, parts.groups),
-            dtype=info.dtype,
-            padded=padded,
+        replace(
+            from_param(
+                name,
+                info,
+                local_part(tensor),
+                replica_of(info, parts.groups),
+                dtype=info.dtype,
+                padded=padded,
+            ),
+            is_constant=isinstance(tensor, nn.Parameter) and not tensor.requires_grad,
         )
         for name, info, tensor in _named_tensors(parts.model_chunks)
     ]

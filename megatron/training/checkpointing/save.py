@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.collectives import broadcast_json
-from megatron.core.dist_checkpointing.folders import Found
+from megatron.core.dist_checkpointing.format import INCREMENTAL
 from megatron.core.dist_checkpointing.formats import FORMATS
-from megatron.core.dist_checkpointing.serialization import Contents, Saved, save
+from megatron.core.dist_checkpointing.retention import Retention
+from megatron.core.dist_checkpointing.serialization import Begun, Contents, Saved, begin, finish
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing.rng_state import rng_state
 from megatron.training.checkpointing.run_tensors import (
@@ -37,15 +36,29 @@ def save_run(
     *,
     asked: Mapping[str, Any],
     write_config: Callable[[Path], object] | None = None,
-) -> int | None:
+) -> Saved:
     """Publish a checkpoint of ``counters["iteration"]`` in ``--save``.  Collective over all ranks.
 
     ``counters`` comes back from `load_run`; ``asked`` is the parsed command line, and
-    ``write_config(path)`` writes the resolved one.  Returns the iteration of the checkpoint that
-    ``--save-retain-interval`` deleted, if any.  Raises SaveFailed on every rank if any rank fails:
-    then nothing was published, earlier checkpoints are whole, and training may go on.
+    ``write_config(path)`` writes the resolved one.  Raises SaveFailed on every rank if any rank
+    fails: then nothing was published, earlier checkpoints are whole, and training may go on.
     """
-    assert config.save is not None, "save_run without --save"
+    begun = begin_save(config, parts, counters, asked=asked, write_config=write_config)
+    saved = finish(begun, parts.groups.world)
+    tell_saved(parts.groups, saved)
+    return saved
+
+
+def begin_save(
+    config: CheckpointConfig,
+    parts: RunParts,
+    counters: Mapping[str, Any],
+    *,
+    asked: Mapping[str, Any],
+    write_config: Callable[[Path], object] | None = None,
+) -> Begun:
+    """The first part of `save_run`: what is to be written, and a folder for it.  Collective."""
+    assert config.save is not None, "begin_save without --save"
     iteration = int(counters["iteration"])
     print_rank_0(
         f"saving checkpoint at iteration {iteration:7d} to {config.save} "
@@ -62,23 +75,28 @@ def save_run(
         layout=layout_of(parts.groups),
         write_config=write_config,
     )
-    saved = save(
+    return begin(
         Path(config.save),
         iteration,
         contents,
         parts.groups.world,
         share_work=config.ckpt_fully_parallel_save,
-        format=format,
+        format=INCREMENTAL if config.ckpt_incremental else format,
+        retention=Retention(config.keep_last_checkpoints, config.save_retain_interval),
     )
-    tp, pp = parts.groups.tp, parts.groups.pp
+
+
+def tell_saved(groups: ProcessGroupCollection, saved: Saved) -> None:
+    """Print that a checkpoint is on disk, and what was deleted for it."""
+    tp, pp, root = groups.tp, groups.pp, saved.folder.parent
     print_rank_0(
-        f"  successfully saved checkpoint from iteration {iteration:7d} to {config.save} "
+        f"  successfully saved checkpoint from iteration {saved.iteration:7d} to {root} "
         f"[ t {tp.rank() + 1}/{tp.size()}, p {pp.rank() + 1}/{pp.size()} ]"
     )
-    deleted: int | None = broadcast_json(
-        _retire_previous(config, saved, iteration), parts.groups.world
-    )
-    return deleted
+    for iteration in saved.deleted:
+        print_rank_0(f"  successfully deleted checkpoint from iteration {iteration:7d} at {root}")
+    for sentence in saved.warnings:
+        print_rank_0(f"WARNING: {sentence}")
 
 
 def layout_of(groups: ProcessGroupCollection) -> dict[str, Any]:
@@ -128,27 +146,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
     return str(value)
-
-
-def _retire_previous(config: CheckpointConfig, saved: Saved, iteration: int) -> int | None:
-    """On rank 0: delete the checkpoint before this one, unless its iteration is to be kept."""
-    previous = saved.previous
-    if not _is_to_retire(config.save_retain_interval, previous, iteration):
-        return None
-    assert previous is not None
-    try:
-        if not commit.retire(previous.folder, saved.attempt, iteration):
-            return None
-    except OSError as error:  # the new checkpoint is safe, which is what counts
-        print_rank_0(f"WARNING: {previous.folder} could not be deleted: {error}")
-        return None
-    print_rank_0(
-        f"  successfully deleted checkpoint from iteration {previous.iteration:7d} at {config.save}"
-    )
-    return previous.iteration
-
-
-def _is_to_retire(interval: int | None, previous: Found | None, iteration: int) -> bool:
-    if interval is None or previous is None or previous.iteration is None:
-        return False
-    return previous.iteration != iteration and previous.iteration % interval != 0

@@ -28,6 +28,21 @@ class CheckpointConfig:
         "Keep the checkpoints at multiples of this many steps and drop older others.",
         group="checkpointing",
     )
+    keep_last_checkpoints: int | None = option(
+        None,
+        "Keep this many of the newest checkpoints, and what --save-retain-interval keeps.",
+        group="checkpointing",
+    )
+    ckpt_incremental: bool = option(
+        False,
+        "Link weights that are not trained from the checkpoint before instead of writing them.",
+        group="checkpointing",
+    )
+    ckpt_max_failed_saves: int = option(
+        3,
+        "Go on training after this many failed saves in a row; one more ends the run.",
+        group="checkpointing",
+    )
     no_save_optim: bool | None = option(
         None,
         "Leave the optimizer out of checkpoints.",
@@ -73,33 +88,31 @@ class CheckpointConfig:
         None,
         "Steps between short-lived checkpoints.",
         group="checkpointing",
-        refused=states.NON_PERSISTENT,
     )
     non_persistent_ckpt_type: str | None = option(
         None,
         "Where short-lived checkpoints live.",
         group="checkpointing",
         choices=("global", "local", "in_memory", None),
-        refused=states.NON_PERSISTENT,
+        refused_values={"local": states.LOCAL_CHECKPOINTS, "in_memory": states.IN_MEMORY},
     )
     non_persistent_global_ckpt_dir: str | None = option(
         None,
-        "Directory of short-lived checkpoints that all ranks share.",
+        "Directory of short-lived checkpoints that all ranks share; else non_persistent in --save.",
         group="checkpointing",
-        ignored=states.only_with("--non-persistent-ckpt-type"),
     )
     non_persistent_local_ckpt_dir: str | None = option(
         None,
         "Directory of short-lived checkpoints on each node.",
         group="checkpointing",
-        ignored=states.only_with("--non-persistent-ckpt-type"),
+        ignored=states.only_with("--non-persistent-ckpt-type local"),
     )
     non_persistent_local_ckpt_algo: str = option(
         "fully_parallel",
         "How short-lived checkpoints are divided over ranks.",
         group="checkpointing",
         choices=("fully_parallel", "atomic"),
-        ignored=states.only_with("--non-persistent-ckpt-type"),
+        ignored=states.only_with("--non-persistent-ckpt-type local"),
     )
     finetune: bool = option(
         False,
@@ -140,7 +153,7 @@ class CheckpointConfig:
         False,
         "Keep the background writer alive between checkpoints.",
         group="checkpointing",
-        ignored=states.only_with("--async-save"),
+        ignored="the background writer is a thread, which costs nothing to start",
     )
     auto_detect_ckpt_format: bool = option(
         False,
@@ -189,7 +202,13 @@ class CheckpointConfig:
         None,
         "Go on training while a checkpoint is written.",
         group="checkpointing",
-        refused=states.ASYNC_SAVE,
+    )
+    async_save_when_busy: str = option(
+        "wait",
+        "With --async-save, when the checkpoint before is still being written: wait for it, or "
+        "skip this one.",
+        group="checkpointing",
+        choices=("wait", "skip"),
     )
     ckpt_fully_parallel_load: bool = option(
         False,
@@ -228,17 +247,17 @@ class CheckpointConfig:
         False,
         "Copy short-lived checkpoints to other nodes.",
         group="distributed",
-        ignored=states.only_with("--non-persistent-ckpt-type"),
+        ignored=states.only_with("--non-persistent-ckpt-type local"),
     )
     replication_jump: int | None = option(
         None,
         "Distance in ranks between copies of a short-lived checkpoint.",
         group="distributed",
-        ignored=states.only_with("--non-persistent-ckpt-type"),
+        ignored=states.only_with("--non-persistent-ckpt-type local"),
     )
     replication_factor: int = option(
         2,
         "Copies of each short-lived checkpoint.",
         group="distributed",
-        ignored=states.only_with("--non-persistent-ckpt-type"),
+        ignored=states.only_with("--non-persistent-ckpt-type local"),
     )

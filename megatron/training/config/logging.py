@@ -44,6 +44,11 @@ class LoggingConfig:
         "Log the norm of all parameters.",
         group="logging",
     )
+    log_params_hash_interval: int | None = option(
+        None,
+        "Steps between hashes of all weights in the log: equal weights, equal hash, in any layout.",
+        group="logging",
+    )
     log_throughput: bool = option(
         False,
         "Log TFLOP/s, tokens/s and MFU per device.",

@@ -51,7 +51,6 @@ class TrainingConfig:
         None,
         "Steps between comparisons of a hash of the weights over all replicas.",
         group="training",
-        refused="comparing the weights of replicas is not in this version; drop the flag",
     )
     train_sync_interval: int | None = option(
         None,

@@ -94,6 +94,7 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "moe_router_score_function": "sigmoid",
         "moe_token_dispatcher_type": "alltoall",
         "moe_token_drop_policy": "position",
+        "async_save_when_busy": "skip",
     }
     switches = {
         "rotary_interleaved": "--rotary-interleaved",
@@ -109,6 +110,8 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "use_pytorch_profiler": "--use-pytorch-profiler",
         "no_save_optim": "--no-save-optim",
         "no_save_rng": "--no-save-rng",
+        "async_save": "--async-save",
+        "ckpt_incremental": "--ckpt-incremental",
         "no_load_optim": "--no-load-optim",
         "no_load_rng": "--no-load-rng",
         "use_checkpoint_opt_param_scheduler": "--use-checkpoint-opt_param-scheduler",
@@ -144,7 +147,7 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         words += " --position-embedding-type rope"
     if dest.startswith("adam"):
         words += " --optimizer sgd"
-    if dest in WHOLE_GRADIENTS:
+    if dest in (*WHOLE_GRADIENTS, "check_weight_hash_across_dp_replicas_interval"):
         words += " --use-torch-fsdp2"
     without: tuple[str, ...] = ()
     if dest.endswith("_samples"):

@@ -46,7 +46,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Iterations at which the exit conditions saved."""
     iterations: list[int] = []
     monkeypatch.setattr(
-        exit_module, "save_unless_saved", lambda run: iterations.append(run.state.iteration)
+        exit_module, "save_last", lambda run: iterations.append(run.state.iteration)
     )
     return iterations
 

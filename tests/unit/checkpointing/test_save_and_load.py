@@ -337,9 +337,10 @@ def test_random_states_of_another_layout_are_left_with_a_message(saved, tmp_path
 def test_retention_keeps_multiples_and_the_newest(tmp_path, capsys):
     parts = make_parts()
     deleted = [
-        save(tmp_path, parts, iteration, save_retain_interval=4) for iteration in (2, 4, 6, 8, 10)
+        save(tmp_path, parts, iteration, save_retain_interval=4).deleted
+        for iteration in (2, 4, 6, 8, 10)
     ]
-    assert deleted == [None, 2, None, 6, None]
+    assert deleted == [(), (2,), (), (6,), ()]
     names = sorted(path.name for path in tmp_path.glob("iter_*"))
     assert names == ["iter_0000004", "iter_0000008", "iter_0000010"]
     line = f"  successfully deleted checkpoint from iteration       2 at {tmp_path}"

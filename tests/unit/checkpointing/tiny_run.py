@@ -50,7 +50,7 @@ class Optimizer:
     """Keeps fp32 main parameters and one moment; its step depends on both and on the count."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.params = list(model.parameters())
+        self.params = [param for param in model.parameters() if param.requires_grad]
         self.state = [
             {"fp32_param": p.detach().clone().float(), "exp_avg": torch.zeros_like(p).float()}
             for p in self.params

@@ -19,6 +19,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.folders import TRACKER, choose, published, read_tracker
 from megatron.core.dist_checkpointing.mapping import ParamInfo, from_param
+from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed, load, save
 from tests.unit.dist_checkpointing.tiny import publish_model, read_all
 
@@ -55,10 +56,7 @@ def contents(iteration: int) -> Contents:
 
 def save_and_retire(root: Path, iteration: int) -> None:
     """What one save of a run does, retention included."""
-    saved = save(root, iteration, contents(iteration), None)
-    previous = saved.previous
-    if previous is not None and previous.iteration != iteration:
-        commit.retire(previous.folder, saved.attempt, iteration)
+    save(root, iteration, contents(iteration), None, retention=Retention(last=1))
 
 
 def assert_whole(folder: Path, iteration: int) -> None:

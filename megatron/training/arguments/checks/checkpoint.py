@@ -65,8 +65,34 @@ def converting_knows_where(run: RunConfig) -> Iterator[str]:
             yield f"--ckpt-convert-format {c.ckpt_convert_format} needs {flag}"
 
 
+def short_lived_checkpoints_have_a_place(run: RunConfig) -> Iterator[str]:
+    """Each kind of short-lived checkpoint has a directory of its own."""
+    c = run.checkpoint
+    interval, kind = c.non_persistent_save_interval, c.non_persistent_ckpt_type
+    if interval is not None and kind is None:
+        yield (
+            f"--non-persistent-save-interval {interval} needs --non-persistent-ckpt-type: global, "
+            "in a directory that all ranks share"
+        )
+    has_place = c.save is not None or c.non_persistent_global_ckpt_dir is not None
+    if interval is not None and kind == "global" and not has_place:
+        yield ("--non-persistent-ckpt-type global needs --save or --non-persistent-global-ckpt-dir")
+
+
+def links_need_files_of_our_own(run: RunConfig) -> Iterator[str]:
+    """Which bytes did not change is known where the index holds their hashes."""
+    c = run.checkpoint
+    if c.ckpt_incremental and c.ckpt_format != "safetensors_dist":
+        yield (
+            f"--ckpt-incremental does not link files of --ckpt-format {c.ckpt_format}: drop one of "
+            "them"
+        )
+
+
 CHECKS = (
+    links_need_files_of_our_own,
     converting_knows_where,
+    short_lived_checkpoints_have_a_place,
     saving_knows_when,
     loading_knows_where,
     finetuning_has_a_start,

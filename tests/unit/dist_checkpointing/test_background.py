@@ -1,14 +1,21 @@
-"""A save whose files are written later, from copies."""
+"""A save that is written from copies while training goes on."""
 
 from __future__ import annotations
+
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron.core import device
 from megatron.core.dist_checkpointing import commit, serialization
+from megatron.core.dist_checkpointing.background import BackgroundSave
+from megatron.core.dist_checkpointing.folders import choose
+from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.dist_checkpointing.mapping import from_param
-from megatron.core.dist_checkpointing.serialization import Contents
+from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
 from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.param_info import ParamInfo
 from tests.unit.dist_checkpointing.tiny import global_tensors, records, shares
@@ -38,23 +45,43 @@ def one_attempt(monkeypatch):
     monkeypatch.setattr(commit.time, "time_ns", lambda: 0)
 
 
-def test_files_written_later_are_those_of_a_save_at_once(tmp_path, one_attempt):
-    """Byte for byte, manifest included, though training went on after the snapshot."""
+def test_files_written_while_training_goes_on_are_those_of_a_save_at_once(tmp_path, one_attempt):
+    """Byte for byte, manifest included, though the tensors changed before anything was written."""
     made, _ = contents(3)
     at_once = serialization.save(tmp_path / "at_once", 1, made, None).folder
     made, live = contents(3)
-    begun = serialization.begin(tmp_path / "later", 1, made, None)
-    begun = serialization.snapshot(begun, HostBuffer())
+    gate = threading.Event()
+
+    def write_when_open(*args, **kwargs):
+        gate.wait()
+        return SAFETENSORS_DIST.write_rank_files(*args, **kwargs)
+
+    held_up = replace(SAFETENSORS_DIST, write_rank_files=write_when_open)
+    begun = serialization.begin(tmp_path / "later", 1, made, None, format=held_up)
+    saving = BackgroundSave(begun, HostBuffer(), None)
     for tensor in live:
         tensor.fill_(torch.nan)
     made.common["optimizer"]["steps"].append(4)
-    verdict = serialization.publish(begun, [serialization.write(begun)])
-    later = serialization.conclude(begun, verdict, None).folder
+    assert saving.poll() is None
+    assert choose(tmp_path / "later") is None
+    gate.set()
+    later = saving.wait().folder
     names = sorted(path.name for path in at_once.iterdir())
     assert MANIFEST in names
     assert names == sorted(path.name for path in later.iterdir())
     for name in names:
         assert (at_once / name).read_bytes() == (later / name).read_bytes(), name
+
+
+def test_no_memory_for_the_copies_fails_the_save_and_nothing_else(tmp_path, monkeypatch):
+    def no_memory(num_bytes):
+        raise RuntimeError("not enough memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(device, "host_memory", no_memory)
+    begun = serialization.begin(tmp_path, 1, contents(3)[0], None)
+    with pytest.raises(SaveFailed, match="rank 0: not enough memory"):
+        BackgroundSave(begun, HostBuffer(), None).wait()
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_next_snapshot_uses_the_memory_of_the_one_before():

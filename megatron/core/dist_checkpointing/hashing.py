@@ -1,0 +1,75 @@
+"""A 64-bit hash of tensors that no layout changes: equal values give an equal hash, however cut.
+
+Each element is mixed with its place in the whole tensor and with the tensor's key, and the numbers
+are added modulo 2**64, so shares may be hashed where they lie and in any order.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core import device
+from megatron.core.dist_checkpointing.mapping import LazyPiece, Piece, ShardedTensor
+
+# Odd 64-bit numbers, as torch knows them: with a sign.
+_OF_VALUE = -0x61C8864680B583EB
+_OF_PLACE = -0x3D4D51C2D82B14B1
+_MIX = -0x40A7B892E31B1A47
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 1 << 20  # elements at a time: each needs 8 bytes here
+
+
+@torch.no_grad()
+def hash_here(tensor: ShardedTensor) -> Tensor:
+    """Sum over what this rank holds of ``tensor``, an int64 scalar on the device of the run."""
+    key = zlib.crc32(tensor.key.encode()) << 32
+    total = torch.zeros((), dtype=torch.int64, device=device.current())
+    for piece in tensor.pieces:
+        for place, values in _blocks(piece, tensor.global_shape):
+            total += _mixed(values.to(tensor.dtype), place + key)
+    return total
+
+
+def hash_of_all(tensors: Iterable[ShardedTensor], group: ProcessGroup) -> int:
+    """Hash of whole tensors from the shares of all ranks, below 2**64.  Collective over ``group``.
+
+    ``tensors`` are those that this rank would write, so that every element counts once.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=device.current())
+    for tensor in tensors:
+        total += hash_here(tensor)
+    dist.all_reduce(total, group=group)
+    return int(total) % 2**64
+
+
+def _blocks(piece: Piece | LazyPiece, whole: tuple[int, ...]) -> Iterable[tuple[Tensor, Tensor]]:
+    """Parts of a piece along its first dim: the places of the elements in the whole, the values."""
+    values = piece.data
+    values = values if values.dim() else values.reshape(1)
+    offset, whole = piece.offset or (0,), whole or (1,)
+    rows = max(1, _BLOCK // max(1, prod(values.shape[1:])))
+    inner = torch.zeros((), dtype=torch.int64, device=values.device)
+    for dim in range(1, values.dim()):
+        index = torch.arange(values.shape[dim], device=values.device) + offset[dim]
+        inner = inner.unsqueeze(-1) + index * prod(whole[dim + 1 :])
+    for first in range(0, values.shape[0], rows):
+        part = values[first : first + rows]
+        index = torch.arange(part.shape[0], device=values.device) + offset[0] + first
+        outer = (index * prod(whole[1:])).view(-1, *[1] * (values.dim() - 1))
+        yield outer + inner, part
+
+
+def _mixed(values: Tensor, places: Tensor) -> Tensor:
+    """Sum over the elements of the scrambled bits of value and place."""
+    bits = values.contiguous().view(_BITS[values.dtype.itemsize]).to(torch.int64)
+    mixed = bits * _OF_VALUE + places * _OF_PLACE
+    for _ in range(2):  # each half of a number has to reach the other
+        mixed = (mixed ^ (mixed >> 32)) * _MIX
+    return (mixed ^ (mixed >> 29)).sum().to(device.current())

@@ -1,0 +1,61 @@
+"""Hashes of the weights: one to compare runs by, and one per weight to compare replicas by."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.config.errors import MegatronError
+from megatron.core.dist_checkpointing.collectives import all_gather_json
+from megatron.core.dist_checkpointing.hashing import hash_here, hash_of_all
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
+from megatron.core.dist_checkpointing.validation import shorten
+from megatron.training.checkpointing.run_tensors import RunParts, model_tensors
+
+
+class ReplicasDiffer(MegatronError, RuntimeError):
+    """Weights that should be equal on all replicas are not."""
+
+
+def params_hash(parts: RunParts) -> int:
+    """Hash of all weights, below 2**64; the same in every layout.  Collective over all ranks."""
+    return hash_of_all(to_write(model_tensors(parts), share_work=False), parts.groups.world)
+
+
+def check_replicas(parts: RunParts, iteration: int) -> None:
+    """Compare each weight over its data-parallel replicas.  Collective over all ranks.
+
+    Raises ReplicasDiffer on every rank, naming ranks and weights; most replicas are right.
+    """
+    tensors = model_tensors(parts)
+    problems: list[str] = []
+    for among, group in (("dp_cp", parts.groups.dp_cp), ("expt_dp", parts.groups.expt_dp)):
+        mine = [t for t in tensors if t.replica is not None and t.replica.among == among]
+        problems += _differences(mine, group, dist.get_rank())
+    found = sorted({p for rank in all_gather_json(problems, parts.groups.world) for p in rank})
+    if found:
+        raise ReplicasDiffer(
+            f"after step {iteration} the replicas of the weights differ, which they never should: "
+            f"{shorten(found)}; a device, a link or a kernel that is not deterministic is at "
+            "fault: go on from a checkpoint without the rank"
+        )
+
+
+def _differences(tensors: Sequence[ShardedTensor], group: ProcessGroup, rank: int) -> list[str]:
+    """What this rank holds otherwise than most of ``group``."""
+    if not tensors or group.size() == 1:
+        return []
+    mine = torch.stack([hash_here(tensor) for tensor in tensors])
+    hashes = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(hashes, mine, group=group)
+    columns = torch.stack(hashes, dim=1).tolist()
+    usual = [Counter(column).most_common(1)[0][0] for column in columns]
+    return [
+        f"rank {rank} has other values of {tensor.key}"
+        for tensor, hash, most in zip(tensors, mine.tolist(), usual, strict=True)
+        if hash != most
+    ]

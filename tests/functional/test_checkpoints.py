@@ -1,0 +1,156 @@
+"""Checkpoints of whole runs: in the background, failing, few of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.core.dist_checkpointing.folders import TRACKER, choose
+from megatron.training.checkpointing.transient import SUBFOLDER
+from tests.functional.runs import TINY, heard, losses, run_gpt
+from tests.ranks import run_ranks
+
+STEP = re.compile(r"iteration +(\d+)/")
+SCHEDULED = re.compile(r"  scheduled an async checkpoint save at iteration +(\d+) to")
+SAVED = re.compile(r"  successfully saved checkpoint from iteration +(\d+) to")
+
+
+def places(pattern: re.Pattern[str], lines: list[str]) -> dict[int, int]:
+    """Iteration -> number of the line that speaks of it."""
+    found = ((pattern.search(line), i) for i, line in enumerate(lines))
+    return {int(match[1]): i for match, i in found if match}
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("iter_*"))
+
+
+def saving(folder: Path, *flags: str, every: int = 2) -> list[str]:
+    root = str(folder / "ck")
+    return ["--save", root, "--load", root, "--save-interval", str(every), *flags]
+
+
+@pytest.mark.feature("Checkpoints: written in the background while training goes on")
+def test_a_save_in_the_background_is_called_saved_when_it_is_on_disk(tmp_path: Path) -> None:
+    argv = [*TINY, *saving(tmp_path, "--async-save")]
+    lines, _ = run_ranks(heard, 1, argv)[0]
+    scheduled, done, steps = (places(p, lines) for p in (SCHEDULED, SAVED, STEP))
+    assert list(scheduled) == [2, 4, 6]
+    assert list(done) == [2, 4, 6]
+    for iteration in (2, 4):  # one step at least was made before all ranks knew
+        assert scheduled[iteration] < steps[iteration + 1] < done[iteration]
+    assert (tmp_path / "ck" / TRACKER).read_text() == "6"
+    assert saved(tmp_path / "ck") == [2, 4, 6]
+
+
+@pytest.mark.parametrize("fault", ["save.tensor:kill:step4", "save.after_rename:kill:step4"])
+def test_a_kill_in_the_background_costs_no_more_than_that_checkpoint(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = losses(run_gpt(tmp_path / "straight"))
+    flags = saving(tmp_path, "--async-save")
+    monkeypatch.setenv("FAULTS", fault)
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run_gpt(tmp_path / "killed", *flags)
+    monkeypatch.delenv("FAULTS")
+    newest = choose(tmp_path / "ck")
+    assert newest is not None
+    assert newest.found.iteration == (4 if "rename" in fault else 2)
+    resumed = losses(run_gpt(tmp_path / "killed", *flags))
+    assert resumed[-2:] == straight[-2:]
+
+
+def test_the_stall_is_logged(tmp_path: Path) -> None:
+    metrics = run_gpt(tmp_path, *saving(tmp_path, "--async-save"))
+    stalls = {line["iteration"]: line.get("save-checkpoint-time") for line in metrics}
+    assert [i for i, stall_s in stalls.items() if stall_s is not None] == [3, 5]
+
+
+@pytest.mark.parametrize(("when_busy", "expected"), [("wait", [1, 2, 3, 4, 5, 6]), ("skip", None)])
+def test_a_save_that_comes_too_early_waits_or_is_left_out(
+    tmp_path: Path, when_busy: str, expected: list[int] | None
+) -> None:
+    flags = saving(tmp_path, "--async-save", "--async-save-when-busy", when_busy, every=1)
+    ((lines, _),) = run_ranks(heard, 1, [*TINY, *flags])
+    if expected is not None:
+        assert saved(tmp_path / "ck") == expected
+        return
+    note = (
+        "NOTE: iteration 2 is not saved: the checkpoint of iteration 1 is still being written "
+        "(--async-save-when-busy skip)"
+    )
+    assert note in lines
+    kept = saved(tmp_path / "ck")
+    assert kept[0] == 1
+    assert 2 not in kept
+    assert kept[-1] == 6
+
+
+@pytest.mark.feature("Checkpoints: training survives saves that fail, as many as allowed")
+@pytest.mark.parametrize("how", [[], ["--async-save"]])
+def test_training_goes_on_after_a_failed_save_until_there_are_too_many(
+    tmp_path: Path, how: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULTS", "save.tensor:enospc:rank1:step2,save.written:raise:step4")
+    flags = saving(tmp_path, *how)
+    lines, complaint = run_ranks(heard, 2, [*TINY, *flags, "--ckpt-max-failed-saves", "2"])[0]
+    assert complaint == ""
+    warnings = [line for line in lines if line.startswith("WARNING: the checkpoint of iteration")]
+    assert len(warnings) == 2
+    assert "rank 1: [Errno 28] No space left" in warnings[0]
+    assert "it is failed save 1 in a row, --ckpt-max-failed-saves is 2" in warnings[0]
+    assert list(places(SAVED, lines)) == [6]
+    assert saved(tmp_path / "ck") == [6]
+    monkeypatch.setenv("FAULTS", "save.tensor:enospc:rank1:step8")
+    more = ["--train-iters", "12", "--override-opt_param-scheduler"]
+    with pytest.raises(AssertionError, match="exit code 1"):
+        run_ranks(heard, 2, [*TINY, *flags, *more, "--ckpt-max-failed-saves", "0"])
+    assert saved(tmp_path / "ck") == [6]
+
+
+@pytest.mark.feature("Checkpoints: short-lived ones between those that are kept")
+def test_a_killed_run_goes_on_from_the_newest_short_lived_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = losses(run_gpt(tmp_path / "straight"))
+    between = ["--non-persistent-save-interval", "1", "--non-persistent-ckpt-type", "global"]
+    flags = saving(tmp_path, *between, every=3)
+    monkeypatch.setenv("FAULTS", "step.before:kill:step6")
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run_gpt(tmp_path / "killed", *flags)
+    monkeypatch.delenv("FAULTS")
+    assert saved(tmp_path / "ck") == [3]
+    assert saved(tmp_path / "ck" / SUBFOLDER) == [5]
+    ((lines, _),) = run_ranks(heard, 1, [*TINY, *flags])
+    assert f"NOTE: {tmp_path / 'ck'}: going on from the short-lived" in "\n".join(lines)
+    assert list(places(STEP, lines)) == [6]
+    assert f"lm loss: {straight[-1]:.6E}" in "\n".join(lines)
+    assert saved(tmp_path / "ck") == [3, 6]
+
+
+def test_a_damaged_short_lived_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    between = ["--non-persistent-save-interval", "5", "--non-persistent-ckpt-type", "global"]
+    flags = saving(tmp_path, *between, every=3)
+    run_gpt(tmp_path, *flags, "--train-iters", "5", "--override-opt_param-scheduler")
+    shutil.rmtree(tmp_path / "ck" / "iter_0000005")
+    (tmp_path / "ck" / TRACKER).write_text("3")
+    folder = tmp_path / "ck" / SUBFOLDER / "iter_0000005"
+    os.utime(tmp_path / "ck" / TRACKER, ns=(0, 0))
+    data = folder / "__0_0.safetensors"
+    data.write_bytes(data.read_bytes()[:-1] + b"x")
+    ((lines, _),) = run_ranks(heard, 1, [*TINY, *flags, "--override-opt_param-scheduler"])
+    assert any("is damaged" in line and "trying the checkpoint before" in line for line in lines)
+    assert list(places(STEP, lines)) == [4, 5, 6]
+
+
+@pytest.mark.feature("Checkpoints: only the newest N are kept, and multiples of K")
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    flags = saving(tmp_path, "--keep-last-checkpoints", "2", every=1)
+    ((lines, _),) = run_ranks(heard, 1, [*TINY, *flags, "--save-retain-interval", "3"])
+    assert saved(tmp_path / "ck") == [3, 5, 6]
+    deleted = [line for line in lines if line.startswith("  successfully deleted checkpoint")]
+    assert [int(line.split("iteration")[1].split()[0]) for line in deleted] == [1, 2, 4]
