@@ -176,46 +176,57 @@ def turn(name: str, more_flags: str, num_steps: int) -> list[list[Step]]:
 class Row(NamedTuple):
     """One turn of a contender, per step."""
 
-    wall_s: float
-    cpu_s: float  # of all ranks
+    wall_s: list[float]
+    cpu_s: list[float]  # of all ranks
+    losses: list[float]
     under_way: float  # share of the step, of the rank where it is smaller
     waited: float
-    losses: list[float]
 
 
 def row(ranks: list[list[Step]]) -> Row:
-    """Wall time is the median; in the last step of every rank the profiler looked on."""
+    """In the last step of every rank the profiler looked on: it is not timed."""
     *timed, last = zip(*ranks, strict=True)
     return Row(
-        statistics.median(max(rank.wall_s for rank in ranks) for ranks in timed),
-        statistics.median(sum(rank.cpu_s for rank in ranks) for ranks in timed),
+        [max(rank.wall_s for rank in ranks) for ranks in timed],
+        [sum(rank.cpu_s for rank in ranks) for ranks in timed],
+        [next(rank.loss for rank in ranks if rank.loss is not None) for ranks in timed],
         min(rank.under_way_s / rank.wall_s for rank in last),
         statistics.median(min(rank.waited_s / rank.wall_s for rank in ranks) for ranks in timed),
-        [next(rank.loss for rank in ranks if rank.loss is not None) for ranks in timed],
     )
 
 
 def report(rows: dict[str, list[Row]]) -> None:
-    """Medians over rounds, against one process in the same round."""
+    """Against one process: the best steps of all rounds, and the median of ratios in a round."""
     tokens = _SEQUENCES * _TOKENS
-    print("| | tokens/s, best | speed, median | speed, best | work | under way | waited | loss |")
-    print("|---|---|---|---|---|---|---|---|")
-    ones = rows[_ONE]
+    print("| | tokens/s | speed | (median) | work | (median) | under way | waited | losses |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name, turns in rows.items():
-        median = statistics.median(o.wall_s / t.wall_s for o, t in zip(ones, turns, strict=True))
-        best = min(t.wall_s for t in turns)
-        work = statistics.median(t.cpu_s / o.cpu_s for o, t in zip(ones, turns, strict=True))
-        gap = max(abs(a - b) / a for a, b in zip(ones[0].losses, turns[0].losses, strict=True))
-        cells: list[Any] = [
-            f"{tokens / best:.0f}",
-            f"{median:.2f}",
-            f"{min(t.wall_s for t in ones) / best:.2f}",
+        (wall_s, speed), (cpu_s, work) = (
+            compared([getattr(t, field) for t in turns], [getattr(t, field) for t in rows[_ONE]])
+            for field in ("wall_s", "cpu_s")
+        )
+        one = min(min(t.wall_s) for t in rows[_ONE]), min(min(t.cpu_s) for t in rows[_ONE])
+        pairs = zip(rows[_ONE][0].losses, turns[0].losses, strict=True)
+        cells = [
+            f"{tokens / wall_s:.0f}",
+            f"{one[0] / wall_s:.2f}",
+            f"{1 / speed:.2f}",
+            f"{cpu_s / one[1]:.2f}",
             f"{work:.2f}",
             f"{100 * statistics.median(t.under_way for t in turns):.0f} %",
             f"{100 * statistics.median(t.waited for t in turns):.0f} %",
-            f"{gap:.0e}",
+            f"{max(abs(a - b) / a for a, b in pairs):.0e}",
         ]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def compared(times: list[list[float]], ones: list[list[float]]) -> tuple[float, float]:
+    """The best of all, and the median over rounds of the ratio of medians."""
+    ratios = [
+        statistics.median(mine) / statistics.median(one)
+        for mine, one in zip(times, ones, strict=True)
+    ]
+    return min(min(mine) for mine in times), statistics.median(ratios)
 
 
 def main() -> None:
@@ -223,7 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="of a turn; the first is not counted")
+    parser.add_argument("--steps", type=int, default=5, help="of a turn; the first is not counted")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     args = parser.parse_args()
     dtype = "--bf16" if args.dtype == "bf16" else ""
@@ -233,9 +244,8 @@ def main() -> None:
         for name, turns in rows.items():
             turns.append(row(turn(name, dtype, args.steps)))
             loads.append(os.getloadavg()[0])
-            print(f"{name}: {turns[-1]}", flush=True)
-    print(f"\nload {min(loads):.1f} to {max(loads):.1f}, median {statistics.median(loads):.1f}\n")
-    report(rows)
+        print(f"\nload {min(loads):.1f} to {max(loads):.1f}, median {statistics.median(loads):.1f}")
+        report(rows)
 
 
 if __name__ == "__main__":

@@ -10,19 +10,23 @@ import pytest
 from tests.functional.runs import TINY
 from tests.ranks import ROOT
 
+CONFLICTS = {
+    "--tensor-model-parallel-size 3": "--num-attention-heads 4 cannot be dealt out to",
+    "--context-parallel-size 3": "--seq-length 32 is not a multiple of 2 x --context-parallel-",
+    "--pipeline-model-parallel-size 2": "3 ranks cannot be cut into replicas",
+    "--pipeline-model-parallel-layout Et|L": "has 1 layers and --num-layers is 2: write a t for",
+    "--use-torch-fsdp2": "--use-torch-fsdp2 with --pipeline-model-parallel-size 2",
+    "--ffn-hidden-size 96": "ConfigError: this run cannot start:",  # the report itself
+}
+
 
 @pytest.mark.feature("Errors: one report for all ranks, under torchrun too")
 def test_all_ranks_together_report_the_conflicts_of_a_command_line_once() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "3", "pretrain_gpt.py", *TINY, "--context-parallel-size", "3"]
-    command += ["--pipeline-model-parallel-size", "2"]
+    command += ["--nproc-per-node", "3", "pretrain_gpt.py", *TINY, *" ".join(CONFLICTS).split()]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     said = ended.stdout + ended.stderr
     assert ended.returncode != 0
-    for problem in (
-        "ConfigError: this run cannot start:",
-        "3 ranks cannot be cut into replicas",
-        "--seq-length 32 is not a multiple of 2 x --context-parallel-size 3",
-    ):
+    for problem in CONFLICTS.values():
         assert said.count(problem) == 1, said
-    assert "ConfigError: this run cannot start (2 reasons, above)" in said
+    assert "ConfigError: this run cannot start (5 reasons, above)" in said
