@@ -1,13 +1,13 @@
 """Two processes of one thread each against one process of two threads, on two cores.
 
-    OMP_WAIT_POLICY=passive python -m benchmarks.parallel_cpu [--dtype bf16] [--rounds 3]
+    OMP_WAIT_POLICY=passive python -m benchmarks.parallel_cpu [--dtype bf16] [--rounds 10]
 
-Every contender is pretrain_gpt.py's own run from flags to loop, in fresh processes, on the same
-batches; each must report the losses of one process.  Contenders take turns, so that a loud
-neighbour disturbs all of them.  Speed is wall time, as waiting is the point; work is CPU time of
-all threads, which others on the machine change least.  A last step under torch's profiler tells how
-long some collective was under way (transfers are posted long before they are needed, which tells
-nothing); what a rank waited for is `megatron.core.waiting`'s sum, transfers included.
+Every contender is pretrain_gpt.py's own run from flags to loop, in processes of its own, on the
+same batches; each must report the losses of one process.  They take turns step by step, so that a
+loud neighbour disturbs all of them.  Speed is wall time, as waiting is the point; work is CPU time
+of all threads, which others on the machine change least.  A last step under torch's profiler tells
+how long some collective was under way (transfers are posted long before they are needed, which
+tells nothing); what a rank waited for is `megatron.core.waiting`'s sum, transfers included.
 Dated results are in parallel_cpu.md.
 """
 
@@ -20,8 +20,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -81,13 +81,13 @@ class Step(NamedTuple):
 
 
 class Measured:
-    """`train_step` with clocks around it; the last step under the profiler."""
+    """`train_step` with clocks around it; each step is asked for, with the profiler or without."""
 
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps, self.steps = num_steps, list[Step]()
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
 
     def __call__(self, run: Runtime) -> StepResult:
-        is_profiled = len(self.steps) + 1 == self.num_steps
+        is_profiled = self.pipe.recv()
         profiler = profile(activities=[ProfilerActivity.CPU]) if is_profiled else None
         if profiler is not None:
             profiler.start()
@@ -102,7 +102,7 @@ class Measured:
             under_way_s = 1e-6 * length_of_union((span.start, span.end) for span in spans)
         loss = float(result.losses["lm loss"]) if run.has_loss else None
         waited_s = waiting.record.waited_s - waited_s
-        self.steps.append(Step(wall_s, cpu_s, waited_s, under_way_s, loss))
+        self.pipe.send(Step(wall_s, cpu_s, waited_s, under_way_s, loss))
         return result
 
 
@@ -125,22 +125,21 @@ def _sum_at_once(*args: Any) -> tuple[None, torch.Tensor]:
     return None, total
 
 
-def steps_of_rank(
-    rank: int, world_size: int, store: str, name: str, argv: Sequence[str], num_steps: int
-) -> list[Step]:
-    """One whole run in this process, a fresh one."""
+def serve(
+    rank: int, world_size: int, store: str, name: str, argv: Sequence[str], pipe: Connection
+) -> None:
+    """One whole run in this process, a fresh one; its steps wait until they are asked for."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(2 // world_size)
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
     )
-    measured = Measured(num_steps)
     with (
         open(os.devnull, "w") as nowhere,
         redirect_stdout(nowhere),
         mock.patch("sys.argv", ["pretrain_gpt.py", *argv]),
-        mock.patch("megatron.training.loop.train_step", measured),
+        mock.patch("megatron.training.loop.train_step", Measured(pipe)),
         mock.patch(
             "megatron.core.tensor_parallel.layers._start_reduction",
             _sum_at_once if name == _TP_WAITS else start_reduction,
@@ -152,100 +151,86 @@ def steps_of_rank(
             ModelType.encoder_or_decoder,
             pretrain_gpt.forward_step,
         )
-    return measured.steps
 
 
-def turn(name: str, more_flags: str, num_steps: int) -> list[list[Step]]:
-    """The steps of each rank of a run; the first step of all is left out."""
-    world_size = 1 if name == _ONE else 2
-    argv = f"{MODEL} {CONTENDERS.get(name, '')} {more_flags} --train-iters {num_steps}".split()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pretrain_gpt"])
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(world_size, context) as pool,
-    ):
-        store = f"{folder}/store"
-        ranks = [
-            pool.submit(steps_of_rank, rank, world_size, store, name, argv, num_steps)
-            for rank in range(world_size)
-        ]
-        return [rank.result()[1:] for rank in ranks]
+class Contender:
+    """The ranks of one run, and the steps that they have done."""
 
+    def __init__(self, name: str, more_flags: str, num_steps: int, folder: str) -> None:
+        world_size = 1 if name == _ONE else 2
+        argv = f"{MODEL} {CONTENDERS.get(name, '')} {more_flags} --train-iters {num_steps}".split()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["pretrain_gpt"])
+        self.pipes = []
+        store = f"{folder}/{name}"
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, world_size, store, name, argv, theirs)
+            context.Process(target=serve, args=arguments, daemon=True).start()
+            theirs.close()
+            self.pipes.append(ours)
+        self.first = self.step()  # warms up
+        self.timed: list[list[Step]] = []  # one entry a round, of all ranks
 
-class Row(NamedTuple):
-    """One turn of a contender, per step."""
+    def step(self, *, is_profiled: bool = False) -> list[Step]:
+        """One step of all ranks."""
+        for pipe in self.pipes:
+            pipe.send(is_profiled)
+        return [pipe.recv() for pipe in self.pipes]
 
-    wall_s: list[float]
-    cpu_s: list[float]  # of all ranks
-    losses: list[float]
-    under_way: float  # share of the step, of the rank where it is smaller
-    waited: float
+    def wall_s(self) -> list[float]:
+        return [max(rank.wall_s for rank in ranks) for ranks in self.timed]
 
+    def cpu_s(self) -> list[float]:
+        """Of all ranks."""
+        return [sum(rank.cpu_s for rank in ranks) for ranks in self.timed]
 
-def row(ranks: list[list[Step]]) -> Row:
-    """In the last step of every rank the profiler looked on: it is not timed."""
-    *timed, last = zip(*ranks, strict=True)
-    return Row(
-        [max(rank.wall_s for rank in ranks) for ranks in timed],
-        [sum(rank.cpu_s for rank in ranks) for ranks in timed],
-        [next(rank.loss for rank in ranks if rank.loss is not None) for ranks in timed],
-        min(rank.under_way_s / rank.wall_s for rank in last),
-        statistics.median(min(rank.waited_s / rank.wall_s for rank in ranks) for ranks in timed),
-    )
+    def losses(self) -> list[float]:
+        every = (rank.loss for ranks in (self.first, *self.timed) for rank in ranks)
+        return [loss for loss in every if loss is not None]
 
-
-def report(rows: dict[str, list[Row]]) -> None:
-    """Against one process: the best steps of all rounds, and the median of ratios in a round."""
-    tokens = _SEQUENCES * _TOKENS
-    print("| | tokens/s | speed | (median) | work | (median) | under way | waited | losses |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for name, turns in rows.items():
-        (wall_s, speed), (cpu_s, work) = (
-            compared([getattr(t, field) for t in turns], [getattr(t, field) for t in rows[_ONE]])
-            for field in ("wall_s", "cpu_s")
-        )
-        one = min(min(t.wall_s) for t in rows[_ONE]), min(min(t.cpu_s) for t in rows[_ONE])
-        pairs = zip(rows[_ONE][0].losses, turns[0].losses, strict=True)
+    def row(self, one: Contender) -> str:
+        """The best of all rounds, and the median of the ratios in a round."""
+        walls, cpus = self.wall_s(), self.cpu_s()
+        speeds = [a / b for a, b in zip(one.wall_s(), walls, strict=True)]
+        works = [a / b for a, b in zip(cpus, one.cpu_s(), strict=True)]
+        waited = [min(rank.waited_s / rank.wall_s for rank in ranks) for ranks in self.timed]
+        under_way = min(r.under_way_s / r.wall_s for r in self.step(is_profiled=True))
+        gaps = [abs(a - b) / a for a, b in zip(one.losses(), self.losses(), strict=False)]
         cells = [
-            f"{tokens / wall_s:.0f}",
-            f"{one[0] / wall_s:.2f}",
-            f"{1 / speed:.2f}",
-            f"{cpu_s / one[1]:.2f}",
-            f"{work:.2f}",
-            f"{100 * statistics.median(t.under_way for t in turns):.0f} %",
-            f"{100 * statistics.median(t.waited for t in turns):.0f} %",
-            f"{max(abs(a - b) / a for a, b in pairs):.0e}",
+            f"{_SEQUENCES * _TOKENS / min(walls):.0f}",
+            f"{min(one.wall_s()) / min(walls):.2f}",
+            f"{statistics.median(speeds):.2f}",
+            f"{min(cpus) / min(one.cpu_s()):.2f}",
+            f"{statistics.median(works):.2f}",
+            f"{100 * under_way:.0f} %",
+            f"{100 * statistics.median(waited):.0f} %",
+            f"{max(gaps):.0e}",
         ]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
-
-
-def compared(times: list[list[float]], ones: list[list[float]]) -> tuple[float, float]:
-    """The best of all, and the median over rounds of the ratio of medians."""
-    ratios = [
-        statistics.median(mine) / statistics.median(one)
-        for mine, one in zip(times, ones, strict=True)
-    ]
-    return min(min(mine) for mine in times), statistics.median(ratios)
+        return " | ".join(cells)
 
 
 def main() -> None:
     """Print the table of parallel_cpu.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="of a turn; the first is not counted")
+    parser.add_argument("--rounds", type=int, default=10, help="steps of each contender, in turns")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     args = parser.parse_args()
     dtype = "--bf16" if args.dtype == "bf16" else ""
-    rows: dict[str, list[Row]] = {name: [] for name in (_ONE, *args.contenders)}
     loads = []
-    for _ in range(args.rounds):
-        for name, turns in rows.items():
-            turns.append(row(turn(name, dtype, args.steps)))
-            loads.append(os.getloadavg()[0])
-        print(f"\nload {min(loads):.1f} to {max(loads):.1f}, median {statistics.median(loads):.1f}")
-        report(rows)
+    with tempfile.TemporaryDirectory() as folder:
+        names = [_ONE, *args.contenders]
+        runs = {name: Contender(name, dtype, args.rounds + 2, folder) for name in names}
+        for _ in range(args.rounds):
+            for run in runs.values():
+                run.timed.append(run.step())
+                loads.append(os.getloadavg()[0])
+        print(f"load {min(loads):.1f} to {max(loads):.1f}, median {statistics.median(loads):.1f}\n")
+        print("| | tokens/s | speed | (median) | work | (median) | under way | waited | losses |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        for name, run in runs.items():
+            print(f"| {name} | {run.row(runs[_ONE])} |", flush=True)
 
 
 if __name__ == "__main__":
