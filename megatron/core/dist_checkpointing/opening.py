@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
+from megatron.core.dist_checkpointing.foreign.torch_dcp import TorchDcpReader
 from megatron.core.dist_checkpointing.foreign.torch_dist import TorchDistReader
 from megatron.core.dist_checkpointing.foreign.torch_ranks import TorchRanksReader
 from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, CheckpointDamaged
@@ -16,6 +17,7 @@ _READERS = {
     FORMAT: CheckpointReader,
     "torch_dist": TorchDistReader,
     "torch": TorchRanksReader,
+    "torch_dcp": TorchDcpReader,
 }
 
 

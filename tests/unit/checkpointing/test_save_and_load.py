@@ -303,7 +303,6 @@ def test_a_published_folder_without_its_manifest_is_damaged(saved, tmp_path):
     ("name", "content", "kind"),
     [
         ("metadata.json", json.dumps({"sharded_backend": "zarr"}), "zarr"),
-        (".metadata", "", "torch_dcp"),
     ],
 )
 def test_a_checkpoint_of_another_format_is_named(tmp_path, name, content, kind):

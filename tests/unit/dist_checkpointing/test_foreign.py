@@ -193,3 +193,41 @@ def test_damage_to_any_file_is_named(tmp_path: Path, name: str, file: str, damag
     named = path.parent.name if damage == "gone" and "mp_rank" in file else path.name
     with pytest.raises(CheckpointError, match=named.replace(".", r"\.")):
         all_tensors(folder)
+
+
+@pytest.mark.parametrize("names", ["numbered", "named"])
+@pytest.mark.feature("Checkpoints: PyTorch's distributed state dicts (torch_dcp, fsdp_dtensor) load")
+def test_nested_state_dicts_of_torch_are_read(tmp_path: Path, names: str) -> None:
+    whole = all_tensors(unpack(tmp_path, "gpt_torch") / ITERATION)
+    model = {k: v for k, v in whole.items() if not k.startswith("optimizer.")}
+    if names == "numbered":
+        groups: list[dict[str, Any]] = []
+        state: dict[Any, Any] = {}
+        for wd_mult in (1.0, 0.0):
+            mine = [k for k in model if (model[k].dim() > 1) == bool(wd_mult)]
+            numbers = range(len(state), len(state) + len(mine))
+            groups.append({"wd_mult": wd_mult, "params": list(numbers)})
+            state |= {i: moments(whole, k) for i, k in zip(numbers, mine, strict=True)}
+        optimizer: dict[str, Any] = {"state": state, "param_groups": groups}
+        stored = model
+    else:
+        optimizer = {"state": {f"module.{k}": moments(whole, k) for k in model}}
+        stored = {f"module.{k}": v for k, v in model.items()}
+    args = argparse.Namespace(seq_length=8, consumed_train_samples=24)
+    content = {"model": stored, "optimizer": optimizer, "args": args, "iteration": 3}
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    dcp.save(content, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    found = all_tensors(tmp_path / "dcp")
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[key], whole[key]) for key in whole)
+    with open_reader(tmp_path / "dcp") as reader:
+        common = reader.common()
+    assert common["counters"]["consumed_train_samples"] == 24
+    assert common["optimizer"]["step"] == 5.0
+
+
+def moments(whole: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    kinds = ("exp_avg", "exp_avg_sq")
+    return {kind: whole[f"optimizer.state.{kind}.{name}"] for kind in kinds} | {
+        "step": torch.tensor(5.0)
+    }

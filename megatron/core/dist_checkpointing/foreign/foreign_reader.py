@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray
+from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA, DcpTensor
 from megatron.core.dist_checkpointing.foreign.names import is_vocabulary, split_state
 from megatron.core.dist_checkpointing.foreign.unpickler import Record
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, Manifest, read_manifest
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, Manifest, read_checked, read_manifest
 from megatron.core.dist_checkpointing.reader import Box, CheckpointReader, StoredTensor
 from megatron.core.process_groups_config import make_grids
 from megatron.core.rank_grid import RankGrid
 
+COMMON_FILE = "common.pt"
 STATE_PREFIX = "optimizer.state."
 _CUDA_STATE_BYTES = 16
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
@@ -54,6 +56,10 @@ class ForeignReader(CheckpointReader):
         self._verify = verify
         self._maps: dict[Path, MappedFile] = {}
         self._found: dict[str, tuple[torch.dtype, list[ForeignPiece]]] = {}
+        ours = read_manifest(folder)
+        for name in (METADATA, COMMON_FILE):  # pickles have no checksum of their own
+            if ours is not None and name in ours.files:
+                read_checked(folder, name, ours)
 
     def common(self) -> dict[str, Any]:
         return common_values(self.values, self.iteration)
@@ -159,6 +165,8 @@ def as_json(value: Any) -> Any:
         return value
     if isinstance(value, StoredArray):
         return value.item()
+    if isinstance(value, DcpTensor):
+        return value.chunks[0].array().item()
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
     if type(value).__name__ == "Namespace":

@@ -11,12 +11,13 @@ from math import prod
 from typing import Any
 
 from megatron.core.dist_checkpointing.foreign.archive import StoredArray
+from megatron.core.dist_checkpointing.foreign.dcp_index import DcpTensor
 from megatron.core.dist_checkpointing.foreign.buffers import bucket_rules, starts_in_buffer
 from megatron.core.dist_checkpointing.foreign.names import is_vocabulary
 
-Param = tuple[str, StoredArray]
+Param = tuple[str, Any]  # a name, and a StoredArray or a DcpTensor
 Chunks = Sequence[Sequence[Param]]  # per model chunk
-State = Iterator[tuple[str, str, StoredArray]]  # kind of state, name of the parameter, values
+State = Iterator[tuple[str, str, Any]]  # kind of state, name of the parameter, values
 
 BUFFER_KINDS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
@@ -37,7 +38,7 @@ def optimizer_state(
     for group, params in zip(groups, members, strict=True):
         for index, (name, array) in zip(group["params"], params, strict=True):
             for kind, value in inner["state"].get(index, {}).items():
-                if kind != "step" and isinstance(value, StoredArray):
+                if kind != "step" and isinstance(value, StoredArray | DcpTensor):
                     _check(name, value.shape, array.shape)
                     yield kind, name, value
     mains = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16", ()))

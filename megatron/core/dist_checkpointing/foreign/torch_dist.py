@@ -16,6 +16,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.foreign.archive import StoredArray, load_archive
 from megatron.core.dist_checkpointing.foreign.dcp_index import Chunk, DcpIndex, DcpTensor
 from megatron.core.dist_checkpointing.foreign.foreign_reader import (
+    COMMON_FILE,
     ForeignPiece,
     ForeignReader,
     rng_state_of,
@@ -24,7 +25,6 @@ from megatron.core.dist_checkpointing.foreign.names import our_name, split_stack
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.param_info import flat_boxes
 
-COMMON_FILE = "common.pt"
 _HALVES = {"_w": 0, "_v": 1}  # suffixes of the two halves of a gated layer, where saved apart
 
 

@@ -18,7 +18,11 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
 from megatron.core.dist_checkpointing.foreign.dcp_writer import DcpFile, write_metadata
-from megatron.core.dist_checkpointing.foreign.foreign_reader import STATE_PREFIX, layout_of
+from megatron.core.dist_checkpointing.foreign.foreign_reader import (
+    COMMON_FILE,
+    STATE_PREFIX,
+    layout_of,
+)
 from megatron.core.dist_checkpointing.foreign.names import fused_name, split_layer, split_state
 from megatron.core.dist_checkpointing.foreign.pickler import write_archive
 from megatron.core.dist_checkpointing.foreign.reference_values import (
@@ -29,7 +33,6 @@ from megatron.core.dist_checkpointing.foreign.reference_values import (
     reference_rng,
     reference_values,
 )
-from megatron.core.dist_checkpointing.foreign.torch_dist import COMMON_FILE
 from megatron.core.dist_checkpointing.format import Format, RankReport, check_written_once
 from megatron.core.dist_checkpointing.manifest import MANIFEST, FileEntry, adopt_file, write_text
 from megatron.core.dist_checkpointing.mapping import ShardedTensor

@@ -1,0 +1,127 @@
+"""Reads formats ``torch_dcp`` and ``fsdp_dtensor``: a nested state dict in PyTorch's own files.
+
+Everything goes through torch.distributed.checkpoint, the command line too.  The state of the
+optimizer is numbered like that of format ``torch``, or has the names of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA, DcpIndex, DcpTensor
+from megatron.core.dist_checkpointing.foreign.foreign_reader import (
+    STATE_PREFIX,
+    ForeignPiece,
+    ForeignReader,
+    rng_state_of,
+)
+from megatron.core.dist_checkpointing.foreign.names import our_name
+from megatron.core.dist_checkpointing.foreign.optimizer_order import optimizer_state
+
+_MODEL, _OPTIMIZER = "model", "optimizer"
+_HALVES = {"_w": 0, "_v": 1}
+# What the optimizer of --use-megatron-fsdp calls a main parameter.
+_MAIN = ("param", "master_param", "fp32_param")
+
+
+class TorchDcpReader(ForeignReader):
+    """A folder of format torch_dcp or fsdp_dtensor."""
+
+    def __init__(self, folder: Path, *, verify: bool = True) -> None:
+        super().__init__(folder, verify=verify)
+        index = DcpIndex(folder, self._map)
+        self.values = state = _nested(index)
+        model = state.get(_MODEL)
+        if not isinstance(model, Mapping):
+            raise CheckpointError(
+                f"{folder / METADATA} holds no model: it is no checkpoint of Megatron-LM in format "
+                "torch_dcp or fsdp_dtensor"
+            )
+        params = [(name, tensor) for name, tensor in model.items() if _is_tensor(tensor)]
+        for name, tensor in params:
+            self._place("", name, tensor)
+        for kind, name, tensor in self._optimizer_state(state.get(_OPTIMIZER), params):
+            self._place(f"{STATE_PREFIX}{kind}.", name, tensor)
+        self._finish()
+
+    def rank_state(self, rank: int) -> dict[str, Any] | None:
+        states = self.values.get("rng_state")
+        if not states or rank >= self.manifest.layout.get("world_size", 0):
+            return None
+        return {"rng_state": rng_state_of(_with_arrays(states[rank % len(states)]))}
+
+    def _optimizer_state(
+        self, optimizer: Any, params: list[tuple[str, Any]]
+    ) -> Iterator[tuple[str, str, Any]]:
+        if not isinstance(optimizer, Mapping):
+            return
+        inner = optimizer.get(_OPTIMIZER, optimizer)
+        by_name = inner.get("state", {})
+        if not any(isinstance(key, str) for key in by_name):
+            try:
+                yield from optimizer_state(optimizer, None, [params], self.args, 0)
+            except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{self.folder}: the optimizer's state does not fit the model beside it "
+                    f"({error}); --no-load-optim does without"
+                ) from None
+            return
+        for name, kinds in by_name.items():
+            for kind, tensor in kinds.items():
+                if kind != "step" and _is_tensor(tensor):
+                    yield "fp32_param" if kind in _MAIN else kind, name, tensor
+
+    def _place(self, prefix: str, name: str, tensor: DcpTensor) -> None:
+        while name.startswith("module."):
+            name = name.removeprefix("module.")
+        half = _HALVES.get(name[-2:])
+        name = our_name(name if half is None else name[:-2])
+        for chunk in tensor.chunks:
+            first = chunk.offset[0] + (half or 0) * tensor.shape[0] if chunk.offset else 0
+            offset = (first, *chunk.offset[1:]) if chunk.offset else ()
+            self._add(prefix + name, tensor.dtype, ForeignPiece(offset, chunk.shape, chunk.array))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, DcpTensor)
+
+
+def _nested(index: DcpIndex) -> dict[str, Any]:
+    """The state dict that was flattened; tensors stay records of where they lie."""
+    root: dict[Any, Any] = {}
+    for key in (*index.tensors, *index.objects):
+        steps = index.paths.get(key) or key.split(".", 1)
+        path = [int(step) if str(step).isdecimal() else step for step in steps]
+        at = root
+        for step in path[:-1]:
+            at = at.setdefault(step, {})
+        at[path[-1]] = index.tensors[key] if key in index.tensors else index.object(key)
+    for name in ("args", "iteration", "checkpoint_version", "opt_param_scheduler"):
+        if isinstance(root.get(name), DcpTensor):
+            root[name] = _whole(root[name])
+    return {name: _with_lists(value, name) for name, value in root.items()}
+
+
+def _with_lists(tree: Any, name: object) -> Any:
+    """Lists where flattening has left numbers for keys; the optimizer's state is a dictionary."""
+    if not isinstance(tree, dict):
+        return tree
+    items = {key: _with_lists(value, key) for key, value in tree.items()}
+    is_list = items and name != "state" and all(isinstance(key, int) for key in items)
+    return [items[key] for key in sorted(items)] if is_list else items
+
+
+def _whole(tensor: DcpTensor) -> Any:
+    """The values of a small tensor that one rank wrote."""
+    return tensor.chunks[0].array()
+
+
+def _with_arrays(tree: Any) -> Any:
+    if isinstance(tree, DcpTensor):
+        return _whole(tree)
+    if isinstance(tree, Mapping):
+        return {key: _with_arrays(value) for key, value in tree.items()}
+    return tree
