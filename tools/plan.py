@@ -1,6 +1,6 @@
 """Plan a run without running it: what `pretrain_gpt.py --check-only` prints, for the same flags.
 
-    python tools/plan.py --check-world-size 1024 --check-device-memory-gib 80 --num-layers 96 ...
+python tools/plan.py --check-world-size 1024 --check-device-memory-gib 80 --num-layers 96 ...
 """
 
 from __future__ import annotations

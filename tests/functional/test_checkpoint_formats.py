@@ -11,10 +11,12 @@ import torch
 
 from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray, load_archive
 from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex
-from tests.functional.runs import train_gpt
+from megatron.core.dist_checkpointing.opening import open_reader
+from tests.functional.runs import run_gpt, train_gpt
 from tests.functional.test_reference_run import FLAGS, GOLDEN, OURS, PP, TP
 from tests.ranks import run_ranks
 from tests.reference_checkpoints import ITERATION, unpack
+from tests.unit.dist_checkpointing.test_foreign import all_tensors
 
 FILES = [
     *("--data-path", str(GOLDEN / "data" / "text_text_document")),
@@ -126,6 +128,35 @@ def test_torch_itself_loads_what_was_written_for_it(tmp_path: Path) -> None:
         if key.startswith("optimizer.state.exp_avg.") and "linear" not in key:
             stored = [chunk[2] for chunk in whole[key][2]]
             assert values.flatten().tolist() == torch.tensor(stored).flatten().tolist(), key
+    read, wanted = all_tensors(ours), all_tensors(tmp_path / "gpt_torch_dist" / ITERATION)
+    assert read.keys() == wanted.keys()
+    assert all(torch.equal(read[key], wanted[key]) for key in wanted)
     qkv = "optimizer.state.exp_avg.decoder.layers.self_attention.linear_qkv.weight"
     assert index.tensors[qkv].shape == (2, 2, 1, 48 * 32)
     assert index.tensors[qkv].unflattened == (2, 96, 32)
+
+
+ROUND_TRIP = (
+    "--train-iters 2 --eval-iters 0 --bf16 --swiglu --tensor-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 2 --save-interval 2"
+).split()
+
+
+@pytest.mark.parametrize("kind", ["torch", "torch_dist", "torch_dcp"])
+def test_what_is_written_in_any_format_is_read_again_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    folders = [tmp_path / "own", tmp_path / kind]
+    for folder, name in zip(folders, ("safetensors_dist", kind), strict=True):
+        flags = ["--save", str(folder), "--ckpt-format", name]
+        if kind == "torch_dist":
+            flags.append("--use-distributed-optimizer")
+        run_gpt(tmp_path / "run", *ROUND_TRIP, *flags, world_size=4)
+    own, other = (all_tensors(folder / "iter_0000002") for folder in folders)
+    assert own.keys() == other.keys()
+    for key, values in own.items():
+        rows = values.shape[0] if values.dim() else None
+        assert other[key].dtype == values.dtype
+        assert torch.equal(other[key][:rows], values), key  # others store padding too
+    with open_reader(folders[1] / "iter_0000002") as reader:
+        assert reader.common()["optimizer"]["step"] == 2.0
+        assert reader.common()["counters"]["consumed_train_samples"] == 16
+        assert reader.manifest.iteration == 2

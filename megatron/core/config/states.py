@@ -36,7 +36,6 @@ IN_MEMORY = (
     "a checkpoint in memory ends with the process, and there is no restart inside the process; "
     "use --non-persistent-ckpt-type local with --replication"
 )
-OTHER_FORMAT = "only --ckpt-format safetensors_dist is in this version"
 ZARR = "zarr is a format of the past, which Megatron-LM does not write either: use torch_dist"
 ENCODER_DECODER = "BERT and T5 are not in this version; drop the flag"
 HYBRID = "Mamba and hybrid models are not in this version; drop the flag"

@@ -173,7 +173,7 @@ class CheckpointConfig:
             "torch_dcp",
             "fsdp_dtensor",
         ),
-        refused_values={"zarr": states.ZARR, "torch_dcp": states.OTHER_FORMAT},
+        refused_values={"zarr": states.ZARR},
     )
     ckpt_convert_format: str | None = option(
         None,

@@ -38,9 +38,7 @@ def changes(run: RunConfig) -> Iterator[Change]:
     if run.data_parallel_size > 1 and not run.optimizer.use_distributed_optimizer:
         yield Change("--use-distributed-optimizer", {"use_distributed_optimizer": True})
     if m.recompute_granularity is None:
-        yield Change(
-            "--recompute-granularity selective", {"recompute_granularity": "selective"}
-        )
+        yield Change("--recompute-granularity selective", {"recompute_granularity": "selective"})
     batch = training.micro_batch_size or 1
     if batch % 2 == 0:
         yield Change(f"--micro-batch-size {batch // 2}", {"micro_batch_size": batch // 2})

@@ -144,9 +144,7 @@ def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
     )
     sizes = {"vocab_size": padded_vocab_size, "padded_vocab_size": padded_vocab_size}
     build_model(run, partial(build_gpt_model, config, groups=groups, **sizes))
-    run.optimizer = get_megatron_optimizer(
-        config.optimizer, run.model_chunks, pg_collection=groups
-    )
+    run.optimizer = get_megatron_optimizer(config.optimizer, run.model_chunks, pg_collection=groups)
     for _ in run.optimizer.named_state():
         pass  # the state is made when it is first asked for
     return run

@@ -196,7 +196,7 @@ def test_damage_to_any_file_is_named(tmp_path: Path, name: str, file: str, damag
 
 
 @pytest.mark.parametrize("names", ["numbered", "named"])
-@pytest.mark.feature("Checkpoints: PyTorch's distributed state dicts (torch_dcp, fsdp_dtensor) load")
+@pytest.mark.feature("Checkpoints: state dicts of torch's own distributed format (torch_dcp) load")
 def test_nested_state_dicts_of_torch_are_read(tmp_path: Path, names: str) -> None:
     whole = all_tensors(unpack(tmp_path, "gpt_torch") / ITERATION)
     model = {k: v for k, v in whole.items() if not k.startswith("optimizer.")}

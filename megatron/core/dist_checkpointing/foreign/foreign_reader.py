@@ -18,7 +18,12 @@ from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredA
 from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA, DcpTensor
 from megatron.core.dist_checkpointing.foreign.names import is_vocabulary, split_state
 from megatron.core.dist_checkpointing.foreign.unpickler import Record
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, Manifest, read_checked, read_manifest
+from megatron.core.dist_checkpointing.manifest import (
+    CheckpointDamaged,
+    Manifest,
+    read_checked,
+    read_manifest,
+)
 from megatron.core.dist_checkpointing.reader import Box, CheckpointReader, StoredTensor
 from megatron.core.process_groups_config import make_grids
 from megatron.core.rank_grid import RankGrid

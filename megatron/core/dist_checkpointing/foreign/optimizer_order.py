@@ -11,8 +11,8 @@ from math import prod
 from typing import Any
 
 from megatron.core.dist_checkpointing.foreign.archive import StoredArray
-from megatron.core.dist_checkpointing.foreign.dcp_index import DcpTensor
 from megatron.core.dist_checkpointing.foreign.buffers import bucket_rules, starts_in_buffer
+from megatron.core.dist_checkpointing.foreign.dcp_index import DcpTensor
 from megatron.core.dist_checkpointing.foreign.names import is_vocabulary
 
 Param = tuple[str, Any]  # a name, and a StoredArray or a DcpTensor
@@ -65,6 +65,27 @@ def group_of(name: str, num_dims: int, asked: Mapping[str, Any]) -> tuple[float,
     decays = 0.0 if name.endswith(".bias") or num_dims == 1 else 1.0
     is_end = is_vocabulary(name) or name.startswith("embedding.")
     return decays, is_end and asked.get("decoupled_lr") is not None
+
+
+def numbered_groups(
+    known: Sequence[Mapping[str, Any]],
+    params: Sequence[tuple[str, int]],
+    asked: Mapping[str, Any],
+) -> list[tuple[dict[str, Any], list[str]]]:
+    """Groups with the numbers of their ``params``, and the names; in the order they are met.
+
+    ``params``: name and number of dimensions, in the order of the model.
+    """
+    by_sort = {(float(g["wd_mult"]), bool(g["is_decoupled_lr"])): g for g in known}
+    met: dict[tuple[float, bool], list[str]] = {}
+    for name, num_dims in params:
+        met.setdefault(group_of(name, num_dims, asked), []).append(name)
+    groups, done = [], 0
+    for sort, names in met.items():
+        numbers = list(range(done, done + len(names)))
+        groups.append(({**by_sort[sort], "params": numbers}, names))
+        done += len(names)
+    return groups
 
 
 def _from_buffers(

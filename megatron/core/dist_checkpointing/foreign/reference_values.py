@@ -35,6 +35,7 @@ def reference_values(common: Mapping[str, Any]) -> dict[str, Any]:
     args = {name: _restored(name, value) for name, value in asked.items()}
     args |= {name: value for name, value in counters.items() if name in args}
     args |= {"iteration": 0, "model_type": _enum(ModelType.encoder_or_decoder)}
+    args |= dict.fromkeys(("do_train", "do_valid", "do_test"), True)
     values = {
         "args": argparse.Namespace(**args),
         "checkpoint_version": common["checkpoint_version"],

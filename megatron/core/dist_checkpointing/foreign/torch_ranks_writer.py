@@ -7,7 +7,7 @@ of it, file by file.  The names in a file are those of the layers that ``--trans
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from megatron.core.dist_checkpointing.foreign.names import (
     fused_name,
     is_vocabulary,
     split_layer,
+    split_state,
 )
-from megatron.core.dist_checkpointing.foreign.optimizer_order import BUFFER_KINDS, group_of
+from megatron.core.dist_checkpointing.foreign.optimizer_order import BUFFER_KINDS, numbered_groups
 from megatron.core.dist_checkpointing.foreign.pickler import write_archive
 from megatron.core.dist_checkpointing.foreign.reference_values import (
     grad_scaler,
@@ -50,6 +51,7 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.dist_checkpointing.validation import shorten
 from megatron.core.param_info import ParamInfo
 from megatron.core.rank_grid import RankGrid
 
@@ -137,6 +139,7 @@ def write_tree(
     Holds the share of one rank at a time.  Raises OSError, CheckpointError.
     """
     tree = _Tree(reader, common)
+    tree.check_names()
     files = {}
     for pp in range(tree.pp):
         for tp in range(tree.tp):
@@ -146,6 +149,38 @@ def write_tree(
                 write_archive(folder / name / file, content)
                 files[f"{name}/{file}"] = adopt_file(folder / name / file)
     return files
+
+
+def ordered_names(
+    stored: Collection[str],
+    *,
+    is_fused: bool,
+    layers: Sequence[int] | None = None,
+    is_first: bool = True,
+    is_last: bool = True,
+) -> Iterator[tuple[str, str]]:
+    """(name in a file, our name) of the tensors of a model chunk, in the order of the model.
+
+    ``layers``: those of the chunk, None is all.  The second is empty for a state that a layer has
+    none of.
+    """
+    if layers is None:
+        layers = sorted({layer[1] for layer in map(split_layer, stored) if layer})
+    if is_first:
+        yield from ((name, name) for name in _BEFORE if name in stored)
+    for local, number in enumerate(layers):
+        for tail in _FUSED_ORDER if is_fused else _LAYER_ORDER:
+            name = f"decoder.layers.{number}.{tail}"
+            here = f"decoder.layers.{local}.{tail}"
+            if tail.endswith("_extra_state"):
+                yield here, ""
+            elif name in stored:
+                yield fused_name(here) if is_fused else here, name
+    if is_last:
+        yield from ((name, name) for name in _AFTER if name in stored)
+        if not is_first and OUTPUT not in stored:
+            yield OUTPUT, _SHARED
+        yield _OUTPUT_STATE, ""
 
 
 @dataclass(frozen=True)
@@ -166,6 +201,16 @@ class _Tree:
     @property
     def pp(self) -> int:
         return degree(self.args, "pipeline")
+
+    def check_names(self) -> None:
+        """Raise CheckpointError unless every weight has a place in some file."""
+        stages = range(self.pp * self._num_chunks())
+        placed = {n for s in stages for _, n in self._names(s % self.pp, s // self.pp)}
+        lost = [key for key in self.reader.tensors if split_state(key)[1] not in placed]
+        if lost:
+            raise CheckpointError(
+                f"format torch has no place for {shorten(lost)}: use --ckpt-format torch_dist"
+            )
 
     def files_of(self, tp: int, pp: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Name and content of each file of a rank."""
@@ -193,23 +238,13 @@ class _Tree:
         The second is empty for a state that a layer has none of.
         """
         stage, last = chunk * self.pp + pp, self._num_chunks() * self.pp - 1
-        fused = self.args.get("transformer_impl") == "transformer_engine"
-        layers = self._layers(stage, last + 1)
-        if stage == 0:
-            yield from ((name, name) for name in _BEFORE if name in self.reader.tensors)
-        for local, number in enumerate(layers):
-            for tail in _FUSED_ORDER if fused else _LAYER_ORDER:
-                name = f"decoder.layers.{number}.{tail}"
-                here = f"decoder.layers.{local}.{tail}"
-                if tail.endswith("_extra_state"):
-                    yield here, ""
-                elif name in self.reader.tensors:
-                    yield fused_name(here) if fused else here, name
-        if stage == last:
-            yield from ((name, name) for name in _AFTER if name in self.reader.tensors)
-            if stage > 0 and OUTPUT not in self.reader.tensors:
-                yield OUTPUT, _SHARED
-            yield _OUTPUT_STATE, ""
+        yield from ordered_names(
+            self.reader.tensors,
+            is_fused=self.args.get("transformer_impl") == "transformer_engine",
+            layers=self._layers(stage, last + 1),
+            is_first=stage == 0,
+            is_last=stage == last,
+        )
 
     def _layers(self, stage: int, num_stages: int) -> Sequence[int]:
         """The layers of a virtual stage: as the run had them, else equally many on each."""
@@ -262,38 +297,28 @@ class _Tree:
         """The entry of the optimizer, and the content of the file of buffers."""
         common, scaler = self.common, grad_scaler(self.common)
         params = [name for names in chunks for name in names]
-        members = self._groups(params)
+        shapes = [(name, len(self.reader.tensors[name].shape)) for name in params]
+        known = param_groups(common, with_step=is_distributed(common))
+        members = numbered_groups(known, shapes, self.args)
         groups = [group for group, _ in members]
         if is_distributed(common):
             buffers = self._buffers(chunks, tp, pp)
+            for group in groups:
+                del group["params"]
             return {"optimizer": {"param_groups": groups}, **scaler}, buffers
         kinds = {key.removeprefix(STATE_PREFIX).split(".")[0] for key in self.reader.tensors}
         kinds &= {"exp_avg", "exp_avg_sq", "momentum_buffer"}
         step = torch.tensor(float(common["optimizer"]["step"]))
         state: dict[int, dict[str, Any]] = {}
         for group, names in members:
-            group["params"] = list(range(len(state), len(state) + len(names)))
-            for name in names:
+            for number, name in zip(group["params"], names, strict=True):
                 moments = {kind: self._state(kind, name, tp) for kind in sorted(kinds)}
-                state[len(state)] = {"step": step.clone(), **moments}
+                state[number] = {"step": step.clone(), **moments}
         inner = {"state": state, "param_groups": groups}
         if not is_half(common):
             return inner, None
         mains = [[self._state("fp32_param", n, tp) for n in names] for _, names in members]
         return {"optimizer": inner, **scaler, "fp32_from_fp16_params": mains}, None
-
-    def _groups(self, params: Sequence[str]) -> list[tuple[dict[str, Any], list[str]]]:
-        """Groups in the order in which the stage meets them, with their parameters."""
-        with_step = is_distributed(self.common)
-        known = {
-            (float(group["wd_mult"]), bool(group["is_decoupled_lr"])): group
-            for group in param_groups(self.common, with_step=with_step)
-        }
-        met: dict[tuple[float, bool], tuple[dict[str, Any], list[str]]] = {}
-        for name in params:
-            sort = group_of(name, len(self.reader.tensors[name].shape), self.args)
-            met.setdefault(sort, (dict(known[sort]), []))[1].append(name)
-        return list(met.values())
 
     def _buffers(self, chunks: list[list[str]], tp: int, pp: int) -> dict[Any, Any]:
         is_tied = OUTPUT not in self.reader.tensors and self.pp > 1

@@ -53,6 +53,17 @@ def parallel_sizes_come_with_the_rest(run: RunConfig) -> Iterator[str]:
         yield "--use-mp-args-from-checkpoint-args needs --use-checkpoint-args"
 
 
+def other_formats_hold_dense_models(run: RunConfig) -> Iterator[str]:
+    """Megatron-LM's names of experts are not written."""
+    c = run.checkpoint
+    if run.model.num_moe_experts is None:
+        return
+    asked = (("--ckpt-format", c.ckpt_format), ("--ckpt-convert-format", c.ckpt_convert_format))
+    for flag, value in asked:
+        if value in ("torch", "torch_dist", "torch_dcp"):
+            yield f"{flag} {value} with --num-experts is not in this version: use safetensors_dist"
+
+
 def converting_knows_where(run: RunConfig) -> Iterator[str]:
     """A conversion reads in one place and writes in another."""
     c = run.checkpoint
@@ -91,6 +102,7 @@ def links_need_files_of_our_own(run: RunConfig) -> Iterator[str]:
 
 CHECKS = (
     links_need_files_of_our_own,
+    other_formats_hold_dense_models,
     converting_knows_where,
     short_lived_checkpoints_have_a_place,
     saving_knows_when,
