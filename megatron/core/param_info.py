@@ -46,7 +46,7 @@ class ParamInfo:
     shard_index: int = 0
     shard_count: int = 1
     num_blocks: int = 1
-    init: str = "zeros"  # zeros, ones, normal, xavier_uniform
+    init: str = "zeros"  # zeros, ones, normal, xavier_uniform; "own": as its module has left it
     init_std: float = 0.0
     is_expert: bool = False  # reduced over expert data parallelism
     sequence_parallel: bool = False  # gradient is partial on each tensor-parallel rank
@@ -114,7 +114,7 @@ def set_info(param: Tensor, info: ParamInfo) -> None:
 def info_of(param: Tensor) -> ParamInfo:
     """The record of ``param``; a plain one for a parameter that nobody described."""
     info = param.__dict__.get(_ATTRIBUTE)
-    return info if info is not None else ParamInfo(global_shape=tuple(param.shape))
+    return ParamInfo(global_shape=tuple(param.shape), init="own") if info is None else info
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -62,9 +62,9 @@ def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, info: ParamInfo) -
 def initialize_parameters(model: nn.Module, seed: int, *, random: bool = True) -> None:
     """Fill every described parameter of ``model``; at once when this seed filled it already.
 
-    ``random=False`` skips what would be drawn and still writes the constants.  Parameters without
-    a record keep the values their module gave them; those on meta are left alone.  A sharded model
-    (`FullyShardedDataParallel`) is filled part by part.
+    ``random=False`` skips what would be drawn and still writes the constants.  Parameters that
+    nobody described keep the values their module gave them; those on meta are left alone.  A
+    sharded model (`FullyShardedDataParallel`) is filled part by part.
     """
     if model.__dict__.get(_SEED_ATTRIBUTE) == seed:
         return
@@ -73,7 +73,7 @@ def initialize_parameters(model: nn.Module, seed: int, *, random: bool = True) -
         info = info_of(param)
         if param.is_meta:
             complete = False
-        elif info.name and (random or info.init in ("zeros", "ones")):
+        elif info.name and info.init != "own" and (random or info.init in ("zeros", "ones")):
             fill_parameter(local_part(param), info, seed)
     if complete and random:
         model.__dict__[_SEED_ATTRIBUTE] = seed

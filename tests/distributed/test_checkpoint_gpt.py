@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training import checkpoint_io, setup
 from megatron.training.initialize import configure, start
 from megatron.training.schedule import number_of_train_iters
+from tests.distributed.test_fsdp import INSTANCES, SHARD
 from tests.functional.runs import TINY, run_gpt
 from tests.ranks import run_ranks
 
@@ -29,8 +30,11 @@ LAYOUTS = [  # ranks, tensor parallel and other flags; one loaded from the other
     (2, "2"),
     (4, f"2 {ZERO} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"),
     (2, "1 --pipeline-model-parallel-size 2"),
-    (4, f"1 {ZERO} --num-distributed-optimizer-instances 2"),
+    (4, f"1 {ZERO} {INSTANCES}"),
     (4, f"1 --pipeline-model-parallel-size 2 {ZERO}"),
+    (2, f"1 {SHARD} optim_grads_params --ckpt-format fsdp_dtensor --init-model-with-meta-device"),
+    (4, f"1 {SHARD} optim_grads {INSTANCES} --enable-full-sharding-in-hsdp"),
+    (4, "2 --use-torch-fsdp2"),
     (1, "1"),
 ]
 

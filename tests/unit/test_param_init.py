@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import param_init
-from megatron.core.param_info import FlatPart, ParamInfo, set_info
+from megatron.core.param_info import FlatPart, ParamInfo, name_parameters, set_info
 from megatron.core.param_init import Init, fill_parameter, initialize_parameters, philox
 
 
@@ -102,6 +102,8 @@ def test_lower_precision_is_the_same_number_rounded() -> None:
     exact = filled(normal(999), (999,), torch.float64)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert torch.equal(filled(normal(999), (999,), dtype), exact.to(dtype))
+        info = replace(normal(999), dtype=dtype)  # kept in fp32 for layers that see less
+        assert torch.equal(filled(info, (999,), torch.float32), exact.to(dtype).float())
 
 
 def test_normal_and_xavier_have_the_moments_they_should() -> None:
@@ -128,6 +130,13 @@ def test_a_model_is_filled_once_for_a_seed() -> None:
     assert (model.weight == 0).all()
     initialize_parameters(model, 6)
     assert (model.weight != 0).all()
+
+
+def test_parameters_that_nobody_described_keep_their_values() -> None:
+    model = nn.LayerNorm(3)
+    name_parameters(model)
+    initialize_parameters(model, 5)
+    assert torch.equal(model.weight, torch.ones(3))
 
 
 def test_without_random_values_only_constants_are_written() -> None:

@@ -231,7 +231,7 @@ def _is_shared(module: nn.Module, name: str) -> bool:
 def _give_memory(module: nn.Module, records: dict[str, ParamInfo]) -> None:
     """Memory without values for the parts of parameters that have none.  Raises ConfigError."""
     lost = [name for name, _ in module.named_buffers()]
-    lost += [name for name, record in records.items() if not record.name]
+    lost += [name for name, record in records.items() if not record.name or record.init == "own"]
     if lost:
         raise ConfigError(
             f"--init-model-with-meta-device: nothing says what values {lost[0]} starts from; "
