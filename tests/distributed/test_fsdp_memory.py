@@ -31,14 +31,10 @@ from tests.functional.runs import TINY, train_gpt
 from tests.ranks import run_ranks
 from tests.unit.distributed.alone import ModelConfig
 
-RANKS = 4
 META = "--init-model-with-meta-device"
 SHARED = f"{INSTANCES} --enable-full-sharding-in-hsdp"
 # Of parameters far more than of activations, in layers of which one is little.
-MODEL = (
-    "--num-layers 6 --hidden-size 64 --seq-length 4 --micro-batch-size 1 --global-batch-size 4 "
-    "--vocab-size 20"
-)
+MODEL = "--num-layers 6 --hidden-size 64 --seq-length 4 --micro-batch-size 1 --vocab-size 20"
 
 
 class LiveBytes(TorchDispatchMode):
@@ -63,7 +59,8 @@ class LiveBytes(TorchDispatchMode):
 
 def most_bytes(rank: int, world_size: int, flags: str) -> int:
     """Of a training run on the first rank."""
-    argv = [*TINY, *MODEL.split(), "--train-iters", "2", *flags.split()]
+    flags += f" --train-iters 2 --global-batch-size {world_size}"
+    argv = [*TINY, *MODEL.split(), *flags.split()]
     live = LiveBytes()
     watched = live if rank == 0 else contextlib.nullcontext()
     with silence(), mock.patch.object(param_init, "_draw", drawn_in_no_time), watched:
@@ -114,44 +111,43 @@ def drawn_in_no_time(starts: Tensor, width: int, *_: Any) -> Tensor:
 
 @pytest.mark.feature("Data parallel: each strategy of --use-megatron-fsdp takes less memory")
 def test_memory_falls_from_strategy_to_strategy() -> None:
+    ranks = 3
     # Sets of parameters, gradients and two moments, whole or a part of each.  Gloo scatters what it
     # has reduced in a copy; parameters in parts are gathered beside them, all or layer by layer.
     sets = {
         "no_shard": 4.0,
-        "optim": 2 + 2 / RANKS + 1,
-        f"optim_grads {META}": 4 / RANKS + 1,
-        f"optim_grads_params {META}": 4 / RANKS,
+        "optim": 2 + 2 / ranks + 1,
+        f"optim_grads {META}": 4 / ranks + 1,
+        f"optim_grads_params {META}": 4 / ranks,
     }
     weights = 4 * 6 * 12 * 64**2  # bytes of the matrices in layers
-    most = {name: max(run_ranks(most_bytes, RANKS, f"{SHARD} {name}")) / weights for name in sets}
+    most = {name: run_ranks(most_bytes, ranks, f"{SHARD} {name}")[0] / weights for name in sets}
     for name, expected in sets.items():
         assert expected <= most[name] < expected + 0.75, most
+    assert sorted(most, key=most.get, reverse=True) == [*sets], most
 
 
 @pytest.mark.feature("Data parallel: a sharded model is built without memory for the whole")
-def test_only_parts_of_a_model_built_on_meta_ever_have_memory() -> None:
-    for held, _, most in run_ranks(bytes_before_training, RANKS, f"{SHARD} optim_grads {META}"):
+def test_a_rank_has_memory_for_its_parts_alone() -> None:
+    strategy = f"{SHARD} optim_grads_params {META}"
+    alone = run_ranks(bytes_before_training, 4, f"{strategy} {INSTANCES}")
+    shared = run_ranks(bytes_before_training, 4, f"{strategy} {SHARED}")
+    for held, _, most in alone:
         assert held <= most < 1.25 * held
+    states = [state for _, state, _ in shared]
+    assert sum(states) == sum(state for _, state, _ in alone) / 2
+    assert max(states) < 0.55 * alone[0][1]
 
 
-@pytest.mark.parametrize("flags", ["--swiglu", f"--bf16 {INSTANCES}"])
-def test_a_model_built_on_meta_has_the_same_weights(flags: str) -> None:
-    flags += " --use-torch-fsdp2"
-    usual = run_ranks(first_weights, RANKS, flags)
-    on_meta = run_ranks(first_weights, RANKS, f"{flags} {META}")
+def test_a_model_built_on_meta_has_the_same_weights() -> None:
+    flags = "--use-torch-fsdp2 --bf16 --swiglu"
+    usual = run_ranks(first_weights, 2, flags)
+    on_meta = run_ranks(first_weights, 2, f"{flags} {META}")
     for expected, found in zip(usual, on_meta, strict=True):
         assert [*found] == [*expected]
         for name, (info, values) in expected.items():
             assert found[name][0] == info
             assert torch.equal(found[name][1], values), name
-
-
-def test_instances_that_share_an_optimizer_hold_half_of_its_state() -> None:
-    strategy = f"{SHARD} optim_grads_params {META}"
-    alone = [b[1] for b in run_ranks(bytes_before_training, RANKS, f"{strategy} {INSTANCES}")]
-    shared = [b[1] for b in run_ranks(bytes_before_training, RANKS, f"{strategy} {SHARED}")]
-    assert sum(shared) == sum(alone) / 2
-    assert max(shared) < 0.55 * max(alone)
 
 
 def wrap_buffers(rank: int, world_size: int) -> None:
