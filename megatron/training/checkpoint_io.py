@@ -18,7 +18,12 @@ from megatron.training.arguments.legacy import legacy_namespace
 from megatron.training.callbacks.base import CheckpointEvent
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.run_tensors import RunParts
-from megatron.training.checkpointing.save import begin_save, save_run, tell_saved
+from megatron.training.checkpointing.save import (
+    begin_save,
+    save_local_run,
+    save_run,
+    tell_saved,
+)
 from megatron.training.checkpointing.transient import transient
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.printing import print_rank_0
@@ -51,6 +56,8 @@ def save(run: Runtime, *, is_last: bool = False, is_transient: bool = False) -> 
     --non-persistent-save-interval, in its own place.
     """
     config = run.config.checkpoint
+    is_local = is_transient and config.non_persistent_ckpt_type == "local"
+    in_background = bool(config.async_save) and not is_last and not is_local
     if is_transient:
         config = transient(config)
     iteration, failure = run.state.iteration, None
@@ -60,7 +67,7 @@ def save(run: Runtime, *, is_last: bool = False, is_transient: bool = False) -> 
         _ask(run, BackgroundSave.wait)
         fault_point("save.before", step=iteration)
         try:
-            saved = _save(run, config, in_background=bool(config.async_save) and not is_last)
+            saved = _save(run, config, in_background, is_local)
         except SaveFailed as error:
             failure = error
         run.timers("save-checkpoint").stop(barrier=True)
@@ -81,16 +88,18 @@ def save(run: Runtime, *, is_last: bool = False, is_transient: bool = False) -> 
         _report(run, saved, CheckpointEvent(kind="saved", iteration=iteration, stall_s=stall_s))
 
 
-def _save(run: Runtime, config: CheckpointConfig, in_background: bool) -> Saved | None:
+def _save(
+    run: Runtime, config: CheckpointConfig, in_background: bool, is_local: bool
+) -> Saved | None:
     """What was published; None if that is to come."""
-    world = run.groups.world
-    begun = begin_save(
-        config,
-        _parts(run),
-        run.state.to_dict(),
-        asked=_asked(run, run.config.checkpoint),
-        write_config=lambda path: write_config(run.config, path),
-    )
+    world, parts, counters = run.groups.world, _parts(run), run.state.to_dict()
+    more: dict[str, Any] = {
+        "asked": _asked(run, config),
+        "write_config": lambda path: write_config(run.config, path),
+    }
+    if is_local:
+        return save_local_run(config, parts, counters, **more)
+    begun = begin_save(config, parts, counters, **more)
     if not in_background:
         saved = finish(begun, world)
         tell_saved(run.groups, saved)

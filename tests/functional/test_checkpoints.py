@@ -132,6 +132,25 @@ def test_a_killed_run_goes_on_from_the_newest_short_lived_checkpoint(
     assert saved(tmp_path / "ck") == [3, 6]
 
 
+def test_a_killed_run_goes_on_from_its_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = losses(run_gpt(tmp_path / "straight", world_size=2))
+    place = ["--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir"]
+    flags = saving(tmp_path, *place, str(tmp_path / "node"), "--async-save", every=3)
+    flags += ["--non-persistent-save-interval", "1", "--replication", "--replication-jump", "1"]
+    monkeypatch.setenv("FAULTS", "step.before:kill:step6:rank1")
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run_gpt(tmp_path / "killed", *flags, world_size=2)
+    monkeypatch.delenv("FAULTS")
+    for rank in range(2):
+        assert saved(tmp_path / "node" / f"rank_0000{rank}") == [5]
+    resumed = run_gpt(tmp_path / "killed", *flags, world_size=2)
+    assert losses(resumed)[-1] == straight[-1]
+    assert resumed[-1]["consumed_samples"] == 48
+    assert saved(tmp_path / "ck") == [3, 6]
+
+
 def test_a_damaged_short_lived_checkpoint_is_passed_over(tmp_path: Path) -> None:
     between = ["--non-persistent-save-interval", "5", "--non-persistent-ckpt-type", "global"]
     flags = saving(tmp_path, *between, every=3)

@@ -28,10 +28,6 @@ TP_OVERLAP = (
     "overlap of tensor-parallel communication through Transformer Engine's buffers is not in this "
     "version; drop the flag"
 )
-LOCAL_CHECKPOINTS = (
-    "short-lived checkpoints on the nodes are not in this version; use "
-    "--non-persistent-ckpt-type global"
-)
 IN_MEMORY = (
     "a checkpoint in memory ends with the process, and there is no restart inside the process; "
     "use --non-persistent-ckpt-type local with --replication"

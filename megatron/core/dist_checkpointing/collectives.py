@@ -47,7 +47,7 @@ def is_so_everywhere(value: bool, group: ProcessGroup | None) -> bool:
     """Whether ``value`` is true on all ranks."""
     if group is None or group.size() == 1:
         return value
-    flag = _on_wire(torch.tensor([int(value)]), group)
+    flag = on_wire(torch.tensor([int(value)]), group)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
     return bool(flag)
 
@@ -77,10 +77,11 @@ def _padded(value: Any, group: ProcessGroup) -> tuple[list[int], Tensor]:
 
 def _encode(value: Any, group: ProcessGroup) -> Tensor:
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    return _on_wire(data, group)
+    return on_wire(data, group)
 
 
-def _on_wire(data: Tensor, group: ProcessGroup) -> Tensor:
+def on_wire(data: Tensor, group: ProcessGroup) -> Tensor:
+    """``data`` where the collectives of ``group`` take it."""
     return data.to(device.current()) if dist.get_backend(group) == "nccl" else data
 
 

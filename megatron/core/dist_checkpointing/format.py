@@ -143,10 +143,14 @@ def _write_or_link(
 
 
 def complete(
-    folder: Path, reports: Sequence[RankReport], common: Mapping[str, Any]
+    folder: Path,
+    reports: Sequence[RankReport],
+    common: Mapping[str, Any],
+    *,
+    is_whole: bool = True,
 ) -> dict[str, FileEntry]:
-    """Write and fsync the index and the common values."""
-    index = merge_index(report.tensors for report in reports)
+    """Write and fsync the index and the common values.  ``is_whole``: no element may be absent."""
+    index = merge_index((report.tensors for report in reports), is_whole=is_whole)
     return {
         INDEX: write_json(folder / INDEX, index),
         COMMON: write_json(folder / COMMON, common),
@@ -159,10 +163,11 @@ INCREMENTAL = replace(
 )
 
 
-def merge_index(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_index(reports: Iterable[Mapping[str, Any]], *, is_whole: bool = True) -> dict[str, Any]:
     """One index from the ``tensors`` of all ranks' reports.
 
-    Raises CheckpointError unless every element of every tensor was written exactly once.
+    Raises CheckpointError unless every element of every tensor was written exactly once; part of a
+    checkpoint that ``is_whole`` only together with others is not looked at.
     """
     merged: dict[str, dict[str, Any]] = {}
     for tensors in reports:
@@ -174,7 +179,7 @@ def merge_index(reports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                         f"{key}: two ranks hold it with {field} {entry[field]} and {mine[field]}"
                     )
             entry["pieces"] += mine["pieces"]
-    for key, entry in merged.items():
+    for key, entry in merged.items() if is_whole else ():
         check_written_once(key, entry)
     return {"block_bytes": BLOCK_BYTES, "tensors": dict(sorted(merged.items()))}
 

@@ -44,7 +44,7 @@ from megatron.core.dist_checkpointing.validation import (
 from megatron.core.faults import InjectedFault, fault_point
 
 # What a rank reports instead of leaving the others in a collective.
-_REPORTED = (OSError, MemoryError, CheckpointError, InjectedFault)
+REPORTED = (OSError, MemoryError, CheckpointError, InjectedFault)
 
 
 class SaveFailed(CheckpointError):
@@ -141,11 +141,11 @@ def begin(
         try:
             pending = commit.begin(root, iteration, sum(sizes), commit.attempt_id())
             answer = {"folder": str(pending.folder), "attempt": pending.attempt}
-        except _REPORTED as error:
+        except REPORTED as error:
             answer = {"error": _reason(error)}
     answer = broadcast_json(answer, group)
     if "error" in answer:
-        raise SaveFailed(_save_failed(root, iteration, answer["error"]))
+        raise SaveFailed(save_failed(root, iteration, answer["error"]))
     return Begun(
         root=root,
         iteration=iteration,
@@ -186,7 +186,7 @@ def write(begun: Begun) -> dict[str, Any]:
             attempt=begun.attempt,
         )
         fault_point("save.written", step=begun.iteration)
-    except _REPORTED as error:
+    except REPORTED as error:
         return not_written(error)
     return {"report": asdict(report), "error": None}
 
@@ -218,7 +218,7 @@ def publish(begun: Begun, written: Sequence[Mapping[str, Any]]) -> dict[str, Any
             manifest_name=MANIFEST_BESIDE if begun.format.is_foreign else MANIFEST,
         )
         folder = commit.publish(pending, parts)
-    except _REPORTED as error:
+    except REPORTED as error:
         commit.abandon(pending)
         return {"error": f"rank 0: {_reason(error)}"}
     return {"error": None, "folder": str(folder), **_retire(begun)}
@@ -234,7 +234,7 @@ def _retire(begun: Begun) -> dict[str, list[Any]]:
         try:
             if commit.retire(found.folder, begun.attempt, begun.iteration):
                 deleted.append(found.iteration)
-        except _REPORTED as error:
+        except REPORTED as error:
             warnings.append(f"{found.folder} could not be deleted: {_reason(error)}")
     return {"deleted": deleted, "warnings": warnings}
 
@@ -244,7 +244,7 @@ def conclude(begun: Begun, verdict: Mapping[str, Any] | None, group: ProcessGrou
     verdict = broadcast_json(verdict, group)
     assert verdict is not None
     if verdict["error"]:
-        raise SaveFailed(_save_failed(begun.root, begun.iteration, verdict["error"]))
+        raise SaveFailed(save_failed(begun.root, begun.iteration, verdict["error"]))
     return Saved(
         Path(verdict["folder"]),
         begun.iteration,
@@ -368,7 +368,8 @@ def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _save_failed(root: Path, iteration: int, reason: str) -> str:
+def save_failed(root: Path, iteration: int, reason: str) -> str:
+    """The sentence of `SaveFailed`."""
     return (
         f"the checkpoint of iteration {iteration} was not saved in {root}: {reason}; "
         "earlier checkpoints are whole"

@@ -102,6 +102,12 @@ NEEDS = (
         lambda ns: ns.non_persistent_ckpt_type == "global",
         ("non_persistent_global_ckpt_dir",),
     ),
+    Need(
+        "--non-persistent-ckpt-type local",
+        lambda ns: ns.non_persistent_ckpt_type == "local",
+        ("non_persistent_local_ckpt_dir", "non_persistent_local_ckpt_algo"),
+    ),
+    Need("--replication", lambda ns: ns.replication, ("replication_jump", "replication_factor")),
     Need("--async-save", lambda ns: ns.async_save, ("async_save_when_busy",)),
     Need(
         "--load",

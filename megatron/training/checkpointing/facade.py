@@ -20,7 +20,7 @@ from megatron.training.checkpointing.paths import (
     get_checkpoint_tracker_filename as get_checkpoint_tracker_filename,
 )
 from megatron.training.checkpointing.run_tensors import RunParts
-from megatron.training.checkpointing.save import save_run
+from megatron.training.checkpointing.save import save_local_run, save_run
 from megatron.training.checkpointing.transient import transient
 
 
@@ -50,7 +50,9 @@ def save_checkpoint(
     }
     parts = _parts(model, optimizer, opt_param_scheduler)
     config = run.config.checkpoint
-    save_run(
+    is_local = non_persistent_ckpt and config.non_persistent_ckpt_type == "local"
+    how = save_local_run if is_local else save_run
+    how(
         transient(config) if non_persistent_ckpt else config,
         parts,
         counters,

@@ -17,7 +17,9 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.collectives import broadcast_json
 from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, Choice
+from megatron.core.dist_checkpointing.local_load import find_local, load_local
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.core.dist_checkpointing.serialization import load, together
 from megatron.core.dist_checkpointing.validation import Differences
@@ -35,7 +37,7 @@ from megatron.training.checkpointing.run_tensors import (
     optimizer_tensors,
 )
 from megatron.training.checkpointing.save import layout_of
-from megatron.training.checkpointing.transient import newer_transient
+from megatron.training.checkpointing.transient import decided_at_ns, may_go_on, newer_transient
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.printing import print_rank_0
 
@@ -71,6 +73,9 @@ def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
     CheckpointDamaged if a published checkpoint is not what was written.
     """
     world = parts.groups.world
+    loaded = _load_local(config, parts)
+    if loaded is not None:
+        return loaded
     wanted, folders, note = _choose(config, parts, world)
     if wanted is None:
         return None
@@ -89,6 +94,67 @@ def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
                 raise CheckpointDamaged(f"{error}; there is no older checkpoint") from None
             print_rank_0(f"WARNING: {error}; trying the checkpoint before it")
     raise AssertionError("at least one folder was chosen")
+
+
+def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
+    """From the newest local checkpoint, if there is one newer than what is kept.  Collective."""
+    root, world = config.non_persistent_local_ckpt_dir, parts.groups.world
+    if config.non_persistent_ckpt_type != "local" or root is None or not may_go_on(config):
+        return None
+    decided_ns = broadcast_json(_decided_ns(config) if world.rank() == 0 else None, world)
+    found, notes = find_local(Path(root), layout_of(parts.groups), decided_ns, world)
+    for note in notes:
+        print_rank_0(f"NOTE: {note}; going on from another checkpoint")
+    if found is None:
+        return None
+    print_rank_0(f" loading local checkpoint from {root} at iteration {found.iteration}")
+    wanted = _Wanted(
+        root=root,
+        counters=True,
+        optimizer=parts.optimizer is not None and not config.no_load_optim,
+        rng=not config.no_load_rng,
+        kind="",
+        num_transient=0,
+    )
+    content = load_local(found, _wanted_tensors(config, parts, wanted), world)
+    _take_over(config, parts, wanted, content.common)
+    if wanted.rng and content.rank_state is not None:
+        set_rng_state(content.rank_state["rng_state"])
+    _tell_loaded(parts, wanted, found.iteration)
+    return Loaded(
+        folder=Path(root),
+        iteration=found.iteration,
+        counters=content.common["counters"],
+        asked=content.common["args"],
+    )
+
+
+def _decided_ns(config: CheckpointConfig) -> int:
+    """`decided_at_ns` of what ``--load`` means; what is wrong there is told later."""
+    try:
+        return decided_at_ns(config, find(config.load, None, lenient=config.load_newest_valid))
+    except (CheckpointError, OSError):
+        return 2**63
+
+
+def _wanted_tensors(
+    config: CheckpointConfig, parts: RunParts, wanted: _Wanted
+) -> list[ShardedTensor]:
+    tensors = model_tensors(parts)
+    if wanted.optimizer:
+        tensors += optimizer_tensors(parts)
+    elif config.load_main_params_from_ckpt:
+        tensors += main_param_tensors(parts)
+    return tensors
+
+
+def _tell_loaded(parts: RunParts, wanted: _Wanted, iteration: int) -> None:
+    tp, pp = parts.groups.tp, parts.groups.pp
+    print_rank_0(
+        f"  successfully loaded checkpoint from {wanted.root} "
+        f"[ t {tp.rank() + 1}/{tp.size()}, p {pp.rank() + 1}/{pp.size()} ] "
+        f"at iteration {iteration}"
+    )
 
 
 def _choose(
@@ -181,14 +247,9 @@ def _load_folder(
     at = f" at iteration {common['iteration']}" if wanted.counters else ""
     print_rank_0(f" loading{wanted.kind} distributed checkpoint from {wanted.root}{at}")
     print_rank_0(f" checkpoint version {common['checkpoint_version']}")
-    tensors = model_tensors(parts)
-    if wanted.optimizer:
-        tensors += optimizer_tensors(parts)
-    elif config.load_main_params_from_ckpt:
-        tensors += main_param_tensors(parts)
     differences = load(
         folder,
-        tensors,
+        _wanted_tensors(config, parts, wanted),
         world,
         strictness=config.dist_ckpt_strictness,
         leave_out=() if wanted.optimizer else (OPTIMIZER_PREFIX,),
@@ -199,12 +260,7 @@ def _load_folder(
     if states is not None:
         set_rng_state(states)
     iteration = common["iteration"] if wanted.counters else 0
-    tp, pp = parts.groups.tp, parts.groups.pp
-    print_rank_0(
-        f"  successfully loaded checkpoint from {wanted.root} "
-        f"[ t {tp.rank() + 1}/{tp.size()}, p {pp.rank() + 1}/{pp.size()} ] "
-        f"at iteration {iteration}"
-    )
+    _tell_loaded(parts, wanted, iteration)
     return Loaded(
         folder=folder,
         iteration=iteration,

@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.dist_checkpointing.format import INCREMENTAL
 from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.core.dist_checkpointing.local import Replication, save_local
 from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.serialization import Begun, Contents, Saved, begin, finish
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -58,31 +59,69 @@ def begin_save(
     write_config: Callable[[Path], object] | None = None,
 ) -> Begun:
     """The first part of `save_run`: what is to be written, and a folder for it.  Collective."""
-    assert config.save is not None, "begin_save without --save"
+    root, iteration = _announce(config, counters)
+    return begin(
+        root,
+        iteration,
+        _contents(config, parts, counters, asked, write_config),
+        parts.groups.world,
+        share_work=config.ckpt_fully_parallel_save,
+        format=INCREMENTAL if config.ckpt_incremental else FORMATS[config.ckpt_format],
+        retention=Retention(config.keep_last_checkpoints, config.save_retain_interval),
+    )
+
+
+def save_local_run(
+    config: CheckpointConfig,
+    parts: RunParts,
+    counters: Mapping[str, Any],
+    *,
+    asked: Mapping[str, Any],
+    write_config: Callable[[Path], object] | None = None,
+) -> Saved:
+    """As `save_run`, each rank's part into a directory of its node, and copies to its peers."""
+    root, iteration = _announce(config, counters)
+    copies = config.replication_factor - 1 if config.replication else 0
+    saved = save_local(
+        root,
+        iteration,
+        _contents(config, parts, counters, asked, write_config),
+        parts.groups.world,
+        share_work=config.non_persistent_local_ckpt_algo == "fully_parallel",
+        replication=Replication(config.replication_jump or 1, copies),
+    )
+    tell_saved(parts.groups, saved)
+    return saved
+
+
+def _announce(config: CheckpointConfig, counters: Mapping[str, Any]) -> tuple[Path, int]:
+    assert config.save is not None, "a save without --save"
     iteration = int(counters["iteration"])
     print_rank_0(
         f"saving checkpoint at iteration {iteration:7d} to {config.save} "
         f"in {config.ckpt_format} format"
     )
-    format = FORMATS[config.ckpt_format]
-    tensors = model_tensors(parts, padded=format.is_foreign)
+    return Path(config.save), iteration
+
+
+def _contents(
+    config: CheckpointConfig,
+    parts: RunParts,
+    counters: Mapping[str, Any],
+    asked: Mapping[str, Any],
+    write_config: Callable[[Path], object] | None,
+) -> Contents:
+    """What this rank holds.  Collective while parameters come in."""
+    padded = FORMATS[config.ckpt_format].is_foreign
+    tensors = model_tensors(parts, padded=padded)
     if not config.no_save_optim:
-        tensors += optimizer_tensors(parts, padded=format.is_foreign)
-    contents = Contents(
+        tensors += optimizer_tensors(parts, padded=padded)
+    return Contents(
         tensors=tensors,
         rank_state=None if config.no_save_rng else {"rng_state": rng_state()},
         common=_common(config, parts, counters, asked),
         layout=layout_of(parts.groups),
         write_config=write_config,
-    )
-    return begin(
-        Path(config.save),
-        iteration,
-        contents,
-        parts.groups.world,
-        share_work=config.ckpt_fully_parallel_save,
-        format=INCREMENTAL if config.ckpt_incremental else format,
-        retention=Retention(config.keep_last_checkpoints, config.save_retain_interval),
     )
 
 

@@ -94,7 +94,7 @@ class CheckpointConfig:
         "Where short-lived checkpoints live.",
         group="checkpointing",
         choices=("global", "local", "in_memory", None),
-        refused_values={"local": states.LOCAL_CHECKPOINTS, "in_memory": states.IN_MEMORY},
+        refused_values={"in_memory": states.IN_MEMORY},
     )
     non_persistent_global_ckpt_dir: str | None = option(
         None,
@@ -105,14 +105,12 @@ class CheckpointConfig:
         None,
         "Directory of short-lived checkpoints on each node.",
         group="checkpointing",
-        ignored=states.only_with("--non-persistent-ckpt-type local"),
     )
     non_persistent_local_ckpt_algo: str = option(
         "fully_parallel",
         "How short-lived checkpoints are divided over ranks.",
         group="checkpointing",
         choices=("fully_parallel", "atomic"),
-        ignored=states.only_with("--non-persistent-ckpt-type local"),
     )
     finetune: bool = option(
         False,
@@ -247,17 +245,14 @@ class CheckpointConfig:
         False,
         "Copy short-lived checkpoints to other nodes.",
         group="distributed",
-        ignored=states.only_with("--non-persistent-ckpt-type local"),
     )
     replication_jump: int | None = option(
         None,
         "Distance in ranks between copies of a short-lived checkpoint.",
         group="distributed",
-        ignored=states.only_with("--non-persistent-ckpt-type local"),
     )
     replication_factor: int = option(
         2,
         "Copies of each short-lived checkpoint.",
         group="distributed",
-        ignored=states.only_with("--non-persistent-ckpt-type local"),
     )

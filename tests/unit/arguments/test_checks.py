@@ -95,6 +95,7 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         "moe_token_dispatcher_type": "alltoall",
         "moe_token_drop_policy": "position",
         "async_save_when_busy": "skip",
+        "non_persistent_local_ckpt_algo": "atomic",
     }
     switches = {
         "rotary_interleaved": "--rotary-interleaved",

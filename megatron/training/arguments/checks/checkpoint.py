@@ -83,7 +83,7 @@ def short_lived_checkpoints_have_a_place(run: RunConfig) -> Iterator[str]:
     if interval is not None and kind is None:
         yield (
             f"--non-persistent-save-interval {interval} needs --non-persistent-ckpt-type: global, "
-            "in a directory that all ranks share"
+            "in a directory that all ranks share, or local, in one of each node"
         )
     has_place = c.save is not None or c.non_persistent_global_ckpt_dir is not None
     if interval is not None and kind == "global" and not has_place:
@@ -100,10 +100,40 @@ def links_need_files_of_our_own(run: RunConfig) -> Iterator[str]:
         )
 
 
+def local_checkpoints_have_a_place_and_peers(run: RunConfig) -> Iterator[str]:
+    """Each rank writes to its node; copies go to ranks that are there, each to another one."""
+    c = run.checkpoint
+    if c.non_persistent_ckpt_type == "local":
+        if c.non_persistent_local_ckpt_dir is None:
+            yield "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir"
+        if run.distributed.virtual_ranks is not None:
+            yield (
+                "--non-persistent-ckpt-type local needs a process for each rank: drop "
+                f"--virtual-ranks {run.distributed.virtual_ranks}, or use global"
+            )
+    elif c.replication:
+        yield "--replication copies local checkpoints: add --non-persistent-ckpt-type local"
+    if not c.replication:
+        return
+    if c.replication_jump is None:
+        yield (
+            "--replication needs --replication-jump: how many ranks further the copies go, as a "
+            "rule the ranks of a node"
+        )
+    elif (c.replication_factor - 1) * c.replication_jump >= run.world_size:
+        yield (
+            f"--replication-factor {c.replication_factor} with --replication-jump "
+            f"{c.replication_jump} needs more than "
+            f"{(c.replication_factor - 1) * c.replication_jump} ranks, there are {run.world_size}: "
+            "lower one of them"
+        )
+
+
 CHECKS = (
     links_need_files_of_our_own,
     other_formats_hold_dense_models,
     converting_knows_where,
+    local_checkpoints_have_a_place_and_peers,
     short_lived_checkpoints_have_a_place,
     saving_knows_when,
     loading_knows_where,

@@ -50,6 +50,8 @@ AT_LEAST: dict[str, tuple[str, float]] = {
     "save_interval": ("--save-interval", 1),
     "save_retain_interval": ("--save-retain-interval", 1),
     "non_persistent_save_interval": ("--non-persistent-save-interval", 1),
+    "replication_jump": ("--replication-jump", 1),
+    "replication_factor": ("--replication-factor", 1),
     "keep_last_checkpoints": ("--keep-last-checkpoints", 1),
     "ckpt_max_failed_saves": ("--ckpt-max-failed-saves", 0),
     "wgrad_deferral_limit": ("--wgrad-deferral-limit", 0),

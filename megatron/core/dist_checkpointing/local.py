@@ -1,0 +1,214 @@
+"""--non-persistent-ckpt-type local: each rank's part on its node, and copies on the peers'.
+
+    {root}/rank_00003/iter_0000100/    the part of rank 3: a checkpoint of one rank
+
+A part is written by the rank alone.  With copies it is then sent to the ranks ``jump``, 2 ``jump``,
+... further, who keep it in the directories of their nodes.  Older parts are deleted when all ranks
+have the new one, so a kill at any moment leaves a set that is whole.
+
+Order of collectives: broadcast of the save's name; sizes of files, then the files, to the peers;
+gather of what failed, broadcast of it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.collectives import (
+    all_gather_json,
+    broadcast_json,
+    gather_json,
+    on_wire,
+)
+from megatron.core.dist_checkpointing.folders import Found, folder_name, published
+from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, complete
+from megatron.core.dist_checkpointing.manifest import adopt_file, read_manifest
+from megatron.core.dist_checkpointing.mapping import Replica, to_write
+from megatron.core.dist_checkpointing.retention import Retention
+from megatron.core.dist_checkpointing.safetensors_file import bytes_of
+from megatron.core.dist_checkpointing.serialization import (
+    REPORTED,
+    Contents,
+    Saved,
+    SaveFailed,
+    save,
+    save_failed,
+)
+from megatron.core.dist_checkpointing.validation import shorten
+from megatron.core.faults import fault_point
+
+SAVE = "save"  # in the layout of a part: [when, attempt], the same in all parts of one save
+_PART = replace(SAFETENSORS_DIST, complete=partial(complete, is_whole=False))
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Replication:
+    """``copies`` of each part besides its own, each ``jump`` ranks further than the one before."""
+
+    jump: int = 1
+    copies: int = 0
+
+
+def part_root(root: Path, rank: int) -> Path:
+    """Where the parts of ``rank`` lie."""
+    return root / f"rank_{rank:05d}"
+
+
+def save_local(
+    root: Path,
+    iteration: int,
+    contents: Contents,
+    group: ProcessGroup,
+    *,
+    share_work: bool,
+    replication: Replication,
+) -> Saved:
+    """Write the parts of all ranks into ``root``, a directory of each node.  Collective.
+
+    ``share_work``: replicas share the writing, and each other's parts when they load.  Raises
+    SaveFailed on every rank if any rank fails; the parts of the save before are whole then.
+    """
+    rank = group.rank()
+    name = broadcast_json(commit.new_save(), group)
+    chosen = to_write(contents.tensors, share_work) if share_work else contents.tensors
+    mine = replace(
+        contents,
+        tensors=[replace(tensor, replica=Replica()) for tensor in chosen],
+        layout={**contents.layout, SAVE: name},
+    )
+    folder = part_root(root, rank) / folder_name(iteration)
+    errors: list[str] = []
+    try:
+        save(part_root(root, rank), iteration, mine, None, format=_PART)
+    except SaveFailed as error:
+        errors.append(str(error))
+    for distance in range(1, replication.copies + 1):
+        problem = _exchange(
+            root, None if errors else folder, distance * replication.jump, name, group
+        )
+        errors += [problem] if problem else []
+    reports = gather_json(errors, group)
+    found = [f"rank {r}: {e}" for r, report in enumerate(reports or []) for e in report]
+    failed = broadcast_json(shorten(found), group)
+    if failed:
+        _drop(root, lambda parts: [f for f in parts if _name_of(f) == name], iteration)
+        raise SaveFailed(save_failed(root, iteration, failed))
+    _drop(root, Retention(last=1).doomed, iteration)
+    return Saved(root / folder_name(iteration), iteration)
+
+
+def _drop(root: Path, chosen: Callable[[list[Found]], list[Found]], iteration: int) -> None:
+    """Delete parts in this node's directory; what stays goes with a later save."""
+    for parts in root.glob("rank_*"):
+        for found in chosen(published(parts)):
+            with suppress(OSError):  # another rank of this node may have been faster
+                commit.retire(found.folder, commit.attempt_id(), iteration)
+
+
+def _exchange(
+    root: Path, folder: Path | None, distance: int, save_name: list[Any], group: ProcessGroup
+) -> str | None:
+    """Send ``folder`` ``distance`` ranks further and keep what comes; what failed here."""
+    size, rank = group.size(), group.rank()
+    to, source = (rank + distance) % size, (rank - distance) % size
+    files = sorted((path.name, path.stat().st_size) for path in folder.iterdir()) if folder else []
+    their_name, their_files = all_gather_json([folder and folder.name, files], group)[source]
+    copy = _Copy(part_root(root, source), their_name, save_name)
+    for mine, theirs in zip_longest(_chunks(files), _chunks(their_files)):
+        operations: list[dist.P2POp] = []
+        if mine is not None and folder is not None:
+            data = on_wire(_read(folder, *mine), group)
+            operations.append(dist.P2POp(dist.isend, data, group=group, group_peer=to))
+        if theirs is not None:
+            got = on_wire(torch.empty(theirs[2], dtype=torch.uint8), group)
+            operations.append(dist.P2POp(dist.irecv, got, group=group, group_peer=source))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        if theirs is not None:
+            copy.add(theirs[0], got)
+    return copy.finish()
+
+
+def _chunks(files: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
+    """Name, first byte and number of bytes of what is sent at a time."""
+    for name, size in files:
+        for begin in range(0, size, _CHUNK_BYTES):
+            yield name, begin, min(_CHUNK_BYTES, size - begin)
+
+
+def _read(folder: Path, name: str, begin: int, count: int) -> Tensor:
+    with open(folder / name, "rb") as file:
+        file.seek(begin)
+        return torch.frombuffer(bytearray(file.read(count)), dtype=torch.uint8)
+
+
+class _Copy:
+    """A part that comes from another rank.  Peers wait for each other, so errors are kept."""
+
+    def __init__(self, root: Path, name: str | None, save_name: list[Any]) -> None:
+        self._final = root / (name or "nothing")
+        self._temporary = self._final.with_name(f"{name}.tmp-{commit.attempt_id()}")
+        self._is_wanted = name is not None and not _is_here(self._final, save_name)
+        self._error: str | None = None
+        if self._is_wanted:
+            try:
+                root.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(self._temporary, ignore_errors=True)
+                self._temporary.mkdir()
+            except OSError as error:
+                self._error = f"copy of {self._final}: {error}"
+
+    def add(self, name: str, data: Tensor) -> None:
+        """Put ``data`` behind what the file ``name`` holds already."""
+        if not self._is_wanted or self._error is not None:
+            return
+        try:
+            fault_point("save.copy")
+            with open(self._temporary / name, "ab") as file:
+                file.write(bytes_of(data))
+        except REPORTED as error:
+            self._error = f"copy of {self._final}: {error}"
+
+    def finish(self) -> str | None:
+        """Publish the copy; what went wrong."""
+        if not self._is_wanted or self._error is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            return self._error
+        try:
+            for path in self._temporary.iterdir():
+                adopt_file(path)
+            commit.fsync_folder(self._temporary)
+            shutil.rmtree(self._final, ignore_errors=True)
+            self._temporary.rename(self._final)
+            commit.fsync_folder(self._final.parent)
+        except OSError as error:
+            return f"copy of {self._final}: {error}"
+        return None
+
+
+def _name_of(found: Found) -> Any:
+    return found.manifest and found.manifest.layout.get(SAVE)
+
+
+def _is_here(folder: Path, save_name: list[Any]) -> bool:
+    """Whether the rank has just written this part here itself: it is on the same node."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError:
+        return False
+    return manifest is not None and manifest.layout.get(SAVE) == save_name

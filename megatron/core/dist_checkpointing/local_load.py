@@ -1,0 +1,215 @@
+"""Loading what `local` wrote: the newest save of which every part is whole somewhere.
+
+A rank reads its boxes from the parts in its node's directory, its own and copies of others.  What
+is in none of them comes from a rank that has it: a rank whose node was lost gets all of its part,
+and with shared writing every rank gets what its replicas wrote.
+
+Order of collectives: gathers of what is there, once more for each save that is looked at; gathers
+of what is wanted and offered; then one send and receive per box, in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.collectives import all_gather_json, on_wire
+from megatron.core.dist_checkpointing.folders import published
+from megatron.core.dist_checkpointing.local import SAVE
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, bytes_of
+from megatron.core.dist_checkpointing.serialization import together
+
+Box = tuple[str, str, tuple[int, ...], tuple[int, ...]]  # key, dtype, offset, shape
+
+
+@dataclass(frozen=True)
+class LocalSet:
+    """A save that can be loaded; ``parts``: rank -> the whole parts in this node's directory."""
+
+    iteration: int
+    parts: Mapping[int, Path]
+
+
+@dataclass(frozen=True)
+class LocalContent:
+    """What was loaded besides tensors: common values, and what only this rank knew."""
+
+    common: Mapping[str, Any]
+    rank_state: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class _Part:
+    rank: int
+    iteration: int
+    save: tuple[int, str]
+    folder: Path
+    layout: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find_local(
+    root: Path, layout: Mapping[str, Any], newer_than_ns: int, group: ProcessGroup
+) -> tuple[LocalSet | None, list[str]]:
+    """The newest save after ``newer_than_ns`` that is whole, and why newer ones were passed over.
+
+    Collective.  ``layout`` has to be that of the save.  The same on all ranks, but for ``parts``.
+    """
+    held = _held(root)
+    told = all_gather_json([[*p.save, p.iteration, p.layout == layout] for p in held], group)
+    saves: dict[tuple[int, str], tuple[int, bool]] = {}
+    for when, attempt, iteration, fits in (entry for rank in told for entry in rank):
+        fits_all = saves.get((when, attempt), (0, True))[1] and fits
+        saves[when, attempt] = (iteration, fits_all)
+    notes: list[str] = []
+    for save, (iteration, fits) in sorted(saves.items(), reverse=True):
+        if save[0] <= newer_than_ns:
+            break
+        what = f"the local checkpoint of iteration {iteration}"
+        if not fits:
+            notes.append(f"{what} is of another layout or number of ranks")
+            continue
+        parts, problems = _whole(part for part in held if part.save == save)
+        answers = all_gather_json([sorted(parts), problems], group)
+        notes += sorted({problem for _, found in answers for problem in found})
+        lost = sorted(set(range(group.size())) - {rank for ranks, _ in answers for rank in ranks})
+        if not lost:
+            return LocalSet(iteration, parts), notes
+        notes.append(f"{what} lacks the parts of ranks {lost}: no whole copy of them is left")
+    return None, notes
+
+
+def load_local(
+    found: LocalSet, tensors: Sequence[ShardedTensor], group: ProcessGroup
+) -> LocalContent:
+    """Fill the views of ``tensors``.  Collective.  Raises CheckpointError on every rank alike."""
+    readers = {rank: CheckpointReader(folder) for rank, folder in found.parts.items()}
+    offered: dict[Box, CheckpointReader] = {}
+    for reader in readers.values():
+        for key, stored in reader.tensors.items():
+            for piece in stored.pieces:
+                offered[key, DTYPE_NAMES[stored.dtype], piece.offset, piece.shape] = reader
+    wanted = {
+        (t.key, DTYPE_NAMES[t.dtype], p.offset, p.shape): (t, p.data)
+        for t in tensors
+        for p in t.pieces
+    }
+    error: CheckpointError | None = None
+    try:
+        for box in wanted.keys() & offered.keys():
+            offered[box].read_box(box[0], box[2], wanted[box][1])
+    except CheckpointError as problem:
+        error = problem
+    together(error, group)
+    _send_and_receive(offered, {box: wanted[box] for box in wanted if box not in offered}, group)
+    content = _content(readers, group)
+    for reader in readers.values():
+        reader.close()
+    return content
+
+
+@torch.no_grad()
+def _send_and_receive(
+    offered: Mapping[Box, CheckpointReader],
+    missing: Mapping[Box, tuple[ShardedTensor, torch.Tensor]],
+    group: ProcessGroup,
+) -> None:
+    """Each box that a rank lacks, from a rank that has it."""
+    me = group.rank()
+    asked = [[_box(box) for box in boxes] for boxes in all_gather_json(list(missing), group)]
+    wishes = [(rank, i, box) for rank, boxes in enumerate(asked) for i, box in enumerate(boxes)]
+    can = all_gather_json([n for n, (_, _, box) in enumerate(wishes) if box in offered], group)
+    givers: dict[int, list[int]] = {}
+    for rank, numbers in enumerate(can):
+        for n in numbers:
+            givers.setdefault(n, []).append(rank)
+    for n, (_, _, box) in enumerate(wishes):
+        if n not in givers:
+            raise CheckpointError(
+                f"{box[0]} {list(box[3])} at {list(box[2])} of dtype {box[1]} is in no local part: "
+                "they were written by another model or precision; go on without "
+                "--non-persistent-ckpt-type local"
+            )
+    for n, (rank, i, box) in enumerate(wishes):
+        giver = givers[n][i % len(givers[n])]
+        if me == giver:
+            stored = offered[box].tensors[box[0]]
+            values = torch.empty(box[3], dtype=stored.dtype)
+            offered[box].read_box(box[0], box[2], values)
+            data = torch.frombuffer(bytearray(bytes_of(values)), dtype=torch.uint8)
+            dist.send(on_wire(data, group), group=group, group_dst=rank)
+        elif me == rank:
+            tensor, view = missing[box]
+            count = prod(box[3]) * tensor.dtype.itemsize
+            got = on_wire(torch.empty(count, dtype=torch.uint8), group)
+            dist.recv(got, group=group, group_src=giver)
+            view.copy_(got.view(tensor.dtype).view(box[3]))
+
+
+def _content(readers: Mapping[int, CheckpointReader], group: ProcessGroup) -> LocalContent:
+    """Common values from the first rank that has any; a lost rank's own from who holds its part."""
+    holders = all_gather_json(sorted(readers), group)
+    me, first = group.rank(), next(r for r, parts in enumerate(holders) if parts)
+    common = all_gather_json(next(iter(readers.values())).common() if me == first else None, group)[
+        first
+    ]
+    lost = [rank for rank, parts in enumerate(holders) if rank not in parts]
+    mine = {
+        str(rank): readers[rank].rank_state(0)
+        for rank in lost
+        if me == next(r for r, parts in enumerate(holders) if rank in parts)
+    }
+    sent = {
+        rank: state for states in all_gather_json(mine, group) for rank, state in states.items()
+    }
+    state = sent[str(me)] if me in lost else readers[me].rank_state(0)
+    return LocalContent(common, state)
+
+
+def _held(root: Path) -> list[_Part]:
+    """The parts in this node's directory whose manifest can be read."""
+    parts: list[_Part] = []
+    for folder in sorted(root.glob("rank_*")):
+        for found in published(folder):
+            if found.manifest is not None and SAVE in found.manifest.layout:
+                layout = dict(found.manifest.layout)
+                when, attempt = layout.pop(SAVE)
+                rank = int(folder.name.removeprefix("rank_"))
+                parts.append(
+                    _Part(rank, found.manifest.iteration, (when, attempt), found.folder, layout)
+                )
+    return parts
+
+
+def _whole(parts: Iterable[_Part]) -> tuple[dict[int, Path], list[str]]:
+    """Rank -> folder of the parts that are as they were written, every byte; what others lack."""
+    whole: dict[int, Path] = {}
+    problems: list[str] = []
+    for part in parts:
+        try:
+            with CheckpointReader(part.folder) as reader:
+                reader.check_files()
+                for key, stored in reader.tensors.items():
+                    for piece in stored.pieces:
+                        out = torch.empty(piece.shape, dtype=stored.dtype)
+                        reader.read_box(key, piece.offset, out)
+        except (CheckpointError, OSError) as problem:
+            problems.append(str(problem))
+            continue
+        whole[part.rank] = part.folder
+    return whole, problems
+
+
+def _box(box: Sequence[Any]) -> Box:
+    """As it was before it was JSON."""
+    key, dtype, offset, shape = box
+    return key, dtype, tuple(offset), tuple(shape)
