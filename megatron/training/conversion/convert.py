@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.config.errors import MegatronError
+from megatron.core.config.errors import CheckpointError, MegatronError
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format
 from megatron.core.dist_checkpointing.mapping import LazyPiece, ShardedTensor
 from megatron.core.dist_checkpointing.opening import open_reader
@@ -74,6 +74,7 @@ class Wanted:
     step: int | None = None
     verify: bool = True
     max_shard_bytes: int | None = None
+    rename: Callable[[str], str | None] | None = None  # our key -> another, None: leave it out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,8 @@ def convert(wanted: Wanted, say: Say = print) -> Path:
     is_theirs = (wanted.source / hf_folder.CONFIG).exists()
     source = _from_hf(wanted, say) if is_theirs else read_source(wanted)
     source = replace(source, args={**source.args, **wanted.args})
+    if wanted.rename is not None:
+        source = replace(source, tensors=_renamed(source.tensors, wanted.rename))
     if wanted.dtype is not None:
         tensors = {k: _cast(t, wanted.dtype) for k, t in source.tensors.items()}
         source = replace(source, tensors=tensors, args={**source.args, **_precision(wanted.dtype)})
@@ -277,6 +280,19 @@ def _special_ids(run: RunConfig) -> dict[str, Any]:
         with contextlib.suppress(MissingToken):
             ids[name] = getattr(tokenizer, name.removesuffix("_token_id"))
     return ids
+
+
+def _renamed(
+    tensors: Mapping[str, LazyTensor], rename: Callable[[str], str | None]
+) -> dict[str, LazyTensor]:
+    out: dict[str, LazyTensor] = {}
+    for key, tensor in tensors.items():
+        name = rename(key)
+        if name in out:
+            raise CheckpointError(f"two tensors would be called {name}")
+        if name is not None:
+            out[name] = replace(tensor, name=name)
+    return out
 
 
 def _precision(dtype: torch.dtype) -> dict[str, bool]:

@@ -1,0 +1,46 @@
+"""What comes from Hugging Face trains in any layout, and what was trained there goes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.training.conversion.convert import HF, Wanted, convert
+from tests import tolerances
+from tests.functional.runs import losses, run_gpt
+
+models = pytest.importorskip("tests.unit.conversion.models", reason="needs transformers")
+
+# Nothing about the model: that is in the checkpoint.
+TRAINING = (
+    "--device cpu --use-checkpoint-args --seq-length 32 --micro-batch-size 2 --global-batch-size 4 "
+    "--lr 1e-3 --train-iters 2 --mock-data --log-interval 1 --eval-interval 1000 --eval-iters 1 "
+    "--num-workers 0 --no-create-attention-mask-in-dataloader"
+).split()
+CUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split()
+
+
+@pytest.mark.feature(
+    "Checkpoints: a Hugging Face model trains with --load and --use-checkpoint-args in any layout"
+)
+@pytest.mark.parametrize("case", ["gemma2", "gpt2"])
+def test_a_converted_model_trains_in_any_layout_and_goes_back(case: str, tmp_path: Path) -> None:
+    theirs, ours, cut = tmp_path / "theirs", tmp_path / "ours", tmp_path / "cut"
+    changes = {"n_layer": 2} if case == "gpt2" else {"num_hidden_layers": 2}
+    models.write(theirs, case, **changes)
+    convert(Wanted(source=theirs, target=ours, format="safetensors_dist", verify=False))
+    load = [*TRAINING, "--load", str(ours)]
+    alone = run_gpt(tmp_path / "one", base=load)
+    layout = run_gpt(tmp_path / "four", *CUT, "--save", str(cut), base=load, world_size=4)
+    torch.testing.assert_close(
+        torch.tensor(losses(layout)), torch.tensor(losses(alone)), **tolerances.LAYOUT_LOSS
+    )
+    said: list[str] = []
+    convert(Wanted(source=cut, target=tmp_path / "back", format=HF), said.append)
+    assert "agree within" in said[0]
+    assert models.logits_of(tmp_path / "back", models.prompts())[1] == ""
+    trained, before = models.weights(tmp_path / "back"), models.weights(theirs)
+    assert trained.keys() == before.keys()
+    assert not any(torch.equal(trained[name], before[name]) for name in before)
