@@ -190,6 +190,8 @@ def _window(m: TransformerConfig, layer: int) -> int | None:
 
 def _others(run: RunConfig) -> Iterator[str]:
     m = run.model
+    if m.num_moe_experts is not None:
+        yield "--num-experts"
     if layer_shapes(m) is not None:
         yield "--heterogeneous-layers-config-path"
     if run.language_model.spec and run.language_model.spec[0] != "local":

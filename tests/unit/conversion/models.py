@@ -47,7 +47,10 @@ _BIASES = {"attention_bias": True, "mlp_bias": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2",
-        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0},
+        {
+            **{"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+        },
     ),
     "llama": ("Llama", {}),
     "llama 3, tied": ("Llama", {"rope_parameters": _LLAMA3, "tie_word_embeddings": True, **_FAR}),

@@ -26,7 +26,7 @@ def same(theirs: str, ours: str, default: Any = REQUIRED) -> Field:
 
     def read(config: Config) -> dict[str, Any]:
         value = config.get(theirs, default)
-        if value is REQUIRED:
+        if value is REQUIRED or value is None and default is REQUIRED:
             raise CheckpointError(f"config.json has no {theirs}")
         return {ours: value}
 
