@@ -19,7 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 
 from megatron.core.config.errors import CheckpointError, ConfigError
-from megatron.training.conversion.convert import DTYPES, FORMATS, HF, Wanted, convert
+from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.training.conversion.convert import DTYPES, HF, Wanted, convert
 from megatron.training.preprocess.cli import run_tool
 
 # --loader and --saver of the reference: None where it is served, else why not.
@@ -63,7 +64,7 @@ def get_parser() -> argparse.ArgumentParser:
     add("--dtype", choices=tuple(DTYPES), help="of the weights written; default: as they are")
     add("--bf16", action="store_const", const="bfloat16", dest="dtype", help="--dtype bfloat16")
     add("--fp16", action="store_const", const="float16", dest="dtype", help="--dtype float16")
-    layout = "written into the arguments of the checkpoint; any layout loads it all the same"
+    layout = "of the files of format torch; else only written into the arguments"
     add("--tensor-parallel", "--target-tensor-parallel-size", type=int, help=layout)
     add("--pipeline-parallel", "--target-pipeline-parallel-size", type=int, help=layout)
     add("--target-expert-parallel-size", type=int, default=1, help="1")

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, MegatronError
-from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format
+from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.mapping import LazyPiece, ShardedTensor
 from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
@@ -30,6 +31,7 @@ from megatron.core.dist_checkpointing.serialization import (
     publish,
     write,
 )
+from megatron.training.arguments.legacy import flat_values
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.resolve import resolve
 from megatron.training.checkpointing.checkpoint_args import FORCED, FORCED_PREFIXES, IF_UNSET
@@ -42,6 +44,7 @@ from megatron.training.conversion.family import Family
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.verify import compare_logits
 from megatron.training.generation import saved_namespace
+from megatron.training.state import TrainState
 from megatron.training.tokenizer import (
     MissingToken,
     TokenizerSpec,
@@ -50,9 +53,9 @@ from megatron.training.tokenizer import (
 )
 
 HF = "hf"
-FORMATS: dict[str, Format] = {SAFETENSORS_DIST.name: SAFETENSORS_DIST}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BESIDE = "huggingface"  # folder beside our checkpoints: config.json, tokenizer, generation config
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _EMBEDDING = "embedding.word_embeddings.weight"
 # What shapes a model beside the flags of --use-checkpoint-args, and what any run needs.
 _MORE = ("bias_gelu_fusion", "bias_swiglu_fusion", "tokenizer_model", "encoder_num_layers")
@@ -166,12 +169,15 @@ def _to_hf(source: Source, wanted: Wanted, say: Say) -> Path:
 
 
 def _to_ours(source: Source, wanted: Wanted, say: Say) -> Path:
+    format = FORMATS[wanted.format]
     if wanted.args:
         run_config(source.args, **_layout_of(wanted.args))  # says why the model cannot be cut so
+    if format.is_foreign:
+        source = _for_megatron(source)
     common = {
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": 0,
-        "counters": {},
+        "counters": TrainState().to_dict(),
         "optimizer": None,
         "opt_param_scheduler": None,
         **source.common,
@@ -186,7 +192,7 @@ def _to_ours(source: Source, wanted: Wanted, say: Say) -> Path:
         beside = wanted.target / BESIDE
         beside.mkdir(parents=True, exist_ok=True)
         hf_folder.copy_beside(source.beside, beside)
-    begun = begin(wanted.target, common["iteration"], contents, None, format=FORMATS[wanted.format])
+    begun = begin(wanted.target, common["iteration"], contents, None, format=format)
     written = [write(begun)]
     for rank, state in source.rank_states.items():
         only_state = replace(contents, rank_state=state)
@@ -194,6 +200,40 @@ def _to_ours(source: Source, wanted: Wanted, say: Say) -> Path:
     saved = conclude(begun, publish(begun, written), None)
     say(f"wrote {_count(source.tensors)} numbers to {saved.folder} in {wanted.format} format")
     return saved.folder
+
+
+def _for_megatron(source: Source) -> Source:
+    """With the values that Megatron-LM derives from its command line, and padded vocabularies.
+
+    Random states are kept where the layout is the one that they are of.
+    """
+    layout = _layout_of(source.args)
+    run = run_config(source.args, **layout)
+    lacking = {k: v for k, v in flat_values(run).items() if source.args.get(k) is None}
+    rows = source.tensors[_EMBEDDING].shape[0]
+    multiple = run.language_model.make_vocab_size_divisible_by
+    padded = padded_vocab_size(rows, multiple, run.model.tensor_model_parallel_size)
+    lacking["padded_vocab_size"] = run.tokenizer.padded_vocab_size or padded
+    sizes = dict(source.layout.get("dense", ()))
+    is_same = all(sizes.get(axis) == size for axis, size in layout.items())
+    if not is_same:
+        lacking |= {"world_size": run.world_size, "data_parallel_size": 1}
+    tensors = {
+        key: _padded(tensor, lacking["padded_vocab_size"]) if key.endswith(_VOCABULARY) else tensor
+        for key, tensor in source.tensors.items()
+    }
+    return replace(
+        source,
+        tensors=tensors,
+        args={**source.args, **lacking},
+        rank_states=source.rank_states if is_same else {},
+    )
+
+
+def _padded(tensor: LazyTensor, rows: int) -> LazyTensor:
+    missing = rows - tensor.shape[0]
+    shape = (rows, *tensor.shape[1:])
+    return replace(tensor, shape=shape, make=lambda: F.pad(tensor.make(), (0, 0, 0, missing)))
 
 
 def _record(tensor: LazyTensor) -> ShardedTensor:

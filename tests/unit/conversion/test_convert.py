@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.conversion import convert as conversion
 from megatron.training.conversion.convert import BESIDE, HF, Wanted, convert, read_source
 from megatron.training.conversion.families import FAMILIES
 from megatron.training.conversion.tensors import Rule
@@ -279,6 +278,27 @@ def test_optimizer_and_counters_stay_between_our_formats(tmp_path: Path) -> None
     assert len(after.rank_states) == 4
 
 
+@pytest.mark.feature("Checkpoints: Hugging Face models go to Megatron-LM's formats, in any layout")
+@pytest.mark.parametrize(
+    ("format", "layout"), [("torch_dist", {}), ("torch", {}), ("torch", {"tp": 2, "pp": 2})]
+)
+def test_formats_of_the_reference(tmp_path: Path, format: str, layout: dict[str, int]) -> None:
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    models.write(theirs, "qwen2", num_hidden_layers=4)
+    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
+    args = {names[axis]: size for axis, size in layout.items()}
+    folder = quietly(theirs, ours, format, args=args)
+    assert folder.name == "release"
+    if layout:
+        found = sorted(path.name for path in folder.glob("mp_rank_*"))
+        assert found == [f"mp_rank_0{tp}_00{pp}" for tp in range(2) for pp in range(2)]
+    content = open_checkpoint(ours)
+    multiple = 128 * layout.get("tp", 1)
+    assert content.asked["padded_vocab_size"] == multiple
+    quietly(ours, tmp_path / "back", HF)
+    models.assert_same_weights(tmp_path / "back", theirs)
+
+
 REFERENCE = (
     "--model-type GPT --loader llama_mistral --checkpoint-type hf --model-size llama3 --bf16 "
     "--saver mcore --target-tensor-parallel-size 2 --target-pipeline-parallel-size 1 "
@@ -333,4 +353,3 @@ def test_without_transformers_the_comparison_says_so(
     said: list[str] = []
     convert(Wanted(source=llama, target=tmp_path / "ours", format=OURS), said.append)
     assert "the logits were not compared: transformers is not installed" in said[1]
-    assert conversion.FORMATS
