@@ -12,7 +12,7 @@ import torch
 from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray, load_archive
 from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex
 from megatron.core.dist_checkpointing.opening import open_reader
-from tests.functional.runs import run_gpt, train_gpt
+from tests.functional.runs import refusal, run_gpt, train_gpt
 from tests.functional.test_reference_run import FLAGS, GOLDEN, OURS, PP, TP
 from tests.ranks import run_ranks
 from tests.reference_checkpoints import ITERATION, unpack
@@ -160,3 +160,25 @@ def test_what_is_written_in_any_format_is_read_again_bit_for_bit(tmp_path: Path,
         assert reader.common()["optimizer"]["step"] == 2.0
         assert reader.common()["counters"]["consumed_train_samples"] == 16
         assert reader.manifest.iteration == 2
+
+
+@pytest.mark.feature("Checkpoints: another model's, or a damaged one, is refused by one sentence")
+def test_what_does_not_fit_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    folder = unpack(tmp_path, "gpt_torch_dist")
+    base = [*FLAGS, *FILES, *OURS, "--load", str(folder)]
+
+    def said(*flags: str) -> str:
+        (sentence,) = run_ranks(refusal, 1, [*base, *flags])
+        assert "Traceback" not in sentence
+        return sentence
+
+    wider = said("--hidden-size", "64")
+    assert "linear_fc2.weight has shape [32, 128] in the checkpoint and [64, 256] in" in wider
+    assert "this run needs" in said("--num-layers", "3")
+    data = folder / ITERATION / "__0_1.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-700])
+    assert "__0_1.distcp has" in said()
+    middle = len(whole) // 3
+    data.write_bytes(whole[:middle] + bytes([whole[middle] ^ 4]) + whole[middle + 1 :])
+    assert "__0_1.distcp is damaged" in said()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.foreign.dcp_writer import DcpFile, write_metadata
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
 from megatron.core.dist_checkpointing.opening import open_reader
@@ -231,3 +232,32 @@ def moments(whole: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     return {kind: whole[f"optimizer.state.{kind}.{name}"] for kind in kinds} | {
         "step": torch.tensor(5.0)
     }
+
+
+def test_state_gathered_by_the_first_replica_is_read_from_torch_dist(tmp_path: Path) -> None:
+    source = unpack(tmp_path, "gpt_torch_tp2pp2_distopt") / ITERATION
+    whole = all_tensors(source)
+    folder = tmp_path / "torch_dist"
+    folder.mkdir()
+    file = DcpFile(folder, 0, 0, 0)
+    tensors: dict[str, Any] = {}
+    for key, values in whole.items():
+        if not key.startswith("optimizer."):
+            shape = list(values.shape)
+            piece = {**file.add(values), "offset": [0] * len(shape), "shape": shape}
+            tensors[key] = {"shape": shape, "dtype": "float32", "pieces": [piece]}
+    objects = {}
+    for stage in range(2):
+        for rank in range(2):
+            path = source / f"mp_rank_{rank:02d}_{stage:03d}" / "distrib_optim.pt"
+            key = f"optimizer.distributed.dp_group_idx_{stage * 2 + rank}.param_state/shard_0_1"
+            objects[key] = file.add([torch.load(path, weights_only=True)])
+    file.close()
+    write_metadata(folder, tensors, objects, unflattened={})
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "num_layers": 2}
+    common = {"args": argparse.Namespace(**sizes), "iteration": 5, "checkpoint_version": 3.0}
+    torch.save(common, folder / "common.pt")
+    found = all_tensors(folder)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[key], whole[key]) for key in whole)

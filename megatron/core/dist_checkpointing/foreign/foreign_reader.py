@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray
 from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA, DcpTensor
-from megatron.core.dist_checkpointing.foreign.names import is_vocabulary, split_state
+from megatron.core.dist_checkpointing.foreign.names import (
+    OUTPUT,
+    cut_of,
+    is_vocabulary,
+    split_state,
+)
+from megatron.core.dist_checkpointing.foreign.qkv import in_our_order
 from megatron.core.dist_checkpointing.foreign.unpickler import Record
 from megatron.core.dist_checkpointing.manifest import (
     CheckpointDamaged,
@@ -25,12 +32,14 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
 )
 from megatron.core.dist_checkpointing.reader import Box, CheckpointReader, StoredTensor
+from megatron.core.param_info import ParamInfo
 from megatron.core.process_groups_config import make_grids
 from megatron.core.rank_grid import RankGrid
 
 COMMON_FILE = "common.pt"
 STATE_PREFIX = "optimizer.state."
 _CUDA_STATE_BYTES = 16
+GATED = ("swiglu", "geglu", "gated_linear_unit")
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _FLOPS = "num_floating_point_operations_so_far"
 
@@ -94,6 +103,42 @@ class ForeignReader(CheckpointReader):
     def _add(self, key: str, dtype: torch.dtype, piece: ForeignPiece) -> None:
         self._found.setdefault(key, (dtype, []))[1].append(piece)
 
+    def _place(self, prefix: str, name: str, rank: int, array: StoredArray) -> None:
+        """Take over what tensor-parallel ``rank`` holds, if no other rank gives the same."""
+        tp = degree(self.args, "tensor")
+        is_copy = name == OUTPUT and not self.args.get("untie_embeddings_and_output_weights")
+        dim, num_blocks = cut_of(name, is_gated=any(map(self.args.get, GATED)))
+        if is_copy or (dim is None and rank > 0):
+            return
+        shape = list(array.shape)
+        if dim is not None:
+            shape[dim] *= tp
+        info = ParamInfo(
+            global_shape=tuple(shape),
+            shard_dim=dim,
+            shard_index=rank,
+            shard_count=1 if dim is None else tp,
+            num_blocks=num_blocks,
+        )
+        if not shape:
+            self._add_rows(prefix + name, (), array)
+        for local, whole in info.slices(array.shape):
+            box = [slice(0, n) for n in array.shape]
+            box[dim or 0] = local
+            offset = [0] * len(shape)
+            offset[dim or 0] = whole.start
+            self._add_rows(prefix + name, tuple(offset), array.narrow(*box))
+
+    def _add_rows(self, key: str, offset: tuple[int, ...], array: StoredArray) -> None:
+        tp = degree(self.args, "tensor")
+        version = float(self.values.get("checkpoint_version", 0))
+        heads = max(1, int(self.args.get("num_attention_heads") or 1) // tp)
+        if "linear_qkv" not in key:
+            version = 3.0
+        for row, rows in in_our_order(array, version, heads):
+            at = (offset[0] + row, *offset[1:]) if offset else offset
+            self._add(key, array.dtype, ForeignPiece(at, rows.shape, partial(_same, rows)))
+
     def _finish(self) -> None:
         """Make ``tensors`` and the manifest.  The shape of a tensor is what its pieces span.
 
@@ -125,6 +170,10 @@ class ForeignReader(CheckpointReader):
     def _read_overlap(self, piece: Any, dtype: torch.dtype, box: Box, target: Tensor) -> None:
         del dtype
         target.copy_(piece.array().narrow(*box).read(verify=self._verify))
+
+
+def _same(array: StoredArray) -> StoredArray:
+    return array
 
 
 def common_values(values: Mapping[str, Any], iteration: int) -> dict[str, Any]:

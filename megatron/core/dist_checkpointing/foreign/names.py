@@ -70,7 +70,7 @@ def fused_name(name: str) -> str:
     return name
 
 
-def cut_of(name: str, *, is_gated: bool) -> Cut:
+def cut_of(name: str, *, is_gated: bool = False) -> Cut:
     """How tensor parallelism cuts the tensor of our ``name``."""
     for pattern, dim in _CUT:
         if pattern.search(name):

@@ -42,9 +42,9 @@ class TorchDcpReader(ForeignReader):
             )
         params = [(name, tensor) for name, tensor in model.items() if _is_tensor(tensor)]
         for name, tensor in params:
-            self._place("", name, tensor)
+            self._place_whole("", name, tensor)
         for kind, name, tensor in self._optimizer_state(state.get(_OPTIMIZER), params):
-            self._place(f"{STATE_PREFIX}{kind}.", name, tensor)
+            self._place_whole(f"{STATE_PREFIX}{kind}.", name, tensor)
         self._finish()
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
@@ -74,7 +74,7 @@ class TorchDcpReader(ForeignReader):
                 if kind != "step" and _is_tensor(tensor):
                     yield "fp32_param" if kind in _MAIN else kind, name, tensor
 
-    def _place(self, prefix: str, name: str, tensor: DcpTensor) -> None:
+    def _place_whole(self, prefix: str, name: str, tensor: DcpTensor) -> None:
         while name.startswith("module."):
             name = name.removeprefix("module.")
         half = _HALVES.get(name[-2:])

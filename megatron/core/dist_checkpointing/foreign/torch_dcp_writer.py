@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
 from megatron.core.dist_checkpointing.foreign.dcp_writer import DcpFile, write_metadata
 from megatron.core.dist_checkpointing.foreign.foreign_reader import STATE_PREFIX
+from megatron.core.dist_checkpointing.foreign.model_order import ordered_names
 from megatron.core.dist_checkpointing.foreign.names import split_state
 from megatron.core.dist_checkpointing.foreign.optimizer_order import numbered_groups
 from megatron.core.dist_checkpointing.foreign.reference_values import (
@@ -25,7 +26,6 @@ from megatron.core.dist_checkpointing.foreign.reference_values import (
     reference_rng,
     reference_values,
 )
-from megatron.core.dist_checkpointing.foreign.torch_ranks_writer import ordered_names
 from megatron.core.dist_checkpointing.format import Format, RankReport, check_written_once
 from megatron.core.dist_checkpointing.manifest import FileEntry
 from megatron.core.dist_checkpointing.mapping import ShardedTensor

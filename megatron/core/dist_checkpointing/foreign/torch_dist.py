@@ -7,24 +7,39 @@ differ.  What a distributed optimizer owns is a stretch of a flattened share: su
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.foreign.archive import StoredArray, load_archive
 from megatron.core.dist_checkpointing.foreign.dcp_index import Chunk, DcpIndex, DcpTensor
 from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     COMMON_FILE,
+    STATE_PREFIX,
     ForeignPiece,
     ForeignReader,
+    degree,
     rng_state_of,
 )
-from megatron.core.dist_checkpointing.foreign.names import our_name, split_stack, split_state
+from megatron.core.dist_checkpointing.foreign.model_order import ordered_names
+from megatron.core.dist_checkpointing.foreign.names import (
+    OUTPUT,
+    cut_of,
+    our_name,
+    split_stack,
+    split_state,
+)
+from megatron.core.dist_checkpointing.foreign.optimizer_order import optimizer_state
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.param_info import flat_boxes
 
+_GATHERED = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/")
 _HALVES = {"_w": 0, "_v": 1}  # suffixes of the two halves of a gated layer, where saved apart
 
 
@@ -40,7 +55,46 @@ class TorchDistReader(ForeignReader):
         for key, tensor in self._index.tensors.items():
             for name, piece in _pieces(key, tensor):
                 self._add(name, tensor.dtype, piece)
+        self._add_gathered()
         self._finish()
+
+    def _add_gathered(self) -> None:
+        """State that the first replica has gathered: its buffers, an object per rank of a model."""
+        tp = degree(self.args, "tensor")
+        weights = {key: found for key, found in self._found.items() if not split_state(key)[0]}
+        for key in sorted(self._index.objects):
+            if found := _GATHERED.match(key):
+                stage, rank = divmod(int(found[1]), tp)
+                (buffers,) = self._index.object(key)
+                try:
+                    chunks = [list(c) for c in self._params_of(stage, weights)]
+                    state = list(optimizer_state({}, buffers, chunks, self.args, stage))
+                except (KeyError, IndexError, TypeError, ValueError) as error:
+                    raise CheckpointError(
+                        f"{self.folder}: {key} does not fit the model beside it ({error}); "
+                        "--no-load-optim does without"
+                    ) from None
+                for kind, name, array in state:
+                    self._place(f"{STATE_PREFIX}{kind}.", name, rank, array)
+
+    def _params_of(self, stage: int, weights: Any) -> Iterator[Iterator[tuple[str, _Share]]]:
+        """Per model chunk of a stage: each parameter and what a rank holds of it."""
+        tp, pp = degree(self.args, "tensor"), degree(self.args, "pipeline")
+        num_stages = pp * int(self.args.get("virtual_pipeline_model_parallel_size") or 1)
+        size = int(self.args["num_layers"]) // num_stages
+        for virtual in range(stage, num_stages, pp):
+            names = ordered_names(
+                weights,
+                is_fused=self.args.get("transformer_impl") == "transformer_engine",
+                layers=range(virtual * size, (virtual + 1) * size),
+                is_first=virtual == 0,
+                is_last=virtual == num_stages - 1,
+            )
+            yield (
+                (OUTPUT if local == OUTPUT else name, _share(weights[name], cut_of(name).dim, tp))
+                for local, name in names
+                if name
+            )
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
         sizes = dict(self.manifest.layout.get("dense", ()))
@@ -52,6 +106,22 @@ class TorchDistReader(ForeignReader):
             return None
         (states,) = self._index.object(key)  # every object lies in a list
         return {"rng_state": rng_state_of(states[at["dp"] % len(states)])}
+
+
+class _Share(NamedTuple):
+    """What a tensor-parallel rank holds of a parameter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _share(found: tuple[torch.dtype, Sequence[ForeignPiece]], dim: int | None, tp: int) -> _Share:
+    dtype, pieces = found
+    ends = (tuple(map(sum, zip(p.offset, p.shape, strict=True))) for p in pieces)
+    shape = list(map(max, zip(*ends, strict=True)))
+    if dim is not None:
+        shape[dim] //= tp
+    return _Share(tuple(shape), dtype)
 
 
 def _pieces(key: str, tensor: DcpTensor) -> Iterator[tuple[str, ForeignPiece]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,17 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.foreign.archive import StoredArray, load_archive
 from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     STATE_PREFIX,
-    ForeignPiece,
     ForeignReader,
     degree,
     rng_state_of,
 )
-from megatron.core.dist_checkpointing.foreign.names import OUTPUT, cut_of, our_name, split_layer
+from megatron.core.dist_checkpointing.foreign.names import our_name, split_layer
 from megatron.core.dist_checkpointing.foreign.optimizer_order import Chunks, optimizer_state
-from megatron.core.dist_checkpointing.foreign.qkv import in_our_order
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
-from megatron.core.param_info import ParamInfo
 
 MODEL_FILE = "model_optim_rng.pt"
 BUFFER_FILE = "distrib_optim.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
-GATED = ("swiglu", "geglu", "gated_linear_unit")
 
 Rank = tuple[int, int]  # tensor-parallel rank, pipeline stage
 
@@ -49,16 +44,15 @@ class TorchRanksReader(ForeignReader):
         self._tp, self._pp = degree(self.args, "tensor"), degree(self.args, "pipeline")
         self._check_complete()
         self._models = {rank: _models(content) for rank, content in self._ranks.items()}
-        self._is_gated = any(self.args.get(flag) for flag in GATED)
         for rank, content in self._ranks.items():
             chunks = [self._global_names(rank[1], c) for c in range(len(self._models[rank]))]
             models = list(zip(chunks, self._models[rank], strict=True))
             for names, model in models:
                 for local, array in model.items():
-                    self._place("", names[local], rank, array)
+                    self._place("", names[local], rank[0], array)
             params = [[(names[n], model[n]) for n in model] for names, model in models]
             for kind, name, array in self._optimizer_state(rank, content, params):
-                self._place(f"{STATE_PREFIX}{kind}.", name, rank, array)
+                self._place(f"{STATE_PREFIX}{kind}.", name, rank[0], array)
         self._finish()
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
@@ -129,40 +123,6 @@ class TorchRanksReader(ForeignReader):
                 "--no-load-optim does without"
             ) from None
 
-    def _place(self, prefix: str, name: str, rank: Rank, array: StoredArray) -> None:
-        """Take over what ``rank`` holds of a tensor, if no other rank gives the same."""
-        is_copy = name == OUTPUT and not self.args.get("untie_embeddings_and_output_weights")
-        dim, num_blocks = cut_of(name, is_gated=self._is_gated)
-        if is_copy or (dim is None and rank[0] > 0):
-            return
-        shape = list(array.shape)
-        if dim is not None:
-            shape[dim] *= self._tp
-        info = ParamInfo(
-            global_shape=tuple(shape),
-            shard_dim=dim,
-            shard_index=rank[0],
-            shard_count=1 if dim is None else self._tp,
-            num_blocks=num_blocks,
-        )
-        if not shape:
-            self._add_rows(prefix + name, (), array)
-        for local, whole in info.slices(array.shape):
-            box = [slice(0, n) for n in array.shape]
-            box[dim or 0] = local
-            offset = [0] * len(shape)
-            offset[dim or 0] = whole.start
-            self._add_rows(prefix + name, tuple(offset), array.narrow(*box))
-
-    def _add_rows(self, key: str, offset: tuple[int, ...], array: StoredArray) -> None:
-        version = float(self.values.get("checkpoint_version", 0))
-        heads = int(self.args.get("num_attention_heads") or 1) // self._tp
-        if "linear_qkv" not in key:
-            version = 3.0
-        for row, rows in in_our_order(array, version, heads):
-            at = (offset[0] + row, *offset[1:]) if offset else offset
-            self._add(key, array.dtype, ForeignPiece(at, rows.shape, partial(_same, rows)))
-
 
 def _models(content: Mapping[str, Any]) -> list[dict[str, StoredArray]]:
     """The tensors of each model chunk under their names in the file, in the order of the model."""
@@ -191,7 +151,3 @@ def _num_layers(model: Mapping[str, StoredArray]) -> int:
 def folder_name(rank: Rank, num_stages: int) -> str:
     """The folder of a rank."""
     return f"mp_rank_{rank[0]:02d}" + (f"_{rank[1]:03d}" if num_stages > 1 else "")
-
-
-def _same(array: StoredArray) -> StoredArray:
-    return array
