@@ -105,7 +105,7 @@ def _model_flops(
 
 def _layer_widths(
     model: TransformerConfig, keys_per_query: Iterable[float]
-) -> Iterator[tuple[int, int, float]]:
+) -> Iterator[tuple[float, int, float]]:
     """Of each layer: columns of its matrices of h rows, width of its heads, keys per query.
 
     Per token and full layer, with h = hidden, a = heads, g = query groups, d = kv channels:
@@ -114,17 +114,33 @@ def _layer_widths(
     replaced by one matrix has h*h, an absent one nothing.
     """
     heads_width = model.num_attention_heads * model.kv_channels
+    latent = _latent_columns(model) if model.multi_latent_attention else None
+    if latent is not None:  # the mean of those of keys and of values
+        heads_width = model.num_attention_heads * (model.kv_channels + model.v_head_dim) // 2
     groups_width = model.num_query_groups * model.kv_channels
     mlp_matrices = 3 if model.gated_linear_unit else 2
     alike = LayerShape(FULL, FULL, model.ffn_hidden_size)
     shapes = layer_shapes(model) or [alike] * model.num_layers
     for layer_index, (shape, keys) in enumerate(zip(shapes, keys_per_query, strict=True)):
-        attention = {FULL: 2 * heads_width + 2 * groups_width, LINEAR: model.hidden_size}
+        full = 2 * heads_width + 2 * groups_width if latent is None else latent
+        attention = {FULL: full, LINEAR: model.hidden_size}
         mlp = {FULL: mlp_matrices * (shape.ffn_hidden_size or 0), LINEAR: model.hidden_size}
         if has_experts(model, layer_index):
             mlp[FULL] = _expert_columns(model)
         columns = attention.get(shape.attention, 0) + mlp.get(shape.mlp, 0)
         yield columns, heads_width, keys if shape.attention == FULL else 0.0
+
+
+def _latent_columns(model: TransformerConfig) -> float:
+    """Elements of the matrices of latent attention, in columns of h rows."""
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+    key_value = heads * (model.qk_head_dim + model.v_head_dim)
+    narrow = model.kv_lora_rank + model.qk_pos_emb_head_dim + heads * model.v_head_dim
+    raised = model.kv_lora_rank * key_value
+    if model.q_lora_rank is None:
+        return narrow + query + raised / hidden
+    return narrow + model.q_lora_rank + (raised + model.q_lora_rank * query) / hidden
 
 
 def _expert_columns(model: TransformerConfig) -> int:

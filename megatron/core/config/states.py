@@ -13,10 +13,6 @@ def only_with(flag: str) -> str:
 
 
 # ---- refused: not in this version ----------------------------------------------------------
-LATENT_ATTENTION = (
-    "latent attention is not in this version; --group-query-attention also shrinks the keys and "
-    "values"
-)
 MULTI_TOKEN = "multi-token prediction is not in this version; drop the flag"
 OFFLOAD = "keeping the optimizer in host memory is not in this version; drop the flag"
 LOW_PRECISION_STATE = (

@@ -47,7 +47,94 @@ def layer_has_rope(config: TransformerConfig, layer_index: int) -> bool:
     return not skip[layer_index]
 
 
-class SelfAttention(MegatronModule):
+class AttentionBase(MegatronModule):
+    """What kinds of attention share: core and output projection, heads divided over tp."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        *,
+        pg_collection: ProcessGroupCollection,
+        value_width: int,
+        softmax_scale: float | None = None,
+    ) -> None:
+        """``layer_number`` counts from 1 over the whole model; ``value_width`` is all heads'."""
+        super().__init__(config)
+        self.tp_group = pg_collection.tp
+        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
+        self.recomputes_core = "core_attn" in config.modules_to_recompute
+        self.offered = {"tp_group": self.tp_group, "pg_collection": pg_collection}
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            offered={**self.offered, "attention_type": "self", "softmax_scale": softmax_scale},
+        )
+        if pg_collection.cp.size() > 1 and not hasattr(self.core_attention, "exchange"):
+            raise ConfigError(
+                "--context-parallel-size: the spec's core attention "
+                f"{type(self.core_attention).__name__} knows no exchange between ranks; use "
+                "DotProductAttention or a class derived from it"
+            )
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            value_width,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            skip_bias_add=self.tp_group.size() > 1,  # alone, the bias rides in the matmul
+            offered=self.offered,
+        )
+
+    def queries_keys_values(
+        self, hidden_states: Tensor, rotary: RotaryTable | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the core takes of hidden states [s, b, h]."""
+        raise NotImplementedError
+
+    def project_back(self, context: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the core gives, as hidden states and the bias that is still to be added."""
+        return self.linear_proj(context)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        inference_context: KVCache | None = None,
+        rotary_pos_emb: RotaryTable | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s, b, h] -> [s, b, h] and the bias that is still to be added, if any."""
+        query, key, value = self.queries_keys_values(hidden_states, rotary_pos_emb)
+        if inference_context is not None:
+            key, value = inference_context.append(self.layer_number - 1, key, value)
+
+        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return self.core_attention(
+                q,
+                k,
+                v,
+                attention_mask,
+                attn_mask_type=self.attn_mask_type,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+            )
+
+        if self.recomputes_core and self.training:
+            context = checkpoint(core, False, query, key, value)
+        else:
+            context = core(query, key, value)
+        return self.project_back(context)
+
+
+class SelfAttention(AttentionBase):
     """Self attention with its heads divided over the tensor-parallel group."""
 
     def __init__(
@@ -60,16 +147,21 @@ class SelfAttention(MegatronModule):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         """``layer_number`` counts from 1 over the whole model."""
-        super().__init__(config)
-        tp_group = pg_collection.tp
-        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
         self.head_dim: int = config.kv_channels
-        self.local_groups = share_of(config.num_query_groups, tp_group, "--num-query-groups")
-        self.heads_per_group = config.num_attention_heads // config.num_query_groups
-        self.has_rope = layer_has_rope(config, layer_number - 1)
         query_width = config.num_attention_heads * self.head_dim
         key_width = config.num_query_groups * self.head_dim
-        offered = {"tp_group": tp_group, "pg_collection": pg_collection}
+        super().__init__(
+            config,
+            submodules,
+            layer_number,
+            attn_mask_type,
+            pg_collection=pg_collection,
+            value_width=query_width,
+        )
+        offered = self.offered
+        self.local_groups = share_of(config.num_query_groups, self.tp_group, "--num-query-groups")
+        self.heads_per_group = config.num_attention_heads // config.num_query_groups
+        self.has_rope = layer_has_rope(config, layer_number - 1)
         self.linear_qkv = build_module(
             submodules.linear_qkv,
             config.hidden_size,
@@ -79,32 +171,8 @@ class SelfAttention(MegatronModule):
             bias=config.add_bias_linear or config.add_qkv_bias,
             offered=offered,
         )
-        self.core_attention = build_module(
-            submodules.core_attention,
-            config=config,
-            layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
-            offered={**offered, "attention_type": "self"},
-        )
-        if pg_collection.cp.size() > 1 and not hasattr(self.core_attention, "exchange"):
-            raise ConfigError(
-                "--context-parallel-size: the spec's core attention "
-                f"{type(self.core_attention).__name__} knows no exchange between ranks; use "
-                "DotProductAttention or a class derived from it"
-            )
-        self.linear_proj = build_module(
-            submodules.linear_proj,
-            query_width,
-            config.hidden_size,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear,
-            skip_bias_add=tp_group.size() > 1,  # alone, the bias rides in the matmul
-            offered=offered,
-        )
         self.q_layernorm = self._build_norm(submodules.q_layernorm, query_width, offered)
         self.k_layernorm = self._build_norm(submodules.k_layernorm, key_width, offered)
-        self.recomputes_core = "core_attn" in config.modules_to_recompute
 
     def _build_norm(
         self, spec: ModuleSpec | type | None, width: int, offered: dict[str, Any]
@@ -139,38 +207,13 @@ class SelfAttention(MegatronModule):
             key = self.k_layernorm(key)
         return query, key, value
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        inference_context: KVCache | None = None,
-        rotary_pos_emb: RotaryTable | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> [s, b, h] and the bias that is still to be added, if any."""
+    def queries_keys_values(
+        self, hidden_states: Tensor, rotary: RotaryTable | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`project`, with positions turned into queries and keys."""
         query, key, value = self.project(hidden_states)
-        if rotary_pos_emb is not None and self.has_rope:
-            query, key = apply_rotary(query, rotary_pos_emb), apply_rotary(key, rotary_pos_emb)
+        if rotary is not None and self.has_rope:
+            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         if self.config.qk_l2_norm and self.has_rope:
             query, key = l2_norm(query), l2_norm(key)
-        if inference_context is not None:
-            key, value = inference_context.append(self.layer_number - 1, key, value)
-
-        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.core_attention(
-                q,
-                k,
-                v,
-                attention_mask,
-                attn_mask_type=self.attn_mask_type,
-                attention_bias=attention_bias,
-                packed_seq_params=packed_seq_params,
-            )
-
-        if self.recomputes_core and self.training:
-            context = checkpoint(core, False, query, key, value)
-        else:
-            context = core(query, key, value)
-        return self.linear_proj(context)
+        return query, key, value

@@ -42,11 +42,16 @@ class RopeScaling:
         """Factor on cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
-        if self.kind == "yarn" and self.factor > 1:
-            return 0.1 * math.log(self.factor) + 1.0
+        if self.kind == "yarn":
+            return yarn_mscale(self.factor, 1.0)
         if self.kind == "longrope" and self.factor > 1:
             return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_positions))
         return 1.0
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """How much larger scores are made where contexts are stretched by ``factor``."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def base_frequencies(width: int, base: float) -> Tensor:

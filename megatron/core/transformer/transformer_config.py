@@ -82,6 +82,9 @@ class TransformerConfig(
         fill = object.__setattr__
         if self.ffn_hidden_size is None:
             fill(self, "ffn_hidden_size", 4 * self.hidden_size)
+        if self.multi_latent_attention:  # of a head, whether or not channels are rotated
+            fill(self, "kv_channels", self.qk_head_dim + self.qk_pos_emb_head_dim)
+            fill(self, "num_query_groups", self.num_attention_heads)
         if self.kv_channels is None and self.num_attention_heads:
             fill(self, "kv_channels", self.hidden_size // self.num_attention_heads)
         if self.num_query_groups is None:

@@ -40,6 +40,8 @@ def layer_parameters(m: TransformerConfig) -> int:
 def _attention_parameters(m: TransformerConfig, kind: str) -> int:
     if kind != FULL:
         return _replaced(m, kind)
+    if m.multi_latent_attention:
+        return _latent_parameters(m) + _norms_of_part(m)
     tp, hidden = m.tensor_model_parallel_size, m.hidden_size
     query, key_value = m.kv_channels * m.num_attention_heads, m.kv_channels * m.num_query_groups
     projections = (query + 2 * key_value) // tp
@@ -51,6 +53,19 @@ def _attention_parameters(m: TransformerConfig, kind: str) -> int:
     elif m.qk_layernorm:
         norms = 2 * m.kv_channels * _parameters_per_channel(m)
     return hidden * (projections + query // tp) + biases + norms + _norms_of_part(m)
+
+
+def _latent_parameters(m: TransformerConfig) -> int:
+    heads = m.num_attention_heads // m.tensor_model_parallel_size
+    hidden, query = m.hidden_size, m.qk_head_dim + m.qk_pos_emb_head_dim
+    kv = hidden * (m.kv_lora_rank + m.qk_pos_emb_head_dim)
+    kv += m.kv_lora_rank * heads * (m.qk_head_dim + m.v_head_dim)
+    raised = (hidden if m.q_lora_rank is None else m.q_lora_rank) * heads * query
+    down = hidden * (m.q_lora_rank or 0)
+    bias = hidden if m.add_bias_linear else 0
+    norms = m.kv_lora_rank + (m.q_lora_rank or 0) if m.qk_layernorm else 0
+    out = heads * m.v_head_dim * hidden + bias
+    return kv + raised + down + out + norms * _parameters_per_channel(m)
 
 
 def _mlp_parameters(m: TransformerConfig, shape: LayerShape) -> int:

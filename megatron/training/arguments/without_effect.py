@@ -233,6 +233,21 @@ NEEDS = (
         ),
     ),
     Need(
+        "--multi-latent-attention",
+        lambda ns: ns.multi_latent_attention,
+        (
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_head_dim",
+            "qk_pos_emb_head_dim",
+            "v_head_dim",
+            "rotary_scaling_factor",
+            "mscale",
+            "mscale_all_dim",
+            "rope_type",
+        ),
+    ),
+    Need(
         "--moe-expert-capacity-factor",
         lambda ns: ns.moe_expert_capacity_factor is not None,
         ("moe_token_drop_policy",),

@@ -74,76 +74,76 @@ def test_all_problems_come_at_once() -> None:
 WHOLE_GRADIENTS = next(n.flags for n in NEEDS if n.words.startswith("whole gradients"))
 
 
+VALUES = {
+    "tiktoken_special_tokens": "a",
+    "tiktoken_pattern": "v1",
+    "lr_wsd_decay_style": "cosine",
+    "wandb_exp_name": "e",
+    "wandb_save_dir": "d",
+    "memory_snapshot_path": "p",
+    "profile_ranks": "3",
+    "cp_comm_type": "a2a",
+    "hierarchical_context_parallel_sizes": "1 1",
+    "pipeline_schedule": "1f1b",
+    "pipeline_split": "auto",
+    "moe_layer_freq": "2",
+    "rope_type": "rope",
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "none",
+    "moe_router_score_function": "sigmoid",
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_token_drop_policy": "position",
+    "async_save_when_busy": "skip",
+    "non_persistent_local_ckpt_algo": "atomic",
+}
+SWITCHES = {
+    "rotary_interleaved": "--rotary-interleaved",
+    "use_rope_scaling": "--use-rope-scaling",
+    "reset_position_ids": "--reset-position-ids",
+    "overlap_param_gather": "--overlap-param-gather --overlap-grad-reduce",
+    "disable_straggler_on_startup": "--disable-straggler-on-startup",
+    "overlap_param_gather_with_optimizer_step": (
+        "--overlap-param-gather-with-optimizer-step --overlap-param-gather --overlap-grad-reduce"
+    ),
+    "manual_gc_eval": "--no-manual-gc-eval",
+    "use_pytorch_profiler": "--use-pytorch-profiler",
+    "no_save_optim": "--no-save-optim",
+    "no_save_rng": "--no-save-rng",
+    "async_save": "--async-save",
+    "ckpt_incremental": "--ckpt-incremental",
+    "no_load_optim": "--no-load-optim",
+    "no_load_rng": "--no-load-rng",
+    "use_checkpoint_opt_param_scheduler": "--use-checkpoint-opt_param-scheduler",
+    "torch_fsdp2_reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
+    "gradient_reduce_div_fusion": "--no-gradient-reduce-div-fusion",
+    "init_model_with_meta_device": "--init-model-with-meta-device",
+    "enable_full_sharding_in_hsdp": "--enable-full-sharding-in-hsdp",
+    "data_parallel_sharding_strategy": "--data-parallel-sharding-strategy optim_grads",
+    "overlap_grad_reduce": "--overlap-grad-reduce",
+    "ddp_pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
+    "ddp_average_in_collective": "--ddp-average-in-collective",
+    "use_tokenizer_model_from_checkpoint_args": ("--no-use-tokenizer-model-from-checkpoint-args"),
+    "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
+    "overlap_p2p_comm": "--no-overlap-p2p-communication",
+    "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
+    "align_grad_reduce": "--no-align-grad-reduce",
+    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
+    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
+    "moe_apply_probs_on_input": "--moe-apply-probs-on-input",
+    "moe_layer_recompute": "--moe-layer-recompute",
+    "moe_per_layer_logging": "--moe-per-layer-logging",
+    "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
+    "moe_router_force_load_balancing": "--moe-router-force-load-balancing",
+    "moe_router_pre_softmax": "--moe-router-pre-softmax",
+    "moe_shared_expert_gate": "--moe-shared-expert-gate",
+}
+
+
 @pytest.mark.parametrize("dest", [dest for need in NEEDS for dest in need.flags])
 def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
-    values = {
-        "tiktoken_special_tokens": "a",
-        "tiktoken_pattern": "v1",
-        "lr_wsd_decay_style": "cosine",
-        "wandb_exp_name": "e",
-        "wandb_save_dir": "d",
-        "memory_snapshot_path": "p",
-        "profile_ranks": "3",
-        "cp_comm_type": "a2a",
-        "hierarchical_context_parallel_sizes": "1 1",
-        "pipeline_schedule": "1f1b",
-        "pipeline_split": "auto",
-        "moe_layer_freq": "2",
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_router_score_function": "sigmoid",
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_token_drop_policy": "position",
-        "async_save_when_busy": "skip",
-        "non_persistent_local_ckpt_algo": "atomic",
-    }
-    switches = {
-        "rotary_interleaved": "--rotary-interleaved",
-        "use_rope_scaling": "--use-rope-scaling",
-        "reset_position_ids": "--reset-position-ids",
-        "overlap_param_gather": "--overlap-param-gather --overlap-grad-reduce",
-        "disable_straggler_on_startup": "--disable-straggler-on-startup",
-        "overlap_param_gather_with_optimizer_step": (
-            "--overlap-param-gather-with-optimizer-step --overlap-param-gather "
-            "--overlap-grad-reduce"
-        ),
-        "manual_gc_eval": "--no-manual-gc-eval",
-        "use_pytorch_profiler": "--use-pytorch-profiler",
-        "no_save_optim": "--no-save-optim",
-        "no_save_rng": "--no-save-rng",
-        "async_save": "--async-save",
-        "ckpt_incremental": "--ckpt-incremental",
-        "no_load_optim": "--no-load-optim",
-        "no_load_rng": "--no-load-rng",
-        "use_checkpoint_opt_param_scheduler": "--use-checkpoint-opt_param-scheduler",
-        "torch_fsdp2_reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
-        "gradient_reduce_div_fusion": "--no-gradient-reduce-div-fusion",
-        "init_model_with_meta_device": "--init-model-with-meta-device",
-        "enable_full_sharding_in_hsdp": "--enable-full-sharding-in-hsdp",
-        "data_parallel_sharding_strategy": "--data-parallel-sharding-strategy optim_grads",
-        "overlap_grad_reduce": "--overlap-grad-reduce",
-        "ddp_pad_buckets_for_high_nccl_busbw": "--ddp-pad-buckets-for-high-nccl-busbw",
-        "ddp_average_in_collective": "--ddp-average-in-collective",
-        "use_tokenizer_model_from_checkpoint_args": (
-            "--no-use-tokenizer-model-from-checkpoint-args"
-        ),
-        "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute",
-        "overlap_p2p_comm": "--no-overlap-p2p-communication",
-        "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
-        "align_grad_reduce": "--no-align-grad-reduce",
-        "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
-        "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
-        "moe_apply_probs_on_input": "--moe-apply-probs-on-input",
-        "moe_layer_recompute": "--moe-layer-recompute",
-        "moe_per_layer_logging": "--moe-per-layer-logging",
-        "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
-        "moe_router_force_load_balancing": "--moe-router-force-load-balancing",
-        "moe_router_pre_softmax": "--moe-router-pre-softmax",
-        "moe_shared_expert_gate": "--moe-shared-expert-gate",
-    }
     numbers = {"adam_beta1": "0.5", "adam_beta2": "0.5", "rotary_percent": "0.5"}
     flag = "--" + dest.replace("_vp_stage", "_virtual_pipeline_stage").replace("_", "-")
-    words = switches.get(dest) or f"{flag} {values.get(dest) or numbers.get(dest, '5')}"
+    words = SWITCHES.get(dest) or f"{flag} {VALUES.get(dest) or numbers.get(dest, '5')}"
     if dest == "reset_position_ids":
         words += " --position-embedding-type rope"
     if dest.startswith("adam"):
@@ -153,5 +153,5 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
     without: tuple[str, ...] = ()
     if dest.endswith("_samples"):
         words, without = words + " --train-samples 100", ("--train-iters",)
-    warning = f"{switches.get(dest, flag).split()[0]} is without effect: it needs "
+    warning = f"{SWITCHES.get(dest, flag).split()[0]} is without effect: it needs "
     assert any(w.startswith(warning) for w in run_of(words, without=without).warnings)

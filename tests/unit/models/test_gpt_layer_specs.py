@@ -48,7 +48,6 @@ def test_every_layer_of_a_block_has_a_spec():
 @pytest.mark.parametrize(
     ("wish", "sentence"),
     [
-        ({"multi_latent_attention": True}, "latent attention is not in this version"),
         ({"use_kitchen": True}, "use_kitchen: the kitchen package is not public"),
     ],
 )

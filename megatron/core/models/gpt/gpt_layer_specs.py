@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from megatron.core import optional
@@ -20,6 +20,10 @@ from megatron.core.transformer.layer_layout import has_experts
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.norms import HeadsWideRMSNorm, Norm
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -51,18 +55,21 @@ def get_gpt_layer_local_spec(
     is read from ``config``.  Kind of norm and precision always come from the config of the model.
     """
     del moe_grouped_gemm, fp8, moe_use_legacy_grouped_gemm, normalization
-    _refuse_what_is_not_here(multi_latent_attention, use_kitchen)
+    if use_kitchen:
+        raise ConfigError(f"a GPT layer with use_kitchen: {states.KITCHEN}")
     del qk_l2_norm  # the attention reads it in its config
     qk_layernorm = qk_layernorm or (config is not None and config.qk_layernorm)
     is_wide = config is not None and config.qk_layernorm_full_width
     placement = "pre" if config is None else config.layer_norm_placement
+    is_latent = multi_latent_attention or (config is not None and config.multi_latent_attention)
+    attention = _latent_attention if is_latent else partial(_self_attention, is_wide=is_wide)
     before = IdentityOp if placement == "post" else Norm
     after = IdentityOp if placement == "pre" else Norm
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=before,
-            self_attention=_self_attention(qk_layernorm, is_wide),
+            self_attention=attention(qk_layernorm),
             self_attn_bda=get_bias_dropout_add,
             post_self_attn_layernorm=after,
             pre_mlp_layernorm=before,
@@ -73,11 +80,18 @@ def get_gpt_layer_local_spec(
     )
 
 
-def _refuse_what_is_not_here(multi_latent_attention: bool, use_kitchen: bool) -> None:
-    if multi_latent_attention:
-        raise ConfigError(f"a GPT layer with latent attention: {states.LATENT_ATTENTION}")
-    if use_kitchen:
-        raise ConfigError(f"a GPT layer with use_kitchen: {states.KITCHEN}")
+def _latent_attention(qk_layernorm: bool) -> ModuleSpec:
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_up=ColumnParallelLinear,
+            core_attention=DotProductAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=Norm if qk_layernorm else None,
+            kv_layernorm=Norm if qk_layernorm else None,
+        ),
+    )
 
 
 def _self_attention(qk_layernorm: bool, is_wide: bool) -> ModuleSpec:

@@ -30,7 +30,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes, is_causal_mask
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import before_reading
-from megatron.core.transformer.rope import RopeScaling, RotaryEmbedding
+from megatron.core.transformer.rope import RopeScaling, RotaryEmbedding, yarn_mscale
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlock,
@@ -105,14 +105,14 @@ class GPTModel(LanguageModule):
         self.rotary_pos_emb: RotaryEmbedding | None = None
         if position_embedding_type == "rope":
             self.rotary_pos_emb = RotaryEmbedding(
-                config.kv_channels,
+                _rotated_width(config),
                 rotary_percent,
-                config.rotary_interleaved,
+                config.rotary_interleaved or config.multi_latent_attention,
                 seq_len_interpolation_factor,
                 rotary_base,
                 rope_scaling,
                 rope_scaling_factor,
-                scaling=_longrope(config, max_sequence_length),
+                scaling=_scaling(config, max_sequence_length),
             )
         self.decoder = TransformerBlock(
             config,
@@ -298,6 +298,30 @@ class GPTModel(LanguageModule):
         is_cut = packed is not None and cp.size() > 1
         lengths = row_lengths(packed.lengths if is_cut else None, num_tokens * cp.size())
         return held_tokens(lengths, cp.rank(), cp.size(), device.current())
+
+
+def _rotated_width(config: TransformerConfig) -> int:
+    """Channels of a head that may be rotated."""
+    return config.qk_pos_emb_head_dim if config.multi_latent_attention else config.kv_channels
+
+
+def _scaling(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:
+    kind = _yarn if config.multi_latent_attention else _longrope
+    return kind(config, max_sequence_length)
+
+
+def _yarn(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:
+    """YaRN inside latent attention, which is what it has unless --rope-type says otherwise."""
+    factor = config.rotary_scaling_factor
+    if config.rope_type == "rope":
+        return None
+    ratio = yarn_mscale(factor, config.mscale) / yarn_mscale(factor, config.mscale_all_dim)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_max_positions=max_sequence_length,
+        attention_factor=ratio,
+    )
 
 
 def _longrope(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:

@@ -125,7 +125,6 @@ class AttentionConfig:
         "Kind of rotation inside latent attention.",
         group="training",
         choices=("rope", "yarn"),
-        ignored=states.only_with("--multi-latent-attention"),
     )
     use_flash_attn: bool = option(
         False,

@@ -70,7 +70,6 @@ class BaseConfig:
         False,
         "Compress keys and values into one small latent vector per token.",
         group="network size",
-        refused=states.LATENT_ATTENTION,
     )
     mtp_num_layers: int | None = option(
         None,

@@ -86,10 +86,39 @@ def longrope_is_complete(run: RunConfig) -> Iterator[str]:
             yield f"{flag} has {len(factors)} numbers and a head rotates {pairs} pairs of channels"
 
 
+def latent_attention_has_its_own_rotation(run: RunConfig) -> Iterator[str]:
+    """Of latent attention only a part of each head is rotated, in pairs of neighbours."""
+    m, lm = run.model, run.language_model
+    if not m.multi_latent_attention:
+        if m.rope_type == "yarn":
+            yield "--rope-type yarn needs --multi-latent-attention: other attention knows rope"
+        return
+    if lm.position_embedding_type != "rope":
+        yield (
+            "--multi-latent-attention needs --position-embedding-type rope, not "
+            f"{lm.position_embedding_type}"
+        )
+    if m.rotary_interleaved:
+        yield "--rotary-interleaved and --multi-latent-attention exclude each other: drop the first"
+    if run.asked["group_query_attention"]:
+        yield (
+            "--group-query-attention and --multi-latent-attention exclude each other: latent "
+            "vectors are shared by all heads, drop the first"
+        )
+    if m.qk_pos_emb_head_dim % 2:
+        yield f"--qk-pos-emb-head-dim {m.qk_pos_emb_head_dim} is odd: channels turn in pairs"
+    if m.v_head_dim > m.qk_head_dim + m.qk_pos_emb_head_dim:
+        yield (
+            f"--v-head-dim {m.v_head_dim} is wider than --qk-head-dim and --qk-pos-emb-head-dim "
+            f"together, {m.qk_head_dim + m.qk_pos_emb_head_dim}"
+        )
+
+
 CHECKS = (
     table_is_long_enough,
     dropping_positions_is_said_by_type,
     rotated_width_is_even,
     one_rotary_scaling,
     longrope_is_complete,
+    latent_attention_has_its_own_rotation,
 )

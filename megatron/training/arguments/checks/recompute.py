@@ -6,9 +6,7 @@ from collections.abc import Iterator
 
 from megatron.training.config.run import RunConfig
 
-MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts")
-# Parts of layers that are not in this version, by the flag that will bring them.
-LATER = {"mla_up_proj": "--multi-latent-attention"}
+MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj")
 
 
 def full_recompute_says_which_layers(run: RunConfig) -> Iterator[str]:
@@ -31,23 +29,16 @@ def full_recompute_says_which_layers(run: RunConfig) -> Iterator[str]:
 def selective_recompute_knows_its_modules(run: RunConfig) -> Iterator[str]:
     """Only parts that a layer has can be computed again."""
     m = run.model
-    unknown = []
     has_shared = m.moe_shared_expert_intermediate_size is not None
     for name, flag, is_there in (
         ("moe", "--num-experts", m.num_moe_experts is not None),
         ("moe_act", "--num-experts", m.num_moe_experts is not None),
         ("shared_experts", "--moe-shared-expert-intermediate-size", has_shared),
+        ("mla_up_proj", "--multi-latent-attention", m.multi_latent_attention),
     ):
         if name in (m.recompute_modules or ()) and not is_there:
             yield f"--recompute-modules {name} needs {flag}: add it, or drop {name}"
-    for name in m.recompute_modules or ():
-        if name in LATER:
-            yield (
-                f"--recompute-modules {name} needs {LATER[name]}, which is not in this version: "
-                f"drop {name}"
-            )
-        elif name not in MODULES:
-            unknown.append(name)
+    unknown = [name for name in m.recompute_modules or () if name not in MODULES]
     if unknown:
         yield f"--recompute-modules {' '.join(unknown)}: known are {', '.join(MODULES)}"
     if m.recompute_modules == ():

@@ -1,0 +1,164 @@
+"""Latent attention: queries, keys and values raised from narrow vectors (arXiv 2405.04434).
+
+``s`` tokens, ``b`` sequences, ``h`` width, ``n`` heads; of a head ``d`` channels of queries and
+keys that are not rotated, ``r`` that are (one key for all heads).  The narrow vectors are whole on
+every tensor-parallel rank; heads are divided.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.enums import AttnMaskType
+from megatron.core.fusions.rope import RotaryTable, apply_rotary
+from megatron.core.param_info import ParamInfo
+from megatron.core.param_init import new_parameter
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import share_of
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.attention import AttentionBase
+from megatron.core.transformer.rope import yarn_mscale
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MLASelfAttentionSubmodules:
+    """Slots of latent attention.  The norms act on the narrow vectors."""
+
+    linear_up: ModuleSpec | type | None = None
+    core_attention: ModuleSpec | type | None = None
+    linear_proj: ModuleSpec | type | None = None
+    q_layernorm: ModuleSpec | type | None = None
+    kv_layernorm: ModuleSpec | type | None = None
+
+
+class DownProjection(nn.Module):
+    """[.., h] -> [.., o], computed alike on all tensor-parallel ranks that have the same tokens."""
+
+    def __init__(self, config: TransformerConfig, output_size: int) -> None:
+        super().__init__()
+        info = ParamInfo(
+            global_shape=(output_size, config.hidden_size),
+            init=config.init_method.kind,
+            init_std=config.init_method.std,
+            sequence_parallel=config.sequence_parallel,
+        )
+        self.weight = new_parameter(info.global_shape, config.params_dtype, info)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., h] -> [.., o]"""
+        return F.linear(x, self.weight)
+
+
+class MLASelfAttention(AttentionBase):
+    """Self attention with latent queries, keys and values."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """``layer_number`` counts from 1 over the whole model."""
+        c, heads = config, config.num_attention_heads
+        self.query_width = c.qk_head_dim + c.qk_pos_emb_head_dim
+        mscale = yarn_mscale(c.rotary_scaling_factor, c.mscale)
+        super().__init__(
+            config,
+            submodules,
+            layer_number,
+            attn_mask_type,
+            pg_collection=pg_collection,
+            value_width=heads * c.v_head_dim,
+            softmax_scale=mscale**2 / math.sqrt(self.query_width),
+        )
+        tp_group = self.tp_group
+        self.local_heads = share_of(heads, tp_group, "--num-attention-heads")
+        self.is_sequence_cut = c.sequence_parallel and tp_group.size() > 1
+
+        def up(input_size: int, width: int) -> Any:
+            return build_module(
+                submodules.linear_up,
+                input_size,
+                heads * width,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                offered={"tp_group": tp_group},
+            )
+
+        def norm(spec: ModuleSpec | type | None, width: int) -> Any:
+            if spec is None:
+                return nn.Identity()
+            return build_module(spec, config=config, hidden_size=width, eps=c.layernorm_epsilon)
+
+        if c.q_lora_rank is None:
+            self.linear_q_proj = up(c.hidden_size, self.query_width)
+        else:
+            self.linear_q_down_proj = DownProjection(c, c.q_lora_rank)
+            self.q_layernorm = norm(submodules.q_layernorm, c.q_lora_rank)
+            self.linear_q_up_proj = up(c.q_lora_rank, self.query_width)
+        self.linear_kv_down_proj = DownProjection(c, c.kv_lora_rank + c.qk_pos_emb_head_dim)
+        self.kv_layernorm = norm(submodules.kv_layernorm, c.kv_lora_rank)
+        self.linear_kv_up_proj = up(c.kv_lora_rank, c.qk_head_dim + c.v_head_dim)
+        self.recomputes_up = "mla_up_proj" in config.modules_to_recompute
+
+    def queries_keys_values(
+        self, hidden_states: Tensor, rotary: RotaryTable | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, h] -> query and key [s, b, n/tp, d + r], value [s, b, n/tp, d + r].
+
+        The value is filled up with zeros, so that any core takes it.
+        """
+        assert rotary is not None, "latent attention has rotary positions"
+        c, narrow_query = self.config, hidden_states
+        if c.q_lora_rank is not None:
+            narrow_query = self.q_layernorm(self.linear_q_down_proj(hidden_states))
+        narrow = self.linear_kv_down_proj(hidden_states)
+        narrow, key_position = narrow.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], -1)
+        narrow = self.kv_layernorm(narrow)
+        # Each rank turns it into keys of its own heads: its gradient is one term of a sum.
+        if self.is_sequence_cut:
+            key_position = gather_from_sequence_parallel_region(key_position, group=self.tp_group)
+        else:
+            key_position = copy_to_tensor_model_parallel_region(key_position, self.tp_group)
+
+        def raise_(query: Tensor, narrow: Tensor, position: Tensor) -> tuple[Tensor, ...]:
+            return self._raised(query, narrow, position, rotary)
+
+        if self.recomputes_up and self.training:
+            return checkpoint(raise_, False, narrow_query, narrow, key_position)
+        return self._raised(narrow_query, narrow, key_position, rotary)
+
+    def _raised(
+        self, narrow_query: Tensor, narrow: Tensor, key_position: Tensor, rotary: RotaryTable
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        c = self.config
+        linear_q = self.linear_q_proj if c.q_lora_rank is None else self.linear_q_up_proj
+        query = linear_q(narrow_query)[0].unflatten(-1, (self.local_heads, -1))
+        query, query_position = query.split([c.qk_head_dim, c.qk_pos_emb_head_dim], -1)
+        query = torch.cat([query, apply_rotary(query_position, rotary)], -1)
+        key_value = self.linear_kv_up_proj(narrow)[0].unflatten(-1, (self.local_heads, -1))
+        key, value = key_value.split([c.qk_head_dim, c.v_head_dim], -1)
+        key_position = apply_rotary(key_position.unsqueeze(2), rotary)
+        key = torch.cat([key, key_position.expand(-1, -1, self.local_heads, -1)], -1)
+        return query, key, F.pad(value, (0, self.query_width - c.v_head_dim))
+
+    def project_back(self, context: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[s, b, n/tp (d + r)] -> [s, b, h], without what filled up the values."""
+        context = context.unflatten(-1, (self.local_heads, -1))[..., : self.config.v_head_dim]
+        return self.linear_proj(context.flatten(-2))
