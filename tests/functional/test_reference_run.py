@@ -120,3 +120,19 @@ def compare_evaluations(ours: Sequence[Line], theirs: Sequence[Line]) -> None:
         assert here.perplexities["lm loss"] == pytest.approx(
             there.perplexities["lm loss"], rel=2e-6
         )
+
+
+def test_the_command_line_of_the_reference_s_checkpoint_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")
+    pairs = [FLAGS[FLAGS.index(flag) : FLAGS.index(flag) + 2] for flag in sizes]
+    shorter = [word for word in FLAGS if not any(word == pair[0] for pair in pairs)]
+    for _, value in pairs:
+        shorter.remove(value)
+    monkeypatch.setattr("tests.functional.test_reference_run.FLAGS", shorter)
+    taken = "--use-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args"
+    ours = continued(tmp_path, "gpt_torch", *taken.split())
+    assert isinstance(ours[0], TrainingLine)
+    assert ours[0].iteration == 6
+    assert ours[0].values["lm loss"] == expected("gpt_torch")[0].values["lm loss"]
