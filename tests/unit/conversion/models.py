@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
 
 VOCABULARY = 96
 _COMMON: dict[str, Any] = {
@@ -143,7 +143,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a folder."""
     out: dict[str, Tensor] = {}
     for path in folder.glob("*.safetensors"):
-        out |= load_file(path)
+        out |= safetensors.load_file(path)
     return out
 
 

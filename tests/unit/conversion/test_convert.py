@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.training.checkpointing.paths import open_checkpoint
@@ -56,7 +55,7 @@ def edit_config(folder: Path, **changes: object) -> None:
 def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     held = models.weights(folder)
     change(held)
-    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    models.safetensors.save_file(held, folder / "model.safetensors", {"format": "pt"})
 
 
 def test_parts_with_an_index_are_written_and_read(llama: Path, tmp_path: Path) -> None:
