@@ -25,13 +25,25 @@ def sharded_parameters_have_one_stage(run: RunConfig) -> Iterator[str]:
         )
 
 
-def sharded_parameters_are_dense(run: RunConfig) -> Iterator[str]:
-    """Experts are reduced over fewer ranks than the rest of their layer."""
-    ep = run.model.expert_model_parallel_size
-    if is_fully_sharded(run.ddp) and ep > 1:
+def sharded_layers_have_one_set_of_replicas(run: RunConfig) -> Iterator[str]:
+    """A layer is cut over the replicas that reduce it: those of its experts must be the same."""
+    m = run.model
+    ep, tp, etp = (
+        m.expert_model_parallel_size,
+        m.tensor_model_parallel_size,
+        m.expert_tensor_parallel_size,
+    )
+    if not is_fully_sharded(run.ddp) or m.num_moe_experts is None:
+        return
+    if ep > 1:
         yield (
-            f"{_flags(run)} with --expert-model-parallel-size {ep}: experts are not sharded in "
-            "this version; set it to 1, or use --use-distributed-optimizer"
+            f"{_flags(run)} with --expert-model-parallel-size {ep}: experts are not sharded apart; "
+            "set it to 1, or use --use-distributed-optimizer"
+        )
+    elif etp != tp:
+        yield (
+            f"{_flags(run)} with --expert-tensor-parallel-size {etp}: experts are not sharded "
+            f"apart; set it to {tp}, or use --use-distributed-optimizer"
         )
 
 
@@ -68,7 +80,7 @@ def format_of_sharded_checkpoints(run: RunConfig) -> Iterator[str]:
 
 CHECKS = (
     sharded_parameters_have_one_stage,
-    sharded_parameters_are_dense,
+    sharded_layers_have_one_set_of_replicas,
     sharded_parameters_have_processes,
     one_way_to_shard,
     format_of_sharded_checkpoints,
