@@ -161,13 +161,15 @@ class Contender:
         argv = f"{MODEL} {CONTENDERS.get(name, '')} {more_flags} --train-iters {num_steps}".split()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["pretrain_gpt"])
-        self.pipes = []
+        self.pipes, self.processes = [], []
         store = f"{folder}/{name}"
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             arguments = (rank, world_size, store, name, argv, theirs)
-            context.Process(target=serve, args=arguments, daemon=True).start()
+            process = context.Process(target=serve, args=arguments, daemon=True)
+            process.start()
             theirs.close()
+            self.processes.append(process)
             self.pipes.append(ours)
         self.first = self.step()  # warms up
         self.timed: list[list[Step]] = []  # one entry a round, of all ranks
@@ -186,8 +188,8 @@ class Contender:
         return [sum(rank.cpu_s for rank in ranks) for ranks in self.timed]
 
     def losses(self) -> list[float]:
-        every = (rank.loss for ranks in (self.first, *self.timed) for rank in ranks)
-        return [loss for loss in every if loss is not None]
+        steps = [self.first, *self.timed]
+        return [next(r.loss for r in ranks if r.loss is not None) for ranks in steps]
 
     def row(self, one: Contender) -> str:
         """The best of all rounds, and the median of the ratios in a round."""
@@ -196,7 +198,7 @@ class Contender:
         works = [a / b for a, b in zip(cpus, one.cpu_s(), strict=True)]
         waited = [min(rank.waited_s / rank.wall_s for rank in ranks) for ranks in self.timed]
         under_way = min(r.under_way_s / r.wall_s for r in self.step(is_profiled=True))
-        gaps = [abs(a - b) / a for a, b in zip(one.losses(), self.losses(), strict=False)]
+        gaps = [abs(a - b) / a for a, b in zip(one.losses(), self.losses(), strict=True)]
         cells = [
             f"{_SEQUENCES * _TOKENS / min(walls):.0f}",
             f"{min(one.wall_s()) / min(walls):.2f}",
@@ -231,6 +233,8 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|---|")
         for name, run in runs.items():
             print(f"| {name} | {run.row(runs[_ONE])} |", flush=True)
+            for process in run.processes:  # they still use the folder
+                process.join()
 
 
 if __name__ == "__main__":
