@@ -44,6 +44,9 @@ TWO = {
     "stages, tied": "--pipeline-model-parallel-size 2",
     "virtual stages": "--pipeline-model-parallel-size 2 --num-layers 4 "
     "--num-virtual-stages-per-pipeline-rank 2",
+    "virtual stages, recomputed": "--pipeline-model-parallel-size 2 --num-layers 4 "
+    "--num-virtual-stages-per-pipeline-rank 2 --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1",
     "zero bubble": "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
     "distributed optimizer": "--use-distributed-optimizer --bf16 --overlap-grad-reduce "
     "--ddp-bucket-size 40000 --make-vocab-size-divisible-by 1",

@@ -101,7 +101,7 @@ class TransformerBlock(MegatronModule):
     ) -> Tensor:
         """[s, b, h] -> [s, b, h]"""
         if not self.pre_process:
-            hidden_states = self.input_tensor
+            hidden_states, self.input_tensor = self.input_tensor, None  # it is freed in backward
         assert hidden_states is not None, "a later stage needs set_input_tensor"
         shared = {
             "attention_mask": attention_mask,

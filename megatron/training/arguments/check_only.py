@@ -59,7 +59,7 @@ def _refusal(args: Namespace, run: RunConfig, planned: RunPlan, limit: float) ->
         f"{fullest.peak / _BYTES_PER_GIB:.2f} GiB"
     )
     tried: list[Fit] = []
-    for fit in fits(args, run):
+    for fit in fits(args, run, planned.number_of_fullest, limit * _BYTES_PER_GIB):
         tried.append(fit)
         if fit.peak <= limit * _BYTES_PER_GIB:
             yield f"cheapest change: {fit.change.words}, {fit.peak / _BYTES_PER_GIB:.2f} GiB"

@@ -39,6 +39,8 @@ def _add(
     totals: dict[str, Volume], cost: RankCost, sent: Counter[Collective], times: float
 ) -> None:
     for operation, count in sent.items():
-        total = totals[cost.axes.get(operation.group, "other")]
+        axis = cost.axes.get(operation.group, "other")
+        # First and last stage may be all there are; what they add up is no hand-over.
+        total = totals["embedding" if axis == "pp" else axis]
         total.operations += count * times
         total.sent_bytes += count * times * operation.sent_bytes

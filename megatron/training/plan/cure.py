@@ -57,11 +57,17 @@ def changes(run: RunConfig) -> Iterator[Change]:
     )
 
 
-def fits(args: Namespace, run: RunConfig) -> Iterator[Fit]:
-    """Each change that no rule refuses, and the memory that the run needs with it."""
+def fits(args: Namespace, run: RunConfig, fullest: int, limit: float) -> Iterator[Fit]:
+    """Each change that no rule refuses, and what the fullest rank needs with it, in bytes.
+
+    The stage ``fullest`` is looked at, and the others where that one fits into ``limit``.
+    """
     for change in changes(run):
         try:
             changed = resolve(Namespace(**{**vars(args), **change.values}), run.world_size)
         except ConfigError:
             continue
-        yield Fit(change, plan_run(changed, args.check_rank).fullest.peak)
+        plan = plan_run(changed, args.check_rank, only=fullest)
+        if plan.fullest.peak <= limit:
+            plan = plan_run(changed, args.check_rank)
+        yield Fit(change, plan.fullest.peak)

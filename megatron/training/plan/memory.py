@@ -25,10 +25,10 @@ def activation_peak(
     ready: dict[Transfer, int] = {}  # bytes that are freed once they are sent
     for item in instructions:
         if isinstance(item, Exchange):
-            alive -= leaving
-            leaving = sum(ready.pop(transfer) for transfer in item.sends)
             alive += len(item.receives) * cost.message
             peak = max(peak, alive)
+            alive -= leaving
+            leaving = sum(ready.pop(transfer) for transfer in item.sends)
             continue
         done = cost.passes[item.kind, item.chunk]
         peak = max(peak, alive + done.peak)

@@ -157,8 +157,6 @@ def _cost(run: Runtime) -> RankCost:
     shape, dtype = message_of(run.config.model, run.groups, tokens)
     trial = _Trial(run, tracker, shape, dtype)
     with tracker:
-        for chunk in range(len(run.model_chunks)):
-            trial.passes(chunk)  # the first ones make what the next ones find
         passes = {
             (kind, chunk): cost
             for chunk in range(len(run.model_chunks))
@@ -195,7 +193,10 @@ class _Trial:
         self.shape, self.dtype = shape, dtype
 
     def passes(self, chunk: int) -> dict[str, PassCost]:
-        """What the passes of a micro-batch through ``chunk`` take, which is not the step's last."""
+        """What the passes of a micro-batch through ``chunk`` take, which is not the step's last.
+
+        One has gone before, so that tables and gradients are there.
+        """
         run = self.run
         model = run.config.model
         neighbours = _Neighbours(
@@ -212,17 +213,19 @@ class _Trial:
             StepTask(
                 forward_step_func=partial(_forward_step, run),
                 rule=LossRule(
-                    num_microbatches=2,
+                    num_microbatches=3,
                     per_token=model.calculate_per_token_loss,
                     cp_group=run.groups.cp,
                 ),
                 hooks=StepHooks(grad_scale_func=run.optimizer.scale_loss),
-                num_deferred=2 if is_deferred else 0,
+                num_deferred=3 if is_deferred else 0,
             ),
             neighbours,
         )
-        executor.begin([Work(kind, i, chunk) for i in range(2) for kind in kinds])
-        return {kind: self._pass(executor, neighbours, Work(kind, 0, chunk)) for kind in kinds}
+        executor.begin([Work(kind, i, chunk) for i in range(3) for kind in kinds])
+        for kind in kinds:
+            self._pass(executor, neighbours, Work(kind, 0, chunk))
+        return {kind: self._pass(executor, neighbours, Work(kind, 1, chunk)) for kind in kinds}
 
     def _pass(self, executor: Executor, neighbours: _Neighbours, work: Work) -> PassCost:
         taken = self.tracker.alive

@@ -55,9 +55,18 @@ class RunPlan:
         """The stage that needs most memory."""
         return max(self.stages, key=lambda stage: stage.peak)
 
+    @property
+    def number_of_fullest(self) -> int:
+        """Its place in the pipeline; -1 for the last, whatever the number of stages."""
+        number = self.stages.index(self.fullest)
+        return -1 if number == len(self.stages) - 1 > 0 else number
 
-def plan_run(config: RunConfig, rank: int = 0) -> RunPlan:
-    """Plan the replica that ``rank`` belongs to, at its place in the other axes."""
+
+def plan_run(config: RunConfig, rank: int = 0, *, only: int | None = None) -> RunPlan:
+    """Plan the replica that ``rank`` belongs to, at its place in the other axes.
+
+    ``only``: the number of the one stage to look at; -1 is the last.
+    """
     vocabulary = padded_vocab_size(config)
     tp = config.model.tensor_model_parallel_size
     rows = vocabulary or config.language_model.make_vocab_size_divisible_by * tp
@@ -75,14 +84,14 @@ def plan_run(config: RunConfig, rank: int = 0) -> RunPlan:
     pipeline = next(g for g in grids_of(config)[0].groups("pp") if rank in g)
     known: dict[Hashable, RankCost] = {}
     stages = []
-    for number, world_rank in enumerate(pipeline):
+    for number in range(num_ranks) if only is None else [range(num_ranks)[only]]:
         layers = _layers(config, placement, number)
         kind = _kind(config, placement, number, layers)
         if kind not in known:
-            known[kind] = cost_of_rank(config, world_rank, rows)
+            known[kind] = cost_of_rank(config, pipeline[number], rows)
         stages.append(
             Stage(
-                rank=world_rank,
+                rank=pipeline[number],
                 layers=layers,
                 cost=known[kind],
                 activations=activation_peak(

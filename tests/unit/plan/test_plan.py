@@ -1,0 +1,86 @@
+"""The planner's arithmetic against published formulas; its bytes are held in tests/distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import pytest
+
+from megatron.training.plan.report import plan_lines
+from megatron.training.plan.stages import RunPlan, plan_run
+from tests.unit.arguments.commands import argv, run_of
+from tools import plan as plan_tool
+from tools import report_theoretical_memory
+
+HIDDEN, LENGTH, LAYERS, BATCH = 64, 32, 4, 2  # of commands.GOOD
+TOKENS = LENGTH * BATCH
+
+
+def planned(words: str, world_size: int, rank: int = 0) -> RunPlan:
+    words = f"--hidden-dropout 0 --attention-dropout 0 --bf16 {words}"
+    return plan_run(run_of(words, world_size), rank)
+
+
+@pytest.mark.feature("Planner: volume of communication by axis, counted as the model sends it")
+def test_tensor_parallel_ranks_send_two_all_reduces_a_layer_and_pass() -> None:
+    hidden_state = TOKENS * HIDDEN * 2  # bytes
+    for words in ("", "--sequence-parallel"):
+        plan = planned(f"--tensor-model-parallel-size 2 {words}", 2)
+        (stage,) = plan.stages
+        per_layer = 4 * hidden_state  # an all-reduce sends 2 (t - 1) / t times its tensor
+        if words:  # the inputs of two products are gathered once more for the weight gradients
+            per_layer += 2 * hidden_state // 2
+        sent = stage.volumes["tp"].sent_bytes
+        assert LAYERS * per_layer < sent < 1.35 * LAYERS * per_layer, "and what the ends need"
+
+
+def test_the_distributed_optimizer_sends_gradients_out_and_parameters_back() -> None:
+    plain, sharded = (
+        planned(f"--accumulate-allreduce-grads-in-fp32 {words}", 4).stages[0]
+        for words in ("", "--use-distributed-optimizer")
+    )
+    gradients, weights = sharded.cost.state.gradients, sharded.cost.state.parameters
+    assert plain.volumes["dp"].sent_bytes == 2 * 3 / 4 * gradients
+    norm = 24  # a pair of fp64 numbers goes around the same ranks
+    assert sharded.volumes["dp"].sent_bytes == 3 / 4 * (gradients + weights) + norm
+    assert sharded.cost.state.optimizer == pytest.approx(plain.cost.state.optimizer / 4, rel=0.01)
+
+
+@pytest.mark.feature("Planner: any rank of 16,384 in seconds")
+def test_stages_of_a_large_world_have_their_bubble_and_messages() -> None:
+    words = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4"
+    plan = planned(f"{words} --global-batch-size 8192", 16384, rank=16383)
+    assert [stage.rank for stage in plan.stages] == [4095, 8191, 12287, 16383]
+    micro_batches = 8192 // (512 * BATCH)
+    assert plan.num_microbatches == micro_batches
+    assert plan.bubble == pytest.approx(3 / micro_batches)
+    message = TOKENS * HIDDEN * 2
+    sent = [stage.volumes["pp"].sent_bytes for stage in plan.stages]
+    assert sent == [n * micro_batches * message for n in (1, 2, 2, 1)]
+    kept = [stage.activations for stage in plan.stages[:-1]]
+    assert kept == sorted(kept, reverse=True), "the first stage has most micro-batches in flight"
+    assert "  ".join(plan_lines(plan)).count("(8)") >= 2
+
+
+def test_more_micro_batches_than_are_looked_at_change_no_memory() -> None:
+    words = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    few, many = (planned(f"{words} --global-batch-size {n * BATCH}", 2) for n in (8, 800))
+    assert [s.peak for s in few.stages] == [s.peak for s in many.stages]
+    assert many.bubble == pytest.approx(few.bubble / 100, rel=0.01)
+    for one, other in zip(few.stages, many.stages, strict=True):
+        assert other.volumes["pp"].sent_bytes == 100 * one.volumes["pp"].sent_bytes
+
+
+def test_the_tools_take_the_flags_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = argv("--check-world-size 2 --tensor-model-parallel-size 2 --sequence-parallel")
+    for tool, first in (
+        (plan_tool, "this run can start on 2 ranks"),
+        (report_theoretical_memory, "Number of parameters in transformer layers in billions:"),
+    ):
+        monkeypatch.setattr(sys, "argv", [tool.__file__, *flags])
+        with pytest.raises(SystemExit) if tool is plan_tool else contextlib.nullcontext():
+            tool.main()
+        assert capsys.readouterr().out.startswith(first)

@@ -1,0 +1,40 @@
+"""Print the memory of weights, optimizer and activations by formula, from the flags of a run.
+
+    WORLD_SIZE=64 python tools/report_theoretical_memory.py --num-layers 24 --hidden-size 2048 ...
+
+`tools/plan.py` counts instead, stage by stage.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.training.arguments.parameter_count import padded_vocab_size
+from megatron.training.arguments.parser import parse_args
+from megatron.training.arguments.resolve import resolve
+from megatron.training.theoretical_memory_usage import print_memory
+
+
+def main() -> None:
+    """Exit status 1 where the flags are refused or do not say the size of the vocabulary."""
+    args = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    world_size = args.check_world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        config = resolve(args, world_size)
+        vocab = padded_vocab_size(config)
+        if vocab is None:
+            raise ConfigError("the size of the vocabulary is not known: give --vocab-size")
+    except ConfigError as error:
+        sys.exit(str(error))
+    batches = NumMicroBatchesCalculator.from_config(config.training, config.data_parallel_size)
+    print_memory(config, vocab, batches.num_microbatches(0), verbose=True)
+
+
+if __name__ == "__main__":
+    main()
