@@ -109,23 +109,3 @@ def _norms_of_part(m: TransformerConfig) -> int:
 
 def _parameters_per_channel(m: TransformerConfig) -> int:
     return 2 if m.normalization == "LayerNorm" else 1
-
-
-def embedding_parameters(run: RunConfig) -> int | None:
-    """Word and position tables, final norm and output layer on one rank."""
-    vocab, m, lm = padded_vocab_size(run), run.model, run.language_model
-    if vocab is None:
-        return None
-    tables = 2 if lm.untie_embeddings_and_output_weights else 1
-    learned = lm.position_embedding_type == "learned_absolute"
-    positions = (lm.max_position_embeddings or 0) if learned else 0
-    norm = 2 if m.normalization == "LayerNorm" else 1
-    rows = tables * vocab // m.tensor_model_parallel_size
-    return m.hidden_size * (rows + positions + norm)
-
-
-def rank_parameters(run: RunConfig) -> tuple[int, bool]:
-    """Parameters on one rank, and whether the vocabulary is among them."""
-    layers = layer_parameters(run.model)
-    embedding = embedding_parameters(run)
-    return layers + (embedding or 0), embedding is not None

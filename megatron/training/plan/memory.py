@@ -34,7 +34,7 @@ def activation_peak(
         peak = max(peak, alive + done.peak)
         kept = done.kept
         if item.kind == "backward" and item.microbatch < first_deferred:
-            kept = min(kept, -cost.passes["forward", item.chunk].kept)
+            kept = min(kept, -cost.passes["forward", item.chunk].kept - cost.message)
         alive += kept + done.handed_on
         stage = placement.stage(pipeline_rank, item.chunk)
         ready[_from(item, stage)] = done.handed_on

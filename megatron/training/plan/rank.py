@@ -162,9 +162,13 @@ def _cost(run: Runtime) -> RankCost:
             for chunk in range(len(run.model_chunks))
             for kind, cost in trial.passes(chunk).items()
         }
+        alive = tracker.alive
+        for chunk in run.model_chunks:  # what FSDP2 keeps for the next micro-batch hides its parts
+            for unit in getattr(chunk, "units", ()):
+                unit.reshard()
         own = _own_gradients(run)
         gradients = storage_bytes(own) + storage_bytes(_buffers(run))
-        lasting = tracker.alive - storage_bytes(own)
+        lasting = alive - storage_bytes(own)
         del own
         step = tracker.measure(partial(_finish_step, run))
     return RankCost(

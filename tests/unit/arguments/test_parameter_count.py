@@ -1,4 +1,4 @@
-"""The estimate of --check-only is the size of the model that is built."""
+"""Parameters by formula are those of the layers that are built."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron.training.arguments.parameter_count import padded_vocab_size, rank_parameters
+from megatron.training.arguments.parameter_count import layer_parameters, padded_vocab_size
 from megatron.training.gpt import build_gpt_model
 from tests.unit.arguments.commands import run_of
 from tests.unit.one_process import one_process_groups
@@ -39,8 +39,7 @@ def test_the_estimate_is_exact_on_one_rank(words: str) -> None:
     model = build_gpt_model(
         run, vocab_size=101, padded_vocab_size=padded, groups=one_process_groups()
     )
-    built = sum(p.numel() for p in model.parameters())
-    assert rank_parameters(run) == (built, True)
+    assert layer_parameters(run.model) == sum(p.numel() for p in model.decoder.layers.parameters())
 
 
 def test_padding_follows_tensor_parallelism_unless_given() -> None:
@@ -49,12 +48,9 @@ def test_padding_follows_tensor_parallelism_unless_given() -> None:
 
 
 def test_tensor_parallel_ranks_share_the_matrices() -> None:
-    whole, _ = rank_parameters(run_of("--make-vocab-size-divisible-by 2"))
-    half, _ = rank_parameters(
-        run_of("--make-vocab-size-divisible-by 1 --tensor-model-parallel-size 2", world_size=2)
-    )
-    run = run_of()
-    hidden, layers = run.model.hidden_size, run.model.num_layers
-    # Norms, biases behind row-parallel products and positions are whole on every rank.
-    shared = layers * (4 * hidden + 2 * hidden) + hidden * (32 + 2)
+    whole = layer_parameters(run_of().model)
+    half = layer_parameters(run_of("--tensor-model-parallel-size 2", world_size=2).model)
+    model = run_of().model
+    # Norms, and biases behind row-parallel products, are whole on every rank.
+    shared = model.num_layers * (4 + 2) * model.hidden_size
     assert 2 * half - shared == whole
