@@ -62,6 +62,14 @@ def test_a_run_that_does_not_fit_is_refused_with_the_cheapest_change() -> None:
     assert report(f"{words} {1.1 * peak}")[0] == 0
 
 
+def test_experts_are_said_not_to_be_planned() -> None:
+    sentence = "memory and communication of a model with experts are not planned yet"
+    status, lines = report("--num-experts 4 --disable-bias-linear")
+    assert (status, sentence in lines) == (0, True)
+    status, lines = report("--num-experts 4 --disable-bias-linear --check-device-memory-gib 80")
+    assert (status, lines) == (1, [f"--check-device-memory-gib 80: {sentence}; drop it"])
+
+
 def test_the_world_of_the_launcher_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert report("")[1][0] == "this run can start on 4 ranks"
