@@ -14,6 +14,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.training import global_vars, own_loop
 from megatron.training.arguments.legacy import core_transformer_config_from_args, flat_values
+from megatron.training.checkpointing import facade
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.initialize import initialize_megatron
 from megatron.training.inprocess_restart import maybe_wrap_for_inprocess_restart
@@ -53,9 +54,11 @@ def test_another_schedule_is_refused():
         own_loop.train_step(None, None, [], None, None, forward_backward_func=print)
 
 
-def test_short_lived_checkpoints_are_refused():
-    with pytest.raises(ConfigError, match="non_persistent_ckpt: short-lived checkpoints are not"):
-        own_loop.save_checkpoint_and_time(1, [], None, None, 0, non_persistent_ckpt=True)
+def test_a_short_lived_checkpoint_needs_its_kind(nothing_runs):
+    config = SimpleNamespace(checkpoint=SimpleNamespace(non_persistent_ckpt_type=None))
+    global_vars.set_run(SimpleNamespace(config=config))
+    with pytest.raises(ConfigError, match="needs --non-persistent-ckpt-type global or local"):
+        facade.save_checkpoint(1, [], None, None, 0, non_persistent_ckpt=True)
 
 
 def test_logging_comes_after_a_step(nothing_runs):

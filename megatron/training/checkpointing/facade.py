@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.transformer.layer_layout import layer_ranges
 from megatron.training import global_vars
 from megatron.training.arguments.config_file import write_config
@@ -44,12 +45,17 @@ def save_checkpoint(
     """
     del checkpointing_context, layout
     run = global_vars.get_run()
+    config = run.config.checkpoint
+    if non_persistent_ckpt and config.non_persistent_ckpt_type is None:
+        raise ConfigError(
+            "save_checkpoint(non_persistent_ckpt=True) needs --non-persistent-ckpt-type global or "
+            "local: where is it to be kept?"
+        )
     counters = run.state.to_dict() | {
         "iteration": iteration,
         "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
     }
     parts = _parts(model, optimizer, opt_param_scheduler)
-    config = run.config.checkpoint
     is_local = non_persistent_ckpt and config.non_persistent_ckpt_type == "local"
     how = save_local_run if is_local else save_run
     how(
