@@ -7,6 +7,7 @@ heads of a group, its key, its value, then the next group.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ def layer_has_rope(config: TransformerConfig, layer_index: int) -> bool:
     return not skip[layer_index]
 
 
-class AttentionBase(MegatronModule):
+class AttentionBase(MegatronModule, ABC):
     """What kinds of attention share: core and output projection, heads divided over tp."""
 
     def __init__(
@@ -91,11 +92,11 @@ class AttentionBase(MegatronModule):
             offered=self.offered,
         )
 
+    @abstractmethod
     def queries_keys_values(
         self, hidden_states: Tensor, rotary: RotaryTable | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What the core takes of hidden states [s, b, h]."""
-        raise NotImplementedError
 
     def project_back(self, context: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the core gives, as hidden states and the bias that is still to be added."""

@@ -199,9 +199,12 @@ class TopKRouter(MegatronModule):
         config, k = self.config, self.choice.k
         weights = routing.weights
         num_tokens = len(logits) * self._num_sharers
-        for kind, coefficient in balance_terms(config):
-            scores = arithmetic.balance_scores(logits, self.choice)
-            plain = arithmetic.best(scores.detach(), k)
+        terms = balance_terms(config)
+        if not terms:
+            return routing
+        scores = arithmetic.balance_scores(logits, self.choice)
+        plain = arithmetic.best(scores.detach(), k)
+        for kind, coefficient in terms:
             if kind == "aux_loss":
                 counts = torch.bincount(plain.flatten(), minlength=self.num_experts)
                 counts = self._sum_over_sharers(counts)
