@@ -4,8 +4,8 @@ FAULTS holds comma-separated specs ``point:kind[:rankR][:stepS][:timesT][:Xs]``,
 ``save.after_rename:kill:rank1:step3``.  Without ``rank`` or ``step`` every rank or step is meant;
 ``times`` bounds how often a spec fires in one process; ``Xs`` is how long ``slow`` takes (1 s).
 
-Kinds: raise, kill (SIGKILL), stop (SIGSTOP), hang, exit, enospc (OSError: disk full), slow; and
-nan and bitflip, which the caller carries out itself when `fault_point` returns their name.
+Kinds: raise, kill (SIGKILL), stop (SIGSTOP), hang, exit, enospc (OSError: disk full), slow, at any
+point; and nan and bitflip, which the caller carries out where `fault_point` returns their name.
 """
 
 from __future__ import annotations
@@ -23,8 +23,19 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.per_rank import each_rank_owns
 
 _VARIABLE = "FAULTS"
-_BY_CALLER = ("nan", "bitflip")
-_KINDS = ("raise", "kill", "stop", "hang", "exit", "enospc", "slow", *_BY_CALLER)
+_KINDS = ("raise", "kill", "stop", "hang", "exit", "enospc", "slow")
+_BY_CALLER = {  # kind -> where somebody carries it out
+    "nan": ("step.gradient",),  # the loss of a micro-batch
+    "bitflip": ("step.updated", "save.tensor"),  # of a weight; of a file behind its checksum
+}
+# All there are, in the order in which a run passes them.
+POINTS = (
+    *("load.before", "load.tensor", "step.before", "step.gradient", "step.updated"),
+    *("evaluate.iter", "save.before", "save.begin", "save.write", "save.tensor"),
+    *("save.before_fsync", "save.written", "save.before_manifest", "save.before_rename"),
+    *("save.displaced", "save.after_rename", "save.before_tracker", "save.after_tracker"),
+    *("save.before_delete", "save.in_delete", "save.copy"),
+)
 _fired: Counter[_Spec] = Counter()
 each_rank_owns(__name__, "_fired")
 
@@ -52,6 +63,17 @@ class _Spec:
         )
 
 
+def check_faults() -> None:
+    """Raise ConfigError if FAULTS asks for what is not there, which would never happen."""
+    for spec in _parse(os.environ.get(_VARIABLE, "")):
+        known = _BY_CALLER.get(spec.kind, POINTS)
+        if spec.point not in known:
+            raise ConfigError(
+                f"{_VARIABLE}={spec.point}:{spec.kind}: {spec.kind} is possible at "
+                f"{', '.join(known)}"
+            )
+
+
 def fault_point(point: str, *, step: int | None = None) -> str | None:
     """Fail here if FAULTS says so; returns the kind when the caller has to carry it out."""
     text = os.environ.get(_VARIABLE)
@@ -62,6 +84,13 @@ def fault_point(point: str, *, step: int | None = None) -> str | None:
             _fired[spec] += 1
             return _carry_out(spec)
     return None
+
+
+def flipped(data: bytes | memoryview) -> bytes:
+    """``data`` with another bit in the middle."""
+    changed = bytearray(data)
+    changed[len(changed) // 2] ^= 1
+    return bytes(changed)
 
 
 def _carry_out(spec: _Spec) -> str | None:
@@ -101,6 +130,7 @@ def _parse_one(text: str) -> _Spec:
             raise ConfigError(
                 f"{_VARIABLE}={text}: {limit!r} is none of rankR, stepS, timesT, Xs (seconds)"
             )
-    if kind not in _KINDS:
-        raise ConfigError(f"{_VARIABLE}={text}: kind {kind!r} is none of {', '.join(_KINDS)}")
+    if kind not in (*_KINDS, *_BY_CALLER):
+        kinds = ", ".join((*_KINDS, *_BY_CALLER))
+        raise ConfigError(f"{_VARIABLE}={text}: kind {kind!r} is none of {kinds}")
     return _Spec(point, kind, **values)  # type: ignore[arg-type]

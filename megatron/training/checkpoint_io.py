@@ -35,6 +35,7 @@ def load(run: Runtime) -> None:
 
     Nothing happens without --load and --pretrained-checkpoint.
     """
+    fault_point("load.before")
     run.timers("load-checkpoint", log_level=0).start(barrier=True)
     loaded = load_run(run.config.checkpoint, _parts(run))
     run.timers("load-checkpoint").stop(barrier=True)

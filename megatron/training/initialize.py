@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron.core import cpu_tuning, device, parallel_state
 from megatron.core.config.errors import ConfigError
+from megatron.core.faults import check_faults
 from megatron.core.num_microbatches_calculator import (
     NumMicroBatchesCalculator,
     destroy_num_microbatches_calculator,
@@ -64,6 +65,7 @@ def configure(
     Raises ConfigError with every conflict.  Under --check-only prints the layout and ends the
     program.
     """
+    check_faults()
     if parsed_args is None:
         namespace = parse_args(
             extra_args_provider, ignore_unknown_args, argv=argv, args_defaults=args_defaults

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.non_finite import naming_step, require_finite_loss
 from megatron.core.faults import fault_point
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm
+from megatron.core.param_info import local_part
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.transformer.moe.expert_bias import update_expert_biases
@@ -52,6 +53,8 @@ def train_step(run: Runtime) -> StepResult:
         with naming_step(iteration):
             losses = _gradients(run, num_microbatches)
             updated, grad_norm, num_zeros = _update(run)
+    if fault_point("step.updated", step=iteration) == "bitflip":
+        _flip_a_bit(run.model_chunks[0])
     if updated:
         run.scheduler.step(increment=batch_size)
     if config.training.empty_unused_memory_level >= 2:
@@ -106,6 +109,12 @@ def _update(run: Runtime) -> tuple[bool, float | None, int | None]:
     result: tuple[bool, float | None, int | None] = run.optimizer.step()
     run.timers("optimizer").stop()
     return result
+
+
+def _flip_a_bit(chunk: nn.Module) -> None:
+    """Of the first weight of this rank."""
+    weight = local_part(next(chunk.parameters()).detach()).flatten()
+    weight[:1].view(torch.uint8)[0] ^= 1
 
 
 def _scaled_loss(run: Runtime, loss: Tensor) -> Tensor:

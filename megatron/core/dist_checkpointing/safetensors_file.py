@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.faults import fault_point
+from megatron.core.faults import fault_point, flipped
 
 BLOCK_BYTES = 4 << 20
 _ALIGNMENT = 8
@@ -93,8 +93,9 @@ def write_file(
     with open(path, "wb", buffering=1 << 20) as file:
         file.write(header)
         for tensor, start in zip(tensors, starts, strict=True):
-            fault_point("save.tensor", step=step)
-            written.append(Written(start, tensor.num_bytes, _write_blocks(file, tensor)))
+            flips = fault_point("save.tensor", step=step) == "bitflip"
+            crc32 = _write_blocks(file, tensor, flips=flips)
+            written.append(Written(start, tensor.num_bytes, crc32))
         fault_point("save.before_fsync", step=step)
         file.flush()
         os.fsync(file.fileno())
@@ -150,12 +151,15 @@ def _layout(tensors: Sequence[LazyTensor], metadata: dict[str, str]) -> tuple[by
     return header, [len(header) + begin for begin in begins]
 
 
-def _write_blocks(file: BinaryIO, tensor: LazyTensor) -> list[int]:
-    """Write ``tensor`` block by block, each while it is still in the cache from its checksum."""
+def _write_blocks(file: BinaryIO, tensor: LazyTensor, *, flips: bool) -> list[int]:
+    """Write ``tensor`` block by block, each while it is still in the cache from its checksum.
+
+    ``flips``: as a disk would that loses a bit.
+    """
     data = bytes_of(_made(tensor))
     checksums: list[int] = []
     for begin in range(0, len(data), BLOCK_BYTES):
         block = data[begin : begin + BLOCK_BYTES]
         checksums.append(zlib.crc32(block))
-        file.write(block)
+        file.write(flipped(block) if flips else block)
     return checksums

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
+from pathlib import Path
 
 import pytest
 
+from megatron.core import faults as module
 from megatron.core.config.errors import ConfigError
-from megatron.core.faults import InjectedFault, fault_point
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.faults import POINTS, InjectedFault, check_faults, fault_point
+from megatron.training.initialize import configure
+from tests.unit.dist_checkpointing.tiny import publish_model, read_all
+
+MEGATRON = Path(module.__file__).parent.parent
 
 
 @pytest.fixture
@@ -85,3 +93,30 @@ def test_a_spec_that_cannot_be_read_is_an_error(faults, text, message):
     faults(text)
     with pytest.raises(ConfigError, match=message):
         fault_point("a")
+
+
+def test_the_points_that_are_told_are_those_that_there_are():
+    texts = [path.read_text() for path in MEGATRON.rglob("*.py")]
+    called = {name for text in texts for name in re.findall(r'\bfault_point\("([\w.]+)"', text)}
+    assert called == set(POINTS)
+
+
+def test_a_fault_that_would_never_happen_is_refused_with_those_that_can(faults):
+    faults("save.after_renaming:kill")
+    with pytest.raises(
+        ConfigError, match=r"FAULTS=save\.after_renaming:kill: .*save\.after_rename"
+    ):
+        configure(argv=[])
+    faults("load.tensor:nan")
+    with pytest.raises(ConfigError, match=r"nan is possible at step\.gradient$"):
+        check_faults()
+    faults("step.gradient:nan,save.tensor:bitflip,load.tensor:kill:step3")
+    check_faults()
+
+
+def test_a_bit_that_the_disk_loses_is_found_by_the_load(tmp_path, faults):
+    publish_model(tmp_path, 1)
+    faults("save.tensor:bitflip:step2:times1")
+    folder = publish_model(tmp_path, 2)
+    with pytest.raises(CheckpointDamaged, match=r"__0_0\.safetensors is damaged"):
+        read_all(folder)

@@ -18,7 +18,7 @@ from torch import Size, Tensor
 from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
 from megatron.core.dist_checkpointing.foreign.pickler import compact, named, pickled, write_archive
 from megatron.core.dist_checkpointing.manifest import FileEntry, adopt_file
-from megatron.core.faults import fault_point
+from megatron.core.faults import fault_point, flipped
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _CLASSES = {
@@ -42,11 +42,11 @@ class DcpFile:
 
     def add(self, value: Any) -> dict[str, Any]:
         """Append a tensor or an object; where it lies."""
-        fault_point("save.tensor", step=self._step)
+        flips = fault_point("save.tensor", step=self._step) == "bitflip"
         start = self._file.tell()
         buffer = BytesIO()
         write_archive(buffer, compact(value) if isinstance(value, Tensor) else value)
-        self._file.write(buffer.getbuffer())
+        self._file.write(flipped(buffer.getvalue()) if flips else buffer.getbuffer())
         return {"file": self.name, "start": start, "num_bytes": self._file.tell() - start}
 
     def close(self) -> FileEntry:
