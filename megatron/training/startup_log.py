@@ -71,7 +71,8 @@ def print_attention_backends(run: Runtime) -> None:
 def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
     """What attention needs in training, under an exchange of this type if any."""
     model, data = config.model, config.data
-    is_whole = comm_type in ("", "a2a")
+    has_sink = model.softmax_type != "vanilla"
+    is_whole = comm_type in ("", "a2a") and not has_sink
     has_mask = data.reset_attention_mask or model.window_size is not None
     return request_of(
         model.params_dtype,
@@ -81,7 +82,7 @@ def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
         dropout=model.attention_dropout,
         softcap=model.attn_logit_softcapping,
         causal_tokens=data.seq_length if is_whole else 0,
-        in_ring=comm_type in ("p2p", "a2a+p2p"),
+        by_blocks=has_sink or comm_type in ("p2p", "a2a+p2p"),
     )
 
 

@@ -42,6 +42,13 @@ CASES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "alibi": ({}, 2, ("alibi",)),
     "mask": ({}, 2, ("mask",)),
     "mask_of_keys": ({}, 2, ("mask_of_keys", "no_mask")),
+    "sink": ({"softmax_type": "learnable", "params_dtype": torch.float64}, 2, ()),
+    "sink_window": (
+        {"softmax_type": "learnable", "params_dtype": torch.float64, "window_size": (5, 0)},
+        2,
+        (),
+    ),
+    "off_by_one_packed": ({"softmax_type": "off-by-one"}, 1, ("packed",)),
     "packed_alibi_softcap": ({"attn_logit_softcapping": 0.5}, 2, ("packed", "alibi")),
 }
 
@@ -80,14 +87,19 @@ def call_with(asked: tuple[str, ...], queries: Tensor) -> dict[str, Any]:
 def run_case(
     case: str, core_options: dict[str, Any], held: Tensor, **changes: Any
 ) -> tuple[Tensor, ...]:
-    """Output, and gradients of q, k and v, of the held tokens."""
+    """Output, and gradients of q, k and v, of the held tokens; the gradient of a sink."""
     config, groups, asked = CASES[case]
     core = DotProductAttention(tiny_config(**config, **changes), layer_number=2, **core_options)
+    sink = core.softmax_offset
+    if sink is not None:
+        torch.nn.init.constant_(sink, 0.5)
+        sink.data[1] = 2.0
     q, k, v = (x[held].requires_grad_() for x in inputs(groups, 1 if "packed" in asked else 2))
     out = core(q, k, v, **call_with(asked, held))
     weight = torch.linspace(-1, 1, S, dtype=torch.float64)[held, None, None]
     (out.square() * weight).sum().backward()
-    return out.detach(), q.grad, k.grad, v.grad
+    grad_sink = () if sink is None else (sink.grad,)
+    return out.detach(), q.grad, k.grad, v.grad, *grad_sink
 
 
 def held_by(case: str, rank: int, size: int) -> Tensor:
@@ -120,7 +132,10 @@ def test_each_exchange_is_the_attention_of_one_process(size: int) -> None:
             for part, whole in enumerate(expected):
                 found = torch.full_like(whole, float("nan"))
                 for rank, results in enumerate(ranks):
-                    found[held_by(case, rank, size)] = results[kind, case][part]
+                    if part < 4:
+                        found[held_by(case, rank, size)] = results[kind, case][part]
+                if part == 4:  # of a sink: a term on each rank
+                    found = sum(results[kind, case][part] for results in ranks)
                 torch.testing.assert_close(
                     found,
                     whole,

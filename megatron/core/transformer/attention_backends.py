@@ -48,7 +48,7 @@ class AttentionRequest:
     has_dropout: bool = False
     has_softcap: bool = False
     causal_tokens: int = 0  # of a sequence that is trained on causally; 0: anything else
-    in_ring: bool = False  # keys come block by block; window, mask or bias need the formula
+    by_blocks: bool = False  # as in a ring, or beside a sink: mask or bias need the formula
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def refusal(name: str, request: AttentionRequest) -> str | None:
         return "it has no soft cap on scores"
     if name == BLOCKS:
         return _refusal_of_blocks(request)
-    if request.in_ring and (why := _refusal_in_ring(name, request)):
+    if request.by_blocks and (why := _refusal_by_blocks(name, request)):
         return why
     if not request.is_cuda:
         if name != "flash":
@@ -85,11 +85,11 @@ def refusal(name: str, request: AttentionRequest) -> str | None:
     return None
 
 
-def _refusal_in_ring(name: str, request: AttentionRequest) -> str | None:
+def _refusal_by_blocks(name: str, request: AttentionRequest) -> str | None:
     if name == "fused":
-        return "it is not used in a ring"
+        return "it is not used in a ring or beside a sink"
     if request.has_mask or request.has_bias:
-        return "in a ring it takes nothing beyond causality"
+        return "in a ring or beside a sink it takes nothing beyond causality"
     if request.is_cuda and request.head_dim % 8:
         return f"heads of {request.head_dim} are no multiple of 8"
     return None
@@ -152,7 +152,7 @@ def request_of(
     dropout: float = 0.0,
     softcap: float | None = None,
     causal_tokens: int = 0,
-    in_ring: bool = False,
+    by_blocks: bool = False,
 ) -> AttentionRequest:
     """The request of a model on this process's device."""
     return AttentionRequest(
@@ -164,5 +164,5 @@ def request_of(
         has_dropout=dropout > 0,
         has_softcap=softcap is not None,
         causal_tokens=causal_tokens,
-        in_ring=in_ring,
+        by_blocks=by_blocks,
     )

@@ -31,7 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
     all_to_all_first_dim,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.context_parallel_ring import Ring
+from megatron.core.transformer.context_parallel_ring import Alone, Ring, Transport
 
 _QKV = tuple[Tensor, Tensor, Tensor]
 COMM_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
@@ -46,6 +46,7 @@ class Around:
     bias: Tensor | None = None  # added to the scores: [1, n, q, k]
     packed: PackedSeqParams | None = None
     first_query: int | None = None  # its place among the keys; None: the last stands at the last
+    sink: Tensor | None = None  # [n]: score of a key of value 0 that every query sees
 
 
 class Core(Protocol):
@@ -58,7 +59,7 @@ class Core(Protocol):
         self,
         qkv: _QKV,
         around: Around,
-        ring: Ring,
+        ring: Transport,
         lengths: tuple[int, ...],
     ) -> Tensor:
         """The same with the keys and values of all ranks of the ring.  Collective."""
@@ -113,10 +114,19 @@ class Exchange:
                 hidden=None if around.hidden is None else around.hidden[..., rows, keys],
                 bias=None if around.bias is None else around.bias[..., rows, keys],
                 first_query=span.start - span.first,
+                sink=around.sink,
             )
             outputs.append(core.attend(query[rows], key[keys], value[keys], part))
             at = rows.stop
         return torch.cat(outputs)
+
+
+def attend_alone(core: Core, query: Tensor, key: Tensor, value: Tensor, around: Around) -> Tensor:
+    """`Exchange.attend` where all tokens lie here: a kernel whose sums can be told apart."""
+    num_tokens = query.shape[0]
+    lengths = row_lengths(around.packed and around.packed.lengths, num_tokens)
+    around = _with_own_rows(around, num_tokens, num_tokens)
+    return core.attend_in_ring((query, key, value), around, Alone(), lengths)
 
 
 def _trade_heads(
@@ -146,7 +156,12 @@ def _trade_heads(
         x = all_gather_first_dim(x.movedim(2, 0), heads)[order].movedim(0, 2)
         return x if x.shape[1] == 1 else x.chunk(size, 1)[heads.rank()]
 
-    around = replace(around, hidden=rows_of_all(around.hidden), bias=rows_of_all(around.bias))
+    around = replace(
+        around,
+        hidden=rows_of_all(around.hidden),
+        bias=rows_of_all(around.bias),
+        sink=None if around.sink is None else around.sink.chunk(size)[heads.rank()],
+    )
     return undo, (query, key, value), around
 
 

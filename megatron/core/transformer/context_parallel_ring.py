@@ -8,7 +8,8 @@ block a shift of the gradients of its keys and values, which gather one term on 
 home with the r-th; they are waited for after the next block.  Every shift is one batch of a send to
 the next and a receive from the previous rank, the same on all ranks.
 
-Sums over blocks are in float32 (float64 for float64), in the order in which blocks come by.
+Sums over blocks are in float32 (float64 for float64), in the order in which blocks come by.  A sink
+[n] is a key of this score and of value 0 that every query sees: the first block.
 """
 
 from __future__ import annotations
@@ -83,6 +84,16 @@ class _Shift:
         return self.received
 
 
+class Alone:
+    """A ring of one rank."""
+
+    rank, size = 0, 1
+
+    def shift(self, x: Tensor) -> _Shift:
+        """See `Transport`."""
+        return _Shift([], x, x)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RingPlan:
     """What a ring computes.  ``hidden`` and ``bias`` have local rows and global columns."""
@@ -131,10 +142,14 @@ class RingPlan:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: RingPlan
+    ) -> Tensor:
         queries = _heads_first(q)
         out = torch.zeros_like(queries, dtype=wide(q))
         lse = out.new_full(out.shape[:-1], -math.inf)
+        if sink is not None:
+            lse.copy_(sink.unsqueeze(-1))
         kept: list[Kept] = []
         held = _packed(k, v)
         for step in range(plan.ring.size):
@@ -147,13 +162,13 @@ class _RingAttention(torch.autograd.Function):
                 kept.append(drawn)
             held = held if arriving is None else arriving.wait()
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sink)
         ctx.plan, ctx.kept = plan, kept
         return _tokens_first(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sink = ctx.saved_tensors
         plan, kept = ctx.plan, iter(ctx.kept)
         queries, grad = _heads_first(q), _heads_first(grad)
         grad_q = torch.zeros_like(queries, dtype=wide(q))
@@ -177,13 +192,25 @@ class _RingAttention(torch.autograd.Function):
             going_home = plan.ring.shift(grad_held)
             held = held if arriving is None else arriving.wait()
         assert going_home is not None, "a ring has ranks"
-        grads = _unpacked(going_home.wait(), k, v)
-        return _tokens_first(grad_q).to(q.dtype), *(g.to(k.dtype) for g in grads), None
+        grads = [g.to(k.dtype) for g in _unpacked(going_home.wait(), k, v)]
+        grad_sink = None if sink is None else _grad_of_sink(sink, grad, out, lse)
+        return _tokens_first(grad_q).to(q.dtype), *grads, grad_sink, None
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan) -> Tensor:
-    """[s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d].  Collective over the ring, also backward."""
-    return _RingAttention.apply(query, key, value, plan)
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, sink: Tensor | None = None
+) -> Tensor:
+    """[s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d].  Collective over the ring, also backward.
+
+    The gradient of ``sink`` [n] is that of this rank's queries.
+    """
+    return _RingAttention.apply(query, key, value, sink, plan)
+
+
+def _grad_of_sink(sink: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Its probability takes from what all keys give: [b, n, s, d] twice, [b, n, s] -> [n]."""
+    along = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(torch.exp(sink.unsqueeze(-1) - lse) * along).sum((0, 2)).to(sink.dtype)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

@@ -7,18 +7,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.attention import sdpa_kernel
 
 from megatron.core import device
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.param_info import ParamInfo
+from megatron.core.param_init import new_parameter
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import share_of
 from megatron.core.tensor_parallel.random import fork_if
 from megatron.core.transformer.attention_backends import (
     BLOCKS,
@@ -27,10 +32,10 @@ from megatron.core.transformer.attention_backends import (
     AttentionRequest,
     choose,
 )
-from megatron.core.transformer.attention_blocks import ScoreRule, block_kernel
+from megatron.core.transformer.attention_blocks import ScoreRule, block_kernel, wide
 from megatron.core.transformer.attention_masks import visible_keys, window_of_layer
-from megatron.core.transformer.context_parallel import Around, exchange_of
-from megatron.core.transformer.context_parallel_ring import Ring, RingPlan, ring_attention
+from megatron.core.transformer.context_parallel import Around, attend_alone, exchange_of
+from megatron.core.transformer.context_parallel_ring import RingPlan, Transport, ring_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -63,6 +68,21 @@ class DotProductAttention(MegatronModule):
         # Scores of deep layers are divided by the depth before the softmax and multiplied inside
         # it: the same result, and fp16 scores do not overflow.
         self.depth_scale = layer_number if config.apply_query_key_layer_scaling else 1
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            self.softmax_offset = self._new_sink(
+                None if pg_collection is None else pg_collection.tp
+            )
+
+    def _new_sink(self, tp_group: ProcessGroup | None) -> torch.nn.Parameter:
+        """A score for each local head."""
+        heads, init = self.config.num_attention_heads, self.config.init_method
+        info = ParamInfo(global_shape=(heads,), init=init.kind, init_std=init.std)
+        if tp_group is not None:
+            heads = share_of(heads, tp_group, "--num-attention-heads")
+            share = {"shard_index": tp_group.rank(), "shard_count": tp_group.size()}
+            info = replace(info, shard_dim=0, **share)
+        return new_parameter((heads,), self.config.params_dtype, info)
 
     def forward(
         self,
@@ -91,13 +111,24 @@ class DotProductAttention(MegatronModule):
             hidden=attention_mask,
             bias=attention_bias,
             packed=packed_seq_params,
+            sink=self._sink(query),
         )
         if self.exchange is None:
             return self.attend(query, key, value, around)
         return self.exchange.attend(self, query, key, value, around)
 
+    def _sink(self, query: Tensor) -> Tensor | None:
+        """[n] in the dtype of scores."""
+        if self.config.softmax_type == "vanilla":
+            return None
+        if self.softmax_offset is None:
+            return query.new_zeros(query.shape[2], dtype=wide(query))
+        return self.softmax_offset.to(wide(query))
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, around: Around) -> Tensor:
         """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d] on this rank alone."""
+        if around.sink is not None and _is_one_row(query, key, around):
+            return attend_alone(self, query, key, value, around)
         mask, is_causal = visible_keys(
             query,
             key,
@@ -110,14 +141,16 @@ class DotProductAttention(MegatronModule):
         bias, dropout = around.bias, self._dropout()
         # Not by grad mode: a recomputed pass has to draw the same dropout.
         causal_tokens = query.shape[0] if is_causal and self.training else 0
-        names = self._choose(query, mask is not None, around, causal_tokens=causal_tokens)
+        names: tuple[str, ...] = (PLAIN,)
+        if around.sink is None:
+            names = self._choose(query, mask is not None, around, causal_tokens=causal_tokens)
         if BLOCKS in names:
             with fork_if(dropout > 0):
                 return causal_attention(query, key, value, self.scale, dropout).flatten(2)
         q_bnsd, k_bnsd, v_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         with fork_if(dropout > 0):
             if PLAIN in names:
-                out = self._plain(q_bnsd, k_bnsd, v_bnsd, mask, is_causal, bias, dropout)
+                out = self._plain(q_bnsd, k_bnsd, v_bnsd, mask, is_causal, around)
             else:
                 out = self._kernel(names, (q_bnsd, k_bnsd, v_bnsd), mask, is_causal, bias, dropout)
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -126,12 +159,12 @@ class DotProductAttention(MegatronModule):
         self,
         qkv: tuple[Tensor, Tensor, Tensor],
         around: Around,
-        ring: Ring,
+        ring: Transport,
         lengths: tuple[int, ...],
     ) -> Tensor:
         """The same with the keys and values of all ranks of the ring.  Collective."""
         has_mask = self.window is not None or around.hidden is not None
-        names = self._choose(qkv[0], has_mask, around, in_ring=True)
+        names = self._choose(qkv[0], has_mask, around, by_blocks=True)
         rule = ScoreRule(
             scale=self.scale,
             depth_scale=self.depth_scale,
@@ -149,7 +182,7 @@ class DotProductAttention(MegatronModule):
             bias=around.bias,
         )
         with fork_if(rule.dropout > 0):
-            return ring_attention(*qkv, plan).flatten(2)
+            return ring_attention(*qkv, plan, around.sink).flatten(2)
 
     def _dropout(self) -> float:
         return self.dropout if self.training else 0.0
@@ -205,8 +238,7 @@ class DotProductAttention(MegatronModule):
         value: Tensor,
         mask: Tensor | None,
         is_causal: bool,
-        bias: Tensor | None,
-        dropout: float,
+        around: Around,
     ) -> Tensor:
         key, value = _repeat_heads(query, key, value)
         scores = torch.matmul(query * (self.scale / self.depth_scale), key.transpose(-1, -2))
@@ -216,17 +248,29 @@ class DotProductAttention(MegatronModule):
             scores = scores * self.depth_scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
-        if bias is not None:
-            scores = scores + bias.to(scores.dtype)
+        if around.bias is not None:
+            scores = scores + around.bias.to(scores.dtype)
         if is_causal:
             size = scores.shape[-1]
             mask = torch.ones(size, size, dtype=torch.bool, device=scores.device).tril_()
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        probs = scores.softmax(-1).to(value.dtype)
-        if dropout > 0:
-            probs = F.dropout(probs, dropout)
+        if around.sink is not None:
+            sink = around.sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sink], -1)
+        probs = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
+        if self._dropout() > 0:
+            probs = F.dropout(probs, self._dropout())
         return torch.matmul(probs, value)
+
+
+def _is_one_row(query: Tensor, key: Tensor, around: Around) -> bool:
+    """Whether queries and keys are the same tokens, and nothing but they has a gradient."""
+    packed, num_tokens = around.packed, query.shape[0]
+    is_filled = packed is None or sum(packed.lengths) == num_tokens
+    has_gradient = around.bias is not None and around.bias.requires_grad
+    is_same = around.first_query is None and key.shape[0] == num_tokens
+    return is_same and is_filled and not has_gradient
 
 
 def _either(mask: Tensor | None, hidden_keys: Tensor | None) -> Tensor | None:

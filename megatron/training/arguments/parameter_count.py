@@ -40,9 +40,12 @@ def layer_parameters(m: TransformerConfig) -> int:
 def _attention_parameters(m: TransformerConfig, kind: str) -> int:
     if kind != FULL:
         return _replaced(m, kind)
-    if m.multi_latent_attention:
-        return _latent_parameters(m) + _norms_of_part(m)
     tp, hidden = m.tensor_model_parallel_size, m.hidden_size
+    around = _norms_of_part(m)
+    if m.softmax_type == "learnable":
+        around += m.num_attention_heads // tp
+    if m.multi_latent_attention:
+        return _latent_parameters(m) + around
     query, key_value = m.kv_channels * m.num_attention_heads, m.kv_channels * m.num_query_groups
     projections = (query + 2 * key_value) // tp
     biases = projections if m.add_bias_linear or m.add_qkv_bias else 0
@@ -52,7 +55,7 @@ def _attention_parameters(m: TransformerConfig, kind: str) -> int:
         norms = m.kv_channels * (m.num_attention_heads + m.num_query_groups) // tp
     elif m.qk_layernorm:
         norms = 2 * m.kv_channels * _parameters_per_channel(m)
-    return hidden * (projections + query // tp) + biases + norms + _norms_of_part(m)
+    return hidden * (projections + query // tp) + biases + norms + around
 
 
 def _latent_parameters(m: TransformerConfig) -> int:

@@ -43,6 +43,7 @@ FORCED = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "softmax_scale",
+    "softmax_type",
     "untie_embeddings_and_output_weights",
     "apply_layernorm_1p",
     "normalization",

@@ -200,6 +200,8 @@ def _others(run: RunConfig) -> Iterator[str]:
         yield "--apply-residual-connection-post-layernorm"
     if m.qk_l2_norm:
         yield "--qk-l2-norm"
+    if m.softmax_type != "vanilla":
+        yield "--softmax-type"
     if not all(layer_has_rope(m, layer) for layer in range(m.num_layers)):
         yield "--no-rope-freq"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,15 +45,24 @@ def inputs(num_groups: int = N, keys: int = S) -> list[Tensor]:
     ]
 
 
-def formula(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | float = 0.0) -> Tensor:
-    """Head by head, in loops over groups."""
+def formula(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    bias: Tensor | float = 0.0,
+    sink: Tensor | None = None,
+) -> Tensor:
+    """Head by head, in loops over groups.  A sink is one more key, whose value is 0."""
     heads, per_group = [], q.shape[2] // k.shape[2]
     for head in range(q.shape[2]):
         group = head // per_group
         scores = torch.einsum("qbd,kbd->bqk", q[:, :, head], k[:, :, group]) / math.sqrt(D)
         own_bias = bias[0, head] if torch.is_tensor(bias) else bias
         scores = (scores + own_bias).masked_fill(~seen, float("-inf"))
-        heads.append(torch.einsum("bqk,kbd->qbd", scores.softmax(-1), v[:, :, group]))
+        weights = scores.exp()
+        total = weights.sum(-1, keepdim=True) + (0 if sink is None else sink[head].exp())
+        heads.append(torch.einsum("bqk,kbd->qbd", weights / total, v[:, :, group]))
     return torch.cat(heads, -1)
 
 
@@ -94,6 +104,41 @@ def test_each_backend_is_the_formula(backend: AttnBackend, num_groups: int, case
     (expected * scale).sum().backward()
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a.grad, b.grad, **limits)
+
+
+@pytest.mark.feature(
+    "Attention: softmax off by one and learnable sinks (--softmax-type), in kernels and the formula"
+)
+@pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_sink_is_a_key_without_a_value(kind: str, case: str) -> None:
+    options, call, seen = CASES[case]
+    config = tiny_config(softmax_type=kind, params_dtype=torch.float64, **options)
+    core = DotProductAttention(config, layer_number=3)
+    sink = torch.zeros(N, dtype=torch.float64)
+    if core.softmax_offset is not None:
+        sink = torch.linspace(-1, 3, N, dtype=torch.float64).requires_grad_()
+        core.softmax_offset.data.copy_(sink)
+    weight = torch.linspace(-1, 1, S * B * N * D, dtype=torch.float64).view(S, B, -1)
+    ours, plain = inputs(2), inputs(2)
+    # the plain softmax runs in float32 where that is asked for
+    limits = tolerances.of(torch.float32 if "scaling" in case else torch.float64)
+    out, expected = core(*ours, **call), formula(*plain, seen, sink=sink)
+    torch.testing.assert_close(out, expected, **limits)
+    (out * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, **limits)
+    if core.softmax_offset is not None:
+        torch.testing.assert_close(core.softmax_offset.grad, sink.grad, **limits)
+    if not call:  # fewer queries than keys, as while generating
+        torch.testing.assert_close(core(ours[0][-2:], *ours[1:]), expected[-2:], **limits)
+
+
+def test_a_sink_takes_a_kernel_where_there_is_nothing_but_causality() -> None:
+    able = request_of(torch.float32, D, by_blocks=True)
+    assert choose(AttnBackend.auto, able) == ("flash",)
+    assert choose(AttnBackend.auto, replace(able, has_mask=True)) == ("plain",)
 
 
 @pytest.mark.parametrize("backend", [AttnBackend.auto, AttnBackend.unfused])

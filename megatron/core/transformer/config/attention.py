@@ -93,6 +93,13 @@ class AttentionConfig:
         "Factor on the attention scores; one over the root of the head width if not given.",
         group="network size",
     )
+    softmax_type: str = option(
+        "vanilla",
+        "Softmax of attention: vanilla, or with a sink, a further score without a value: 0 "
+        "(off-by-one) or a parameter of each head (learnable).",
+        group="network size",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
     qk_layernorm_full_width: bool = option(
         False,
         "Normalise queries and keys over all heads at once instead of head by head.",
