@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.background import BackgroundSave
+from torch.distributed import Store
+
+from megatron.core.dist_checkpointing.background import BackgroundSave, finish_apart
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.serialization import Saved, SaveFailed, finish
 from megatron.core.faults import fault_point
@@ -150,6 +152,22 @@ def save_last(run: Runtime) -> None:
     _ask(run, BackgroundSave.wait)
     if run.config.checkpoint.save is not None and run.saved_at != run.state.iteration:
         save(run, is_last=True)
+
+
+def finish_at_failure(run: Runtime, store: Store) -> None:
+    """Finish what is being written when an exception ends the run, and say how that went.
+
+    Not collective: every rank calls it, wherever it is.
+    """
+    world = run.groups.world
+    try:
+        saved = finish_apart(run.pending_save, store, world.rank(), world.size())
+    except (SaveFailed, RuntimeError) as error:
+        if run.pending_save is not None:
+            print_rank_0(f"WARNING: what was being written when the run failed is lost: {error}")
+        return
+    if saved is not None:
+        tell_saved(run.groups, saved)
 
 
 def _ask(run: Runtime, how: Callable[[BackgroundSave], Saved | None]) -> None:

@@ -8,8 +8,8 @@ through a connection of its own, also while the main thread waits in a collectiv
 complete; it prints ``rank R failed: ...`` and ends the process.
 
 Order of an end: the failing rank prints its traceback and sets the failure key; its peers print
-the line and acknowledge; the failing rank ends, then the peers do.  So a launcher notices the
-rank that matters first.  Nothing here is a collective operation.
+the line and acknowledge; all call ``before_end``; the failing rank ends, then the peers do.  So a
+launcher notices the rank that matters first.  Nothing here is a collective operation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 
@@ -45,21 +45,35 @@ _FAREWELL_S = 60.0  # rank 0 keeps the store for ranks that still close their lo
 
 
 def failure_watch(
-    poll_s: float = 1.0, timeout_s: float = float("inf")
+    poll_s: float = 1.0,
+    timeout_s: float = float("inf"),
+    before_end: Callable[[Store], None] = lambda store: None,
 ) -> AbstractContextManager[object]:
     """A context for everything that follows the creation of the process groups.
 
     ``timeout_s`` is that of collectives: the calling thread is reported on shortly before it.
 
     An exception that leaves it ends the process with status 1, and all other ranks with it.  In a
-    world of one rank, and among virtual ranks, which stop each other, it does nothing.
+    world of one rank, and among virtual ranks, which stop each other, it passes through.
+    ``before_end`` is called first, on every rank in some thread, but not among virtual ranks.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == BACKEND:
+    if not dist.is_initialized() or dist.get_backend() == BACKEND:
         return contextlib.nullcontext()
+    if dist.get_world_size() == 1:
+        return _alone(before_end)
     note_collectives()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     stall = StallReport(rank, world_size, timeout_s)
-    return FailureWatch(_get_default_store(), rank, world_size, poll_s, stall)
+    return FailureWatch(_get_default_store(), rank, world_size, poll_s, stall, before_end)
+
+
+@contextlib.contextmanager
+def _alone(before_end: Callable[[Store], None]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        before_end(_get_default_store())
+        raise
 
 
 class FailureWatch:
@@ -72,6 +86,7 @@ class FailureWatch:
         world_size: int,
         poll_s: float,
         stall: StallReport,
+        before_end: Callable[[Store], None],
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self._store = store.clone()
@@ -79,6 +94,7 @@ class FailureWatch:
         self._world_size = world_size
         self._poll_s = poll_s
         self._stall = stall
+        self._before_end = before_end
         self._end = end
         self._stopped = threading.Event()
         # A store's connection serves one thread at a time, hence another one here.
@@ -129,6 +145,7 @@ class FailureWatch:
         with contextlib.suppress(RuntimeError):
             self._store.add(_ACKNOWLEDGED, 1)
             self._wait_for(_ACKNOWLEDGED, self._world_size, _PATIENCE_S + self._poll_s)
+            self._before_end(self._store)
             if is_stall and first == mine:
                 first = f"{self._stall.summary(self._store)}\n{mine}"
         self._finish(first)
@@ -156,6 +173,7 @@ class FailureWatch:
                 print(text, file=sys.stderr, flush=True)
                 with contextlib.suppress(RuntimeError):
                     store.add(_ACKNOWLEDGED, 1)
+                    self._before_end(store)
                 time.sleep(_LINGER_S)
                 self._finish(text, say=False)
 

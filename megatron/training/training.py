@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from megatron.core import virtual_ranks
@@ -14,7 +15,7 @@ from megatron.training import data, setup
 from megatron.training import evaluate as evaluation
 from megatron.training.arguments.legacy import flat_values
 from megatron.training.callbacks.default import default_callbacks
-from megatron.training.checkpoint_io import convert, load, save_last
+from megatron.training.checkpoint_io import convert, finish_at_failure, load, save_last
 from megatron.training.failure_watch import failure_watch
 from megatron.training.initialize import configure, fail, fail_before_start, shut_down, start
 from megatron.training.loop import train
@@ -71,7 +72,7 @@ def pretrain(
         run = start(config)
         try:
             timeout_s = 60.0 * config.distributed.distributed_timeout_minutes
-            with failure_watch(timeout_s=timeout_s):
+            with failure_watch(timeout_s=timeout_s, before_end=partial(finish_at_failure, run)):
                 run.forward_step_func = forward_step_func
                 run.process_non_loss_data_func = process_non_loss_data_func
                 run.non_loss_data_func = non_loss_data_func

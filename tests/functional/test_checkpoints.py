@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
+from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.checkpointing.transient import SUBFOLDER
 from tests.functional.runs import TINY, heard, losses, run_gpt
 from tests.ranks import run_ranks
@@ -62,6 +63,23 @@ def test_a_kill_in_the_background_costs_no_more_than_that_checkpoint(
     assert newest.found.iteration == (4 if "rename" in fault else 2)
     resumed = losses(run_gpt(tmp_path / "killed", *flags))
     assert resumed[-2:] == straight[-2:]
+
+
+@pytest.mark.feature("Checkpoints: an exception that ends a run lets a save finish")
+@pytest.mark.parametrize("culprit", [None, 0, 1])
+def test_a_save_in_the_background_is_finished_when_an_exception_ends_the_run(
+    tmp_path: Path, culprit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody asks after the save of step 4 before step 5 fails."""
+    world_size = 1 if culprit is None else 2
+    monkeypatch.setenv("FAULTS", f"step.before:raise:step5:rank{culprit or 0}")
+    with pytest.raises(AssertionError, match=r"exit code 1|InjectedFault"):
+        run_gpt(tmp_path, *saving(tmp_path, "--async-save"), world_size=world_size)
+    assert (tmp_path / "ck" / TRACKER).read_text() == "4"
+    assert saved(tmp_path / "ck") == [2, 4]
+    with CheckpointReader(tmp_path / "ck" / "iter_0000004") as reader:
+        assert all(reader.read(key).isfinite().all() for key in reader.tensors)
+        assert len(reader.manifest.files) == 3 + 2 * world_size
 
 
 def test_the_stall_is_logged(tmp_path: Path) -> None:

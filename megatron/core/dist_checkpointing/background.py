@@ -4,16 +4,20 @@ The values are copied first, and training waits for that alone.  A thread of eac
 checksums and fsyncs; these give the interpreter free.  Publishing, on rank 0, is in a thread too.
 Whether all ranks are that far is asked between steps: one all-reduce of a number, while a save is
 pending.  Threads never communicate, so no order of collectives depends on a disk.
+
+When an exception ends a run its ranks no longer meet; `finish_apart` ends a save through a store.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 from megatron.core.dist_checkpointing.collectives import gather_json, is_so_everywhere
 from megatron.core.dist_checkpointing.serialization import (
@@ -26,6 +30,9 @@ from megatron.core.dist_checkpointing.serialization import (
     write,
 )
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
+
+_APART = "finish_apart"  # / rank, and / verdict
+_PATIENCE_S = 30.0  # for the other ranks, once this one has written
 
 
 class _Task(threading.Thread):
@@ -58,35 +65,82 @@ class BackgroundSave:
         self.iteration = begun.iteration
         self._begun = begun
         self._group = group
-        self._is_written = False
-        self._task = _Task(self._writing(buffer))
+        self._writing = _Task(self._to_write(buffer))
+        self._publishing: _Task | None = None
 
     def poll(self) -> Saved | None:
         """The checkpoint once it is published, None before.  Collective.
 
         Raises SaveFailed on every rank if any rank failed: then nothing was published.
         """
-        if not is_so_everywhere(not self._task.is_alive(), self._group):
+        task = self._publishing or self._writing
+        if not is_so_everywhere(not task.is_alive(), self._group):
             return None
-        if self._is_written:
-            return conclude(self._begun, self._task.result(), self._group)
-        self._is_written = True
-        reports = gather_json(self._task.result(), self._group)
-        self._task = _Task(lambda: None if reports is None else publish(self._begun, reports))
+        if self._publishing is not None:
+            return conclude(self._begun, self._publishing.result(), self._group)
+        reports = gather_json(self._writing.result(), self._group)
+        self._publishing = _Task(lambda: None if reports is None else publish(self._begun, reports))
         return None
 
     def wait(self) -> Saved:
         """The published checkpoint.  Collective.  Raises as `poll` does."""
         while True:
-            self._task.join()
+            (self._publishing or self._writing).join()
             saved = self.poll()
             if saved is not None:
                 return saved
 
-    def _writing(self, buffer: HostBuffer) -> Callable[[], Any]:
+    def written(self) -> dict[str, Any]:
+        """What `write` has returned on this rank; waits for it.  Not collective."""
+        report: dict[str, Any] = self._writing.result()
+        return report
+
+    def publish_apart(self, reports: Callable[[], list[Any]]) -> dict[str, Any]:
+        """On rank 0, what `publish` returns.  ``reports()``: what each rank has `written`."""
+        if self._publishing is not None:
+            verdict: dict[str, Any] = self._publishing.result()
+            return verdict
+        absent = not_written(RuntimeError("it had no such save"))
+        return publish(self._begun, [report or absent for report in reports()])
+
+    def conclude_apart(self, verdict: dict[str, Any]) -> Saved:
+        """What `conclude` makes of it.  Not collective."""
+        return conclude(self._begun, verdict, None)
+
+    def _to_write(self, buffer: HostBuffer) -> Callable[[], Any]:
         """What the thread does; the copies are made when this returns."""
         try:
             self._begun = snapshot(self._begun, buffer)
         except (MemoryError, RuntimeError) as error:  # torch has no room for the copies
             return partial(not_written, error)
         return partial(write, self._begun)
+
+
+def finish_apart(
+    pending: BackgroundSave | None, store: Store, rank: int, world_size: int
+) -> Saved | None:
+    """The published checkpoint; None where there is nothing to be finished.
+
+    Not collective: every rank that lives calls it, wherever the others are.  Raises SaveFailed,
+    and RuntimeError where a rank or the store is gone.
+    """
+    _put(store, str(rank), pending and pending.written())
+    if rank == 0:
+        verdict = pending and pending.publish_apart(
+            lambda: _take(store, *map(str, range(world_size)))
+        )
+        _put(store, "verdict", verdict)
+    if pending is None:
+        return None
+    (verdict,) = _take(store, "verdict")
+    return verdict and pending.conclude_apart(verdict)
+
+
+def _put(store: Store, name: str, value: Any) -> None:
+    store.set(f"{_APART}/{name}", json.dumps(value))
+
+
+def _take(store: Store, *names: str) -> list[Any]:
+    keys = [f"{_APART}/{name}" for name in names]
+    store.wait(keys, timedelta(seconds=_PATIENCE_S))
+    return [json.loads(store.get(key)) for key in keys]

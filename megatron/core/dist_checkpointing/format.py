@@ -60,12 +60,14 @@ class Format:
     ``complete(folder, reports, common)`` adds on rank 0 what needs the reports of all ranks, and
     returns the files it wrote.  The manifest comes behind it.  Both raise OSError, CheckpointError.
     ``is_foreign``: for other programs, with vocabulary padding and their command line.
+    ``num_copies`` of the tensors lie on the disk at a time.
     """
 
     name: str
     write_rank_files: Callable[..., RankReport]
     complete: Callable[[Path, Sequence[RankReport], Mapping[str, Any]], Mapping[str, FileEntry]]
     is_foreign: bool = False
+    num_copies: int = 1
 
 
 def write_rank_files(

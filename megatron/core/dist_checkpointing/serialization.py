@@ -139,7 +139,8 @@ def begin(
     answer: dict[str, Any] = {}
     if sizes is not None:
         try:
-            pending = commit.begin(root, iteration, sum(sizes), commit.attempt_id())
+            num_bytes = format.num_copies * sum(sizes)
+            pending = commit.begin(root, iteration, num_bytes, commit.attempt_id())
             answer = {"folder": str(pending.folder), "attempt": pending.attempt}
         except REPORTED as error:
             answer = {"error": _reason(error)}

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core import device
 from megatron.core.dist_checkpointing import commit, serialization
-from megatron.core.dist_checkpointing.background import BackgroundSave
+from megatron.core.dist_checkpointing.background import BackgroundSave, finish_apart
 from megatron.core.dist_checkpointing.folders import choose
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST
 from megatron.core.dist_checkpointing.manifest import MANIFEST
@@ -102,3 +103,16 @@ def test_a_larger_snapshot_takes_more_memory_and_a_smaller_one_none():
     small = buffer.reserve(100).data_ptr()
     assert buffer.reserve(50).data_ptr() == small
     assert buffer.reserve(1 << 20).numel() == 1 << 20
+
+
+def test_ranks_that_no_longer_meet_finish_a_save_or_say_why_not(tmp_path):
+    pending = [
+        BackgroundSave(serialization.begin(tmp_path, i, contents(3)[0], None), HostBuffer(), None)
+        for i in (1, 2)
+    ]
+    store = dist.HashStore()
+    finish_apart(None, store, 1, 2)  # that rank was not so far
+    with pytest.raises(SaveFailed, match="iteration 1 was not saved.* rank 1: it had no such save"):
+        finish_apart(pending[0], store, 0, 2)
+    assert finish_apart(pending[1], dist.HashStore(), 0, 1).folder == choose(tmp_path).found.folder
+    assert finish_apart(None, dist.HashStore(), 0, 1) is None

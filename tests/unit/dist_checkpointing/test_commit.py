@@ -18,9 +18,16 @@ import torch
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.folders import TRACKER, choose, published, read_tracker
+from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.mapping import ParamInfo, from_param
 from megatron.core.dist_checkpointing.retention import Retention
-from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed, load, save
+from megatron.core.dist_checkpointing.serialization import (
+    Contents,
+    SaveFailed,
+    begin,
+    load,
+    save,
+)
 from tests.unit.dist_checkpointing.tiny import publish_model, read_all
 
 NUM_KILLS = 50
@@ -216,6 +223,19 @@ def test_too_little_space_is_found_before_anything_is_written(tmp_path, monkeypa
     with pytest.raises(SaveFailed, match=r"has 1\.00 MB free and the checkpoint needs 1\.05 MB"):
         save_and_retire(tmp_path, 2)
     assert loadable(tmp_path) == 1
+
+
+def test_a_format_that_is_made_of_another_needs_room_for_both(tmp_path, monkeypatch):
+    class AlmostFull:
+        f_bavail, f_frsize = 1 << 20, 2  # the spare bytes twice
+
+    wide = from_param("wide", ParamInfo(global_shape=(600, 1024)), torch.zeros(600, 1024).half())
+    begun = begin(tmp_path, 1, Contents(tensors=[wide]), None)
+    commit.abandon(begun.pending)
+    monkeypatch.setattr(os, "statvfs", lambda path: AlmostFull)
+    with pytest.raises(SaveFailed, match=r"2\.10 MB free and the checkpoint needs 3\.51 MB"):
+        begin(tmp_path, 1, Contents(tensors=[wide]), None, format=FORMATS["torch"])
+    begin(tmp_path, 1, Contents(tensors=[]), None, format=FORMATS["torch"])
 
 
 def test_a_directory_that_cannot_be_made_is_an_error_with_its_name(tmp_path):

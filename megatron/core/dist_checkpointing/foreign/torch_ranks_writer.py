@@ -99,7 +99,7 @@ def complete(
     return written
 
 
-TORCH = Format("torch", write_rank_files, complete, is_foreign=True)
+TORCH = Format("torch", write_rank_files, complete, is_foreign=True, num_copies=2)
 
 
 def write_tree(
