@@ -17,7 +17,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch.distributed import ProcessGroup, Store
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup
 
 from megatron.core.dist_checkpointing.collectives import gather_json, is_so_everywhere
 from megatron.core.dist_checkpointing.serialization import (
