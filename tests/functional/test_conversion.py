@@ -21,6 +21,12 @@ TRAINING = (
 ).split()
 CUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split()
 
+# Training that changes nothing, so that weights can be compared behind it.
+STILL = (
+    "--lr 0 --min-lr 0 --weight-decay 0 --moe-router-bias-update-rate 0 "
+    "--moe-token-dispatcher-type alltoall"
+).split()
+
 
 @pytest.mark.feature(
     "Checkpoints: a Hugging Face model trains with --load and --use-checkpoint-args in any layout"
@@ -44,3 +50,27 @@ def test_a_converted_model_trains_in_any_layout_and_goes_back(case: str, tmp_pat
     trained, before = models.weights(tmp_path / "back"), models.weights(theirs)
     assert trained.keys() == before.keys()
     assert not any(torch.equal(trained[name], before[name]) for name in before)
+
+
+@pytest.mark.feature(
+    "Checkpoints: experts and latent attention of Hugging Face models in any TP, PP and EP, "
+    "and back bit for bit"
+)
+@pytest.mark.parametrize("case", ["qwen2 moe", "deepseek v3"])
+def test_experts_go_through_a_layout_bit_for_bit(case: str, tmp_path: Path) -> None:
+    theirs, ours, cut = tmp_path / "theirs", tmp_path / "ours", tmp_path / "cut"
+    models.write(theirs, case, num_hidden_layers=2)
+    convert(Wanted(source=theirs, target=ours, format="safetensors_dist", verify=False))
+    load = [*TRAINING, "--load", str(ours), *STILL]
+    alone = run_gpt(tmp_path / "one", base=load)
+    save = ["--save", str(cut), "--expert-model-parallel-size", "2"]
+    layout = [*CUT, "--expert-tensor-parallel-size", "1", *save]
+    found = run_gpt(tmp_path / "four", *layout, base=load, world_size=4)
+    torch.testing.assert_close(
+        torch.tensor(losses(found)), torch.tensor(losses(alone)), **tolerances.LAYOUT_LOSS
+    )
+    said: list[str] = []
+    convert(Wanted(source=cut, target=tmp_path / "back", format=HF), said.append)
+    assert "agree within" in said[0]
+    models.assert_same_weights(tmp_path / "back", theirs)
+    assert models.logits_of(tmp_path / "back", models.prompts())[1] == ""

@@ -25,11 +25,9 @@ from megatron.training.preprocess.cli import run_tool
 
 # --loader and --saver of the reference: None where it is served, else why not.
 _IMAGES = "models that see images are not in this version"
-_EXPERTS = "mixtures of experts are not in this version"
 LOADERS: dict[str, str | None] = {
-    **dict.fromkeys(("core", "mcore", "megatron", "legacy", "llama_mistral")),
+    **dict.fromkeys(("core", "mcore", "megatron", "legacy", "llama_mistral", "mixtral_hf")),
     "llava": _IMAGES,
-    "mixtral_hf": _EXPERTS,
 }
 SAVERS: dict[str, str | None] = {
     **dict.fromkeys(("core", "mcore", "megatron", "legacy")),
@@ -67,7 +65,7 @@ def get_parser() -> argparse.ArgumentParser:
     layout = "of the files of format torch; else only written into the arguments"
     add("--tensor-parallel", "--target-tensor-parallel-size", type=int, help=layout)
     add("--pipeline-parallel", "--target-pipeline-parallel-size", type=int, help=layout)
-    add("--target-expert-parallel-size", type=int, default=1, help="1")
+    add("--expert-parallel", "--target-expert-parallel-size", type=int, help=layout)
     add("--true-vocab-size", "--vocab-size", type=int, help="tokens, where the rest is padding")
     add("--tokenizer-model", help="tokenizer that the checkpoint is to name")
     add("--vocab-file", help="vocabulary file that the checkpoint is to name")
@@ -91,6 +89,7 @@ def wanted_of(args: argparse.Namespace) -> Wanted:
     run_args: dict[str, Any] = {
         "tensor_model_parallel_size": args.tensor_parallel,
         "pipeline_model_parallel_size": args.pipeline_parallel,
+        "expert_model_parallel_size": args.expert_parallel,
         "vocab_file": args.vocab_file,
     }
     if args.tokenizer_model is not None:
@@ -128,10 +127,6 @@ def _refuse(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--checkpoint-type meta: Meta's own files are not read; take the model in the Hugging "
             "Face form"
-        )
-    if args.target_expert_parallel_size != 1:
-        raise ConfigError(
-            f"--target-expert-parallel-size {args.target_expert_parallel_size}: {_EXPERTS}"
         )
 
 

@@ -56,6 +56,7 @@ HF = "hf"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BESIDE = "huggingface"  # folder beside our checkpoints: config.json, tokenizer, generation config
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_ALWAYS_FP32 = ".router.expert_bias"
 _EMBEDDING = "embedding.word_embeddings.weight"
 # What shapes a model beside the flags of --use-checkpoint-args, and what any run needs.
 _MORE = ("bias_gelu_fusion", "bias_swiglu_fusion", "tokenizer_model", "encoder_num_layers")
@@ -214,10 +215,11 @@ def _for_megatron(source: Source) -> Source:
     multiple = run.language_model.make_vocab_size_divisible_by
     padded = padded_vocab_size(rows, multiple, run.model.tensor_model_parallel_size)
     lacking["padded_vocab_size"] = run.tokenizer.padded_vocab_size or padded
-    sizes = dict(source.layout.get("dense", ()))
+    sizes = dict(source.layout.get("expert", ())) | dict(source.layout.get("dense", ()))
     is_same = all(sizes.get(axis) == size for axis, size in layout.items())
     if not is_same:
-        lacking |= {"world_size": run.world_size, "data_parallel_size": 1}
+        replicas = layout.get("ep", 1)
+        lacking |= {"world_size": run.world_size, "data_parallel_size": replicas}
     tensors = {
         key: _padded(tensor, lacking["padded_vocab_size"]) if key.endswith(_VOCABULARY) else tensor
         for key, tensor in source.tensors.items()
@@ -243,8 +245,8 @@ def _record(tensor: LazyTensor) -> ShardedTensor:
     )
 
 
-def run_config(args: Mapping[str, Any], tp: int = 1, pp: int = 1) -> RunConfig:
-    """The model and tokenizer of a command line, whatever else it asked for, on ``tp * pp`` ranks.
+def run_config(args: Mapping[str, Any], tp: int = 1, pp: int = 1, ep: int = 1) -> RunConfig:
+    """The model and tokenizer of a command line, whatever else it asked for, cut as is said.
 
     Raises ConfigError where it asks for what is not in this version, or cannot be cut so.
     """
@@ -253,11 +255,15 @@ def run_config(args: Mapping[str, Any], tp: int = 1, pp: int = 1) -> RunConfig:
     namespace = saved_namespace(described | _TO_RESOLVE)
     vars(namespace)["tensor_model_parallel_size"] = tp
     vars(namespace)["pipeline_model_parallel_size"] = pp
-    return resolve(namespace, tp * pp)
+    vars(namespace)["expert_model_parallel_size"] = ep
+    vars(namespace)["expert_tensor_parallel_size"] = 1 if ep > 1 else None
+    vars(namespace)["sequence_parallel"] = tp > 1 and bool(described.get("num_experts"))
+    return resolve(namespace, tp * pp * ep)
 
 
 def _layout_of(args: Mapping[str, Any]) -> dict[str, int]:
-    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
+    kinds = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
+    names = {short: f"{kind}_model_parallel_size" for short, kind in kinds.items()}
     return {short: args[name] for short, name in names.items() if name in args}
 
 
@@ -344,7 +350,7 @@ def _dtype_of(model: hf.HFModel) -> torch.dtype:
 
 
 def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    if tensor.name.startswith(OPTIMIZER_PREFIX):
+    if tensor.name.startswith(OPTIMIZER_PREFIX) or tensor.name.endswith(_ALWAYS_FP32):
         return tensor
 
     def make() -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
@@ -11,6 +12,8 @@ from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import LAYER, Rule, tensors_of
 
 Config = Mapping[str, Any]  # config.json
+_IN_LAYER = re.compile(LAYER.replace(".", r"\.").format(r"(\d+)") + "(.*)")
+_OF_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Field:
 class Family:
     """``outside`` and ``layer`` name their tensors by ours, ``layer`` behind ``layer_prefix``.
 
+    In names of experts ``{}`` stands for the number, in ours and in theirs.
     ``always`` holds for every model of the family, whatever its config.json says.
     """
 
@@ -66,15 +70,17 @@ class Family:
         """Our global name -> rule, of every tensor of ``shape``.  Raises CheckpointError."""
         out: dict[str, Rule] = {}
         for name in tensors_of(shape):
-            place = name.split(".")
-            in_layer = name.startswith(LAYER.split("{", maxsplit=1)[0])
-            table: Mapping[str, str | Rule] = self.layer if in_layer else self.outside
-            theirs = table.get(".".join(place[3:]) if in_layer else name)
+            prefix, tail, expert = "", name, ""
+            table: Mapping[str, str | Rule] = self.outside
+            if found := _IN_LAYER.fullmatch(name):
+                prefix, tail = self.layer_prefix.format(found[1]), found[2]
+                table = self.layer
+            if found := _OF_EXPERT.fullmatch(tail):
+                expert, tail = found[2], f"{found[1]}{{}}{found[3]}"
+            theirs = table.get(tail)
             if theirs is None:
                 raise CheckpointError(f"{name} has no counterpart in {self.architecture}")
             rule = Rule((theirs,)) if isinstance(theirs, str) else theirs
-            if in_layer:
-                prefix = self.layer_prefix.format(place[2])
-                rule = Rule(tuple(prefix + n for n in rule.theirs), rule.is_qkv, rule.transposed)
-            out[name] = rule
+            names = tuple(prefix + each.format(expert) for each in rule.theirs)
+            out[name] = replace(rule, theirs=names)
         return out

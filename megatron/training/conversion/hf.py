@@ -21,6 +21,7 @@ from megatron.training.conversion.tensors import Rule, size_of, tensors_of
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
+_MANY = 100  # more than any two models differ in
 
 
 @dataclass(frozen=True)
@@ -172,10 +173,14 @@ def choose_family(shape: ModelShape, wanted: str | None, first: str | None = Non
     names = [wanted] if wanted else sorted(FAMILIES, key=lambda name: name != first)
     nearest: tuple[int, str] | None = None
     for family in map(FAMILIES.__getitem__, names):
-        lacks = list(shape.differences(family.shape(family.config(shape))))
+        try:
+            lacks = list(shape.differences(family.shape(family.config(shape))))
+        except CheckpointError as error:  # it says so much, and what it says is not built here
+            lacks, sentence = [str(error)] * _MANY, f"{family.architecture}: {error}"
+        else:
+            sentence = f"{family.architecture} has no {', '.join(lacks[:4])}"
         if not lacks:
             return family
-        sentence = f"{family.architecture} has no {', '.join(lacks[:4])}"
         if nearest is None or len(lacks) < nearest[0]:
             nearest = len(lacks), sentence
     assert nearest is not None

@@ -17,8 +17,36 @@ from megatron.core.activations import openai_gelu, squared_relu
 from megatron.core.transformer.attention import layer_has_rope
 from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
+from megatron.core.transformer.layer_layout import has_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
+
+# What experts and latent attention are described by, dests of our flags.
+EXPERTS = (
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+    "moe_router_dtype",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+)
+LATENT = (
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+    "rotary_scaling_factor",
+    "mscale",
+    "mscale_all_dim",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +85,51 @@ class ModelShape:
     final_logit_softcapping: float | None = None
     embedding_scale: float = 1.0
     is_tied: bool = False
+    num_experts: int | None = None
+    expert_layers: tuple[bool, ...] = ()  # whether each layer has experts
+    moe_ffn_hidden_size: int | None = None
+    moe_router_topk: int | None = None
+    moe_router_score_function: str | None = None
+    moe_router_pre_softmax: bool = False
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    moe_router_topk_scaling_factor: float | None = None
+    moe_router_enable_expert_bias: bool = False
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_head_dim: int | None = None
+    qk_pos_emb_head_dim: int | None = None
+    v_head_dim: int | None = None
+    rotary_scaling_factor: float = 1.0  # of YaRN in latent attention
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    moe_router_dtype: str | None = field(default=None, compare=False)
     attention_dropout: float = field(default=0.0, compare=False)
     hidden_dropout: float = field(default=0.0, compare=False)
     others: tuple[str, ...] = ()  # flags of a model that is no plain GPT
 
+    def __post_init__(self) -> None:
+        """One spelling of what says the same."""
+        fill = object.__setattr__
+        if all(self.expert_layers) and self.moe_ffn_hidden_size:
+            fill(self, "ffn_hidden_size", self.moe_ffn_hidden_size)
+        if self.moe_router_num_groups == self.moe_router_group_topk:  # no group is left out
+            fill(self, "moe_router_num_groups", None)
+            fill(self, "moe_router_group_topk", None)
+        if self.moe_router_topk_scaling_factor == 1:
+            fill(self, "moe_router_topk_scaling_factor", None)
+
     @property
     def dims(self) -> dict[str, int]:
         """The sizes that shapes of tensors are made of, under the letters of `tensors`."""
-        query = self.num_attention_heads * self.kv_channels
-        key = self.num_query_groups * self.kv_channels
+        heads, halves = self.num_attention_heads, 2 if self.is_gated else 1
+        query, key = heads * self.kv_channels, self.num_query_groups * self.kv_channels
+        expert = self.moe_ffn_hidden_size or 0
+        shared = self.moe_shared_expert_intermediate_size or 0
+        latent, value = self.kv_lora_rank or 0, self.v_head_dim or 0
         return {
             "v": self.vocab_size,
             "p": self.max_position_embeddings,
@@ -75,7 +139,18 @@ class ModelShape:
             "qkv": query + 2 * key,
             "d": self.kv_channels,
             "f": self.ffn_hidden_size,
-            "F": self.ffn_hidden_size * (2 if self.is_gated else 1),
+            "F": self.ffn_hidden_size * halves,
+            "e": self.num_experts or 0,
+            "x": expert,
+            "X": expert * halves,
+            "s": shared,
+            "S": shared * halves,
+            "1": 1,
+            "lq": self.q_lora_rank or 0,
+            "lk": latent,
+            "lkr": latent + (self.qk_pos_emb_head_dim or 0),
+            "kv": heads * ((self.qk_head_dim or 0) + value),
+            "o": heads * value,
         }
 
     def differences(self, other: ModelShape) -> Iterator[str]:
@@ -105,7 +180,7 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
             ),
         }
     scale = m.embedding_scale
-    heads = "head" if m.qk_layernorm else None
+    heads = ("latent" if m.multi_latent_attention else "head") if m.qk_layernorm else None
     return ModelShape(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
@@ -135,7 +210,24 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
         hidden_dropout=m.hidden_dropout,
         others=tuple(_others(run)),
         **rotary,
+        **_experts(m),
+        **_latent(m),
     )
+
+
+def _experts(m: TransformerConfig) -> dict[str, Any]:
+    if m.num_moe_experts is None:
+        return {}
+    values = {name: getattr(m, name) for name in EXPERTS if name != "num_experts"}
+    layers = tuple(has_experts(m, layer) for layer in range(m.num_layers))
+    return values | {"num_experts": m.num_moe_experts, "expert_layers": layers}
+
+
+def _latent(m: TransformerConfig) -> dict[str, Any]:
+    if not m.multi_latent_attention:
+        return {}
+    names = LATENT if m.rotary_scaling_factor != 1 else LATENT[:-3]
+    return {name: getattr(m, name) for name in names}
 
 
 def args_of(shape: ModelShape) -> dict[str, Any]:
@@ -154,6 +246,11 @@ def args_of(shape: ModelShape) -> dict[str, Any]:
         values["window_size"] = [*seen, 0]
         if None in shape.windows:
             values["window_attn_skip_freq"] = [int(w is not None) for w in shape.windows]
+    if shape.num_experts is not None:
+        values |= {name: getattr(shape, name) for name in EXPERTS}
+        values["moe_layer_freq"] = [int(is_one) for is_one in shape.expert_layers]
+    if shape.multi_latent_attention:
+        values |= {name: getattr(shape, name) for name in LATENT}
     if shape.softmax_scale == shape.kv_channels**-0.5:
         values["softmax_scale"] = None
     is_scaled_by_root = shape.embedding_scale == math.sqrt(shape.hidden_size)
@@ -191,7 +288,14 @@ def _window(m: TransformerConfig, layer: int) -> int | None:
 def _others(run: RunConfig) -> Iterator[str]:
     m = run.model
     if m.num_moe_experts is not None:
-        yield "--num-experts"
+        if m.moe_router_load_balancing_type == ("sinkhorn",):
+            yield "--moe-router-load-balancing-type sinkhorn"
+        if m.moe_apply_probs_on_input:
+            yield "--moe-apply-probs-on-input"
+        if m.moe_expert_capacity_factor is not None:
+            yield "--moe-expert-capacity-factor"
+    if m.multi_latent_attention and m.rope_type == "rope" and m.rotary_scaling_factor != 1:
+        yield "--rope-type rope"
     if layer_shapes(m) is not None:
         yield "--heterogeneous-layers-config-path"
     if run.language_model.spec and run.language_model.spec[0] != "local":

@@ -1,8 +1,10 @@
 """The tensors of a GPT under our global names, and how tensors of others are laid out in them.
 
 Letters of shapes: v vocabulary, p positions, h width, q and k rows of queries and of keys, qkv
-both with the values, d head width, f inner width of the MLP, F both halves of a gated one.  A star
-marks the dimension that tensor parallelism cuts.
+both with the values, d head width, f inner width of the MLP, F both halves of a gated one; e
+experts, x and X as f and F of an expert, s and S of the shared ones; of latent attention lq and lk
+the narrow vectors, lkr with the rotated part, kv and o rows of what is raised and of values.  A
+star marks the dimension that tensor parallelism cuts.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def tensors_of(shape: ModelShape) -> dict[str, tuple[str, ...]]:
     named = dict(_outside(shape))
     for layer in range(shape.num_layers):
         prefix = LAYER.format(layer)
-        named |= {prefix + name: letters for name, letters in _in_layer(shape)}
+        named |= {prefix + name: letters for name, letters in _in_layer(shape, layer)}
     return {name: tuple(letters.split()) for name, letters in named.items()}
 
 
@@ -78,7 +80,7 @@ def _outside(shape: ModelShape) -> Iterator[tuple[str, str]]:
         yield "output_layer.weight", "*v h"
 
 
-def _in_layer(shape: ModelShape) -> Iterator[tuple[str, str]]:
+def _in_layer(shape: ModelShape, layer: int) -> Iterator[tuple[str, str]]:
     placement = shape.layer_norm_placement
     if placement != "post":
         yield from _norm("input_layernorm", "h", shape)
@@ -86,22 +88,65 @@ def _in_layer(shape: ModelShape) -> Iterator[tuple[str, str]]:
     if placement != "pre":
         yield from _norm("post_self_attn_layernorm", "h", shape)
         yield from _norm("post_mlp_layernorm", "h", shape)
-    yield "self_attention.linear_qkv.weight", "*qkv h"
+    attention = _latent_attention if shape.multi_latent_attention else _attention
+    for name, letters in attention(shape):
+        yield f"self_attention.{name}", letters
+    has_experts = bool(shape.expert_layers) and shape.expert_layers[layer]
+    mlp = _experts(shape) if has_experts else _mlp("", "f", shape)
+    for name, letters in mlp:
+        yield f"mlp.{name}", letters
+
+
+def _attention(shape: ModelShape) -> Iterator[tuple[str, str]]:
+    yield "linear_qkv.weight", "*qkv h"
     if shape.add_qkv_bias:
-        yield "self_attention.linear_qkv.bias", "*qkv"
+        yield "linear_qkv.bias", "*qkv"
     if shape.qk_norm == "wide":
-        yield "self_attention.q_layernorm.weight", "*q"
-        yield "self_attention.k_layernorm.weight", "*k"
+        yield "q_layernorm.weight", "*q"
+        yield "k_layernorm.weight", "*k"
     elif shape.qk_norm == "head":
-        yield from _norm("self_attention.q_layernorm", "d", shape)
-        yield from _norm("self_attention.k_layernorm", "d", shape)
-    yield "self_attention.linear_proj.weight", "h *q"
-    yield "mlp.linear_fc1.weight", "*F h"
-    yield "mlp.linear_fc2.weight", "h *f"
+        yield from _norm("q_layernorm", "d", shape)
+        yield from _norm("k_layernorm", "d", shape)
+    yield "linear_proj.weight", "h *q"
     if shape.add_bias_linear:
-        yield "self_attention.linear_proj.bias", "h"
-        yield "mlp.linear_fc1.bias", "*F"
-        yield "mlp.linear_fc2.bias", "h"
+        yield "linear_proj.bias", "h"
+
+
+def _latent_attention(shape: ModelShape) -> Iterator[tuple[str, str]]:
+    if shape.q_lora_rank is None:
+        yield "linear_q_proj.weight", "*q h"
+    else:
+        yield "linear_q_down_proj.weight", "lq h"
+        yield "linear_q_up_proj.weight", "*q lq"
+    yield "linear_kv_down_proj.weight", "lkr h"
+    yield "linear_kv_up_proj.weight", "*kv lk"
+    if shape.qk_norm is not None:
+        if shape.q_lora_rank is not None:
+            yield from _norm("q_layernorm", "lq", shape)
+        yield from _norm("kv_layernorm", "lk", shape)
+    yield "linear_proj.weight", "h *o"
+    if shape.add_bias_linear:
+        yield "linear_proj.bias", "h"
+
+
+def _mlp(name: str, letter: str, shape: ModelShape) -> Iterator[tuple[str, str]]:
+    yield f"{name}linear_fc1.weight", f"*{letter.upper()} h"
+    yield f"{name}linear_fc2.weight", f"h *{letter}"
+    if shape.add_bias_linear:
+        yield f"{name}linear_fc1.bias", f"*{letter.upper()}"
+        yield f"{name}linear_fc2.bias", "h"
+
+
+def _experts(shape: ModelShape) -> Iterator[tuple[str, str]]:
+    yield "router.weight", "e h"
+    if shape.moe_router_enable_expert_bias:
+        yield "router.expert_bias", "e"
+    for number in range(shape.num_experts or 0):
+        yield from _mlp(f"experts.local_experts.{number}.", "x", shape)
+    if shape.moe_shared_expert_intermediate_size:
+        yield from _mlp("shared_experts.", "s", shape)
+        if shape.moe_shared_expert_gate:
+            yield "shared_experts.gate_weight", "1 h"
 
 
 def _norm(name: str, letter: str, shape: ModelShape) -> Iterator[tuple[str, str]]:

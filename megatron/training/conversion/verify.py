@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from megatron.core import optional
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.param_info import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection, make_grids
 from megatron.training.config.run import RunConfig
@@ -73,6 +74,15 @@ def our_logits(
     run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int, prompts: Tensor
 ) -> Tensor:
     """[b, s] ids -> [b, s, v], of the model that ``run`` describes with ``tensors`` in it."""
+    model = our_model(run, tensors, vocab_size)
+    positions = torch.arange(prompts.shape[1]).expand_as(prompts)
+    logits: Tensor = model(prompts, positions, None)
+    return logits
+
+
+@torch.no_grad()
+def our_model(run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int) -> GPTModel:
+    """The model that ``run`` describes, in float32 and not training, with ``tensors`` in it."""
     config = replace(
         run.model,
         params_dtype=torch.float32,
@@ -89,9 +99,10 @@ def our_logits(
     ).eval()
     for name, param in model.named_parameters():
         param.copy_(tensors[info_of(param).name or name].make())
-    positions = torch.arange(prompts.shape[1]).expand_as(prompts)
-    logits: Tensor = model(prompts, positions, None)
-    return logits
+    for name, buffer in model.named_buffers():
+        if name in tensors:  # the balancing bias of experts
+            buffer.copy_(tensors[name].make())
+    return model
 
 
 def _alone() -> ProcessGroupCollection:

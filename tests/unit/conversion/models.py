@@ -41,6 +41,17 @@ _LONG = {
     "factor": 2.0,
 }
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LATENT = {
+    **{"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "v_head_dim": 6},
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "first_k_dense_replace": 1},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    **{"max_position_embeddings": 160, "rms_norm_eps": 1e-6},
+}
+_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.7},
+    **{"mscale_all_dim": 0.7, "original_max_position_embeddings": 40},
+}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 
 # name -> class, and what its config has besides the common sizes
@@ -78,7 +89,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"original_max_position_embeddings": 32, "sliding_window": 7, "rope_parameters": _LONG},
     ),
     "olmo2": ("Olmo2", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5}),
+    "qwen2 moe": (
+        "Qwen2Moe",
+        {**_EXPERTS, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+    ),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        {**_EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "deepseek v2": ("DeepseekV2", {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2}),
+    "deepseek v2, groups": (
+        "DeepseekV2",
+        {
+            **{**_LATENT, "rope_parameters": _YARN, "routed_scaling_factor": 2.0},
+            **{"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+        },
+    ),
+    "deepseek v3": (
+        "DeepseekV3",
+        {
+            **{**_LATENT, "rope_parameters": _YARN, "num_experts_per_tok": 4},
+            **{"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0},
+        },
+    ),
 }
+
+WITH_EXPERTS = tuple(c for c in CASES if "moe" in c or c.startswith(("mixtral", "deepseek")))
 
 # Loaded here and not in a test: their modules set environment variables.
 CLASSES: dict[str, tuple[Any, Any]] = {
@@ -107,6 +144,9 @@ def make(case: str, **changes: Any) -> Any:
                 param.add_(0.1 * torch.randn_like(param))
             elif "embed" not in key:
                 param.mul_(3)
+        for key, buffer in model.named_buffers():
+            if "e_score" in key:
+                buffer.normal_(0, 0.2)
     return model
 
 
@@ -137,6 +177,17 @@ def logits_of(folder: Path, ids: Tensor) -> tuple[Tensor, str]:
     finally:
         logger.removeHandler(handler)
     return model.eval()(ids, use_cache=False).logits, "\n".join(heard)
+
+
+def gradients_of(model: Any, ids: Tensor, factor: Tensor, folder: Path) -> None:
+    """Save the gradients of sum(logits * factor) in the place of the weights, under their names."""
+    model.set_attn_implementation("eager")
+    model.float()
+    (model(ids, use_cache=False).logits * factor).sum().backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
+    model.save_pretrained(folder)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

@@ -323,12 +323,11 @@ def test_the_command_line_of_the_reference(
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--loader mixtral_hf", "--loader mixtral_hf: mixtures of experts"),
         ("--saver llava", "--saver llava: models that see images"),
         ("--loader mine", "--loader mine: plug-ins are not loaded by name; there are core"),
         ("--model-type BERT", "--model-type BERT: only GPT"),
         ("--checkpoint-type meta", "Meta's own files are not read"),
-        ("--target-expert-parallel-size 2", "--target-expert-parallel-size 2: mixtures"),
+        ("--target-expert-parallel-size 2", "--expert-model-parallel-size 2 needs --num-experts"),
         ("--tensor-parallel 3", "--num-attention-heads 4 cannot be dealt out to"),
         ("--format hf --family opt", "--family opt: the families here are"),
         ("--format hf --family gemma", "the nearest, GemmaForCausalLM has no apply_layernorm_1p"),

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.config.errors import CheckpointError
+from megatron.core.param_info import info_of
 from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.conversion import hf, hf_folder
 from megatron.training.conversion.convert import (
     BESIDE,
     HF,
@@ -18,7 +21,7 @@ from megatron.training.conversion.convert import (
     read_source,
     run_config,
 )
-from megatron.training.conversion.verify import our_logits
+from megatron.training.conversion.verify import our_logits, our_model
 from tests import tolerances
 from tests.unit.conversion import models
 
@@ -65,3 +68,52 @@ def test_a_family_in_and_out(case: str, tmp_path: Path) -> None:
     logits, heard = models.logits_of(again, ids)
     assert torch.equal(logits, expected)
     assert heard == ""
+
+
+@pytest.mark.feature(
+    "Checkpoints: Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek V2 and V3 from and to Hugging Face"
+)
+@pytest.mark.parametrize("case", models.WITH_EXPERTS)
+def test_gradients_of_experts_and_latent_attention_are_theirs(case: str, tmp_path: Path) -> None:
+    theirs, ours, gradients = (tmp_path / name for name in ("theirs", "ours", "gradients"))
+    model = models.write(theirs, case)
+    convert(Wanted(source=theirs, target=ours, format=OURS, verify=False), quiet)
+    stored = read_source(Wanted(source=ours, target=ours, format=OURS))
+    mine = our_model(run_config(open_checkpoint(ours).asked), stored.tensors, models.VOCABULARY)
+    ids = models.prompts()
+    factor = torch.randn(*ids.shape, models.VOCABULARY)
+    logits = mine(ids, torch.arange(ids.shape[1]).expand_as(ids), None)
+    (logits * factor).sum().backward()
+    models.gradients_of(model, ids, factor, gradients)
+    read = hf_folder.read_weights(gradients)
+    expected = hf.import_model(hf_folder.read_config(gradients), read).tensors
+    wanted = {info_of(p).name or name: p.grad for name, p in mine.named_parameters()}
+    made = {name: expected[name].make() for name in wanted}
+    smallest = 1e-6 * sum(float(grad.norm()) ** 2 for grad in made.values()) ** 0.5
+    for name, grad in made.items():
+        apart = float((wanted[name] - grad).norm())
+        assert apart <= 1e-4 * max(float(grad.norm()), smallest), name
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "sentence"),
+    [
+        ("deepseek v2, groups", {"num_experts_per_tok": 4}, "by their best 1 .* by their best 2"),
+        ("deepseek v2", {"topk_method": "noaux_tc"}, "topk_method noaux_tc, which is not built"),
+        ("deepseek v3", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
+        ("deepseek v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05: only 1e-06"),
+        ("deepseek v3", {"rope_parameters": {"rope_type": "linear"}}, "rope_type linear: only"),
+        (
+            "deepseek v3",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}},
+            "mscale 1.0 and mscale_all_dim None: only equal ones",
+        ),
+        ("qwen3 moe", {"num_local_experts": None}, "config.json has no num_experts"),
+    ],
+)
+def test_settings_of_experts_that_are_not_here_are_named(
+    case: str, changes: dict[str, object], sentence: str
+) -> None:
+    config = models.make(case).config.to_dict() | changes
+    with pytest.raises(CheckpointError, match=sentence):
+        hf.family_of(config).shape(config)

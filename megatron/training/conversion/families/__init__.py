@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from megatron.training.conversion.families import (
+    deepseek_v2,
+    deepseek_v3,
     gemma,
     gemma2,
     gpt2,
     llama,
     mistral,
+    mixtral,
     olmo2,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
+    qwen3_moe,
 )
 from megatron.training.conversion.family import Family
 
+_DENSE = (llama, mistral, qwen2, qwen3, gemma, gemma2, phi3, olmo2, gpt2)
+_EXPERTS = (mixtral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3)
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY
-    for module in (llama, mistral, qwen2, qwen3, gemma, gemma2, phi3, olmo2, gpt2)
+    module.FAMILY.model_type: module.FAMILY for module in (*_DENSE, *_EXPERTS)
 }

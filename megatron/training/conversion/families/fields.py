@@ -75,7 +75,7 @@ def tied(default: bool) -> Field:
     return Field(read, lambda shape: {"tie_word_embeddings": shape.is_tied})
 
 
-def _rope_of(config: Config) -> dict[str, Any]:
+def rope_of(config: Config) -> dict[str, Any]:
     """``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` before it."""
     out = {"rope_theta": config.get("rope_theta", 10000.0)}
     out["partial_rotary_factor"] = config.get("partial_rotary_factor", 1.0)
@@ -85,7 +85,7 @@ def _rope_of(config: Config) -> dict[str, Any]:
 
 
 def _read_rope(config: Config) -> dict[str, Any]:
-    rope = _rope_of(config)
+    rope = rope_of(config)
     if rope["rope_theta"] != int(rope["rope_theta"]):
         raise CheckpointError(
             f"config.json has rope_theta {rope['rope_theta']}, which is no integer"

@@ -1,0 +1,178 @@
+"""DeepSeek V2: latent attention, experts behind a softmax, shared experts, dense layers first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.config.errors import CheckpointError
+from megatron.training.conversion.families.experts import (
+    EXPERT_LAYER,
+    FIRST_DENSE,
+    PROJECTIONS,
+    SHARED,
+    TOPK,
+    WIDTH,
+    gated,
+    groups,
+)
+from megatron.training.conversion.families.fields import (
+    LLAMA_OUTSIDE,
+    activation,
+    demand,
+    rope_of,
+    same,
+    tied,
+)
+from megatron.training.conversion.families.llama import LAYER
+from megatron.training.conversion.family import Config, Family, Field
+from megatron.training.conversion.shape import ModelShape
+from megatron.training.conversion.tensors import Rule
+
+_YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": None}
+
+
+def _read_rope(config: Config) -> dict[str, Any]:
+    """Of YaRN, --max-position-embeddings is the length before stretching."""
+    rope = rope_of(config)
+    length = config["max_position_embeddings"]
+    out = {"rotary_base": rope["rope_theta"], "max_position_embeddings": length}
+    if rope["kind"] == "default":
+        return out
+    if rope["kind"] != "yarn":
+        raise CheckpointError(f"config.json has rope_type {rope['kind']}: only yarn is built")
+    for name, built in _YARN.items():
+        if rope.get(name, built) != built:
+            raise CheckpointError(f"config.json has {name} {rope[name]}: only {built} is built")
+    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if not mscale or mscale != of_all:
+        raise CheckpointError(
+            f"config.json has mscale {mscale} and mscale_all_dim {of_all}: only equal ones are "
+            "built"
+        )
+    return out | {
+        "max_position_embeddings": rope.get("original_max_position_embeddings") or length,
+        "rotary_scaling_factor": float(rope["factor"]),
+        "mscale": float(mscale),
+        "mscale_all_dim": float(of_all),
+    }
+
+
+def _write_rope(shape: ModelShape) -> dict[str, Any]:
+    length, factor = shape.max_position_embeddings, shape.rotary_scaling_factor
+    scaling = None
+    if factor != 1:
+        scaling = {
+            "rope_type": "yarn",
+            "type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": length,
+            **{name: _YARN[name] for name in ("beta_fast", "beta_slow")},
+            **{name: getattr(shape, name) for name in ("mscale", "mscale_all_dim")},
+        }
+    return {
+        "rope_theta": float(shape.rotary_base),
+        "rope_scaling": scaling,
+        "max_position_embeddings": round(length * factor),
+    }
+
+
+def _read_heads(config: Config) -> dict[str, Any]:
+    rotated = config["qk_rope_head_dim"]
+    return {
+        "multi_latent_attention": True,
+        "qk_norm": "latent",
+        "qk_pos_emb_head_dim": rotated,
+        "kv_channels": config["qk_nope_head_dim"] + rotated,
+    }
+
+
+def _write_heads(shape: ModelShape) -> dict[str, Any]:
+    heads = shape.num_attention_heads
+    return {"qk_rope_head_dim": shape.qk_pos_emb_head_dim, "num_key_value_heads": heads}
+
+
+def _read_factor(config: Config) -> dict[str, Any]:
+    return {"moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 1.0)}
+
+
+def _write_factor(shape: ModelShape) -> dict[str, Any]:
+    return {"routed_scaling_factor": shape.moe_router_topk_scaling_factor or 1.0}
+
+
+FIELDS = (
+    same("num_hidden_layers", "num_layers"),
+    same("hidden_size", "hidden_size"),
+    same("intermediate_size", "ffn_hidden_size"),
+    same("num_attention_heads", "num_attention_heads"),
+    same("vocab_size", "vocab_size"),
+    same("attention_dropout", "attention_dropout", 0.0),
+    Field(_read_rope, _write_rope),
+    same("rms_norm_eps", "norm_epsilon", 1e-6),
+    demand("rms_norm_eps", 1e-6),  # transformers' norms of narrow vectors have no other
+    activation("hidden_act", "silu"),
+    tied(False),
+    demand("attention_bias", False),
+    same("q_lora_rank", "q_lora_rank", None),
+    same("kv_lora_rank", "kv_lora_rank"),
+    same("qk_nope_head_dim", "qk_head_dim"),
+    same("v_head_dim", "v_head_dim"),
+    Field(_read_heads, _write_heads),
+    same("n_routed_experts", "num_experts"),
+    TOPK,
+    WIDTH,
+    SHARED,
+    FIRST_DENSE,
+    Field(_read_factor, _write_factor),
+    demand("moe_layer_freq", 1),
+)
+DEEPSEEK_LAYER: Mapping[str, str | Rule] = {
+    **LAYER,
+    **EXPERT_LAYER,
+    "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+    **gated("mlp.shared_experts", "mlp.shared_experts", *PROJECTIONS),
+}
+
+
+def _read_method(config: Config) -> dict[str, Any]:
+    """Groups count only where the method names them."""
+    method = config.get("topk_method", "greedy")
+    if method == "group_limited_greedy":
+        return dict(_GROUPS.read(config))
+    if method != "greedy":
+        raise CheckpointError(f"config.json has topk_method {method}, which is not built here")
+    return {}
+
+
+def _write_method(shape: ModelShape) -> dict[str, Any]:
+    is_limited = shape.moe_router_num_groups is not None
+    method = "group_limited_greedy" if is_limited else "greedy"
+    return {"topk_method": method, **_GROUPS.write(shape)}
+
+
+_GROUPS = groups(1)
+
+FAMILY = Family(
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    always={
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": True,
+        "moe_router_dtype": "fp32",
+    },
+    fields=(
+        *FIELDS,
+        Field(_read_method, _write_method),
+        demand("norm_topk_prob", False),
+        demand("scoring_func", "softmax"),
+        demand("mlp_bias", False),
+    ),
+    outside=LLAMA_OUTSIDE,
+    layer=DEEPSEEK_LAYER,
+)

@@ -1,0 +1,101 @@
+"""Entries of config.json about experts, and the names of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.config.errors import CheckpointError
+from megatron.training.conversion.families.fields import same
+from megatron.training.conversion.family import Config, Field
+from megatron.training.conversion.shape import ModelShape
+from megatron.training.conversion.tensors import Rule
+
+TOPK = same("num_experts_per_tok", "moe_router_topk")
+WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size")
+
+
+def gated(ours: str, theirs: str, gate: str, up: str, down: str) -> dict[str, Rule]:
+    """The matrices of a gated MLP."""
+    first = tuple(f"{theirs}.{name}.weight" for name in (gate, up))
+    return {
+        f"{ours}.linear_fc1.weight": Rule(first),
+        f"{ours}.linear_fc2.weight": Rule((f"{theirs}.{down}.weight",)),
+    }
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+EXPERT_LAYER: Mapping[str, str | Rule] = {
+    "mlp.router.weight": "mlp.gate.weight",
+    **gated("mlp.experts.local_experts.{}", "mlp.experts.{}", *PROJECTIONS),
+}
+
+
+def _read_normed(config: Config) -> dict[str, Any]:
+    is_normed = bool(config.get("norm_topk_prob", False))
+    return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not is_normed}
+
+
+# Whether the weights of the chosen experts sum to 1: a softmax over them, or over all.
+NORMED = Field(_read_normed, lambda shape: {"norm_topk_prob": not shape.moe_router_pre_softmax})
+
+
+def _read_sparse(config: Config) -> dict[str, Any]:
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    layers = range(config["num_hidden_layers"])
+    return {"expert_layers": tuple(i not in dense and (i + 1) % step == 0 for i in layers)}
+
+
+def _write_sparse(shape: ModelShape) -> dict[str, Any]:
+    dense = [i for i, has_experts in enumerate(shape.expert_layers) if not has_experts]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+SPARSE = Field(_read_sparse, _write_sparse)
+
+
+def _read_first_dense(config: Config) -> dict[str, Any]:
+    dense = config.get("first_k_dense_replace", 0)
+    return {"expert_layers": tuple(i >= dense for i in range(config["num_hidden_layers"]))}
+
+
+# Layers without experts come first.
+FIRST_DENSE = Field(
+    _read_first_dense,
+    lambda shape: {"first_k_dense_replace": [*shape.expert_layers, True].index(True)},
+)
+
+
+def _read_shared(config: Config) -> dict[str, Any]:
+    width = config["n_shared_experts"] * config["moe_intermediate_size"]
+    return {"moe_shared_expert_intermediate_size": width}
+
+
+def _write_shared(shape: ModelShape) -> dict[str, Any]:
+    width = shape.moe_shared_expert_intermediate_size or 0
+    return {"n_shared_experts": width // (shape.moe_ffn_hidden_size or 1)}
+
+
+SHARED = Field(_read_shared, _write_shared)
+
+
+def groups(counted: int) -> Field:
+    """Groups of experts, of which the best ``counted`` experts decide which are chosen."""
+
+    def read(config: Config) -> dict[str, Any]:
+        num_groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+        k = config["num_experts_per_tok"]
+        if num_groups != chosen and k != chosen * counted:
+            raise CheckpointError(
+                f"config.json has num_experts_per_tok {k} and topk_group {chosen}: groups are "
+                f"chosen by their best {counted} experts there, by their best {k // chosen} here"
+            )
+        return {"moe_router_num_groups": num_groups, "moe_router_group_topk": chosen}
+
+    def write(shape: ModelShape) -> dict[str, Any]:
+        return {
+            "n_group": shape.moe_router_num_groups or 1,
+            "topk_group": shape.moe_router_group_topk or 1,
+        }
+
+    return Field(read, write)
