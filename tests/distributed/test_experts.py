@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.activations import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.param_info import info_of, name_parameters
 from megatron.core.param_init import initialize_parameters
@@ -81,24 +83,35 @@ SITUATIONS = {
             "moe_apply_probs_on_input": True,
         }
     ),
+    "biases": Situation({"add_bias_linear": True, "moe_router_topk": 3}),
+    "gpt-oss": Situation(
+        {
+            "add_bias_linear": True,
+            "activation_func": quick_gelu,
+            "activation_func_clamp_value": 0.5,
+            "glu_linear_offset": 1.0,
+            "recompute_granularity": "selective",
+            "recompute_modules": ("moe_act",),
+        }
+    ),
     "per-token": Situation({"calculate_per_token_loss": True}),
 }
 
 
 def config_of(situation: Situation, **more: Any) -> Any:
-    return tiny_config(
-        num_layers=1,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        ffn_hidden_size=12,
-        num_moe_experts=EXPERTS,
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        init_method_std=0.5,
-        params_dtype=torch.float64,
-        **{**COEFFICIENTS, **situation.changes, **more},
-    )
+    base = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": 12,
+        "num_moe_experts": EXPERTS,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "init_method_std": 0.5,
+        "params_dtype": torch.float64,
+    }
+    return tiny_config(**{**base, **COEFFICIENTS, **situation.changes, **more})
 
 
 def tokens_of(rule: str, replica: int) -> tuple[Tensor, Tensor]:
@@ -117,6 +130,13 @@ def build(config: Any, groups: Any) -> MoELayer:
     layer = build_module(spec, config=config, offered={"pg_collection": groups, "layer_number": 1})
     name_parameters(layer)
     initialize_parameters(layer, 1234)
+    for name, param in layer.named_parameters():
+        if name.endswith("bias"):  # zero at first
+            info = info_of(param)
+            generator = torch.Generator().manual_seed(crc32(name.encode()))
+            values = torch.randn(info.global_shape, generator=generator, dtype=torch.float64)
+            for (first,), view in info.pieces(param.detach()):
+                view.copy_(values[first : first + len(view)])
     if layer.router.expert_bias is not None:
         layer.router.expert_bias.copy_(torch.linspace(-0.1, 0.1, EXPERTS))
     return layer
@@ -184,7 +204,7 @@ def expected(situation: Situation, replicas: int) -> Any:
         hidden, r = tokens_of(situation.tokens, replica)
         x = hidden.clone().requires_grad_()
         flat = x.flatten(0, 1)
-        logits = F.linear(flat, weights["router.weight"])
+        logits = F.linear(flat, weights["router.weight"], weights.get("router.bias"))
         table = plain.weights_table(logits, config, bias)
         if config.moe_expert_capacity_factor is not None:
             table = table * plain.kept(table.detach(), config)
@@ -237,6 +257,11 @@ def test_experts_on_many_ranks_compute_what_a_plain_layer_computes(name, dispatc
                     got = whole(rank["grads"][key], value.shape)
                     torch.testing.assert_close(got, value, rtol=1e-10, atol=1e-11)
             else:
-                parts = [p for r in ranks for p in r["grads"].get(key, ())]
-                got = whole(parts, value.shape)
-                torch.testing.assert_close(got, value, rtol=1e-10, atol=1e-11)
+                held = [r["grads"][key] for r in ranks if key in r["grads"]]
+                if key.endswith("fc2.bias"):  # whole on every rank of expt_tp
+                    assert len(held) == (layout.etp or layout.tp)
+                else:
+                    held = [[piece for pieces in held for piece in pieces]]
+                for pieces in held:
+                    got = whole(pieces, value.shape)
+                    torch.testing.assert_close(got, value, rtol=1e-10, atol=1e-11)

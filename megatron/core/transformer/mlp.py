@@ -1,7 +1,8 @@
 """The MLP of a layer: widen, activate, narrow.
 
 ``f`` is the inner width.  Plain: [s, b, h] -> [.., f/tp] -> act -> [s, b, h].  Gated: the first
-matrix gives gate and up, [.., 2 f/tp], and the middle is act(gate) * up.
+matrix gives gate and up, [.., 2 f/tp], and the middle is act(gate) * (up + offset), both clamped
+where --activation-func-clamp-value says so.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.activations import openai_gelu
+from megatron.core.fusions.bias_glu import glu
 from megatron.core.fusions.bias_swiglu import swiglu
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -41,6 +44,7 @@ class MLP(MegatronModule):
         ffn_hidden_size: int | None = None,
     ) -> None:
         super().__init__(config)
+        self.tp_group = tp_group
         input_size = input_size or config.hidden_size
         ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
         num_blocks = 2 if config.gated_linear_unit else 1
@@ -67,17 +71,17 @@ class MLP(MegatronModule):
             **common,
         )
         # The fused GELU of the reference is its tanh form; its checkpoints were trained with it.
-        self.is_tanh_gelu = config.bias_activation_fusion and config.activation_func is F.gelu
+        is_tanh_gelu = config.bias_activation_fusion and config.activation_func is F.gelu
+        self.act = openai_gelu if is_tanh_gelu else config.activation_func
 
     def activate(self, x: Tensor) -> Tensor:
         """[.., f/tp] -> [.., f/tp], or [.., 2 f/tp] -> [.., f/tp] where gated."""
-        act = self.config.activation_func
         if not self.config.gated_linear_unit:
-            return F.gelu(x, approximate="tanh") if self.is_tanh_gelu else act(x)
-        if act is F.silu:
+            return self.act(x)
+        clamp, offset = self.config.activation_func_clamp_value, self.config.glu_linear_offset
+        if self.act is F.silu and clamp is None and not offset:
             return swiglu(x)
-        gate, up = x.chunk(2, -1)
-        return (F.gelu(gate, approximate="tanh") if self.is_tanh_gelu else act(gate)) * up
+        return glu(x, self.act, clamp, offset)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> [s, b, h] and the bias that is still to be added, if any."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from megatron.core.activations import openai_gelu, squared_relu
+from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
 from megatron.core.config.errors import ConfigError
 from megatron.core.device import CPU
 from megatron.core.distributed.sharding import shares_instances
@@ -160,7 +160,7 @@ def widths(ns: Namespace) -> Iterator[str]:
 
 def activation(ns: Namespace) -> Iterator[str]:
     """Which function stands between the two matrices of the MLP."""
-    ns.gated_linear_unit = ns.swiglu or ns.geglu
+    ns.gated_linear_unit = ns.swiglu or ns.geglu or ns.quick_geglu
     ns.activation_func = F.gelu
     if ns.swiglu:
         ns.activation_func = F.silu
@@ -168,10 +168,12 @@ def activation(ns: Namespace) -> Iterator[str]:
         ns.activation_func = squared_relu
     elif ns.openai_gelu:
         ns.activation_func = openai_gelu
+    elif ns.quick_geglu:
+        ns.activation_func = quick_gelu
     if not ns.add_bias_linear:
         ns.bias_gelu_fusion = False
     ns.bias_activation_fusion = ns.bias_swiglu_fusion if ns.swiglu else ns.bias_gelu_fusion
-    if ns.squared_relu or ns.openai_gelu or ns.geglu:
+    if ns.squared_relu or ns.openai_gelu or ns.geglu or ns.quick_geglu:
         ns.bias_activation_fusion = False
     yield from ()
 

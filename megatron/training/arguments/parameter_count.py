@@ -89,8 +89,8 @@ def _expert_parameters(m: TransformerConfig) -> int:
     assert m.num_moe_experts is not None, "called for a layer with experts"
     one = _mlp_matrices(m, m.moe_ffn_hidden_size or 0, m.expert_tensor_parallel_size or 1)
     total = (
-        m.hidden_size * m.num_moe_experts + m.num_moe_experts // m.expert_model_parallel_size * one
-    )
+        m.hidden_size + m.add_bias_linear
+    ) * m.num_moe_experts + m.num_moe_experts // m.expert_model_parallel_size * one
     if m.moe_shared_expert_intermediate_size:
         width = m.moe_shared_expert_intermediate_size
         total += _mlp_matrices(m, width, m.tensor_model_parallel_size)

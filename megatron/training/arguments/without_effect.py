@@ -233,6 +233,11 @@ NEEDS = (
         ),
     ),
     Need(
+        "--swiglu, --geglu or --quick-geglu",
+        lambda ns: ns.gated_linear_unit,
+        ("activation_func_clamp_value", "glu_linear_offset"),
+    ),
+    Need(
         "--multi-latent-attention",
         lambda ns: ns.multi_latent_attention,
         (

@@ -44,6 +44,11 @@ class ShorthandFlags:
         "Gated GELU MLP; with --openai-gelu in its tanh form. The MLP width is not adapted.",
         group="network size",
     )
+    quick_geglu: bool = option(
+        False,
+        "Gated MLP with x sigmoid(1.702 x) as activation. The MLP width is not adapted.",
+        group="network size",
+    )
     swiglu: bool = option(
         False,
         "Gated SiLU MLP: two matrices in, one out.",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from megatron.core.activations import openai_gelu, squared_relu
+from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
 from megatron.core.transformer.attention import layer_has_rope
 from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
@@ -263,7 +263,8 @@ def args_of(shape: ModelShape) -> dict[str, Any]:
         "use_rope_scaling": shape.rope_scaling_factor is not None,
         "rope_scaling_factor": shape.rope_scaling_factor or 8.0,
         "swiglu": shape.is_gated and shape.activation == "silu",
-        "geglu": shape.is_gated and shape.activation != "silu",
+        "geglu": shape.is_gated and shape.activation not in ("silu", "quick_gelu"),
+        "quick_geglu": shape.activation == "quick_gelu",
         "openai_gelu": shape.activation == "gelu_tanh",
         "squared_relu": shape.activation == "squared_relu",
         "qk_layernorm": shape.qk_norm is not None,
@@ -275,9 +276,8 @@ def args_of(shape: ModelShape) -> dict[str, Any]:
 def _activation(m: TransformerConfig) -> str:
     if m.activation_func is F.gelu:
         return "gelu_tanh" if m.bias_activation_fusion else "gelu"
-    return {F.silu: "silu", openai_gelu: "gelu_tanh", squared_relu: "squared_relu"}[
-        m.activation_func
-    ]
+    names = {openai_gelu: "gelu_tanh", squared_relu: "squared_relu", quick_gelu: "quick_gelu"}
+    return {F.silu: "silu", **names}[m.activation_func]
 
 
 def _window(m: TransformerConfig, layer: int) -> int | None:
@@ -306,6 +306,10 @@ def _others(run: RunConfig) -> Iterator[str]:
         yield "--qk-l2-norm"
     if m.softmax_type != "vanilla":
         yield "--softmax-type"
+    if m.activation_func_clamp_value is not None:
+        yield "--activation-func-clamp-value"
+    if m.glu_linear_offset:
+        yield "--glu-linear-offset"
     if not all(layer_has_rope(m, layer) for layer in range(m.num_layers)):
         yield "--no-rope-freq"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.activations import openai_gelu, squared_relu
+from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
 from megatron.core.enums import AttnBackend
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
@@ -66,6 +66,7 @@ def test_head_width_and_groups_follow_the_heads() -> None:
         ("--swiglu", F.silu, True),
         ("--geglu", F.gelu, True),
         ("--geglu --openai-gelu", openai_gelu, True),
+        ("--quick-geglu", quick_gelu, True),
         ("--squared-relu", squared_relu, False),
         ("--openai-gelu", openai_gelu, False),
     ],

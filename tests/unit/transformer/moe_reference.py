@@ -89,8 +89,13 @@ def experts(x: Tensor, table: Tensor, weights: dict[str, Tensor], c: Transformer
         name = f"experts.local_experts.{j}"
         w = table[:, j : j + 1]
         seen = x * w if c.moe_apply_probs_on_input else x
-        inner = F.linear(seen, weights[f"{name}.linear_fc1.weight"])
-        gate, up = inner.chunk(2, -1)
-        out = F.linear(F.silu(gate) * up, weights[f"{name}.linear_fc2.weight"])
+        first, second = (
+            (weights[f"{name}.{m}.weight"], weights.get(f"{name}.{m}.bias"))
+            for m in ("linear_fc1", "linear_fc2")
+        )
+        gate, up = F.linear(seen, *first).chunk(2, -1)
+        limit = c.activation_func_clamp_value or math.inf
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        out = F.linear(c.activation_func(gate) * (up + c.glu_linear_offset), *second)
         y = y + (out * (w > 0) if c.moe_apply_probs_on_input else out * w)
     return y

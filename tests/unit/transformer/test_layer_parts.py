@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
+from megatron.core.fusions.bias_glu import glu
 from megatron.core.fusions.bias_swiglu import swiglu, swiglu_reference
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
@@ -96,6 +97,19 @@ ACTIVATIONS: dict[str, tuple[dict[str, Any], Any]] = {
         {"gated_linear_unit": True, "bias_activation_fusion": True},
         lambda x: F.gelu(x[..., :6], approximate="tanh") * x[..., 6:],
     ),
+    "clamped quick geglu": (
+        {
+            "activation_func": quick_gelu,
+            "gated_linear_unit": True,
+            "activation_func_clamp_value": 0.7,
+            "glu_linear_offset": 1.0,
+        },
+        lambda x: quick_gelu(x[..., :6].clamp(max=0.7)) * (x[..., 6:].clamp(-0.7, 0.7) + 1),
+    ),
+    "clamped swiglu": (
+        {"activation_func": F.silu, "gated_linear_unit": True, "activation_func_clamp_value": 0.7},
+        lambda x: F.silu(x[..., :6].clamp(max=0.7)) * x[..., 6:].clamp(-0.7, 0.7),
+    ),
 }
 
 
@@ -121,6 +135,8 @@ def test_swiglu_has_the_gradient_of_its_reference() -> None:
     x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(swiglu, (x,))
     close(swiglu(x), swiglu_reference(x))
+    assert torch.autograd.gradcheck(lambda x: glu(x, quick_gelu, 0.7, 1.0), (x,))
+    close(glu(x, F.silu), swiglu_reference(x))
 
 
 def test_the_seam_adds_bias_and_residual_and_drops_only_in_training() -> None:

@@ -39,7 +39,7 @@ from megatron.core.rank_grid import RankGrid
 COMMON_FILE = "common.pt"
 STATE_PREFIX = "optimizer.state."
 _CUDA_STATE_BYTES = 16
-GATED = ("swiglu", "geglu", "gated_linear_unit")
+GATED = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _FLOPS = "num_floating_point_operations_so_far"
 

@@ -17,6 +17,16 @@ class MLPConfig:
         "with --swiglu, if not given.",
         group="network size",
     )
+    activation_func_clamp_value: float | None = option(
+        None,
+        "Largest value of a gated MLP's gate, and largest magnitude of what it gates.",
+        group="network size",
+    )
+    glu_linear_offset: float = option(
+        0.0,
+        "Added to what the gate of a gated MLP multiplies.",
+        group="network size",
+    )
     add_bias_linear: bool = option(
         True,
         "Drop the biases of the linear layers.",

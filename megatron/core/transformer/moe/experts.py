@@ -2,7 +2,7 @@
 
 ``m`` rows of width ``h``, those of an expert behind each other.  Under expert tensor parallelism
 the inner width is divided over expt_tp and a result is this rank's term of a sum, which the
-dispatcher adds up.
+dispatcher adds up; the first rank's has the second bias.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ class Expert(MLP):
         result, bias = self.linear_fc2(weigh(inner, weights))
         if memory is not None:
             memory.discard_output_and_register_recompute(result)
-        return result if bias is None else result + bias * weights.unsqueeze(-1).to(bias.dtype)
+        if bias is None:
+            return result
+        if self.tp_group.rank() == 0:
+            return result + bias * weights.unsqueeze(-1).to(bias.dtype)
+        # Here it counts 0, yet the copy of the bias needs the gradient that the first rank's has.
+        term = bias * weights.detach().unsqueeze(-1).to(bias.dtype)
+        return result + (term - term.detach())
 
     def _activated(self, inner: Tensor, weights: Tensor) -> Tensor:
         """Weighed before the second matrix, which is linear."""

@@ -10,6 +10,7 @@ Collectives of a forward pass, over tp_cp, each where it is asked for: an all-ga
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -63,6 +64,10 @@ class TopKRouter(MegatronModule):
             sequence_parallel=self.is_sequence_cut,
         )
         self.weight = new_parameter(info.global_shape, config.params_dtype, info)
+        self.bias: torch.nn.Parameter | None = None
+        if config.add_bias_linear:
+            info = replace(info, global_shape=(self.num_experts,), init="zeros")
+            self.bias = new_parameter(info.global_shape, config.params_dtype, info)
         self.dtype = _DTYPES.get(config.moe_router_dtype or "")
         self.aux_losses = AuxLosses(layer_number - 1)
         self.expert_bias: Tensor | None
@@ -96,7 +101,8 @@ class TopKRouter(MegatronModule):
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., h] -> [.., E].  Raises NonFiniteError for what is not a number."""
         dtype = self.dtype or hidden.dtype
-        logits = F.linear(hidden.to(dtype), self.weight.to(dtype))
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
         is_nan = logits.isnan().any()
         message = f"the router of layer {self.layer_number} computes NaN for a token"
         if device.is_cuda(logits.device):

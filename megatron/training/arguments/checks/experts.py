@@ -29,11 +29,6 @@ def experts_are_dealt_out(run: RunConfig) -> Iterator[str]:
             f"--moe-ffn-hidden-size {width} is not a multiple of "
             f"--expert-tensor-parallel-size {etp}: change one of them"
         )
-    if etp > 1 and m.add_bias_linear:
-        yield (
-            f"--expert-tensor-parallel-size {etp} with biases: add --disable-bias-linear, or set "
-            "it to 1"
-        )
 
 
 def experts_need_a_cut_sequence(run: RunConfig) -> Iterator[str]:

@@ -32,11 +32,19 @@ def query_groups_divide_the_heads(run: RunConfig) -> Iterator[str]:
 def one_activation(run: RunConfig) -> Iterator[str]:
     """--geglu may be joined with --openai-gelu; all else excludes each other."""
     a = run.asked
-    chosen = [f"--{name}" for name in ("swiglu", "geglu") if a[name]]
+    gated = ("swiglu", "geglu", "quick_geglu")
+    chosen = [f"--{name.replace('_', '-')}" for name in gated if a[name]]
     chosen += ["--squared-relu"] if a["squared_relu"] else []
     chosen += ["--openai-gelu"] if a["openai_gelu"] and chosen != ["--geglu"] else []
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)} exclude each other: keep one"
+
+
+def clamps_leave_something(run: RunConfig) -> Iterator[str]:
+    """A clamp at 0 would close every gate."""
+    clamp = run.model.activation_func_clamp_value
+    if clamp is not None and clamp <= 0:
+        yield f"--activation-func-clamp-value {clamp}: a number greater than 0 is needed"
 
 
 def dropouts_are_probabilities(run: RunConfig) -> Iterator[str]:
@@ -128,6 +136,7 @@ CHECKS = (
     heads_divide_the_width,
     query_groups_divide_the_heads,
     one_activation,
+    clamps_leave_something,
     dropouts_are_probabilities,
     softcaps_are_positive,
     one_query_key_norm,

@@ -1,0 +1,44 @@
+"""act(gate) * up of any activation, keeping nothing but its input for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def glu_reference(gate_up: Tensor, act: Activation, clamp: float | None, offset: float) -> Tensor:
+    """[..., 2 f] -> [..., f] in plain torch.
+
+    ``clamp`` bounds the gate from above and up both ways; ``offset`` is added to up.
+    """
+    gate, up = gate_up.chunk(2, -1)
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return act(gate) * (up + offset if offset else up)
+
+
+class _GLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, *how: Any) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.how = how
+        return glu_reference(gate_up, *how)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            gate_up = ctx.saved_tensors[0].detach().requires_grad_()
+            y = glu_reference(gate_up, *ctx.how)
+        return *torch.autograd.grad(y, gate_up, grad), *(None for _ in ctx.how)
+
+
+def glu(
+    gate_up: Tensor, act: Activation, clamp: float | None = None, offset: float = 0.0
+) -> Tensor:
+    """[..., 2 f] -> [..., f]"""
+    return _GLU.apply(gate_up, act, clamp, offset)
