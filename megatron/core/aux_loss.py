@@ -22,15 +22,22 @@ class AuxLosses:
         self.weight: float | Tensor = 1.0
         self.values: dict[str, Tensor] = {}
 
-    def attach(self, x: Tensor, name: str, loss: Tensor, coefficient: float) -> Tensor:
+    def attach(
+        self,
+        x: Tensor,
+        name: str,
+        loss: Tensor,
+        coefficient: float,
+        reported: Tensor | None = None,
+    ) -> Tensor:
         """``x``, through whose backward pass ``coefficient * loss`` gets its gradient.
 
-        Logs ``loss``, once where the pass is recomputed.
+        Logs ``reported``, by default the loss, once where the pass is recomputed.
         """
         if not torch.is_grad_enabled():
             return x
-        seen = self.values.get(name)
-        self.values[name] = loss.detach() if seen is None else seen + loss.detach()
+        value, seen = (loss if reported is None else reported).detach(), self.values.get(name)
+        self.values[name] = value if seen is None else seen + value
         return _Attach.apply(x, loss * coefficient, self)
 
     def take(self) -> dict[str, Tensor]:

@@ -45,6 +45,7 @@ def load_batch(
     # A mask that is causal and no more is left out: attention is causal without it, and faster.
     is_needed = dict.fromkeys(_DTYPES, config.data.reset_attention_mask)
     is_needed |= dict.fromkeys(("tokens", "position_ids"), is_first_stage)
+    is_needed["tokens"] |= is_last_stage and config.model.mtp_num_layers is not None
     is_needed |= dict.fromkeys(("labels", "loss_mask"), is_last_stage)
     batch: dict[str, Tensor | None] = dict.fromkeys(_DTYPES)
     reads = tp_group.rank() == 0 and any(is_needed.values())

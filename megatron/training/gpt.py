@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
     get_imported_layer_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -39,9 +40,10 @@ def build_gpt_model(
 ) -> GPTModel:
     """One pipeline stage of the GPT that ``config`` describes, on the current device."""
     lm = config.language_model
+    spec = gpt_layer_spec(config)
     return GPTModel(
         config=config.model,
-        transformer_layer_spec=gpt_layer_spec(config),
+        transformer_layer_spec=spec,
         vocab_size=padded_vocab_size,
         unpadded_vocab_size=None if lm.pad_vocab_in_loss else vocab_size,
         max_sequence_length=lm.max_position_embeddings,
@@ -56,6 +58,7 @@ def build_gpt_model(
         rope_scaling=lm.use_rope_scaling,
         rope_scaling_factor=lm.rope_scaling_factor,
         seq_len_interpolation_factor=lm.rotary_seq_len_interpolation_factor,
+        mtp_block_spec=get_gpt_mtp_block_spec(config.model, spec),
         pg_collection=groups,
         vp_stage=vp_stage,
     )

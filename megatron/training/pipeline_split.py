@@ -24,16 +24,19 @@ def settle_pipeline_split(config: RunConfig, padded_vocab_size: int) -> RunConfi
     layers, embedding, loss = costs(config, padded_vocab_size)
     sizes = balanced_sizes(layers, num_stages, first=embedding, last=loss)
     layout = "|".join("t" * size for size in sizes)
-    settled = replace(model, pipeline_split="even", pipeline_model_parallel_layout=f"E{layout}L")
+    layout = f"E{layout}{'m' * (model.mtp_num_layers or 0)}L"
+    settled = replace(model, pipeline_split="even", pipeline_model_parallel_layout=layout)
     return replace(config, model=settled)
 
 
 def costs(config: RunConfig, padded_vocab_size: int) -> tuple[list[float], float, float]:
-    """Relative time of each layer, of the embedding and of the loss."""
+    """Relative time of each layer, of the embedding, and of the loss with what predicts ahead."""
     model = config.model
     again = 4 / 3 if model.recompute_granularity == "full" else 1.0
     layers = [again * flops for flops in layer_flops(config)]
-    loss = FORWARD_AND_BACKWARD * MULTIPLY_ADD * model.hidden_size * padded_vocab_size
+    scale = FORWARD_AND_BACKWARD * MULTIPLY_ADD * model.hidden_size
+    loss = scale * padded_vocab_size
+    loss += (model.mtp_num_layers or 0) * (loss + layers[-1] + scale * 2 * model.hidden_size)
     embedding = _EMBEDDING_BYTES_PER_CHANNEL * _FLOPS_PER_BYTE * model.hidden_size
     return layers, float(embedding), float(loss)
 

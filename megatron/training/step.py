@@ -2,7 +2,7 @@
 
 Order of collectives: what forward and backward need (tensor parallel), the gradient reduction of
 the data-parallel wrapper, the norm inside the optimizer, then the losses of layers of experts over
-all ranks and the reported losses over dp_cp.
+all ranks, the reported losses and those of tokens ahead over dp_cp.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.core.param_info import local_part
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.transformer.moe.expert_bias import update_expert_biases
+from megatron.training.added_losses import added_losses
 from megatron.training.checkpointing.run_tensors import RunParts
-from megatron.training.expert_losses import expert_losses
 from megatron.training.runtime import Runtime
 from megatron.training.state import StepResult
 from megatron.training.weight_hash import check_replicas, params_hash
@@ -60,8 +60,7 @@ def train_step(run: Runtime) -> StepResult:
     if config.training.empty_unused_memory_level >= 2:
         device.empty_cache()
 
-    added = expert_losses(run, num_microbatches)
-    reduced = reduce_losses(losses, run.groups.dp_cp) | added if run.has_loss else {}
+    reduced = _all_losses(run, losses, num_microbatches)
     interval = config.training.check_weight_hash_across_dp_replicas_interval
     if interval is not None and iteration % interval == 0:
         check_replicas(RunParts(model_chunks=run.model_chunks, groups=run.groups), iteration)
@@ -80,6 +79,17 @@ def train_step(run: Runtime) -> StepResult:
         num_tokens=batch_size * config.data.seq_length,
         params_hash=_params_hash(run, iteration),
     )
+
+
+def _all_losses(
+    run: Runtime, reported: list[dict[str, Tensor]], num_microbatches: int
+) -> dict[str, Tensor]:
+    """What the step reports: the losses of the model and those that layers have added."""
+    experts, ahead = added_losses(run, num_microbatches)
+    if not run.has_loss:
+        return {}
+    group = run.groups.dp_cp
+    return reduce_losses(reported, group) | experts | reduce_losses([ahead], group)
 
 
 def _pass_over(data: Any, num_microbatches: int) -> None:

@@ -13,7 +13,6 @@ def only_with(flag: str) -> str:
 
 
 # ---- refused: not in this version ----------------------------------------------------------
-MULTI_TOKEN = "multi-token prediction is not in this version; drop the flag"
 OFFLOAD = "keeping the optimizer in host memory is not in this version; drop the flag"
 LOW_PRECISION_STATE = (
     "optimizer state below fp32 is not in this version; drop the flag: state stays fp32"

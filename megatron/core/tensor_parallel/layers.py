@@ -310,6 +310,26 @@ class RowParallelLinear(nn.Module):
         return f"{self.input_size}, {self.output_size}, rank {tp.rank()} of {tp.size()}"
 
 
+class ReplicatedLinear(nn.Module):
+    """``y = x W^T``, computed alike on all tensor-parallel ranks that have the same tokens."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: LayerConfig, init_method: Init
+    ) -> None:
+        super().__init__()
+        info = ParamInfo(
+            global_shape=(output_size, input_size),
+            init=init_method.kind,
+            init_std=init_method.std,
+            sequence_parallel=config.sequence_parallel,
+        )
+        self.weight = new_parameter(info.global_shape, config.params_dtype, info)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., i] -> [.., o]"""
+        return _linear(x, self.weight, None)
+
+
 def check_token_ids(token_ids: Tensor, num_tokens: int, *, may_ignore: bool = False) -> None:
     """Raise DataError unless all ids are in [0, num_tokens); on a GPU the device asserts later.
 

@@ -197,14 +197,22 @@ def _string_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]
             f"{LAYOUT} {text} has {whole.count('t')} layers and --num-layers is "
             f"{config.num_layers}: write a t for each layer"
         )
-    if "m" in whole:
-        yield f"{LAYOUT} {text}: multi-token prediction (m) is not in this version"
+    num_ahead = config.mtp_num_layers or 0
+    if whole.count("m") != num_ahead or not stages[-1].endswith("m" * num_ahead + "L"):
+        yield (
+            f"{LAYOUT} {text} has {whole.count('m')} layers of multi-token prediction and "
+            f"--mtp-num-layers is {num_ahead}: write an m for each, right before the L"
+        )
 
 
 def has_experts(config: TransformerConfig, layer_index: int) -> bool:
-    """Whether a layer, counted from 0 over the whole model, has experts."""
+    """Whether a layer, counted from 0 over the whole model, has experts.
+
+    The layers behind the decoder that predict tokens ahead are like its last one.
+    """
     if config.num_moe_experts is None:
         return False
+    layer_index = min(layer_index, config.num_layers - 1)
     if isinstance(config.moe_layer_freq, int):
         return layer_index % config.moe_layer_freq == 0
     return bool(config.moe_layer_freq[layer_index])

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
-from megatron.core.param_info import ParamInfo
-from megatron.core.param_init import new_parameter
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import share_of
+from megatron.core.tensor_parallel.layers import ReplicatedLinear, share_of
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -41,24 +39,6 @@ class MLASelfAttentionSubmodules:
     linear_proj: ModuleSpec | type | None = None
     q_layernorm: ModuleSpec | type | None = None
     kv_layernorm: ModuleSpec | type | None = None
-
-
-class DownProjection(nn.Module):
-    """[.., h] -> [.., o], computed alike on all tensor-parallel ranks that have the same tokens."""
-
-    def __init__(self, config: TransformerConfig, output_size: int) -> None:
-        super().__init__()
-        info = ParamInfo(
-            global_shape=(output_size, config.hidden_size),
-            init=config.init_method.kind,
-            init_std=config.init_method.std,
-            sequence_parallel=config.sequence_parallel,
-        )
-        self.weight = new_parameter(info.global_shape, config.params_dtype, info)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[.., h] -> [.., o]"""
-        return F.linear(x, self.weight)
 
 
 class MLASelfAttention(AttentionBase):
@@ -101,6 +81,9 @@ class MLASelfAttention(AttentionBase):
                 offered={"tp_group": tp_group},
             )
 
+        def down(width: int) -> ReplicatedLinear:
+            return ReplicatedLinear(c.hidden_size, width, config=c, init_method=c.init_method)
+
         def norm(spec: ModuleSpec | type | None, width: int) -> Any:
             if spec is None:
                 return nn.Identity()
@@ -109,10 +92,10 @@ class MLASelfAttention(AttentionBase):
         if c.q_lora_rank is None:
             self.linear_q_proj = up(c.hidden_size, self.query_width)
         else:
-            self.linear_q_down_proj = DownProjection(c, c.q_lora_rank)
+            self.linear_q_down_proj = down(c.q_lora_rank)
             self.q_layernorm = norm(submodules.q_layernorm, c.q_lora_rank)
             self.linear_q_up_proj = up(c.q_lora_rank, self.query_width)
-        self.linear_kv_down_proj = DownProjection(c, c.kv_lora_rank + c.qk_pos_emb_head_dim)
+        self.linear_kv_down_proj = down(c.kv_lora_rank + c.qk_pos_emb_head_dim)
         self.kv_layernorm = norm(submodules.kv_layernorm, c.kv_lora_rank)
         self.linear_kv_up_proj = up(c.kv_lora_rank, c.qk_head_dim + c.v_head_dim)
         self.recomputes_up = "mla_up_proj" in config.modules_to_recompute

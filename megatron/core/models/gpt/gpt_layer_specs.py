@@ -26,7 +26,10 @@ from megatron.core.transformer.multi_latent_attention import (
 )
 from megatron.core.transformer.norms import HeadsWideRMSNorm, Norm
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    block_submodules,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -182,14 +185,11 @@ def get_gpt_mtp_block_spec(
     spec: TransformerBlockSubmodules | ModuleSpec,
     use_transformer_engine: bool = False,
     vp_stage: int | None = None,
-) -> None:
-    """What --mtp-num-layers adds to a model: nothing where it is not given.
-
-    Raises ConfigError where it is.
-    """
-    del spec, use_transformer_engine, vp_stage
-    if config.mtp_num_layers:
-        raise ConfigError(f"--mtp-num-layers {config.mtp_num_layers}: {states.MULTI_TOKEN}")
+) -> ModuleSpec | None:
+    """The layer that --mtp-num-layers puts behind the decoder: that of its last one, or None."""
+    del use_transformer_engine, vp_stage  # the spec says it; it stands where the output layer does
+    layers = block_submodules(config, spec).layer_specs
+    return layers[-1] if config.mtp_num_layers and layers else None
 
 
 def get_imported_layer_spec(

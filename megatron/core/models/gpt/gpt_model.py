@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import device, parallel_state
-from megatron.core.config import states
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rope import RotaryTable
 from megatron.core.models.common.embeddings.language_model_embedding import (
@@ -30,6 +29,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes, is_causal_mask
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import before_reading
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPrediction,
+    tokens_ahead,
+)
 from megatron.core.transformer.rope import RopeScaling, RotaryEmbedding, yarn_mscale
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -63,7 +66,7 @@ class GPTModel(LanguageModule):
         rope_scaling_factor: float = 8.0,
         scatter_embedding_sequence_parallel: bool = True,
         seq_len_interpolation_factor: float | None = None,
-        mtp_block_spec: None = None,
+        mtp_block_spec: ModuleSpec | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
         *,
@@ -73,8 +76,6 @@ class GPTModel(LanguageModule):
 
         Left out, the latter is what ``vocab_size`` remembers, else the same.
         """
-        if mtp_block_spec is not None:
-            raise ConfigError(f"GPTModel with mtp_block_spec: {states.MULTI_TOKEN}")
         if unpadded_vocab_size is None and isinstance(vocab_size, PaddedSize):
             unpadded_vocab_size = vocab_size.true_size
         groups = parallel_state.current() if pg_collection is None else pg_collection
@@ -90,7 +91,14 @@ class GPTModel(LanguageModule):
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
         self._has_seen_positions = False
-        if pre_process:
+        predicts_ahead = mtp_block_spec is not None and post_process
+        if predicts_ahead and position_embedding_type == "learned_absolute":
+            raise ConfigError(
+                "--mtp-num-layers has no positions to learn for the tokens ahead: use "
+                "--position-embedding-type rope, or alibi or none"
+            )
+        self.has_embedding = pre_process or predicts_ahead
+        if self.has_embedding:
             self.embedding = LanguageModelEmbedding(
                 config,
                 vocab_size,
@@ -100,8 +108,10 @@ class GPTModel(LanguageModule):
                 num_tokens=unpadded_vocab_size,
                 scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
             )
-            if share_embeddings_and_output_weights:
-                mark_as_shared_embedding(self.embedding.word_embeddings.weight, is_copy=False)
+            has_copy = mtp_block_spec is not None and groups.pp.size() > 1
+            if share_embeddings_and_output_weights or has_copy:
+                weight = self.embedding.word_embeddings.weight
+                mark_as_shared_embedding(weight, is_copy=not pre_process)
         self.rotary_pos_emb: RotaryEmbedding | None = None
         if position_embedding_type == "rope":
             self.rotary_pos_emb = RotaryEmbedding(
@@ -122,6 +132,9 @@ class GPTModel(LanguageModule):
             pg_collection=groups,
             vp_stage=vp_stage,
         )
+        self.mtp: MultiTokenPrediction | None = None
+        if mtp_block_spec is not None and post_process:
+            self.mtp = MultiTokenPrediction(config, mtp_block_spec, pg_collection=groups)
         if post_process:
             self.output_layer = self._build_output_layer()
         self._name_and_fill_parameters()
@@ -135,11 +148,11 @@ class GPTModel(LanguageModule):
             init_method=self.config.embedding_init_method if is_tied else self.config.init_method,
             tp_group=self.tp_group,
             bias=False,
-            skip_weight_param_allocation=is_tied and self.pre_process,
+            skip_weight_param_allocation=is_tied and self.has_embedding,
             unpadded_output_size=self.num_tokens,
             is_embedding_or_output=True,
         )
-        if is_tied and not self.pre_process:
+        if is_tied and not self.has_embedding:
             mark_as_shared_embedding(layer.weight, is_copy=True)
         return layer
 
@@ -162,8 +175,8 @@ class GPTModel(LanguageModule):
         self.decoder.set_input_tensor(input_tensor[0] if is_list else input_tensor)
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
-        """The word embedding of the first stage, or the output weight of the last."""
-        if self.pre_process:
+        """The word embedding of the first stage, or the last one's copy or output weight."""
+        if self.has_embedding:
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
 
@@ -187,9 +200,9 @@ class GPTModel(LanguageModule):
         ranks, [b, s, v/tp], unless gathering is asked for here or by ``parallel_output``.  With
         ``inference_context`` they are gathered and those of the last token.  Stages without the
         output layer return hidden states, those without the embedding need neither ids nor
-        positions.  ``loss_mask`` is the caller's to apply.
+        positions.  ``loss_mask`` is the caller's to apply; multi-token prediction, which is part of
+        training alone, applies it to its own losses, whose gradients come in backward.
         """
-        del loss_mask
         hidden: Tensor | None = decoder_input
         if hidden is None and self.pre_process:
             hidden = self.embedding(input_ids, position_ids)
@@ -202,18 +215,24 @@ class GPTModel(LanguageModule):
             self._check_share(position_ids, inference_context)
         offset = 0 if inference_context is None else inference_context.num_tokens
         num_tokens = self._num_tokens(input_ids)
+        shared: dict[str, Any] = {
+            "rotary_pos_emb": self._rotary_table(num_tokens, offset, packed_seq_params),
+            "attention_bias": self._attention_bias(num_tokens, offset, packed_seq_params),
+            "packed_seq_params": packed_seq_params,
+        }
         hidden = self.decoder(
             hidden,
             attention_mask,
             inference_context=inference_context,
-            rotary_pos_emb=self._rotary_table(num_tokens, offset, packed_seq_params),
-            attention_bias=self._attention_bias(num_tokens, offset, packed_seq_params),
-            packed_seq_params=packed_seq_params,
+            **shared,
             **(extra_block_kwargs or {}),
         )
         if not self.post_process:
             return hidden
         if labels is not None:
+            if self.mtp is not None and self.training:
+                rows = input_ids, labels, loss_mask
+                hidden = self._with_predictions(hidden, rows, attention_mask, shared)
             return self._loss(hidden, labels)
         if inference_context is not None:
             hidden, runtime_gather_output = hidden[-1:], True
@@ -221,6 +240,34 @@ class GPTModel(LanguageModule):
         gather = not self.parallel_output if gather is None else gather
         logits, _ = self.output_layer(hidden, self._output_weight(), runtime_gather_output=gather)
         return self.finish_logits(logits, is_gathered=gather)
+
+    def _with_predictions(
+        self,
+        hidden: Tensor,
+        rows: tuple[Tensor | None, Tensor, Tensor | None],
+        attention_mask: Tensor | None,
+        shared: dict[str, Any],
+    ) -> Tensor:
+        """``hidden``, whose backward pass also trains what predicts further ahead.
+
+        ``rows``: tokens, labels and loss mask.
+        """
+        tokens, labels, mask = rows
+        assert self.mtp is not None, "called where it is"
+        assert tokens is not None, "multi-token prediction embeds tokens on the last stage"
+        if mask is None:
+            mask = torch.ones(labels.shape, device=labels.device)
+        cp, packed = self.pg_collection.cp, shared["packed_seq_params"]
+        num_tokens = tokens.shape[1] * cp.size()
+        lengths = row_lengths(None if packed is None else packed.lengths, num_tokens)
+        depths = tokens_ahead((tokens, labels, mask), self.mtp.num_depths, lengths, cp)
+        state = hidden
+        for depth, ahead in enumerate(depths):
+            embedded = self.embedding(ahead.tokens, None)
+            state = self.mtp.layers[depth](state, embedded, attention_mask, **shared)
+            losses = self._loss(state, ahead.labels)
+            hidden = self.mtp.attach(hidden, depth, losses, ahead)
+        return hidden
 
     def _check_share(self, position_ids: Tensor | None, cache: KVCache | None) -> None:
         """Raise ConfigError where a sequence is not, or cannot be, divided over the ranks.

@@ -73,16 +73,13 @@ class BaseConfig:
     )
     mtp_num_layers: int | None = option(
         None,
-        "Extra heads that predict tokens further ahead.",
+        "Layers behind the decoder that predict tokens further ahead in training.",
         group="network size",
-        harmless=(0,),
-        refused=states.MULTI_TOKEN,
     )
     mtp_loss_scaling_factor: float = option(
         0.1,
-        "Weight of the loss of the extra prediction heads.",
+        "Weight of the mean loss of the layers of --mtp-num-layers.",
         group="network size",
-        ignored=states.only_with("--mtp-num-layers"),
     )
     hidden_dropout: float = option(
         0.1,

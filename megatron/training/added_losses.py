@@ -1,4 +1,4 @@
-"""The losses that layers of experts add, for the log."""
+"""The losses that layers add to the model's own, for the log: of experts, of tokens ahead."""
 
 from __future__ import annotations
 
@@ -12,8 +12,24 @@ from megatron.core.transformer.layer_layout import has_experts
 from megatron.core.transformer.moe.router import balance_terms, loss_name
 from megatron.training.runtime import Runtime
 
+Taken = list[tuple[int, str, Tensor]]  # layer index, name, sum over micro-batches
 
-def expert_losses(run: Runtime, num_microbatches: int) -> dict[str, Tensor]:
+
+def added_losses(run: Runtime, num_microbatches: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """By name what layers have added in a step: those of experts, and those of tokens ahead.
+
+    The latter are this rank's [sum, count].  Collective over all ranks.
+    """
+    taken = [
+        (losses.layer_index, name, value)
+        for losses in aux_losses_of(run.model_chunks)
+        for name, value in losses.take().items()
+    ]
+    ahead = {name: value for _, name, value in taken if name.startswith("mtp_")}
+    return _expert_losses(run, taken, num_microbatches), ahead
+
+
+def _expert_losses(run: Runtime, taken: Taken, num_microbatches: int) -> dict[str, Tensor]:
     """Mean over micro-batches, replicas and layers of each loss; empty for a dense model.
 
     With --moe-per-layer-logging that of each layer too, as ``moe/NAME_layer_I``.  Collective over
@@ -26,15 +42,16 @@ def expert_losses(run: Runtime, num_microbatches: int) -> dict[str, Tensor]:
     names += ["z_loss"] if model.moe_z_loss_coeff is not None else []
     if not names:
         return {}
-    table = torch.zeros(len(names), model.num_layers, device=device.current())
-    for losses in aux_losses_of(run.model_chunks):
-        for name, value in losses.take().items():
-            table[names.index(name), losses.layer_index] += value
+    num_layers = model.num_layers + (model.mtp_num_layers or 0)
+    table = torch.zeros(len(names), num_layers, device=device.current())
+    for layer_index, name, value in taken:
+        if name in names:
+            table[names.index(name), layer_index] += value
     if run.groups.world.size() > 1:
         # Ranks that share a micro-batch hold terms of a sum, replicas a value each.
         dist.all_reduce(table, group=run.groups.world)
     table /= num_microbatches * run.groups.dp.size()
-    layers = [i for i in range(model.num_layers) if has_experts(model, i)]
+    layers = [i for i in range(num_layers) if has_experts(model, i)]
     result = {name: row[layers].mean() for name, row in zip(names, table, strict=True)}
     if run.config.logging.moe_per_layer_logging:
         for name, row in zip(names, table, strict=True):
