@@ -15,7 +15,9 @@ from megatron.training.runtime import Runtime
 Taken = list[tuple[int, str, Tensor]]  # layer index, name, sum over micro-batches
 
 
-def added_losses(run: Runtime, num_microbatches: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def added_losses(
+    run: Runtime, num_microbatches: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """By name what layers have added in a step: those of experts, and those of tokens ahead.
 
     The latter are this rank's [sum, count].  Collective over all ranks.

@@ -147,18 +147,29 @@ class WeightGradQueue:
         """Compute the oldest ``count`` gradients, or all, and give them to their parameters.
 
         They arrive as in a backward pass, hooks included: only the last micro-batch's run outside
-        the wrapper's ``no_sync``.  Collective over the tensor-parallel group under sequence
-        parallelism: all its ranks run equally many.
+        the wrapper's ``no_sync``.  If all are run, those of an output layer with several losses
+        arrive at once.  Collective over the tensor-parallel group under sequence parallelism: all
+        its ranks run equally many.
         """
-        for left in range(len(self) if count is None else min(count, len(self)), 0, -1):
-            item = self._items.popleft()
+        left = len(self) if count is None else min(count, len(self))
+        while left:
+            items = self._oldest(with_its_like=count is None)
+            left -= len(items)
             with torch.no_grad():
-                item.start()
-                if left > 1:
-                    self._items[0].start()
+                for item in [*items, self._items[0]] if left else items:
+                    item.start()
             with torch.enable_grad():
-                delivered = _Deliver.apply(item, *item.params)
-            delivered.backward()
+                delivered = [_Deliver.apply(item, *item.params) for item in items]
+            torch.autograd.backward(delivered)
+
+    def _oldest(self, *, with_its_like: bool) -> list[WeightGrad]:
+        """Take it out, with the others of the weight if it is the output layer's."""
+        items = [self._items.popleft()]
+        weight = items[0].params[0]
+        if with_its_like and _is_output_layer(weight):
+            items += [item for item in self._items if item.params[0] is weight]
+            self._items = deque(item for item in self._items if item.params[0] is not weight)
+        return items
 
     def takes(self, item: WeightGrad) -> bool:
         """Put ``item`` in, unless its layer is not asked for; whether that was done."""

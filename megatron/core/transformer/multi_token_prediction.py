@@ -59,7 +59,7 @@ def tokens_ahead(
     lengths: tuple[int, ...],
     cp: ProcessGroup,
 ) -> list[Ahead]:
-    """For k from 1 to ``num_depths``; ``rows``: tokens, labels and loss mask [b, s/cp] of this rank.
+    """For k from 1 to ``num_depths``; ``rows``: this rank's tokens, labels and loss mask.
 
     ``lengths`` are those of the sequences in a row, which never see into each other.  The token k
     places ahead may lie on another rank.  Collective over cp: one all-gather.

@@ -40,6 +40,11 @@ NEEDS = (
         lambda ns: ns.position_embedding_type == "learned_absolute",
         ("reset_position_ids",),
     ),
+    Need(
+        "--mtp-num-layers",
+        lambda ns: ns.mtp_num_layers is not None,
+        ("mtp_loss_scaling_factor",),
+    ),
     Need("--use-rope-scaling", lambda ns: ns.use_rope_scaling, ("rope_scaling_factor",)),
     Need("--group-query-attention", lambda ns: ns.group_query_attention, ("num_query_groups",)),
     Need("--optimizer sgd", lambda ns: ns.optimizer == "sgd", ("sgd_momentum",)),

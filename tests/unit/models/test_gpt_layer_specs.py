@@ -56,13 +56,12 @@ def test_what_is_not_here_is_refused(wish, sentence):
         get_gpt_layer_local_spec(**wish)
 
 
-def test_a_model_without_further_predictions_needs_no_block_for_them():
+def test_what_predicts_further_ahead_is_like_the_last_layer():
     spec = get_gpt_layer_local_spec()
     assert get_gpt_mtp_block_spec(tiny_config(), spec, use_transformer_engine=False) is None
-    with pytest.raises(ConfigError, match="--mtp-num-layers 1: multi-token prediction is not"):
-        get_gpt_mtp_block_spec(tiny_config(mtp_num_layers=1), spec)
-    with pytest.raises(ConfigError, match="mtp_block_spec: multi-token prediction is not"):
-        GPTModel(tiny_config(), spec, 16, 8, mtp_block_spec=spec)
+    config = tiny_config(num_moe_experts=2, moe_layer_freq=(0, 1), mtp_num_layers=1)
+    block = get_gpt_decoder_block_spec(config)
+    assert get_gpt_mtp_block_spec(config, block) is block.layer_specs[1]
 
 
 @pytest.mark.parametrize(("size", "true_size"), [(PaddedSize(16, 11), 11), (16, None)])

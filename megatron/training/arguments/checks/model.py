@@ -125,6 +125,25 @@ def spec_names_an_object(run: RunConfig) -> Iterator[str]:
         yield f"--spec {' '.join(spec)}: a module and a name in it, or local, is needed"
 
 
+def tokens_ahead_have_what_they_need(run: RunConfig) -> Iterator[str]:
+    """The layers behind the decoder have no learned positions, and use the output layer too."""
+    m, lm = run.model, run.language_model
+    if m.mtp_num_layers is None:
+        return
+    given = f"--mtp-num-layers {m.mtp_num_layers}"
+    if lm.position_embedding_type == "learned_absolute":
+        yield (
+            f"{given}: tokens ahead have no learned positions, use --position-embedding-type rope "
+            "(or alibi or none)"
+        )
+    if m.defer_embedding_wgrad_compute and not lm.untie_embeddings_and_output_weights:
+        yield (
+            f"{given} and --defer-embedding-wgrad-compute need "
+            "--untie-embeddings-and-output-weights: the embedding of tokens ahead adds to the "
+            "gradient of the weight it is tied to"
+        )
+
+
 def transformer_impl_is_possible(run: RunConfig) -> Iterator[str]:
     """Nobody requires what they turned off."""
     m = run.model
@@ -145,5 +164,6 @@ CHECKS = (
     residual_branches_once,
     heterogeneous_layers_agree,
     spec_names_an_object,
+    tokens_ahead_have_what_they_need,
     transformer_impl_is_possible,
 )

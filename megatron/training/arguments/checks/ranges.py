@@ -12,6 +12,8 @@ AT_LEAST: dict[str, tuple[str, float]] = {
     "global_batch_size": ("--global-batch-size", 1),
     "num_layers": ("--num-layers", 1),
     "hidden_size": ("--hidden-size", 1),
+    "mtp_num_layers": ("--mtp-num-layers", 0),
+    "mtp_loss_scaling_factor": ("--mtp-loss-scaling-factor", 0),
     "ffn_hidden_size": ("--ffn-hidden-size", 1),
     "num_attention_heads": ("--num-attention-heads", 1),
     "kv_channels": ("--kv-channels", 1),
