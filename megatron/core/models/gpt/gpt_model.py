@@ -91,27 +91,12 @@ class GPTModel(LanguageModule):
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.position_embedding_type = position_embedding_type
         self._has_seen_positions = False
-        predicts_ahead = mtp_block_spec is not None and post_process
-        if predicts_ahead and position_embedding_type == "learned_absolute":
-            raise ConfigError(
-                "--mtp-num-layers has no positions to learn for the tokens ahead: use "
-                "--position-embedding-type rope, or alibi or none"
-            )
-        self.has_embedding = pre_process or predicts_ahead
+        predicts_ahead = mtp_block_spec is not None
+        self.has_embedding = pre_process or (predicts_ahead and post_process)
         if self.has_embedding:
-            self.embedding = LanguageModelEmbedding(
-                config,
-                vocab_size,
-                max_sequence_length,
-                position_embedding_type,
-                tp_group=groups.tp,
-                num_tokens=unpadded_vocab_size,
-                scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
+            self.embedding = self._build_embedding(
+                scatter_embedding_sequence_parallel, predicts_ahead=predicts_ahead
             )
-            has_copy = mtp_block_spec is not None and groups.pp.size() > 1
-            if share_embeddings_and_output_weights or has_copy:
-                weight = self.embedding.word_embeddings.weight
-                mark_as_shared_embedding(weight, is_copy=not pre_process)
         self.rotary_pos_emb: RotaryEmbedding | None = None
         if position_embedding_type == "rope":
             self.rotary_pos_emb = RotaryEmbedding(
@@ -138,6 +123,30 @@ class GPTModel(LanguageModule):
         if post_process:
             self.output_layer = self._build_output_layer()
         self._name_and_fill_parameters()
+
+    def _build_embedding(
+        self, scatter_to_sequence_parallel: bool, *, predicts_ahead: bool
+    ) -> LanguageModelEmbedding:
+        """That of the first stage, or the last one's copy for tokens ahead."""
+        if predicts_ahead and self.position_embedding_type == "learned_absolute":
+            raise ConfigError(
+                "--mtp-num-layers has no positions to learn for the tokens ahead: use "
+                "--position-embedding-type rope, or alibi or none"
+            )
+        embedding = LanguageModelEmbedding(
+            self.config,
+            self.vocab_size,
+            self.max_sequence_length,
+            self.position_embedding_type,
+            tp_group=self.tp_group,
+            num_tokens=self.num_tokens,
+            scatter_to_sequence_parallel=scatter_to_sequence_parallel,
+        )
+        has_copy = predicts_ahead and self.pg_collection.pp.size() > 1
+        if self.share_embeddings_and_output_weights or has_copy:
+            weight = embedding.word_embeddings.weight
+            mark_as_shared_embedding(weight, is_copy=not self.pre_process)
+        return embedding
 
     def _build_output_layer(self) -> ColumnParallelLinear:
         is_tied = self.share_embeddings_and_output_weights
