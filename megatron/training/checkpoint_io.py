@@ -47,7 +47,7 @@ def load(run: Runtime) -> None:
     run.state.load(dict(loaded.counters))
     run.saved_at = run.state.iteration
     # The learning rate follows the samples, also where the optimizer's state was left behind.
-    if run.scheduler is not None and run.scheduler.num_steps == 0 and run.state.iteration > 0:
+    if run.scheduler is not None and not loaded.has_schedule and run.state.iteration > 0:
         run.scheduler.step(run.state.consumed_train_samples)
 
 

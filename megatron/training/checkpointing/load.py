@@ -51,6 +51,7 @@ class Loaded:
     counters: Mapping[str, Any] = field(default_factory=dict)  # as saved; empty with iteration 0
     asked: Mapping[str, Any] = field(default_factory=dict)  # command line of the run that saved
     differences: Differences = Differences()  # what --dist-ckpt-strictness let pass
+    has_schedule: bool = False  # the scheduler goes on where the one that was saved stood
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
         num_transient=0,
     )
     content = load_local(found, _wanted_tensors(config, parts, wanted), world)
-    _take_over(config, parts, wanted, content.common)
+    has_schedule = _take_over(config, parts, wanted, content.common)
     if wanted.rng and content.rank_state is not None:
         set_rng_state(content.rank_state["rng_state"])
     _tell_loaded(parts, wanted, found.iteration)
@@ -126,6 +127,7 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
         iteration=found.iteration,
         counters=content.common["counters"],
         asked=content.common["args"],
+        has_schedule=has_schedule,
     )
 
 
@@ -256,7 +258,7 @@ def _load_folder(
         cast=bool(config.load_main_params_from_ckpt),
     )
     states = _read_rng_states(folder, parts) if wanted.rng else None
-    _take_over(config, parts, wanted, common)
+    has_schedule = _take_over(config, parts, wanted, common)
     if states is not None:
         set_rng_state(states)
     iteration = common["iteration"] if wanted.counters else 0
@@ -267,6 +269,7 @@ def _load_folder(
         counters=common["counters"] if wanted.counters else {},
         asked=common["args"],
         differences=differences,
+        has_schedule=has_schedule,
     )
 
 
@@ -328,14 +331,16 @@ def _read_rng_states(folder: Path, parts: RunParts) -> dict[str, Any] | None:
 
 def _take_over(
     config: CheckpointConfig, parts: RunParts, wanted: _Wanted, common: Mapping[str, Any]
-) -> None:
-    """Give optimizer and scheduler what is no tensor."""
+) -> bool:
+    """Give optimizer and scheduler what is no tensor; whether there was anything for the latter."""
     if parts.optimizer is None:
-        return
+        return False
     if not wanted.optimizer:
         if not config.load_main_params_from_ckpt:
             parts.optimizer.reload_model_params()
-        return
+        return False
     parts.optimizer.load_scalar_state(common["optimizer"])
-    if parts.scheduler is not None and common["opt_param_scheduler"] is not None:
-        parts.scheduler.load_state_dict(common["opt_param_scheduler"])
+    if parts.scheduler is None or common["opt_param_scheduler"] is None:
+        return False
+    parts.scheduler.load_state_dict(common["opt_param_scheduler"])
+    return True

@@ -1,0 +1,94 @@
+"""20 steps against 10, a kill and 10 more: the same numbers bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.reader import CheckpointReader
+from tests.distributed.test_fsdp import SHARD
+from tests.functional.runs import TINY, run_gpt
+
+SHORT = "--seq-length 16 --global-batch-size 4 --eval-iters 0 --log-params-norm"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+FP16 = "--fp16 --loss-scale-window 3 --hysteresis 1"
+
+# What is on -> ranks, flags.
+KINDS = {
+    "fp32": (1, ""),
+    "bf16": (1, "--bf16"),
+    "fp16": (1, f"{FP16} --initial-loss-scale 1048576"),
+    "fp16-with-nothing-but-skipped-steps-at-first": (1, f"{FP16} --initial-loss-scale 4294967296"),
+    "dropout": (2, f"{DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel"),
+    "recompute": (1, f"{DROPOUT} {RECOMPUTE}"),
+    "virtual-stages": (
+        2, "--pipeline-model-parallel-size 2 --num-layers 4 "
+        "--num-virtual-stages-per-pipeline-rank 2"
+    ),
+    "zero-1": (
+        2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16"
+    ),
+    "zero-3": (2, f"{SHARD} optim_grads_params"),
+    "ramp-up": (1, "--rampup-batch-size 2 2 24 --global-batch-size 6 --train-samples 90"),
+    "decoupled-lr": (
+        1, "--decoupled-lr 4e-3 --decoupled-min-lr 1e-4 --untie-embeddings-and-output-weights"
+    ),
+    "experts": (
+        2, "--num-experts 4 --expert-model-parallel-size 2 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --disable-bias-linear"
+    ),
+}  # fmt: skip
+
+
+def numbers(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Losses, norms, learning rates, loss scale, counters of each step; no times."""
+    return [
+        {k: v for k, v in line.items() if "time" not in k and k != "interval"} for line in metrics
+    ]
+
+
+def content(folder: Path, world_size: int) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """Weights, moments and whatever else is a tensor; counters, scheduler and random states."""
+    with CheckpointReader(folder) as reader:
+        tensors = {key: reader.read(key) for key in reader.tensors}
+        common = reader.common()
+        rest = [common[key] for key in ("counters", "optimizer", "opt_param_scheduler")]
+        return tensors, rest + [reader.rank_state(rank) for rank in range(world_size)]
+
+
+@pytest.mark.feature("Checkpoints: a run that is killed goes on bit for bit")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_run_goes_on_bit_for_bit(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The unbroken run is killed when step 20 is on disk, but not published: 10 steps are lost."""
+    world_size, flags = KINDS[kind]
+    at = TINY.index("--train-iters")
+    how_long = [] if "--train-samples" in flags else ["--train-iters", "20"]
+    base = [*TINY[:at], *TINY[at + 2 :], *how_long, *SHORT.split(), *flags.split()]
+    root = tmp_path / "ck"
+    base += ["--save-interval", "10", "--save", str(root), "--load", str(root)]
+    monkeypatch.setenv("FAULTS", "save.before_rename:kill:step20")
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run_gpt(tmp_path, base=base, world_size=world_size)
+    monkeypatch.delenv("FAULTS")
+    straight = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (unpublished,) = root.glob("iter_0000020.tmp-*")
+    expected, expected_rest = content(unpublished, world_size)
+    resumed = run_gpt(tmp_path, base=base, world_size=world_size)
+    assert numbers(resumed) == numbers(straight)
+    assert [line["iteration"] for line in resumed] == list(range(1, 21))
+    assert [line["time"] == old["time"] for line, old in zip(resumed, straight, strict=True)] == (
+        [True] * 10 + [False] * 10
+    )
+    found, found_rest = content(root / "iter_0000020", world_size)
+    assert found_rest == expected_rest
+    assert found.keys() == expected.keys()
+    assert sum(key.startswith("optimizer.state.exp_avg_sq.") for key in found) > 10
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
