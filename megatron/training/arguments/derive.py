@@ -190,9 +190,11 @@ def attention(ns: Namespace) -> Iterator[str]:
 
 
 def positions(ns: Namespace) -> Iterator[str]:
-    """Old spellings of rotary positions."""
+    """Other spellings of rotary positions."""
     if ns.use_rotary_position_embeddings:
         ns.position_embedding_type = "rope"
+    if ns.position_embedding_type == "yarn":
+        ns.position_embedding_type, ns.rope_type = "rope", "yarn"
     if ns.position_embedding_type != "rope":
         ns.apply_rope_fusion = False
     yield from ()

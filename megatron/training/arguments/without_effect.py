@@ -30,6 +30,7 @@ NEEDS = (
             "rotary_base",
             "rotary_percent",
             "rotary_interleaved",
+            "rope_type",
             "rotary_seq_len_interpolation_factor",
             "use_rope_scaling",
             "no_rope_freq",
@@ -251,10 +252,21 @@ NEEDS = (
             "qk_head_dim",
             "qk_pos_emb_head_dim",
             "v_head_dim",
-            "rotary_scaling_factor",
-            "mscale",
-            "mscale_all_dim",
-            "rope_type",
+        ),
+    ),
+    Need(
+        "--multi-latent-attention or --rope-type yarn",
+        lambda ns: ns.multi_latent_attention or ns.rope_type == "yarn",
+        ("rotary_scaling_factor", "mscale", "mscale_all_dim"),
+    ),
+    Need(
+        "--rope-type yarn",
+        lambda ns: ns.rope_type == "yarn" or (ns.multi_latent_attention and ns.rope_type is None),
+        (
+            "yarn_original_max_position_embeddings",
+            "yarn_beta_fast",
+            "yarn_beta_slow",
+            "yarn_correction_range_round_to_int",
         ),
     ),
     Need(

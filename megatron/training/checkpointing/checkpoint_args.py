@@ -85,7 +85,7 @@ FORCED = (
     "tokenizer_type",
     "tiktoken_pattern",
 )
-FORCED_PREFIXES = ("hybrid_", "mamba_", "heterogeneous_", "window_", "longrope_")
+FORCED_PREFIXES = ("hybrid_", "mamba_", "heterogeneous_", "window_", "longrope_", "yarn_")
 FORCED_PARALLEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

@@ -31,9 +31,9 @@ class LanguageModelConfig:
     position_embedding_type: str = option(
         "learned_absolute",
         "How positions enter: learned_absolute (a table), rope (rotation of queries and "
-        "keys), alibi (a slope on the attention scores) or none.",
+        "keys), yarn (rope with --rope-type yarn), alibi (a slope on the scores) or none.",
         group="network size",
-        choices=("learned_absolute", "rope", "mrope", "relative", "none", "alibi"),
+        choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none", "alibi"),
         refused_values={"mrope": states.MULTIMODAL, "relative": states.ENCODER_DECODER},
     )
     rotary_base: int = option(

@@ -302,6 +302,8 @@ def _others(run: RunConfig) -> Iterator[str]:
         yield "--spec"
     if m.apply_residual_connection_post_layernorm:
         yield "--apply-residual-connection-post-layernorm"
+    if m.rope_type == "yarn":
+        yield "--rope-type yarn"
     if m.qk_l2_norm:
         yield "--qk-l2-norm"
     if m.softmax_type != "vanilla":

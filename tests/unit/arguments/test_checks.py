@@ -98,6 +98,7 @@ VALUES = {
 }
 SWITCHES = {
     "rotary_interleaved": "--rotary-interleaved",
+    "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",
     "use_rope_scaling": "--use-rope-scaling",
     "reset_position_ids": "--reset-position-ids",
     "overlap_param_gather": "--overlap-param-gather --overlap-grad-reduce",

@@ -22,6 +22,7 @@ configs = pytest.importorskip("transformers.models.llama.configuration_llama")
 HF_KINDS: dict[str, dict[str, Any]] = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {},
+    "yarn of gpt-oss": {"beta_fast": 20.0, "beta_slow": 2.0, "truncate": False},
     "longrope": {
         "short_factor": [1.0 + 0.1 * i for i in range(16)],
         "long_factor": [2.0 + 0.5 * i for i in range(16)],
@@ -29,10 +30,10 @@ HF_KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", HF_KINDS)
+@pytest.mark.parametrize("case", HF_KINDS)
 @pytest.mark.parametrize("length", [32, 4096])
-def test_frequencies_are_those_of_transformers(kind: str, length: int) -> None:
-    original, factor = 64, 16.0
+def test_frequencies_are_those_of_transformers(case: str, length: int) -> None:
+    original, factor, kind = 64, 16.0, case.split()[0]
     hf = configs.LlamaConfig(
         hidden_size=128,
         num_attention_heads=4,
@@ -42,7 +43,7 @@ def test_frequencies_are_those_of_transformers(kind: str, length: int) -> None:
             "rope_theta": 10000.0,
             "factor": factor,
             "original_max_position_embeddings": original,
-            **HF_KINDS[kind],
+            **HF_KINDS[case],
         },
     )
     expected, amplitude = rope_utils.ROPE_INIT_FUNCTIONS[kind](hf, "cpu", seq_len=length)
@@ -50,8 +51,11 @@ def test_frequencies_are_those_of_transformers(kind: str, length: int) -> None:
         kind=kind,
         factor=factor,
         original_max_positions=original,
-        short_factors=tuple(HF_KINDS[kind].get("short_factor", ())),
-        long_factors=tuple(HF_KINDS[kind].get("long_factor", ())),
+        short_factors=tuple(HF_KINDS[case].get("short_factor", ())),
+        long_factors=tuple(HF_KINDS[case].get("long_factor", ())),
+        beta_fast=HF_KINDS[case].get("beta_fast", 32.0),
+        beta_slow=HF_KINDS[case].get("beta_slow", 1.0),
+        round_correction_range=HF_KINDS[case].get("truncate", True),
     )
     found = {
         "llama3": lambda: llama3_frequencies(base_frequencies(32, 10000), scaling),

@@ -362,20 +362,22 @@ def _rotated_width(config: TransformerConfig) -> int:
 
 
 def _scaling(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:
-    kind = _yarn if config.multi_latent_attention else _longrope
-    return kind(config, max_sequence_length)
+    if config.rope_type == "yarn" or (config.multi_latent_attention and config.rope_type is None):
+        return _yarn(config, max_sequence_length)
+    return None if config.multi_latent_attention else _longrope(config, max_sequence_length)
 
 
-def _yarn(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:
-    """YaRN inside latent attention, which is what it has unless --rope-type says otherwise."""
-    factor = config.rotary_scaling_factor
-    if config.rope_type == "rope":
-        return None
-    ratio = yarn_mscale(factor, config.mscale) / yarn_mscale(factor, config.mscale_all_dim)
+def _yarn(c: TransformerConfig, max_sequence_length: int) -> RopeScaling:
+    """What latent attention has unless --rope-type says otherwise, and others if it says so."""
+    factor = c.rotary_scaling_factor
+    ratio = yarn_mscale(factor, c.mscale) / yarn_mscale(factor, c.mscale_all_dim)
     return RopeScaling(
         kind="yarn",
         factor=factor,
-        original_max_positions=max_sequence_length,
+        original_max_positions=c.yarn_original_max_position_embeddings or max_sequence_length,
+        beta_fast=32.0 if c.yarn_beta_fast is None else c.yarn_beta_fast,
+        beta_slow=1.0 if c.yarn_beta_slow is None else c.yarn_beta_slow,
+        round_correction_range=c.yarn_correction_range_round_to_int,
         attention_factor=ratio,
     )
 

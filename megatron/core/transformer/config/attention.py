@@ -122,6 +122,28 @@ class AttentionConfig:
         "LongRoPE: tokens of the context that the model was first trained with.",
         group="network size",
     )
+    yarn_original_max_position_embeddings: int | None = option(
+        None,
+        "YaRN: tokens of the context that the model was first trained with; "
+        "--max-position-embeddings if not given.",
+        group="network size",
+    )
+    yarn_beta_fast: float | None = option(
+        None,
+        "YaRN: pairs that turn more often than this in the original context are kept; 32 if not "
+        "given.",
+        group="network size",
+    )
+    yarn_beta_slow: float | None = option(
+        None,
+        "YaRN: pairs that turn less often are divided by the factor; 1 if not given.",
+        group="network size",
+    )
+    yarn_correction_range_round_to_int: bool = option(
+        True,
+        "YaRN: do not round the pairs between which the factor grows to whole ones.",
+        group="network size",
+    )
     attention_dropout: float = option(
         0.1,
         "Probability of dropping an attention weight.",
@@ -129,7 +151,8 @@ class AttentionConfig:
     )
     rope_type: str | None = option(
         None,
-        "Kind of rotation inside latent attention.",
+        "Kind of rotation: rope, or yarn, which stretches the context by --rotary-scaling-factor; "
+        "latent attention has yarn if not given.",
         group="training",
         choices=("rope", "yarn"),
     )

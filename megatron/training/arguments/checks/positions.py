@@ -52,11 +52,24 @@ def one_rotary_scaling(run: RunConfig) -> Iterator[str]:
             ("--use-rope-scaling", lm.use_rope_scaling),
             ("--rotary-seq-len-interpolation-factor", lm.rotary_seq_len_interpolation_factor),
             ("--longrope-short-factor", m.longrope_short_factor),
+            ("--rope-type yarn", m.rope_type == "yarn"),
         )
         if on
     ]
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)} exclude each other: keep one"
+
+
+def yarn_stretches(run: RunConfig) -> Iterator[str]:
+    """Its ramp goes from pairs that turn often to those that turn seldom."""
+    m = run.model
+    fast, slow = m.yarn_beta_fast, m.yarn_beta_slow
+    fast, slow = 32.0 if fast is None else fast, 1.0 if slow is None else slow
+    if not fast > slow > 0:
+        yield f"--yarn-beta-fast {fast} and --yarn-beta-slow {slow}: the first has to be larger"
+    original = m.yarn_original_max_position_embeddings
+    if original is not None and original < 1:
+        yield f"--yarn-original-max-position-embeddings {original}: at least 1 is needed"
 
 
 def longrope_is_complete(run: RunConfig) -> Iterator[str]:
@@ -90,8 +103,6 @@ def latent_attention_has_its_own_rotation(run: RunConfig) -> Iterator[str]:
     """Of latent attention only a part of each head is rotated, in pairs of neighbours."""
     m, lm = run.model, run.language_model
     if not m.multi_latent_attention:
-        if m.rope_type == "yarn":
-            yield "--rope-type yarn needs --multi-latent-attention: other attention knows rope"
         return
     if lm.position_embedding_type != "rope":
         yield (
@@ -119,6 +130,7 @@ CHECKS = (
     dropping_positions_is_said_by_type,
     rotated_width_is_even,
     one_rotary_scaling,
+    yarn_stretches,
     longrope_is_complete,
     latent_attention_has_its_own_rotation,
 )
