@@ -34,6 +34,7 @@ class Feature:
     is_layout: bool = True
     needs: tuple[str, ...] = ()
     axis: str = ""  # whose degree in `Sizes` it turns on
+    is_of_micro_batch: bool = False  # by definition: another micro-batch size, another answer
 
 
 def _axis(axis: str, name: str, flags: str) -> Feature:
@@ -46,6 +47,17 @@ def _layout(group: str, name: str, flags: str = "", *needs: str) -> Feature:
 
 def _model(group: str, name: str, flags: str = "", *needs: str) -> Feature:
     return Feature(name=name, group=group, flags=flags, needs=needs, is_layout=False)
+
+
+def _of_micro_batch(group: str, name: str, flags: str) -> Feature:
+    return Feature(
+        name=name,
+        group=group,
+        flags=flags,
+        needs=("experts",),
+        is_layout=False,
+        is_of_micro_batch=True,
+    )
 
 
 _FEATURES = (
@@ -105,6 +117,13 @@ _FEATURES = (
             "--recompute-granularity full --recompute-method block --recompute-num-layers 1"),
     _layout("recompute", "recompute-selective",
             "--recompute-granularity selective --recompute-modules core_attn mlp layernorm"),
+    _layout("recompute", "recompute-experts",
+            "--recompute-granularity selective --recompute-modules moe", "experts"),
+    _layout("recompute", "recompute-in-experts",
+            "--recompute-granularity selective --recompute-modules moe_act layernorm shared_experts",
+            "shared-expert"),
+    _layout("recompute", "recompute-latent",
+            "--recompute-granularity selective --recompute-modules mla_up_proj layernorm", "mla"),
     _layout("recompute", "recompute-distributed",
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
             "--distribute-saved-activations", "tp"),
@@ -129,6 +148,43 @@ _FEATURES = (
     _model("precision", "bf16", "--bf16"),
     _model("precision", "fp16", "--fp16 --loss-scale 256"),
     _layout("reduced in", "grad-reduce-in-bf16", "--grad-reduce-in-bf16", "bf16", "dp"),
+    _model("experts", "experts",
+           "--num-experts {experts} --moe-router-topk {topk} --moe-ffn-hidden-size 24"),
+    _layout("ep", "ep", "--expert-model-parallel-size {ep}", "experts", "dp"),
+    _layout("ep", "ep-in-tp", "--expert-model-parallel-size {ep} --expert-tensor-parallel-size 1",
+            "experts", "tp", "sp"),
+    _layout("etp", "etp", "--expert-tensor-parallel-size {etp}", "experts", "dp", "no-bias"),
+    _layout("dispatcher", "alltoall", "--moe-token-dispatcher-type alltoall", "experts"),
+    _layout("dispatcher", "flex", "--moe-token-dispatcher-type flex", "experts"),
+    _of_micro_batch("balance", "aux-loss",
+                    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.05"),
+    _model("balance", "seq-aux-loss",
+           "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.05", "experts"),
+    _of_micro_batch("balance", "two-aux-losses",
+                    "--moe-router-load-balancing-type seq_aux_loss aux_loss "
+                    "--moe-aux-loss-coeff 0.05 0.02"),
+    _of_micro_batch("balance", "sinkhorn", "--moe-router-load-balancing-type sinkhorn"),
+    _model("balance", "no-balance", "--moe-router-load-balancing-type none", "experts"),
+    _of_micro_batch("balance", "dealt-out", "--moe-router-force-load-balancing"),
+    _model("z-loss", "z-loss", "--moe-z-loss-coeff 0.01", "experts"),
+    _model("scores", "sigmoid", "--moe-router-score-function sigmoid", "experts"),
+    _model("scores", "expert-bias",
+           "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+           "--moe-router-bias-update-rate 0.01", "experts"),
+    _model("scores", "pre-softmax", "--moe-router-pre-softmax", "experts"),
+    _model("groups of experts", "expert-groups",
+           "--moe-router-num-groups 2 --moe-router-group-topk 1 "
+           "--moe-router-topk-scaling-factor 1.5", "experts"),
+    _of_micro_batch("capacity", "capacity", "--moe-expert-capacity-factor 0.7"),
+    _of_micro_batch("capacity", "capacity-by-position",
+                    "--moe-expert-capacity-factor 0.8 --moe-token-drop-policy position"),
+    _model("shared", "shared-expert", "--moe-shared-expert-intermediate-size 16", "experts"),
+    _model("gate", "shared-expert-gate", "--moe-shared-expert-gate", "shared-expert"),
+    _model("which layers", "every-other-layer", "--moe-layer-freq 2", "experts"),
+    _model("which layers", "dense-first-layer", "--moe-layer-freq [0]+[1]*{later}", "experts"),
+    _model("attention", "mla",
+           "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 "
+           "--qk-pos-emb-head-dim 4 --v-head-dim 8", "rope"),
     _model("attention", "plain-attention", "--attention-backend unfused"),
     _model("documents", "reset-mask", "--reset-attention-mask"),
     _model("masked", "eod-mask", "--eod-mask-loss"),
@@ -153,6 +209,10 @@ class Sizes:
     pp: int = 2
     dp: int = 2  # replicas; those of an instance of the optimizer where only dp shards it
     instances: int = 2
+    experts: int = 4
+    ep: int = 2
+    etp: int = 2
+    topk: int = 2
     depth: int = 2  # layers of a virtual stage, and of the model without a pipeline
     seq: int = 16
     vocab: int = 96  # and the token that ends a document: a prime
@@ -190,9 +250,11 @@ class Case:
     def command_alone(self) -> list[str]:
         """The same model and batch in one process.
 
-        In one micro-batch, unless the loss is a mean over means of micro-batches that differ.
+        In one micro-batch, unless the loss is a mean over means of micro-batches that differ, or
+        something is defined by the micro-batch.
         """
-        same = {"padded", "eod-mask"} & self.features and "per-token-loss" not in self.features
+        differ = {"padded", "eod-mask"} & self.features and "per-token-loss" not in self.features
+        same = differ or any(FEATURES[name].is_of_micro_batch for name in self.features)
         kept = {name for name in self.features if not FEATURES[name].is_layout}
         return self._words(kept, self.sizes.micro if same else self.batch)
 
@@ -219,6 +281,7 @@ class Case:
             "group": ranks + 1,
             "layers": layers,
             "later_layers_p2p": " p2p" * (layers - 1),
+            "later": layers - 1,
         }
 
     def _degree(self, axis: str) -> int:

@@ -19,7 +19,7 @@ from math import prod
 import torch
 
 from tests.distributed.layouts import differences
-from tools.layout_axes import AXES, FEATURES, Case, Sizes, case_of
+from tools.layout_axes import AXES, FEATURES, Case, Sizes, case_of, with_needs
 from tools.matrix import LOW_PRECISION, MAX_RANKS, refusals
 
 DEGREES = {
@@ -28,8 +28,8 @@ DEGREES = {
     "cp4": (1, 1, 1, 4),
     "pp": (1, 2, 3, 4),
     "dp": (1, 2, 3, 4, 8),
-    "instances": (1, 2),
 }
+LIKELY = {"ep": 0.8, "sharded": 0.2, "attention": 0.3}  # others: half
 VOCABULARIES = (60, 96, 100, 112)  # one less than a prime: the token that ends a document
 
 
@@ -53,12 +53,22 @@ class Draw:
 
 
 def draw(seed: int) -> Draw:
-    """The first case of several ranks from ``seed`` that `resolve` takes without a word."""
+    """The first case of several ranks from ``seed`` that `resolve` takes without a word.
+
+    Degrees are drawn once: what is refused often is not left out by that.
+    """
     rng = random.Random(seed)
     refused: list[str] = []
+    degrees: dict[str, int] = {}
+    max_ranks = rng.choice((2, 4, MAX_RANKS))  # fewer ranks: more draws in the same time
+    while not 2 <= prod(degrees.values()) <= max_ranks:
+        degrees = {axis: rng.choice(choices) for axis, choices in DEGREES.items()}
+    if 2 * prod(degrees.values()) <= max_ranks:
+        degrees["instances"] = rng.choice((1, 2))
+    has_experts = rng.random() < 0.5
     while True:
-        case = _any_case(rng)
-        if case.world_size > MAX_RANKS:  # with axes that others need
+        case = _any_case(rng, degrees, has_experts)
+        if not 1 < case.world_size <= MAX_RANKS:  # with axes that others need
             continue
         problems = refusals(case.command(), case.num_processes) + refusals(case.command_alone(), 1)
         if not problems:
@@ -66,24 +76,26 @@ def draw(seed: int) -> Draw:
         refused.extend(problems)
 
 
-def _any_case(rng: random.Random) -> Case:
-    """Some degrees, some feature of about half the groups, some sizes."""
-    degrees: dict[str, int] = {}
-    max_ranks = rng.choice((2, 4, MAX_RANKS))  # fewer ranks: more draws in the same time
-    while not 2 <= prod(degrees.values()) <= max_ranks:
-        degrees = {axis: rng.choice(choices) for axis, choices in DEGREES.items()}
+def _any_case(rng: random.Random, degrees: dict[str, int], has_experts: bool) -> Case:
+    """Some feature of about half the groups, some sizes."""
     axes = {axis for axis, degree in degrees.items() if degree > 1}
-    chosen: list[str] = []
+    chosen = ["experts"] if has_experts else []
     groups: dict[str, list[str]] = {}
     for feature in FEATURES.values():
-        wanted = {FEATURES[name].axis for name in (feature.name, *feature.needs)} - {""}
-        if wanted <= axes and feature.group not in LOW_PRECISION:
+        needs = with_needs([feature.name])
+        wanted = {FEATURES[name].axis for name in needs} - {""}
+        is_open = has_experts or "experts" not in needs
+        if wanted <= axes and is_open and feature.group not in LOW_PRECISION:
             groups.setdefault(feature.group, []).append(feature.name)
     for group, names in groups.items():
-        if group in AXES or rng.random() < 0.5:
+        if group in AXES or rng.random() < LIKELY.get(group, 0.5):
             chosen.append(rng.choice(names))
     sizes = Sizes(
         **{axis: degrees[axis] for axis in axes},
+        experts=rng.choice((4, 6, 8)),
+        ep=rng.choice((2, 2, 3, 4, 8)),
+        etp=rng.choice((1, 2, 4)),
+        topk=rng.choice((1, 2, 2, 3)),
         depth=rng.choice((1, 2)),
         seq=rng.choice((16, 32)),
         vocab=rng.choice(VOCABULARIES),
