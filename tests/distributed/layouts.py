@@ -39,7 +39,8 @@ Parts = list[tuple[str, Tensor]]
 class Trace:
     """What one rank saw of a run."""
 
-    losses: list[float] = field(default_factory=list)  # none where the last stage is elsewhere
+    # By name; that of the model is not there where the last stage is elsewhere.
+    losses: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     norms: list[float] = field(default_factory=list)  # of the gradient
     params_norms: list[float] = field(default_factory=list)
     zeros: list[int] = field(default_factory=list)  # in the gradient
@@ -77,7 +78,8 @@ def differences(case: Case, *, dtype: torch.dtype) -> list[str]:
 
 def compare(layout: Sequence[Trace], alone: Trace, allowed: dict[str, float]) -> list[str]:
     """A sentence for each number that is further off than ``allowed``."""
-    assert any(rank.losses for rank in layout), "no rank reported a loss"
+    missing = [name for name in alone.losses if not any(name in rank.losses for rank in layout)]
+    assert not missing, f"no rank reported {missing}"
     found = [*_differing_numbers(layout, alone, allowed), *_differing_zeros(layout, alone, allowed)]
     for name, error in _errors([rank.gradients for rank in layout], alone.gradients).items():
         if not error.norm <= allowed["gradient"] * error.scale:
@@ -93,8 +95,9 @@ def _differing_numbers(
     layout: Sequence[Trace], alone: Trace, allowed: dict[str, float]
 ) -> Iterator[str]:
     for rank, seen in enumerate(layout):
+        losses = ((n, seen.losses.get(n, values), values) for n, values in alone.losses.items())
         for what, actual, expected in (
-            ("loss", seen.losses or alone.losses, alone.losses),
+            *losses,
             ("norm", seen.norms, alone.norms),
             ("params norm", seen.params_norms, alone.params_norms),
         ):
@@ -102,7 +105,7 @@ def _differing_numbers(
                 f"rank {rank}: {what} of {len(actual)} steps"
             )
             for step, (a, e) in enumerate(zip(actual, expected, strict=True), 1):
-                if not abs(a - e) <= allowed[what.split()[-1]] * abs(e):
+                if not abs(a - e) <= allowed[what.split("_")[-1].split()[-1]] * abs(e):
                     yield f"{what} of step {step} on rank {rank}: {a!r}, alone {e!r}"
 
 
@@ -180,7 +183,8 @@ def trace(
 
     def train_step(run: Any) -> Any:
         result, seen = step(run), traces[dist.get_rank()]
-        seen.losses.extend(float(loss) for loss in result.losses.values())
+        for name, loss in result.losses.items():
+            seen.losses[name].append(float(loss))
         seen.norms.append(result.grad_norm)
         seen.params_norms.append(result.params_norm)
         seen.zeros.append(result.num_zeros)

@@ -84,7 +84,7 @@ def test_each_demand_has_its_case() -> None:
 def trace_of(losses: list[float]) -> Trace:
     weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     ones = [1.0, 1.0, 1.0]
-    return Trace(losses, ones[:], ones[:], [0, 0, 0], [("w", weight)], [("w", weight)])
+    return Trace({"lm loss": losses} if losses else {}, ones[:], ones[:], [0, 0, 0], [("w", weight)], [("w", weight)])
 
 
 def test_the_comparison_sees_each_kind_of_difference() -> None:
@@ -92,7 +92,7 @@ def test_the_comparison_sees_each_kind_of_difference() -> None:
     elsewhere = trace_of([])  # a stage without the loss
     assert compare([copy.deepcopy(alone), elsewhere], alone, allowed) == []
     other = copy.deepcopy(alone)
-    other.losses[1] *= 1 + 1e-5
+    other.losses["lm loss"][1] *= 1 + 1e-5
     other.norms[2] += 1e-5
     other.params_norms[0] += 1e-5
     other.zeros[0] += 1
@@ -101,7 +101,7 @@ def test_the_comparison_sees_each_kind_of_difference() -> None:
     other.weights[0][1][0, 1] += 1e-5
     found = compare([alone, other], alone, allowed)
     assert [sentence.split(":")[0] for sentence in found] == [
-        "loss of step 2 on rank 1", "norm of step 3 on rank 1", "params norm of step 1 on rank 1",
+        "lm loss of step 2 on rank 1", "norm of step 3 on rank 1", "params norm of step 1 on rank 1",
         "zeros of step 1 on rank 1", "zeros of step 1 on rank 1", "zeros of step 3 on rank 1",
         "gradient of w", "weight w", "copies of w differ",
     ]  # fmt: skip
@@ -110,5 +110,5 @@ def test_the_comparison_sees_each_kind_of_difference() -> None:
     half.weights[0][1][0] = torch.nan
     with pytest.raises(AssertionError, match=r"no rank holds all of \['w'\]"):
         compare([half], alone, allowed)
-    with pytest.raises(AssertionError, match="no rank reported a loss"):
+    with pytest.raises(AssertionError, match="no rank reported .'lm loss'"):
         compare([elsewhere], alone, allowed)
