@@ -120,8 +120,8 @@ _FEATURES = (
     _layout("recompute", "recompute-experts",
             "--recompute-granularity selective --recompute-modules moe", "experts"),
     _layout("recompute", "recompute-in-experts",
-            "--recompute-granularity selective --recompute-modules moe_act layernorm shared_experts",
-            "shared-expert"),
+            "--recompute-granularity selective "
+            "--recompute-modules moe_act layernorm shared_experts", "shared-expert"),
     _layout("recompute", "recompute-latent",
             "--recompute-granularity selective --recompute-modules mla_up_proj layernorm", "mla"),
     _layout("recompute", "recompute-distributed",

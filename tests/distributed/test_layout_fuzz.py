@@ -82,9 +82,9 @@ def test_each_demand_has_its_case() -> None:
 
 
 def trace_of(losses: list[float]) -> Trace:
-    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    ones = [1.0, 1.0, 1.0]
-    return Trace({"lm loss": losses} if losses else {}, ones[:], ones[:], [0, 0, 0], [("w", weight)], [("w", weight)])
+    weight = [("w", torch.tensor([[1.0, 2.0], [3.0, 4.0]]))]
+    ones, named = [1.0, 1.0, 1.0], {"lm loss": losses} if losses else {}
+    return Trace(named, ones[:], ones[:], [0, 0, 0], weight, copy.deepcopy(weight))
 
 
 def test_the_comparison_sees_each_kind_of_difference() -> None:
@@ -101,7 +101,8 @@ def test_the_comparison_sees_each_kind_of_difference() -> None:
     other.weights[0][1][0, 1] += 1e-5
     found = compare([alone, other], alone, allowed)
     assert [sentence.split(":")[0] for sentence in found] == [
-        "lm loss of step 2 on rank 1", "norm of step 3 on rank 1", "params norm of step 1 on rank 1",
+        "lm loss of step 2 on rank 1", "norm of step 3 on rank 1",
+        "params norm of step 1 on rank 1",
         "zeros of step 1 on rank 1", "zeros of step 1 on rank 1", "zeros of step 3 on rank 1",
         "gradient of w", "weight w", "copies of w differ",
     ]  # fmt: skip
