@@ -77,7 +77,32 @@ def from_llama(
                 norm = hf[f"{theirs}self_attn.{x}_norm.weight"]
                 out[f"{ours}self_attention.{x}_layernorm.weight"] = norm
         out[f"{ours}self_attention.linear_proj.weight"] = hf[f"{theirs}self_attn.o_proj.weight"]
+        if f"{theirs}mlp.gate_proj.weight" not in hf:
+            continue
         gate_up = [hf[f"{theirs}mlp.{x}_proj.weight"] for x in ("gate", "up")]
         out[f"{ours}mlp.linear_fc1.weight"] = torch.cat(gate_up)
         out[f"{ours}mlp.linear_fc2.weight"] = hf[f"{theirs}mlp.down_proj.weight"]
+    return out
+
+
+def from_gpt_oss(hf: Mapping[str, Tensor], num_layers: int, num_groups: int) -> Weights:
+    """Its experts are matrices [E, in, out], gate and up by turns."""
+    out = from_llama(hf, num_layers, num_groups)
+    for i in range(num_layers):
+        theirs, ours = f"model.layers.{i}.", f"decoder.layers.{i}."
+        out[f"{ours}self_attention.linear_proj.bias"] = hf[f"{theirs}self_attn.o_proj.bias"]
+        out[f"{ours}self_attention.core_attention.softmax_offset"] = hf[f"{theirs}self_attn.sinks"]
+        experts = {
+            "linear_fc1.weight": hf[f"{theirs}mlp.experts.gate_up_proj"].transpose(1, 2),
+            "linear_fc1.bias": hf[f"{theirs}mlp.experts.gate_up_proj_bias"],
+            "linear_fc2.weight": hf[f"{theirs}mlp.experts.down_proj"].transpose(1, 2),
+            "linear_fc2.bias": hf[f"{theirs}mlp.experts.down_proj_bias"],
+        }
+        for kind in ("weight", "bias"):
+            out[f"{ours}mlp.router.{kind}"] = hf[f"{theirs}mlp.router.{kind}"]
+            gate_up = experts[f"linear_fc1.{kind}"]
+            experts[f"linear_fc1.{kind}"] = torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], 1)
+        for name, values in experts.items():
+            for expert, value in enumerate(values):
+                out[f"{ours}mlp.experts.local_experts.{expert}.{name}"] = value
     return out
