@@ -206,7 +206,8 @@ def test_gpt_oss() -> None:
         "window_size": (5, 0), "window_attn_skip_freq": 2, "num_moe_experts": 4,
         "moe_router_topk": 2, "activation_func": quick_gelu, "activation_func_clamp_value": 0.3,
         "glu_linear_offset": 1.0, "rope_type": "yarn", "rotary_scaling_factor": 8.0,
-        "yarn_original_max_position_embeddings": 40, "yarn_beta_fast": 4.0,"yarn_correction_range_round_to_int": False,
+        "yarn_original_max_position_embeddings": 40, "yarn_beta_fast": 4.0,
+        "yarn_correction_range_round_to_int": False,
         "layernorm_epsilon": 1e-5,
     }  # fmt: skip
     ours = our_model(layer, {**ROPE, "rotary_base": 150000})
