@@ -109,7 +109,7 @@ def publish(pending: Pending, parts: Parts) -> Path:
     """Complete the folder, give it its final name, replace the tracker; returns the final path.
 
     Raises OSError, and CheckpointDamaged if a rank's file is not there as reported.  After an
-    error nothing is published, unless the message is about the tracker.
+    error nothing is published, unless the message says that it is complete.
     """
     step = pending.iteration
     final = pending.root / folder_name(step)
@@ -121,8 +121,13 @@ def publish(pending: Pending, parts: Parts) -> Path:
         fault_point("save.displaced", step=step)
     pending.folder.rename(final)
     fault_point("save.after_rename", step=step)
-    fsync_folder(pending.root)
-    set_tracker(pending.root, str(step or RELEASE), pending.attempt, step)
+    try:
+        fsync_folder(pending.root)
+        set_tracker(pending.root, str(step or RELEASE), pending.attempt, step)
+    except OSError as error:
+        raise CheckpointError(
+            f"{final} is complete, but its name or that in the tracker may not be on disk: {error}"
+        ) from None
     fault_point("save.after_tracker", step=step)
     shutil.rmtree(displaced, ignore_errors=True)
     return final

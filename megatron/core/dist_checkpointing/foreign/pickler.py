@@ -63,10 +63,14 @@ def pickled(value: Any) -> bytes:
 
 def write_archive(target: Path | BinaryIO, value: Any) -> None:
     """What torch.save writes of ``value``.  Raises OSError."""
+    if isinstance(target, Path):
+        with open(target, "wb") as file:  # torch's own files say less when a disk is full
+            write_archive(file, value)
+        return
     try:
         torch.save(value, target, pickle_module=_MODULE, pickle_protocol=_PROTOCOL)
-    except RuntimeError as error:  # torch's name for a full disk
-        raise OSError(str(error)) from None
+    except RuntimeError as error:  # torch finds its file too short, after a write has failed
+        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
