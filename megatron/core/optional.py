@@ -18,6 +18,7 @@ _EXTRA = {
     "tiktoken": "hf",
     "wandb": "log",
     "gigatoken": "fast",
+    "isal.isal_zlib": "fast",
     "zstandard": "data",
     "nltk": "data",
     "boto3": "s3",
@@ -32,7 +33,7 @@ def why_missing(package: str) -> str | None:
 
     Exception, not ImportError: an incomplete transformer_engine raises RuntimeError on import.
     """
-    if importlib.util.find_spec(package) is None:
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
         return f"{package} is not installed"
     try:
         importlib.import_module(package)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.checksum import crc32
 
 FORMAT = "safetensors_dist"
 VERSION = 1
@@ -73,7 +73,7 @@ def write_text(path: Path, text: str) -> FileEntry:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return FileEntry(len(data), len(data), zlib.crc32(data))
+    return FileEntry(len(data), len(data), crc32(data))
 
 
 def adopt_file(path: Path) -> FileEntry:
@@ -81,7 +81,7 @@ def adopt_file(path: Path) -> FileEntry:
     with open(path, "rb") as file:
         data = file.read()
         os.fsync(file.fileno())
-    return FileEntry(len(data), len(data), zlib.crc32(data))
+    return FileEntry(len(data), len(data), crc32(data))
 
 
 def write_manifest(folder: Path, manifest: Manifest, name: str = MANIFEST) -> None:
@@ -135,7 +135,7 @@ def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
     check_size(folder, name, entry)
     with open(path, "rb") as file:
         data = file.read(entry.checked_bytes)
-    if zlib.crc32(data) != entry.crc32:
+    if crc32(data) != entry.crc32:
         raise CheckpointDamaged(f"{path} is damaged: its checksum does not fit its content")
     return data
 
@@ -152,7 +152,7 @@ def check_size(folder: Path, name: str, entry: FileEntry) -> None:
 
 
 def _checksum(body: Mapping[str, Any]) -> int:
-    return zlib.crc32(_canonical(body).encode())
+    return crc32(_canonical(body).encode())
 
 
 def _canonical(body: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.checksum import crc32
 from megatron.core.dist_checkpointing.manifest import (
     COMMON,
     INDEX,
@@ -66,6 +67,7 @@ class StoredTensor:
 class CheckpointReader:
     """One published checkpoint folder.  A context manager; ``close`` closes its files.
 
+    Threads may read from it side by side; reading and checksums give the interpreter free.
     Raises CheckpointDamaged wherever a file is not what was written.  ``verify=False`` leaves out
     the checksums of tensor data, nothing else.
     """
@@ -80,7 +82,7 @@ class CheckpointReader:
         self._block_bytes: int = index["block_bytes"]
         self._verify = verify
         self._files: dict[str, int] = {}
-        self._scratch = memoryview(bytearray(self._block_bytes))
+        self._opening = threading.Lock()
 
     def common(self) -> dict[str, Any]:
         """What is no tensor and the same for all ranks."""
@@ -198,9 +200,9 @@ class CheckpointReader:
             if is_inside:
                 block = out[block_begin - begin : block_end - begin]
             else:
-                block = self._scratch[: block_end - block_begin]
+                block = memoryview(bytearray(block_end - block_begin))
             self._pread(file, piece, block_begin, block)
-            if zlib.crc32(block) != piece.crc32[i]:
+            if crc32(block) != piece.crc32[i]:
                 raise CheckpointDamaged(
                     f"{self.folder / piece.file} is damaged: block {i} of the tensor at byte "
                     f"{piece.start} does not fit its checksum"
@@ -219,10 +221,11 @@ class CheckpointReader:
 
     def _open(self, name: str) -> int:
         """Descriptor of a data file, whose size and header are checked the first time."""
-        if name not in self._files:
-            read_checked(self.folder, name, self.manifest)
-            self._files[name] = os.open(self.folder / name, os.O_RDONLY)
-        return self._files[name]
+        with self._opening:
+            if name not in self._files:
+                read_checked(self.folder, name, self.manifest)
+                self._files[name] = os.open(self.folder / name, os.O_RDONLY)
+            return self._files[name]
 
 
 def mismatch(wanted: ShardedTensor, stored: StoredTensor, *, cast: bool) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.checksum import crc32
 from megatron.core.faults import fault_point, flipped
 
 BLOCK_BYTES = 4 << 20
@@ -94,13 +94,13 @@ def write_file(
         file.write(header)
         for tensor, start in zip(tensors, starts, strict=True):
             flips = fault_point("save.tensor", step=step) == "bitflip"
-            crc32 = _write_blocks(file, tensor, flips=flips)
-            written.append(Written(start, tensor.num_bytes, crc32))
+            checksums = _write_blocks(file, tensor, flips=flips)
+            written.append(Written(start, tensor.num_bytes, checksums))
         fault_point("save.before_fsync", step=step)
         file.flush()
         os.fsync(file.fileno())
         num_bytes = file.tell()
-    return FileReport(num_bytes, len(header), zlib.crc32(header), written)
+    return FileReport(num_bytes, len(header), crc32(header), written)
 
 
 def _made(lazy: LazyTensor) -> Tensor:
@@ -160,6 +160,6 @@ def _write_blocks(file: BinaryIO, tensor: LazyTensor, *, flips: bool) -> list[in
     checksums: list[int] = []
     for begin in range(0, len(data), BLOCK_BYTES):
         block = data[begin : begin + BLOCK_BYTES]
-        checksums.append(zlib.crc32(block))
+        checksums.append(crc32(block))
         file.write(flipped(block) if flips else block)
     return checksums

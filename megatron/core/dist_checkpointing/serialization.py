@@ -11,7 +11,10 @@ fails takes part in them and says why, so nobody waits for it.
 from __future__ import annotations
 
 import copy
+import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ from megatron.core.dist_checkpointing.validation import (
 )
 from megatron.core.faults import InjectedFault, fault_point
 
+_MAX_THREADS = 4  # that read at the same time; more do not help on one disk or one memory
 # What a rank reports instead of leaving the others in a collective.
 REPORTED = (OSError, MemoryError, CheckpointError, InjectedFault)
 
@@ -278,16 +282,31 @@ def load(
     error: CheckpointError | None = None
     with reader:
         try:
-            for tensor in wanted:
-                fault_point("load.tensor")
-                if tensor.key in reader.tensors:
-                    reader.load(tensor, cast=cast)
+            fill(wanted, reader, cast=cast)
         except CheckpointError as problem:
             error = problem
         except OSError as problem:
             error = CheckpointDamaged(f"{folder}: {_reason(problem)}")
     together(error, group)
     return agreed
+
+
+def fill(wanted: Sequence[ShardedTensor], reader: CheckpointReader, *, cast: bool = False) -> None:
+    """Read what ``reader`` has of ``wanted`` into its views, in threads of this rank.  Local.
+
+    Raises what the first that fails raises; others may be filled or not.
+    """
+
+    def fill_one(tensor: ShardedTensor) -> None:
+        fault_point("load.tensor")
+        if tensor.key in reader.tensors:
+            reader.load(tensor, cast=cast)
+
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // ranks))
+    largest_first = sorted(wanted, key=lambda tensor: -tensor.num_bytes)
+    with ThreadPoolExecutor(threads) as pool:
+        deque(pool.map(fill_one, largest_first), maxlen=0)
 
 
 def together(error: CheckpointError | None, group: ProcessGroup | None) -> None:
