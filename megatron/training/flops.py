@@ -48,7 +48,7 @@ def num_floating_point_operations(
 ) -> float:
     """FLOPs of a step on ``batch_size`` samples by Megatron-LM's formula."""
     seq_length = _seq_length(config)
-    keys = [seq_length / 2] * config.model.num_layers
+    keys = [seq_length / 2] * (config.model.num_layers + _num_ahead(config.model))
     return _model_flops(config.model, batch_size * seq_length, padded_vocab_size, keys).total
 
 
@@ -59,7 +59,10 @@ def causal_model_flops(config: RunConfig, batch_size: int, padded_vocab_size: in
 
 
 def layer_flops(config: RunConfig) -> list[float]:
-    """FLOPs of each layer for one token, attention counted under its mask."""
+    """FLOPs of each layer for one token, attention counted under its mask.
+
+    Behind the decoder's stand those of tokens ahead, without their projections.
+    """
     scale = FORWARD_AND_BACKWARD * MULTIPLY_ADD
     return [
         scale * (config.model.hidden_size * columns + 2 * heads_width * keys)
@@ -69,10 +72,11 @@ def layer_flops(config: RunConfig) -> list[float]:
 
 def _causal_keys(config: RunConfig) -> list[float]:
     """Keys that a query meets on average in each layer."""
-    return [
+    keys = [
         mean_keys_per_query(_seq_length(config), _keys_in_window(config.model, layer_index))
         for layer_index in range(config.model.num_layers)
     ]
+    return keys + keys[-1:] * _num_ahead(config.model)
 
 
 def mean_keys_per_query(seq_length: int, window: int | None = None) -> float:
@@ -96,6 +100,7 @@ def _model_flops(
 ) -> ModelFlops:
     layers = list(_layer_widths(model, keys_per_query))
     columns = padded_vocab_size + sum(columns for columns, _, _ in layers)
+    columns += _num_ahead(model) * (padded_vocab_size + 2 * model.hidden_size)
     scores = sum(heads_width * keys for _, heads_width, keys in layers)
     scale = FORWARD_AND_BACKWARD * MULTIPLY_ADD * num_tokens
     return ModelFlops(
@@ -111,7 +116,8 @@ def _layer_widths(
     Per token and full layer, with h = hidden, a = heads, g = query groups, d = kv channels:
     q and output projection 2*h*a*d, k and v 2*h*g*d, MLP 2 or (gated) 3 times h*ffn,
     scores and their product with the values 2*a*d*keys; per token h*vocabulary.  A part that is
-    replaced by one matrix has h*h, an absent one nothing.
+    replaced by one matrix has h*h, an absent one nothing.  Layers of tokens ahead, each like the
+    last of the decoder, add a projection 2*h*h and h*vocabulary.
     """
     heads_width = model.num_attention_heads * model.kv_channels
     latent = _latent_columns(model) if model.multi_latent_attention else None
@@ -120,7 +126,8 @@ def _layer_widths(
     groups_width = model.num_query_groups * model.kv_channels
     mlp_matrices = 3 if model.gated_linear_unit else 2
     alike = LayerShape(FULL, FULL, model.ffn_hidden_size)
-    shapes = layer_shapes(model) or [alike] * model.num_layers
+    shapes = list(layer_shapes(model) or [alike] * model.num_layers)
+    shapes += shapes[-1:] * _num_ahead(model)
     for layer_index, (shape, keys) in enumerate(zip(shapes, keys_per_query, strict=True)):
         full = 2 * heads_width + 2 * groups_width if latent is None else latent
         attention = {FULL: full, LINEAR: model.hidden_size}
@@ -129,6 +136,10 @@ def _layer_widths(
             mlp[FULL] = _expert_columns(model)
         columns = attention.get(shape.attention, 0) + mlp.get(shape.mlp, 0)
         yield columns, heads_width, keys if shape.attention == FULL else 0.0
+
+
+def _num_ahead(model: TransformerConfig) -> int:
+    return model.mtp_num_layers or 0
 
 
 def _latent_columns(model: TransformerConfig) -> float:

@@ -33,10 +33,11 @@ def costs(config: RunConfig, padded_vocab_size: int) -> tuple[list[float], float
     """Relative time of each layer, of the embedding, and of the loss with what predicts ahead."""
     model = config.model
     again = 4 / 3 if model.recompute_granularity == "full" else 1.0
-    layers = [again * flops for flops in layer_flops(config)]
+    every = [again * flops for flops in layer_flops(config)]
+    layers, ahead = every[: model.num_layers], every[model.num_layers :]
     scale = FORWARD_AND_BACKWARD * MULTIPLY_ADD * model.hidden_size
-    loss = scale * padded_vocab_size
-    loss += (model.mtp_num_layers or 0) * (loss + layers[-1] + scale * 2 * model.hidden_size)
+    loss = scale * (padded_vocab_size + len(ahead) * (padded_vocab_size + 2 * model.hidden_size))
+    loss += sum(ahead)
     embedding = _EMBEDDING_BYTES_PER_CHANNEL * _FLOPS_PER_BYTE * model.hidden_size
     return layers, float(embedding), float(loss)
 

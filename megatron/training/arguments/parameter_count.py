@@ -27,10 +27,12 @@ def padded_vocab_size(run: RunConfig) -> int | None:
 
 
 def layer_parameters(m: TransformerConfig) -> int:
-    """Parameters of all layers on one tensor-parallel rank."""
+    """Parameters of all layers on one tensor-parallel rank, with those of tokens ahead."""
     alike = LayerShape(FULL, FULL, m.ffn_hidden_size)
-    shapes = layer_shapes(m) or [alike] * m.num_layers
-    return sum(
+    shapes, num_ahead = list(layer_shapes(m) or [alike] * m.num_layers), m.mtp_num_layers or 0
+    shapes += shapes[-1:] * num_ahead
+    joining = 2 * m.hidden_size**2 + 3 * m.hidden_size * _parameters_per_channel(m)
+    return num_ahead * joining + sum(
         _attention_parameters(m, s.attention)
         + (_expert_parameters(m) if has_experts(m, i) else _mlp_parameters(m, s))
         for i, s in enumerate(shapes)

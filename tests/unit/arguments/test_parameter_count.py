@@ -28,6 +28,8 @@ SHAPES = {"block_configs": [FULL, LINEAR, ABSENT, FULL]}
         "--qk-layernorm --qk-layernorm-full-width --layer-norm-placement sandwich",
         "--layer-norm-placement post --geglu",
         "--qk-l2-norm --position-embedding-type none",
+        "--mtp-num-layers 2 --position-embedding-type rope --num-experts 4 --disable-bias-linear "
+        "--moe-layer-freq [1,0,0,1]",
         "--swiglu --normalization RMSNorm --disable-bias-linear "
         f"--heterogeneous-layers-config-encoded-json {json.dumps(SHAPES, separators=(',', ':'))}",
     ],
@@ -39,7 +41,9 @@ def test_the_estimate_is_exact_on_one_rank(words: str) -> None:
     model = build_gpt_model(
         run, vocab_size=101, padded_vocab_size=padded, groups=one_process_groups()
     )
-    assert layer_parameters(run.model) == sum(p.numel() for p in model.decoder.layers.parameters())
+    parts = [model.decoder.layers] if model.mtp is None else [model.decoder.layers, model.mtp]
+    counted = sum(p.numel() for part in parts for p in part.parameters())
+    assert layer_parameters(run.model) == counted
 
 
 def test_padding_follows_tensor_parallelism_unless_given() -> None:

@@ -63,11 +63,12 @@ def test_layers_with_a_sliding_window_count_fewer_keys() -> None:
 
 
 @pytest.mark.feature("Logging: tokens/s and MFU, from FLOPs that torch's counter confirms")
+@pytest.mark.parametrize("more", ["", "--mtp-num-layers 2 --position-embedding-type rope"])
 def test_torchs_counter_agrees_on_a_plain_gpt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the counter would set it
-    config = run_config(f"{PLAIN} --num-layers 3 --seq-length 48")
+    config = run_config(f"{PLAIN} --num-layers 3 --seq-length 48 {more}")
     vocab, batch, seq = 256, 2, 48
     gpt = build_gpt_model(
         config, vocab_size=vocab, padded_vocab_size=vocab, groups=one_process_groups()
