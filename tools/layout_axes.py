@@ -142,6 +142,8 @@ _FEATURES = (
     _model("positions", "learned"),
     _model("positions", "rope", "--position-embedding-type rope"),
     _model("positions", "alibi", "--position-embedding-type alibi"),
+    _model("ahead", "tokens-ahead",
+           "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5", "rope"),
     _model("norm", "rms-norm", "--normalization RMSNorm"),
     _model("mlp", "swiglu", "--swiglu --ffn-hidden-size 48"),
     _model("bias", "no-bias", "--disable-bias-linear"),
@@ -271,12 +273,13 @@ class Case:
             layers -= 2
         middle = f"{'t' * self.sizes.depth}|" * (ranks * chunks - 2)
         has_string = "layout-string" in self.features
+        ahead = "mm" if "tokens-ahead" in self.features else ""
         return {
             **vars(self.sizes),
             "batch": self.batch,
             "ranks": self.world_size,
             "virtual": "" if has_string else f"--num-virtual-stages-per-pipeline-rank {chunks}",
-            "layout": f"E|{middle}{'t' * 2 * self.sizes.depth}L",
+            "layout": f"E|{middle}{'t' * 2 * self.sizes.depth}{ahead}L",
             "first": chunks * (self.sizes.depth + 1),
             "group": ranks + 1,
             "layers": layers,
