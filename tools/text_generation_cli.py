@@ -35,6 +35,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", "--top_p", type=float, default=0.0, help="0: no limit")
     parser.add_argument("--seed", type=int, help="makes sampling repeatable")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--cache-mla-latents", action="store_true", help="latent attention keeps its narrow vectors"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt")
     return parser
 
@@ -66,6 +69,7 @@ def main() -> None:
             step=args.ckpt_step,
             device_kind=args.device,
             as_json=args.json,
+            cache_mla_latents=args.cache_mla_latents,
         ):
             print(line, flush=True)
     except (MegatronError, OSError, ValueError) as error:

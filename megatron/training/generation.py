@@ -106,9 +106,11 @@ def answer(
     step: int | None = None,
     device_kind: str = "auto",
     as_json: bool = False,
+    cache_mla_latents: bool = False,
 ) -> Iterator[str]:
     """What to print for each prompt, on the first rank.  Collective over all ranks."""
-    writer = open_writer(load, step=step, device_kind=device_kind)
+    own = {"cache_mla_latents": True} if cache_mla_latents else {}
+    writer = open_writer(load, step=step, device_kind=device_kind, **own)
     for prompt in prompts:
         text, tokens = writer.write(prompt, params)
         if not is_rank0():
@@ -121,13 +123,16 @@ def answer(
     shut_down()
 
 
-def open_writer(load: str, *, step: int | None = None, device_kind: str = "auto") -> Writer:
+def open_writer(
+    load: str, *, step: int | None = None, device_kind: str = "auto", **flags: Any
+) -> Writer:
     """Build the model that ``load`` holds and fill it.  Collective over all ranks.
 
+    ``flags``, dest -> value, go before those that were saved.
     Raises CheckpointError if there is no checkpoint, ConfigError if it does not fit the ranks.
     """
     content = open_checkpoint(load, step)
-    config = generation_config(content.asked, load, step=step, device_kind=device_kind)
+    config = generation_config({**content.asked, **flags}, load, step=step, device_kind=device_kind)
     run = start(config)
     setup_tokenizer(run)
     build_model(run, lambda **stage: _gpt(run, **stage), wrap=False)
@@ -155,6 +160,8 @@ def generation_config(
         "ckpt_step": step,
         "device": device_kind,
         "tensor_model_parallel_size": ranks,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": None,
         "micro_batch_size": 1,
         "global_batch_size": 1,
         "distributed_backend": None,

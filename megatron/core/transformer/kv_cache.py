@@ -22,6 +22,7 @@ class KVCache(Protocol):
     def append(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep [s, b, g, d] of a layer; returns keys and values of all [t + s, b, g, d].
 
+        Latent attention may keep its narrow vectors instead, and values of no width.
         ``num_tokens`` grows when the caller is done with all layers (`advance`), not here.
         """
         ...

@@ -1,5 +1,8 @@
 """Latent attention: queries, keys and values raised from narrow vectors (arXiv 2405.04434).
 
+With --cache-mla-latents generation keeps the narrow vectors, and queries come down to them instead:
+q (W l) = (q W) l, and the sum over values is raised once, behind the core.
+
 ``s`` tokens, ``b`` sequences, ``h`` width, ``n`` heads; of a head ``d`` channels of queries and
 keys that are not rotated, ``r`` that are (one key for all heads).  The narrow vectors are whole on
 every tensor-parallel rank; heads are divided.
@@ -25,6 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.attention import AttentionBase
+from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.rope import yarn_mscale
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -100,6 +104,51 @@ class MLASelfAttention(AttentionBase):
         self.linear_kv_up_proj = up(c.kv_lora_rank, c.qk_head_dim + c.v_head_dim)
         self.recomputes_up = "mla_up_proj" in config.modules_to_recompute
 
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        inference_context: KVCache | None = None,
+        rotary_pos_emb: RotaryTable | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `AttentionBase.forward`."""
+        cache, around = inference_context, {"rotary_pos_emb": rotary_pos_emb, **more}
+        if cache is None or not self.config.cache_mla_latents:
+            more = {"inference_context": cache, **around}
+            return super().forward(hidden_states, attention_mask, **more)
+        assert rotary_pos_emb is not None, "latent attention has rotary positions"
+        narrow, key_position = self._narrow(hidden_states)
+        rotated = apply_rotary(key_position.unsqueeze(2), rotary_pos_emb)
+        latents = torch.cat([narrow.unsqueeze(2), rotated], -1)
+        latents, _ = cache.append(self.layer_number - 1, latents, latents[..., :0])
+        if cache.num_tokens == 0:  # of many queries the raised ones are cheaper
+            return super().forward(hidden_states, attention_mask, **around)
+        return self._from_latents(hidden_states, latents, attention_mask, **around)
+
+    def _from_latents(
+        self,
+        hidden_states: Tensor,
+        latents: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        rotary_pos_emb: RotaryTable,
+        **more: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s, b, h] -> [s, b, h] with latents [t + s, b, 1, l + r] as the keys of all heads."""
+        c = self.config
+        raising = self.linear_kv_up_proj.weight.unflatten(0, (self.local_heads, -1))
+        raises_key, raises_value = raising.split([c.qk_head_dim, c.v_head_dim], 1)
+        query, query_position = self._query(self._narrow_query(hidden_states), rotary_pos_emb)
+        query = torch.einsum("sbnd,ndl->sbnl", query, raises_key)
+        query = torch.cat([query, query_position], -1)
+        context = self.core_attention(
+            query, latents, latents, attention_mask, attn_mask_type=self.attn_mask_type, **more
+        )
+        context = context.unflatten(-1, (self.local_heads, -1))[..., : c.kv_lora_rank]
+        return self.linear_proj(torch.einsum("sbnl,nvl->sbnv", context, raises_value).flatten(2))
+
     def queries_keys_values(
         self, hidden_states: Tensor, rotary: RotaryTable | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,12 +157,8 @@ class MLASelfAttention(AttentionBase):
         The value is filled up with zeros, so that any core takes it.
         """
         assert rotary is not None, "latent attention has rotary positions"
-        c, narrow_query = self.config, hidden_states
-        if c.q_lora_rank is not None:
-            narrow_query = self.q_layernorm(self.linear_q_down_proj(hidden_states))
-        narrow = self.linear_kv_down_proj(hidden_states)
-        narrow, key_position = narrow.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], -1)
-        narrow = self.kv_layernorm(narrow)
+        narrow_query = self._narrow_query(hidden_states)
+        narrow, key_position = self._narrow(hidden_states)
         # Each rank turns it into keys of its own heads: its gradient is one term of a sum.
         if self.is_sequence_cut:
             key_position = gather_from_sequence_parallel_region(key_position, group=self.tp_group)
@@ -127,14 +172,30 @@ class MLASelfAttention(AttentionBase):
             return checkpoint(raise_, False, narrow_query, narrow, key_position)
         return self._raised(narrow_query, narrow, key_position, rotary)
 
+    def _narrow_query(self, hidden_states: Tensor) -> Tensor:
+        if self.config.q_lora_rank is None:
+            return hidden_states
+        return self.q_layernorm(self.linear_q_down_proj(hidden_states))
+
+    def _narrow(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """What keys and values are raised from, and what is rotated of keys."""
+        c, narrow = self.config, self.linear_kv_down_proj(hidden_states)
+        narrow, key_position = narrow.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], -1)
+        return self.kv_layernorm(narrow), key_position
+
+    def _query(self, narrow_query: Tensor, rotary: RotaryTable) -> tuple[Tensor, Tensor]:
+        """[s, b, n/tp, d] and its rotated channels [s, b, n/tp, r]."""
+        c = self.config
+        linear_q = self.linear_q_proj if c.q_lora_rank is None else self.linear_q_up_proj
+        query = linear_q(narrow_query)[0].unflatten(-1, (self.local_heads, -1))
+        query, position = query.split([c.qk_head_dim, c.qk_pos_emb_head_dim], -1)
+        return query, apply_rotary(position, rotary)
+
     def _raised(
         self, narrow_query: Tensor, narrow: Tensor, key_position: Tensor, rotary: RotaryTable
     ) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
-        linear_q = self.linear_q_proj if c.q_lora_rank is None else self.linear_q_up_proj
-        query = linear_q(narrow_query)[0].unflatten(-1, (self.local_heads, -1))
-        query, query_position = query.split([c.qk_head_dim, c.qk_pos_emb_head_dim], -1)
-        query = torch.cat([query, apply_rotary(query_position, rotary)], -1)
+        query = torch.cat(self._query(narrow_query, rotary), -1)
         key_value = self.linear_kv_up_proj(narrow)[0].unflatten(-1, (self.local_heads, -1))
         key, value = key_value.split([c.qk_head_dim, c.v_head_dim], -1)
         key_position = apply_rotary(key_position.unsqueeze(2), rotary)

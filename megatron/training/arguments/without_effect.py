@@ -252,6 +252,7 @@ NEEDS = (
             "qk_head_dim",
             "qk_pos_emb_head_dim",
             "v_head_dim",
+            "cache_mla_latents",
         ),
     ),
     Need(

@@ -119,7 +119,14 @@ def test_a_causal_mask_changes_nothing_and_the_future_has_no_influence() -> None
 
 @pytest.mark.feature("Model: generation with a cache gives the logits of the whole sequence")
 @pytest.mark.parametrize("position", ["rope", "learned_absolute", "alibi", "none"])
-@pytest.mark.parametrize("extra", [{}, {"window_size": (3, 0), "qk_layernorm": True}])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"window_size": (3, 0), "qk_layernorm": True},
+        {"softmax_type": "learnable", "window_size": (3, 0), "window_attn_skip_freq": 2},
+    ],
+)
 def test_a_cache_gives_the_logits_of_the_whole_sequence(
     position: str, extra: dict[str, Any]
 ) -> None:

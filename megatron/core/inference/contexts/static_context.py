@@ -9,7 +9,7 @@ from torch import Tensor
 class StaticInferenceContext:
     """Keys and values of ``max_batch_size`` sequences of up to ``max_sequence_length`` tokens.
 
-    Memory for a layer is taken when the layer first stores something.
+    Memory for a layer is taken when the layer first stores something, as wide as that is.
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
@@ -41,6 +41,11 @@ class StaticInferenceContext:
     def advance(self, num_new_tokens: int) -> None:
         """Count the tokens of a finished forward pass."""
         self._num_tokens += num_new_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that is taken."""
+        return sum(x.nbytes for both in self._layers.values() for x in both)
 
     def reset(self) -> None:
         """Forget all tokens, keep the memory."""

@@ -55,5 +55,4 @@ class MLAConfig:
         False,
         "Keep latent vectors instead of keys and values while generating.",
         group="mla",
-        ignored="keys and values are kept; the text is the same",
     )
