@@ -165,6 +165,8 @@ _FEATURES = (
     _of_micro_batch("balance", "two-aux-losses",
                     "--moe-router-load-balancing-type seq_aux_loss aux_loss "
                     "--moe-aux-loss-coeff 0.05 0.02"),
+    _of_micro_batch("balance", "global-aux-loss",
+                    "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.05"),
     _of_micro_batch("balance", "sinkhorn", "--moe-router-load-balancing-type sinkhorn"),
     _model("balance", "no-balance", "--moe-router-load-balancing-type none", "experts"),
     _of_micro_batch("balance", "dealt-out", "--moe-router-force-load-balancing"),
@@ -180,6 +182,8 @@ _FEATURES = (
     _of_micro_batch("capacity", "capacity", "--moe-expert-capacity-factor 0.7"),
     _of_micro_batch("capacity", "capacity-by-position",
                     "--moe-expert-capacity-factor 0.8 --moe-token-drop-policy position"),
+    _of_micro_batch("capacity", "padded-capacity",
+                    "--moe-expert-capacity-factor 0.9 --moe-pad-expert-input-to-capacity"),
     _model("shared", "shared-expert", "--moe-shared-expert-intermediate-size 16", "experts"),
     _model("gate", "shared-expert-gate", "--moe-shared-expert-gate", "shared-expert"),
     _model("which layers", "every-other-layer", "--moe-layer-freq 2", "experts"),

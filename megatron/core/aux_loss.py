@@ -21,6 +21,13 @@ class AuxLosses:
         # In the gradient of a step: 1 / micro-batches, times what scales the loss of the model.
         self.weight: float | Tensor = 1.0
         self.values: dict[str, Tensor] = {}
+        # What a loss over the whole step has counted so far, and in how many micro-batches.
+        self.counted: Tensor | None = None
+        self.num_counted = 0
+
+    def begin(self, weight: float | Tensor) -> None:
+        """A step begins, of which a micro-batch counts ``weight``."""
+        self.weight, self.counted, self.num_counted = weight, None, 0
 
     def attach(
         self,

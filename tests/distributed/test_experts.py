@@ -13,20 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.activations import quick_gelu
+from megatron.core.config.errors import NonFiniteError
+from megatron.core.distributed.non_finite import naming_step
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.param_info import info_of, name_parameters
 from megatron.core.param_init import initialize_parameters
 from megatron.core.process_groups_config import create_process_groups, make_grids
 from megatron.core.sequence_share import held_tokens
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import loss_name
 from megatron.core.transformer.spec_utils import build_module
 from tests.ranks import run_ranks
 from tests.unit.one_process import one_process_groups, tiny_config
 from tests.unit.transformer import moe_reference as plain
 
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 8, 2, 8, 4
-COEFFICIENTS = {"moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss")}
-COEFFICIENTS |= {"moe_aux_loss_coeff": (0.3, 0.2), "moe_z_loss_coeff": 0.1}
+BALANCE = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+COEFFICIENTS = {"moe_router_load_balancing_type": BALANCE}
+COEFFICIENTS |= {"moe_aux_loss_coeff": (0.3, 0.2, 0.4), "moe_z_loss_coeff": 0.1}
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,17 @@ SITUATIONS = {
     "capacity-position": Situation(
         {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"}
     ),
+    "capacity-padded": Situation(
+        {
+            "moe_expert_capacity_factor": 0.8,
+            "moe_pad_expert_input_to_capacity": True,
+            "add_bias_linear": True,
+        }
+    ),
     "capacity-0": Situation({"moe_expert_capacity_factor": 0.0}),
     "all-to-one": Situation({"moe_router_topk": 1, "moe_router_pre_softmax": True}, "one"),
     "ties": Situation({}, "zero"),
+    "few": Situation({}, "few"),
     "probs-on-input": Situation(
         {
             "moe_router_topk": 1,
@@ -117,7 +129,8 @@ def config_of(situation: Situation, **more: Any) -> Any:
 def tokens_of(rule: str, replica: int) -> tuple[Tensor, Tensor]:
     """Hidden states [S, B, h] of a micro-batch, and what the result is multiplied with."""
     generator = torch.Generator().manual_seed(100 + replica)
-    x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator, dtype=torch.float64)
+    shape = (4, 1) if rule == "few" else (SEQUENCE, BATCH)  # for 8 ranks
+    x = torch.randn(*shape, HIDDEN, generator=generator, dtype=torch.float64)
     if rule == "zero":  # all experts have the same score
         x = torch.zeros_like(x)
     elif rule == "one":  # every token is like the first
@@ -167,9 +180,11 @@ def one(layout: Layout, situation: Situation, dispatcher: str, groups: Any) -> A
     )
     layer = build(config, groups)
     x, r = tokens_of(situation.tokens, groups.dp.rank())
-    mine = held_tokens((SEQUENCE,), groups.cp.rank(), layout.cp)
+    mine = held_tokens((len(x),), groups.cp.rank(), layout.cp)
     mine = mine.chunk(layout.tp)[groups.tp.rank()]
     x = x[mine].clone().requires_grad_()
+    if config.moe_pad_expert_input_to_capacity:
+        layer.experts.register_forward_pre_hook(needs_equal_counts)
     y, _ = layer(x)
     (y * r[mine]).sum().backward()
     grads = {}
@@ -194,10 +209,17 @@ def one(layout: Layout, situation: Situation, dispatcher: str, groups: Any) -> A
     }
 
 
+def needs_equal_counts(experts: Any, inputs: Any) -> None:
+    rows, _, counts = inputs
+    assert len(set(counts)) == 1
+    assert counts[0] * len(counts) == len(rows)
+
+
 def expected(situation: Situation, replicas: int) -> Any:
     config = config_of(situation)
     layer = build(config, one_process_groups())
     weights = {n: p.detach().clone().requires_grad_() for n, p in layer.named_parameters()}
+    chosen: list[Tensor] = []
     bias = layer.router.expert_bias
     results = []
     for replica in range(replicas):
@@ -209,13 +231,13 @@ def expected(situation: Situation, replicas: int) -> Any:
         if config.moe_expert_capacity_factor is not None:
             table = table * plain.kept(table.detach(), config)
         y = plain.experts(flat, table, weights, config).view_as(x)
-        aux = plain.aux_losses(logits, config, BATCH)
-        factor = SEQUENCE * BATCH if config.calculate_per_token_loss else 1
+        aux = plain.aux_losses(logits, config, x.shape[1], chosen)
+        factor = len(flat) if config.calculate_per_token_loss else 1
         extra = sum(
             c * aux[n]
             for n, c in zip(
-                ("load_balancing_loss", "seq_load_balancing_loss", "z_loss"),
-                (0.3, 0.2, 0.1),
+                (*map(loss_name, BALANCE), "z_loss"),
+                (0.3, 0.2, 0.4, 0.1),
                 strict=True,
             )
         )
@@ -265,3 +287,24 @@ def test_experts_on_many_ranks_compute_what_a_plain_layer_computes(name, dispatc
                 for pieces in held:
                     got = whole(pieces, value.shape)
                     torch.testing.assert_close(got, value, rtol=1e-10, atol=1e-11)
+
+
+def nan_on_rank_1(rank: int, size: int) -> str:
+    groups = create_process_groups(*make_grids(size))
+    layer = build(config_of(Situation({"moe_token_dispatcher_type": "alltoall"})), groups)
+    hidden = tokens_of("random", rank)[0]
+    if rank == 1:
+        hidden[3, 1, 0] = torch.nan
+    try:
+        with naming_step(7):
+            layer.router.logits(hidden)
+    except NonFiniteError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.feature("Mixture of experts: NaN in a router names step, rank and layer")
+def test_nan_logits_are_named() -> None:
+    found = run_ranks(nan_on_rank_1, 2)
+    named = "step 7: rank 1: the router of layer 1 computes NaN for a token: its input or its "
+    assert found == ["", f"{named}weight is not finite"]

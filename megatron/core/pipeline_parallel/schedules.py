@@ -85,7 +85,7 @@ def forward_backward(
         hooks.first_microbatch_func()
     if not forward_only:
         for aux_losses in aux_losses_of(chunks):
-            aux_losses.weight = task.rule.aux_weight(hooks.grad_scale_func)
+            aux_losses.begin(task.rule.aux_weight(hooks.grad_scale_func))
     losses = executor.run(plan[rank])
     if hooks.finalize_model_grads_func is not None and not forward_only:
         num_tokens = losses.num_tokens

@@ -49,7 +49,7 @@ def data_parallel_size(ns: Namespace) -> Iterator[str]:
 
 def parallel_degrees(ns: Namespace) -> Iterator[str]:
     """Expert tensor parallelism follows tensor parallelism; sequence parallelism needs it."""
-    if ns.expert_tensor_parallel_size is None:
+    if ns.expert_tensor_parallel_size is None or not ns.num_experts:
         ns.expert_tensor_parallel_size = ns.tensor_model_parallel_size
     if ns.sequence_parallel and ns.tensor_model_parallel_size == 1:
         ns.sequence_parallel = False

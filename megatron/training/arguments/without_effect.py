@@ -221,6 +221,7 @@ NEEDS = (
             "moe_input_jitter_eps",
             "moe_layer_freq",
             "moe_layer_recompute",
+            "moe_pad_expert_input_to_capacity",
             "moe_per_layer_logging",
             "moe_router_dtype",
             "moe_router_enable_expert_bias",

@@ -133,6 +133,7 @@ SWITCHES = {
     "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
     "moe_apply_probs_on_input": "--moe-apply-probs-on-input",
     "moe_layer_recompute": "--moe-layer-recompute",
+    "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity",
     "moe_per_layer_logging": "--moe-per-layer-logging",
     "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
     "moe_router_force_load_balancing": "--moe-router-force-load-balancing",

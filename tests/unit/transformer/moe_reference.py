@@ -62,8 +62,13 @@ def kept(table: Tensor, c: TransformerConfig) -> Tensor:
     return result
 
 
-def aux_losses(logits: Tensor, c: TransformerConfig, b: int) -> dict[str, Tensor]:
-    """Losses of tokens [N, E], each of which belongs to sequence i % b."""
+def aux_losses(
+    logits: Tensor, c: TransformerConfig, b: int, before: list[Tensor]
+) -> dict[str, Tensor]:
+    """Losses of tokens [N, E], each of which belongs to sequence i % b.
+
+    ``before``: the choices of micro-batches of the step so far; that of this one is added.
+    """
     scores = torch.sigmoid(logits) if c.moe_router_score_function == "sigmoid" else None
     scores = torch.softmax(logits, -1) if scores is None else scores / scores.sum(-1, keepdim=True)
     k, e = c.moe_router_topk, logits.shape[1]
@@ -74,9 +79,11 @@ def aux_losses(logits: Tensor, c: TransformerConfig, b: int) -> dict[str, Tensor
     def balance(s: Tensor, m: Tensor) -> Tensor:
         return e / k * (s.mean(0) * m.mean(0)).sum()
 
+    before.append(chosen)
     per_sequence = [balance(scores[i::b], chosen[i::b]) for i in range(b)]
     return {
         "load_balancing_loss": balance(scores, chosen),
+        "global_load_balancing_loss": balance(scores, torch.cat(before)),
         "seq_load_balancing_loss": torch.stack(per_sequence).mean(),
         "z_loss": torch.logsumexp(logits, -1).square().mean(),
     }

@@ -65,7 +65,7 @@ class MoEConfig:
         "How the router is pushed towards equal load, once or several times.",
         group="moe",
         nargs="+",
-        choices=("aux_loss", "seq_aux_loss", "sinkhorn", "none"),
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
     )
     moe_router_dtype: str | None = option(
         None,
@@ -178,9 +178,8 @@ class MoEConfig:
     )
     moe_pad_expert_input_to_capacity: bool = option(
         False,
-        "Pad every expert's input to its capacity.",
+        "Pad every expert's input to its capacity: shapes that do not depend on the choice.",
         group="moe",
-        ignored="experts take inputs of any length; the result is the same",
     )
     moe_token_drop_policy: str = option(
         "probs",

@@ -61,6 +61,8 @@ class MoELayer(MegatronModule):
         """[s, b, h] -> [s, b, h], and no bias that is still to be added."""
         routing = self.router(hidden)
         arrived = self.dispatcher.dispatch(hidden.flatten(0, 1), routing)
+        if self.config.moe_pad_expert_input_to_capacity and routing.capacity is not None:
+            arrived = arrived.padded(routing.capacity * self.dispatcher.num_micro_batches)
         rows, weights = arrived.rows, arrived.weights
         if self.config.moe_apply_probs_on_input:
             rows = rows * weights.unsqueeze(-1).to(rows.dtype)

@@ -4,7 +4,8 @@ Tokens of a micro-batch are spread over the ranks of tp_cp (sequence and context
 counts tokens counts those of all of them, so that the choice and the losses are those of one rank.
 
 Collectives of a forward pass, over tp_cp, each where it is asked for: an all-gather of weights
-(capacity) or logits (Sinkhorn); an all-reduce of counts for each balance loss.
+(capacity) or logits (Sinkhorn); an all-reduce of counts for each balance loss.  Over dp, for
+global_aux_loss: an all-gather of counts.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ class TopKRouter(MegatronModule):
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
         is_nan = logits.isnan().any()
-        message = f"the router of layer {self.layer_number} computes NaN for a token"
+        rank = self.groups.world.rank()
+        message = f"rank {rank}: the router of layer {self.layer_number} computes NaN for a token"
         if device.is_cuda(logits.device):
             torch._assert_async(~is_nan, message)
         elif not logits.is_meta and is_nan:
@@ -166,7 +168,7 @@ class TopKRouter(MegatronModule):
             hidden,
             lambda visits: arithmetic.fits(visits, capacity, policy),
         )
-        return arithmetic.drop(routing, kept)
+        return arithmetic.drop(routing, kept, capacity)
 
     def _sinkhorn(self, logits: Tensor, hidden: Tensor) -> Routing:
         """Choice by an assignment that is even over all tokens; weights by plain scores."""
@@ -187,6 +189,22 @@ class TopKRouter(MegatronModule):
         return Routing(experts, weights, self.num_experts)
 
     # -- losses ----------------------------------------------------------------------------
+
+    def _mean_so_far(self, counts: Tensor) -> Tensor:
+        """[E] of this micro-batch -> the mean over those of the step up to it, as one rank has it.
+
+        One rank has the micro-batches that replicas take at the same time one after the other.
+        """
+        losses, dp = self.aux_losses, self.groups.dp
+        if not torch.is_grad_enabled():  # the pass is computed again, and counts then
+            return counts
+        of_replicas = all_gather_first_dim(counts.unsqueeze(0), dp)
+        before = torch.zeros_like(counts) if losses.counted is None else losses.counted
+        place = dp.rank() + 1
+        mean = (before + of_replicas[:place].sum(0)).double() / (losses.num_counted + place)
+        losses.counted = before + of_replicas.sum(0)
+        losses.num_counted += dp.size()
+        return mean
 
     def _loss_weight(self, num_tokens: int) -> float:
         """A loss per token is summed over tokens here, and divided by all of them later."""
@@ -211,9 +229,11 @@ class TopKRouter(MegatronModule):
         scores = arithmetic.balance_scores(logits, self.choice)
         plain = arithmetic.best(scores.detach(), k)
         for kind, coefficient in terms:
-            if kind == "aux_loss":
+            if kind in ("aux_loss", "global_aux_loss"):
                 counts = torch.bincount(plain.flatten(), minlength=self.num_experts)
                 counts = self._sum_over_sharers(counts)
+                if kind == "global_aux_loss":
+                    counts = self._mean_so_far(counts)
                 loss = arithmetic.balance_loss(scores, counts, k=k, num_tokens=num_tokens)
             else:
                 s, b = hidden.shape[:2]
@@ -231,7 +251,7 @@ class TopKRouter(MegatronModule):
 
 def loss_name(kind: str) -> str:
     """What the log calls a kind of balance loss."""
-    return {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}[kind]
+    return kind.replace("aux", "load_balancing")
 
 
 def balance_terms(config: TransformerConfig) -> list[tuple[str, float]]:
@@ -240,5 +260,5 @@ def balance_terms(config: TransformerConfig) -> list[tuple[str, float]]:
     return [
         (kind, coefficient)
         for kind, coefficient in zip(kinds, coefficients, strict=True)
-        if kind in ("aux_loss", "seq_aux_loss") and coefficient
+        if kind.endswith("aux_loss") and coefficient
     ]

@@ -17,11 +17,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Routing:
-    """``experts`` [n, k] are expert numbers, E where a visit is dropped; ``weights`` [n, k]."""
+    """``experts`` [n, k] are expert numbers, E where a visit is dropped; ``weights`` [n, k].
+
+    ``capacity``: most tokens that an expert takes of a micro-batch, where there is a limit.
+    """
 
     experts: Tensor
     weights: Tensor
     num_experts: int
+    capacity: int | None = None
 
     def counts(self) -> Tensor:
         """Tokens of each expert: [E]."""
@@ -171,13 +175,14 @@ def dense_visits(routing: Routing) -> Tensor:
     return table.scatter_(1, routing.experts, routing.weights.detach())
 
 
-def drop(routing: Routing, kept: Tensor) -> Routing:
-    """``routing`` without the visits that ``kept`` [n, E] rules out."""
+def drop(routing: Routing, kept: Tensor, capacity: int) -> Routing:
+    """``routing`` without the visits beyond ``capacity``, which ``kept`` [n, E] rules out."""
     is_kept = kept.gather(1, routing.experts)
     return replace(
         routing,
         experts=routing.experts.masked_fill(~is_kept, routing.num_experts),
         weights=routing.weights.masked_fill(~is_kept, 0.0),
+        capacity=capacity,
     )
 
 

@@ -47,6 +47,22 @@ class Arrived:
     counts: list[int]
     back: Back
 
+    def padded(self, capacity: int) -> Arrived:
+        """With rows of zeros behind those of each expert, ``capacity`` in all."""
+        where = self.rows.device
+        counts = torch.tensor(self.counts, device=where)
+        gaps = capacity * torch.arange(len(counts), device=where) - counts.cumsum(0) + counts
+        place = torch.arange(len(self.rows), device=where) + gaps.repeat_interleave(counts)
+        size = len(counts) * capacity
+        rows = self.rows.new_zeros((size, self.rows.shape[1])).index_copy(0, place, self.rows)
+        weights = self.weights.new_zeros(size).index_copy(0, place, self.weights)
+        return Arrived(
+            rows,
+            weights,
+            [capacity] * len(counts),
+            lambda results: self.back(results.index_select(0, place)),
+        )
+
 
 class TokenDispatcher(ABC):
     """Collective over tp_ep: all its ranks dispatch, and take back, equally often."""
@@ -57,6 +73,11 @@ class TokenDispatcher(ABC):
         self.num_local = num_experts // self.ep.size()
         first = self.ep.rank() * self.num_local
         self.local_experts = range(first, first + self.num_local)
+        # Micro-batches that ranks of tp_ep have tokens of: each is spread over a tp_cp.
+        here, spread = self.tp_ep.size(), groups.tp_cp.size()
+        self.num_micro_batches = -(-here // spread)
+        if here % spread and spread % here:  # ranks at both ends of micro-batches
+            self.num_micro_batches += 1
 
     @abstractmethod
     def dispatch(self, x: Tensor, routing: Routing) -> Arrived:

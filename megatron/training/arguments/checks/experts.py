@@ -134,14 +134,8 @@ def dispatcher_suits_the_load(run: RunConfig) -> Iterator[str]:
         return
     if m.moe_enable_deepep and m.moe_token_dispatcher_type != "flex":
         yield "--moe-enable-deepep needs --moe-token-dispatcher-type flex"
-    if m.moe_pad_expert_input_to_capacity:
-        if m.moe_expert_capacity_factor is None:
-            yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
-        if m.moe_token_dispatcher_type == "flex":
-            yield (
-                "--moe-pad-expert-input-to-capacity and --moe-token-dispatcher-type flex exclude "
-                "each other: that dispatcher drops nothing, use alltoall"
-            )
+    if m.moe_pad_expert_input_to_capacity and m.moe_expert_capacity_factor is None:
+        yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
 
 
 CHECKS = (

@@ -49,7 +49,8 @@ def expert_degrees_fit_the_world(run: RunConfig) -> Iterator[str]:
         m.expert_model_parallel_size,
         m.pipeline_model_parallel_size,
     )
-    if ep > 1 and min(etp, pp) >= 1 and run.world_size % (etp * ep * pp):
+    is_apart = ep > 1 or etp != m.tensor_model_parallel_size  # else the ranks are cut as above
+    if is_apart and min(etp, ep, pp) >= 1 and run.world_size % (etp * ep * pp):
         yield (
             f"{run.world_size} ranks cannot be cut into --expert-tensor-parallel-size {etp} x "
             f"--expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp} = "
