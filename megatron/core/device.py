@@ -179,8 +179,18 @@ def manual_seed(seed: int) -> None:
 
 
 def side_stream() -> Any:
-    """A stream beside the default one; a context that does nothing on the CPU."""
-    return torch.cuda.Stream() if _has_gpu() else None
+    """A stream beside the present one, behind all that is queued there; None on the CPU."""
+    if not _has_gpu():
+        return None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
+
+
+def finish_stream() -> None:
+    """Wait until the present stream has done all that is queued on it."""
+    if _has_gpu():
+        torch.cuda.current_stream().synchronize()
 
 
 def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:

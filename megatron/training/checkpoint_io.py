@@ -183,7 +183,9 @@ def _ask(run: Runtime, how: Callable[[BackgroundSave], Saved | None]) -> None:
     if saved is not None:
         run.pending_save = None
         tell_saved(run.groups, saved)
-        _report(run, saved, CheckpointEvent(kind="finalized", iteration=pending.iteration))
+        waited_s = pending.waited_s
+        event = CheckpointEvent(kind="finalized", iteration=pending.iteration, stall_s=waited_s)
+        _report(run, saved, event)
 
 
 def _report(run: Runtime, saved: Saved, event: CheckpointEvent) -> None:

@@ -115,6 +115,8 @@ def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
 
 def _update(run: Runtime) -> tuple[bool, float | None, int | None]:
     """Whether the parameters were updated, the gradient norm, how many gradients are zero."""
+    if run.pending_save is not None:
+        run.pending_save.wait_for_copies()
     run.timers("optimizer", log_level=1).start(barrier=run.config.optimizer.barrier_with_L1_time)
     result: tuple[bool, float | None, int | None] = run.optimizer.step()
     run.timers("optimizer").stop()

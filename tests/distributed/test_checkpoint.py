@@ -82,6 +82,7 @@ def save_in_background(config, parts, iteration):
     """What a run does over several steps, without the steps."""
     begun = begin_save(config, parts, counters(iteration), asked={})
     saving = BackgroundSave(begun, HostBuffer(), parts.groups.world)
+    saving.wait_for_copies()
     advance(parts, 1)  # training goes on
     saving.wait()
 

@@ -1,7 +1,8 @@
 """A save that is written while training goes on.
 
-The values are copied first, and training waits for that alone.  A thread of each rank then writes,
-checksums and fsyncs; these give the interpreter free.  Publishing, on rank 0, is in a thread too.
+A thread of each rank copies the values while the next forward and backward passes run, which change
+none of them: training waits before the optimizer steps, if the copies are not made by then.  The
+thread then writes, checksums and fsyncs.  Publishing, on rank 0, is in a thread too.
 Whether all ranks are that far is asked between steps: one all-reduce of a number, while a save is
 pending.  Threads never communicate, so no order of collectives depends on a disk.
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -20,11 +22,13 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
+from megatron.core import device
 from megatron.core.dist_checkpointing.collectives import gather_json, is_so_everywhere
 from megatron.core.dist_checkpointing.serialization import (
     Begun,
     Saved,
     conclude,
+    detach,
     not_written,
     publish,
     snapshot,
@@ -56,18 +60,26 @@ class _Task(threading.Thread):
 
 
 class BackgroundSave:
-    """Copies what ``begun`` is to write into ``buffer`` and starts to write it.
+    """Starts to copy what ``begun`` is to write into ``buffer``, and then to write it.
 
     Every rank makes one, and calls its methods in the same order.  ``buffer`` is in use until the
-    save is over.
+    save is over.  ``waited_s``: how long `wait_for_copies` has held up training.
     """
 
     def __init__(self, begun: Begun, buffer: HostBuffer, group: ProcessGroup | None) -> None:
         self.iteration = begun.iteration
-        self._begun = begun
+        self.waited_s = 0.0
+        self._begun = detach(begun)
         self._group = group
-        self._writing = _Task(self._to_write(buffer))
+        self._copied = threading.Event()
+        self._writing = _Task(partial(self._copy_and_write, buffer, device.side_stream()))
         self._publishing: _Task | None = None
+
+    def wait_for_copies(self) -> None:
+        """Return when the values may change.  Local."""
+        began_s = time.perf_counter()
+        self._copied.wait()
+        self.waited_s += time.perf_counter() - began_s
 
     def poll(self) -> Saved | None:
         """The checkpoint once it is published, None before.  Collective.
@@ -108,13 +120,15 @@ class BackgroundSave:
         """What `conclude` makes of it.  Not collective."""
         return conclude(self._begun, verdict, None)
 
-    def _to_write(self, buffer: HostBuffer) -> Callable[[], Any]:
-        """What the thread does; the copies are made when this returns."""
+    def _copy_and_write(self, buffer: HostBuffer, stream: Any) -> dict[str, Any]:
         try:
-            self._begun = snapshot(self._begun, buffer)
+            with device.on_stream(stream):
+                copies = snapshot(self._begun, buffer)
         except (MemoryError, RuntimeError) as error:  # torch has no room for the copies
-            return partial(not_written, error)
-        return partial(write, self._begun)
+            return not_written(error)
+        finally:
+            self._copied.set()
+        return write(copies)
 
 
 def finish_apart(

@@ -64,7 +64,8 @@ class ShardedTensor:
 
     ``dtype`` is that of the file; the pieces may lie in memory in another one.  ``cut``: the
     dimension that is cut into equal shares, and into how many; ``is_flat``: what the rank holds is
-    a stretch of such a share, flattened; ``is_constant``: nobody trains it.
+    a stretch of such a share, flattened; ``is_constant``: nobody trains it; ``is_buffer``: it may
+    change in a forward pass, not only when the optimizer steps.
     """
 
     key: str
@@ -75,6 +76,7 @@ class ShardedTensor:
     cut: tuple[int, int] = (0, 1)
     is_flat: bool = False
     is_constant: bool = False
+    is_buffer: bool = False
 
     @property
     def num_bytes(self) -> int:

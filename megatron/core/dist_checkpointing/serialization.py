@@ -1,7 +1,7 @@
 """Saving and loading over all ranks: every rank ends with the same folder, or the same error.
 
 A save is `begin`, `write`, a gather of what was written, `publish`, `conclude`.  What lies between
-the collectives may run in the background, once `snapshot` has copied the values out of the model.
+the collectives may run in the background, once `detach` and `snapshot` have copied the values.
 
 Order of collectives, save: gather sizes, broadcast the folder; write; gather reports, broadcast
 the verdict.  Load: gather differences, broadcast the verdict; read; the same again.  A rank that
@@ -172,10 +172,21 @@ def finish(begun: Begun, group: ProcessGroup | None) -> Saved:
     return conclude(begun, verdict, group)
 
 
-def snapshot(begun: Begun, buffer: HostBuffer) -> Begun:
-    """The same save of values that training no longer changes: copies in ``buffer``.  Local."""
+def detach(begun: Begun) -> Begun:
+    """The same save with copies of what the next forward pass may change: plain values, buffers.
+
+    Local.
+    """
     contents = replace(begun.contents, tensors=(), common=copy.deepcopy(begun.contents.common))
-    return replace(begun, tensors=copy_out(begun.tensors, buffer), contents=contents)
+    buffers = [tensor for tensor in begun.tensors if tensor.is_buffer]
+    copied = dict(zip(buffers, copy_out(buffers, HostBuffer()), strict=True))
+    tensors = [copied.get(tensor, tensor) for tensor in begun.tensors]
+    return replace(begun, tensors=tensors, contents=contents)
+
+
+def snapshot(begun: Begun, buffer: HostBuffer) -> Begun:
+    """The same save of copies in ``buffer`` alone, which no step changes.  Local, in any thread."""
+    return replace(begun, tensors=copy_out(begun.tensors, buffer))
 
 
 def write(begun: Begun) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def copy_out(tensors: Sequence[ShardedTensor], buffer: HostBuffer) -> list[Shard
             for piece in tensor.pieces
         ]
         copies.append(replace(tensor, pieces=tuple(pieces)))
-    device.synchronize()
+    device.finish_stream()
     return copies
 
 

@@ -78,6 +78,7 @@ def model_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTenso
                 padded=padded,
             ),
             is_constant=isinstance(tensor, nn.Parameter) and not tensor.requires_grad,
+            is_buffer=not isinstance(tensor, nn.Parameter),
         )
         for name, info, tensor in _named_tensors(parts.model_chunks)
     ]

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.core import device
-from megatron.core.dist_checkpointing import commit, serialization
+from megatron.core.dist_checkpointing import background, commit, serialization
 from megatron.core.dist_checkpointing.background import BackgroundSave, finish_apart
 from megatron.core.dist_checkpointing.folders import choose
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.dist_checkpointing.mapping import from_param
+from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
 from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.param_info import ParamInfo
+from megatron.training import step
 from tests.unit.dist_checkpointing.tiny import global_tensors, records, shares
 
 
@@ -60,6 +64,7 @@ def test_files_written_while_training_goes_on_are_those_of_a_save_at_once(tmp_pa
     held_up = replace(SAFETENSORS_DIST, write_rank_files=write_when_open)
     begun = serialization.begin(tmp_path / "later", 1, made, None, format=held_up)
     saving = BackgroundSave(begun, HostBuffer(), None)
+    saving.wait_for_copies()
     for tensor in live:
         tensor.fill_(torch.nan)
     made.common["optimizer"]["steps"].append(4)
@@ -72,6 +77,48 @@ def test_files_written_while_training_goes_on_are_those_of_a_save_at_once(tmp_pa
     assert names == sorted(path.name for path in later.iterdir())
     for name in names:
         assert (at_once / name).read_bytes() == (later / name).read_bytes(), name
+
+
+def test_buffers_and_values_are_copied_at_once_and_weights_before_an_update(tmp_path, monkeypatch):
+    """A forward pass may change a buffer; the rest may still be live then, until the update."""
+    counts, weight = torch.ones(4), torch.ones(4)
+    info = ParamInfo(global_shape=(4,))
+    tensors = [
+        replace(from_param("counts", info, counts), is_buffer=True),
+        from_param("weight", info, weight),
+    ]
+    gate = threading.Event()
+
+    def copy_when_open(begun, buffer):
+        gate.wait()
+        return serialization.snapshot(begun, buffer)
+
+    monkeypatch.setattr(background, "snapshot", copy_when_open)
+    made = Contents(tensors=tensors, common={"iteration": 1})
+    saving = BackgroundSave(serialization.begin(tmp_path, 1, made, None), HostBuffer(), None)
+    counts.zero_()
+    made.common["iteration"] = 2
+    steps = []
+    optimizer = SimpleNamespace(step=lambda: steps.append(saving._copied.is_set()))
+    wait = saving.wait_for_copies
+
+    def open_and_wait():
+        gate.set()
+        wait()
+
+    saving.wait_for_copies = open_and_wait
+    config = SimpleNamespace(optimizer=SimpleNamespace(barrier_with_L1_time=False))
+    step._update(
+        SimpleNamespace(
+            pending_save=saving, optimizer=optimizer, timers=MagicMock(), config=config
+        )
+    )
+    assert steps == [True]
+    weight.zero_()
+    with CheckpointReader(saving.wait().folder) as reader:
+        assert reader.common() == {"iteration": 1}
+        assert torch.equal(reader.read("counts"), torch.ones(4))
+        assert torch.equal(reader.read("weight"), torch.ones(4))
 
 
 def test_no_memory_for_the_copies_fails_the_save_and_nothing_else(tmp_path, monkeypatch):
