@@ -12,6 +12,7 @@ import torch
 from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray, load_archive
 from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex
 from megatron.core.dist_checkpointing.opening import open_reader
+from megatron.training.conversion.convert import Wanted, convert
 from tests.functional.runs import refusal, run_gpt, train_gpt
 from tests.functional.test_reference_run import FLAGS, GOLDEN, OURS, PP, TP
 from tests.ranks import run_ranks
@@ -160,6 +161,63 @@ def test_what_is_written_in_any_format_is_read_again_bit_for_bit(tmp_path: Path,
         assert reader.common()["optimizer"]["step"] == 2.0
         assert reader.common()["counters"]["consumed_train_samples"] == 16
         assert reader.manifest.iteration == 2
+
+
+EXPERTS = (
+    "--train-iters 1 --eval-iters 0 --bf16 --swiglu --disable-bias-linear --num-experts 4 "
+    "--moe-token-dispatcher-type alltoall --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-shared-expert-intermediate-size 16 --save-interval 1 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+)
+GROUPED = "--moe-grouped-gemm --use-distributed-optimizer"
+LATENT = (
+    "--moe-layer-freq [0]+[1] --multi-latent-attention --position-embedding-type rope "
+    "--q-lora-rank 8 --kv-lora-rank 8 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 "
+    "--qk-layernorm --normalization RMSNorm"
+)
+
+
+@pytest.mark.feature("Checkpoints: experts and latent attention in torch_dist, torch and torch_dcp")
+@pytest.mark.parametrize("more", [GROUPED, LATENT])
+def test_experts_are_written_in_any_format_and_read_again(tmp_path: Path, more: str) -> None:
+    own = tmp_path / "own"
+    flags = [*EXPERTS.split(), *more.split()]
+    run_gpt(tmp_path / "run", *flags, "--save", str(own), world_size=4)
+    expected = all_tensors(own / "iter_0000001")
+    assert expected["decoder.layers.1.mlp.router.expert_bias"].dtype == torch.float32
+    dist = ["--save", str(tmp_path / "torch_dist"), "--ckpt-format", "torch_dist"]
+    run_gpt(tmp_path / "run", *flags, *dist, world_size=4)
+    for kind in ("torch", "torch_dcp"):
+        convert(Wanted(source=own, target=tmp_path / kind, format=kind), [].append)
+    for kind in ("torch_dist", "torch", "torch_dcp"):
+        found = all_tensors(tmp_path / kind / "iter_0000001")
+        assert found.keys() == expected.keys(), kind
+        for key, values in expected.items():
+            rows = values.shape[0] if values.dim() else None
+            assert torch.equal(found[key][:rows], values), (kind, key)
+    ranks = sorted(path.name for path in (tmp_path / "torch/iter_0000001").glob("mp_rank_*"))
+    assert ranks == [f"mp_rank_{e:02d}_{p:03d}_{e:03d}" for e in range(2) for p in range(2)]
+    names = loaded(tmp_path / "torch/iter_0000001" / ranks[3] / "model_optim_rng.pt")["model"]
+    index = DcpIndex(tmp_path / "torch_dist/iter_0000001", MappedFile)
+    is_mixed = "[0]" in more
+    experts = "mlp.experts.experts.linear_fc1.weight"
+    stack = f"decoder.layers.{'1.' if is_mixed else ''}{experts}"
+    moments = index.tensors[f"optimizer.state.exp_avg.{stack}"]
+    one = tuple(expected["decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"].shape)
+    if is_mixed:
+        assert index.tensors[stack].shape == (4, *one)
+        assert moments.shape == (4, *one)
+        assert "decoder.layers.1.self_attention.linear_kv_up_proj.layer_norm_weight" in (
+            index.tensors
+        )
+    else:
+        assert index.tensors[stack].shape == (2, 4, *one)
+        assert moments.shape == (2, 4, 2, 1, one[0] * one[1] // 2)
+        assert "decoder.layers.mlp.experts.experts.linear_fc2._extra_state/shard_1.3_2.4" in (
+            index.objects
+        )
+        assert "decoder.layers.0.mlp.experts.linear_fc1.weight1" in names
 
 
 @pytest.mark.feature("Checkpoints: another model's, or a damaged one, is refused by one sentence")

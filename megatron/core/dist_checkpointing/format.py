@@ -55,8 +55,9 @@ class RankReport:
 class Format:
     """How the folder of a checkpoint is filled; all else of a save is the same in every format.
 
-    ``write_rank_files(folder, rank, tensors, rank_state, iteration=, attempt=)`` writes and fsyncs
-    what one rank gives, and may run in a thread: local, reads nothing but its arguments.
+    ``write_rank_files(folder, rank, tensors, rank_state, iteration=, attempt=, asked=)`` writes and
+    fsyncs what one rank gives, and may run in a thread: local, reads nothing but its arguments, of
+    which ``asked`` is the command line, dest -> value.
     ``complete(folder, reports, common)`` adds on rank 0 what needs the reports of all ranks, and
     returns the files it wrote.  The manifest comes behind it.  Both raise OSError, CheckpointError.
     ``is_foreign``: for other programs, with vocabulary padding and their command line.
@@ -78,12 +79,14 @@ def write_rank_files(
     *,
     iteration: int,
     attempt: str,
+    asked: Mapping[str, Any] | None = None,
     incremental: bool = False,
 ) -> RankReport:
     """Write and fsync the files of one rank.  Local.  Raises OSError, CheckpointError.
 
     ``incremental``: constant tensors lie in a file of their own, which is linked where it can be.
     """
+    del asked  # the layout of the file does not depend on the model
     report = RankReport(tensors={}, files={})
     origin = {"format": "pt", "iteration": str(iteration), "attempt": attempt}
     constant = [tensor for tensor in tensors if incremental and tensor.is_constant]

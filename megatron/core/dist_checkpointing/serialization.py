@@ -200,6 +200,7 @@ def write(begun: Begun) -> dict[str, Any]:
             begun.contents.rank_state,
             iteration=begun.iteration,
             attempt=begun.attempt,
+            asked=begun.contents.common.get("args", {}),
         )
         fault_point("save.written", step=begun.iteration)
     except REPORTED as error:

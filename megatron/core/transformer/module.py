@@ -48,7 +48,9 @@ class Float16Module(MegatronModule):
         super().__init__(config)
         assert config.fp16 != config.bf16, "exactly one of fp16 and bf16"
         self.dtype = torch.float16 if config.fp16 else torch.bfloat16
-        self.module = module.to(self.dtype)
+        for param in module.parameters():
+            param.data = param.data.to(self.dtype)
+        self.module = module  # its buffers stay: small steps of a balancing bias need float32
         parts = vars(module)
         self.pre_process: bool = parts.get("pre_process", True)
         self.post_process: bool = parts.get("post_process", True)

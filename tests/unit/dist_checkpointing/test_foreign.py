@@ -125,6 +125,43 @@ def test_gated_halves_virtual_stages_and_half_precision_state(tmp_path: Path) ->
     assert scalars == {"step": 3.0, "grad_scaler": {"scale": 8.0, "growth_tracker": 1}}
 
 
+def test_experts_in_one_matrix_of_each_rank_are_read(tmp_path: Path) -> None:
+    """Two tensor-parallel ranks times two of experts, each with two experts and its optimizer."""
+    first, second = torch.randn(4, 6, 5), torch.randn(4, 5, 6)  # inputs last, as ours
+    files: dict[str, Any] = {}
+    for tp in range(2):
+        for ep in range(2):
+            mine = slice(2 * ep, 2 * ep + 2)
+            model = {
+                "mlp.router.weight": torch.ones(4, 5),
+                "mlp.experts.weight1": stacked(first[mine].chunk(2, 1)[tp], 1),
+                "mlp.experts.weight2": stacked(second[mine].chunk(2, 2)[tp], 0),
+            }
+            model = {f"{LAYER}.{name}": value for name, value in model.items()}
+            experts = list(model.values())[1:]
+            states = [{0: {"exp_avg": torch.full((4, 5), 3.0)}}]
+            states.append({i: {"exp_avg": value * 2} for i, value in enumerate(experts)})
+            optimizer = [
+                {"state": state, "param_groups": [{"wd_mult": 1.0, "params": list(state)}]}
+                for state in states
+            ]
+            files[f"mp_rank_{tp:02d}_{ep:03d}"] = {"model": model, "optimizer": optimizer}
+    sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "num_experts": 4}
+    found = all_tensors(ranks(tmp_path, files, **sizes))
+    assert found["optimizer.state.exp_avg.decoder.layers.0.mlp.router.weight"][0, 0] == 3
+    for number in range(4):
+        for kind, whole in (("linear_fc1", first), ("linear_fc2", second)):
+            name = f"{LAYER}.mlp.experts.local_experts.{number}.{kind}.weight"
+            assert torch.equal(found[name], whole[number])
+            assert torch.equal(found[f"optimizer.state.exp_avg.{name}"], whole[number] * 2)
+
+
+def stacked(experts: Tensor, dim: int) -> Tensor:
+    """[E, o, i] as [i, E * o] (``dim`` 1) or [E * i, o], an expert after the other."""
+    there = experts.transpose(1, 2).contiguous()
+    return there.view(there.shape[1], -1) if dim == 1 else there.view(-1, there.shape[2])
+
+
 def test_padding_of_the_vocabulary_is_left_out_and_another_vocabulary_is_not(
     tmp_path: Path,
 ) -> None:
@@ -155,15 +192,15 @@ def test_padding_of_the_vocabulary_is_left_out_and_another_vocabulary_is_not(
 def test_a_missing_rank_and_a_state_of_another_model_are_sentences(tmp_path: Path) -> None:
     model = {"model": {"decoder.final_layernorm.weight": torch.ones(3)}}
     folder = ranks(tmp_path / "a", {"mp_rank_00": model}, tensor_model_parallel_size=2)
-    with pytest.raises(CheckpointDamaged, match="files of 1 ranks, .*-parallel-size 2 x"):
+    with pytest.raises(CheckpointDamaged, match="files of 1 ranks, .*-parallel-size 2:"):
         open_reader(folder)
     groups = [{"wd_mult": 0.0, "params": [0]}]
     state = {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": groups}
     content = model | {"optimizer": state}
     with pytest.raises(CheckpointError, match=r"does not fit .* shape \[4\], \[3\] was expected"):
         open_reader(ranks(tmp_path / "b", {"mp_rank_00": content}))
-    experts = ranks(tmp_path / "c", {"mp_rank_00_000_001": model})
-    with pytest.raises(CheckpointError, match="expert parallelism"):
+    experts = ranks(tmp_path / "c", {"mp_rank_00_000": model}, expert_model_parallel_size=2)
+    with pytest.raises(CheckpointDamaged, match="files of 1 ranks, .* --expert-model-parallel-si"):
         open_reader(experts)
 
 

@@ -90,6 +90,10 @@ class StoredArray:
         stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
         return replace(self, offset=self.offset + begin, shape=shape, stride=stride)
 
+    def t(self) -> StoredArray:
+        """A matrix, transposed."""
+        return replace(self, shape=self.shape[::-1], stride=self.stride[::-1])
+
     def with_stride(self, *stride: int) -> StoredArray:
         """The same shape with other distances between elements."""
         return replace(self, stride=stride)

@@ -47,14 +47,19 @@ def starts_in_buffer(
 
 
 def bucket_rules(
-    asked: Mapping[str, Any], *, num_params: int, is_first: bool
+    asked: Mapping[str, Any], *, num_params: int, is_first: bool, is_expert: bool = False
 ) -> tuple[int | None, int, int]:
     """(elements that close a bucket, multiple that buckets end at, replicas) of a command line.
 
     ``is_first``: of the first model chunk on the first stage; others have one bucket.
+    ``is_expert``: of the buffers of experts that have replicas of their own.
     """
     replicas = int(asked.get("data_parallel_size") or 1)
     replicas *= int(asked.get("context_parallel_size") or 1)
+    if is_expert:
+        tp = int(asked.get("tensor_model_parallel_size") or 1)
+        expert_tp = int(asked.get("expert_tensor_parallel_size") or tp)
+        replicas = replicas * tp // (expert_tp * int(asked["expert_model_parallel_size"]))
     alignment = lcm(replicas, _BUCKET_ALIGNMENT)
     if asked.get("ddp_pad_buckets_for_high_nccl_busbw"):
         alignment = lcm(alignment, _HIGH_BUS_BANDWIDTH_ALIGNMENT)

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.foreign.names import (
     OUTPUT,
     cut_of,
     is_vocabulary,
+    split_expert,
     split_state,
 )
 from megatron.core.dist_checkpointing.foreign.qkv import in_our_order
@@ -39,7 +40,6 @@ from megatron.core.rank_grid import RankGrid
 COMMON_FILE = "common.pt"
 STATE_PREFIX = "optimizer.state."
 _CUDA_STATE_BYTES = 16
-GATED = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _FLOPS = "num_floating_point_operations_so_far"
 
@@ -104,10 +104,15 @@ class ForeignReader(CheckpointReader):
         self._found.setdefault(key, (dtype, []))[1].append(piece)
 
     def _place(self, prefix: str, name: str, rank: int, array: StoredArray) -> None:
-        """Take over what tensor-parallel ``rank`` holds, if no other rank gives the same."""
+        """Take over what tensor-parallel ``rank`` holds, if no other rank gives the same.
+
+        Of an expert: what a rank of its own tensor-parallel group holds.
+        """
         tp = degree(self.args, "tensor")
+        if split_expert(name):
+            tp = expert_tensor_degree(self.args)
         is_copy = name == OUTPUT and not self.args.get("untie_embeddings_and_output_weights")
-        dim, num_blocks = cut_of(name, is_gated=any(map(self.args.get, GATED)))
+        dim, num_blocks = cut_of(name, self.args)
         if is_copy or (dim is None and rank > 0):
             return
         shape = list(array.shape)
@@ -277,6 +282,11 @@ def layout_of(asked: Mapping[str, Any]) -> dict[str, Any]:
 def degree(asked: Mapping[str, Any], kind: str) -> int:
     """``--{kind}-model-parallel-size`` of a command line."""
     return int(asked.get(f"{kind}_model_parallel_size") or 1)
+
+
+def expert_tensor_degree(asked: Mapping[str, Any]) -> int:
+    """Ranks that an expert is cut over."""
+    return int(asked.get("expert_tensor_parallel_size") or degree(asked, "tensor"))
 
 
 def _max_padding(asked: Mapping[str, Any]) -> int:

@@ -2,72 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
-from megatron.core.dist_checkpointing.foreign.names import OUTPUT, fused_name, split_layer
+from megatron.core.dist_checkpointing.foreign.names import (
+    OUTPUT,
+    fused_name,
+    has_experts,
+    split_layer,
+)
 
 _SHARED = "embedding.word_embeddings.weight"
-# The order in which Megatron-LM's modules register their parameters; None: a state of the layer.
-_LAYER_ORDER = (
-    "input_layernorm.weight",
-    "input_layernorm.bias",
-    "self_attention.linear_proj.weight",
-    "self_attention.linear_proj.bias",
-    "self_attention.linear_proj._extra_state",
-    "self_attention.linear_qkv.weight",
-    "self_attention.linear_qkv.bias",
-    "self_attention.linear_qkv._extra_state",
-    "self_attention.q_layernorm.weight",
-    "self_attention.q_layernorm.bias",
-    "self_attention.k_layernorm.weight",
-    "self_attention.k_layernorm.bias",
-    "pre_mlp_layernorm.weight",
-    "pre_mlp_layernorm.bias",
-    "mlp.linear_fc1.weight",
-    "mlp.linear_fc1.bias",
-    "mlp.linear_fc1._extra_state",
-    "mlp.linear_fc2.weight",
-    "mlp.linear_fc2.bias",
-    "mlp.linear_fc2._extra_state",
-)
-# The same where a linear layer keeps the norm before it.
-_FUSED_ORDER = (
-    *_LAYER_ORDER[2:5],
-    *(*_LAYER_ORDER[0:2], *_LAYER_ORDER[5:12]),
-    *(*_LAYER_ORDER[12:14], *_LAYER_ORDER[14:]),
-)
 _BEFORE = (_SHARED, "embedding.position_embeddings.weight", "embedding.tokentype_embeddings.weight")
 _AFTER = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", OUTPUT)
-_OUTPUT_STATE = "output_layer._extra_state"
+_STATE = "_extra_state"
 
 
 def ordered_names(
     stored: Collection[str],
+    asked: Mapping[str, Any],
     *,
-    is_fused: bool,
     layers: Sequence[int] | None = None,
+    experts: Sequence[int] = (),
     is_first: bool = True,
     is_last: bool = True,
 ) -> Iterator[tuple[str, str]]:
     """(name in a file, our name) of the tensors of a model chunk, in the order of the model.
 
-    ``layers``: those of the chunk, None is all.  The second is empty for a state that a layer has
-    none of.
+    ``layers``: those of the chunk, None is all; ``experts``: those of the rank.  The second name is
+    empty for a state that a matrix has none of.
     """
+    is_fused = asked.get("transformer_impl") == "transformer_engine"
     if layers is None:
         layers = sorted({layer[1] for layer in map(split_layer, stored) if layer})
     if is_first:
         yield from ((name, name) for name in _BEFORE if name in stored)
     for local, number in enumerate(layers):
-        for tail in _FUSED_ORDER if is_fused else _LAYER_ORDER:
+        for there, tail in _in_layer(number, asked, experts, is_fused=is_fused):
             name = f"decoder.layers.{number}.{tail}"
-            here = f"decoder.layers.{local}.{tail}"
-            if tail.endswith("_extra_state"):
-                yield here, ""
-            elif name in stored:
-                yield fused_name(here) if is_fused else here, name
+            if name not in stored:
+                continue
+            is_state = there.endswith(_STATE)
+            if is_fused:
+                there = fused_name(f"decoder.layers.{number}.{there}", asked).split(".", 3)[3]
+            yield f"decoder.layers.{local}.{there}", "" if is_state else name
     if is_last:
         yield from ((name, name) for name in _AFTER if name in stored)
         if not is_first and OUTPUT not in stored:
             yield OUTPUT, _SHARED
-        yield _OUTPUT_STATE, ""
+        yield f"output_layer.{_STATE}", ""
+
+
+def _in_layer(
+    number: int, asked: Mapping[str, Any], experts: Sequence[int], *, is_fused: bool
+) -> Iterator[tuple[str, str]]:
+    """(tail of a name in a file, tail of ours); of a state, that of the weight it goes with."""
+    is_latent = bool(asked.get("multi_latent_attention"))
+    first, projection = _norm("input_layernorm"), _matrix("self_attention.linear_proj")
+    is_inside = is_fused and not is_latent  # the norm is part of the matrix behind it
+    yield from (*projection, *first) if is_inside else (*first, *projection)
+    for part in _latent_attention(is_fused) if is_latent else _ATTENTION:
+        kind = _norm if part.endswith("norm") else _matrix
+        yield from kind(f"self_attention.{part}")
+    yield from _norm("pre_mlp_layernorm")
+    if not has_experts(number, asked):
+        yield from (*_matrix("mlp.linear_fc1"), *_matrix("mlp.linear_fc2"))
+        return
+    for tail in ("weight", "bias", "expert_bias"):
+        yield f"mlp.router.{tail}", f"mlp.router.{tail}"
+    yield from _of_experts(experts, is_grouped=is_fused and bool(asked.get("moe_grouped_gemm")))
+    yield "mlp.shared_experts.gate_weight", "mlp.shared_experts.gate_weight"
+    for matrix in _MATRICES:
+        yield from _matrix(f"mlp.shared_experts.{matrix}")
+
+
+_MATRICES = ("linear_fc1", "linear_fc2")
+_ATTENTION = ("linear_qkv", "q_layernorm", "k_layernorm")
+
+
+def _latent_attention(is_fused: bool) -> tuple[str, ...]:
+    """A norm that is part of the matrix behind it comes before it, else behind all of them."""
+    if is_fused:
+        down_up = ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj")
+        return ("linear_q_proj", *down_up, "linear_kv_down_proj", "kv_layernorm", _KV_UP)
+    matrices = ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj")
+    return (*matrices, _KV_UP, "q_layernorm", "kv_layernorm")
+
+
+_KV_UP = "linear_kv_up_proj"
+
+
+def _of_experts(experts: Sequence[int], *, is_grouped: bool) -> Iterator[tuple[str, str]]:
+    if not is_grouped:
+        for local, number in enumerate(experts):
+            for matrix in _MATRICES:
+                ours = _matrix(f"mlp.experts.local_experts.{number}.{matrix}")
+                theirs = _matrix(f"mlp.experts.local_experts.{local}.{matrix}")
+                yield from ((there[0], our[1]) for there, our in zip(theirs, ours, strict=True))
+        return
+    for matrix in _MATRICES:
+        for kind in ("weight", "bias"):
+            for local, number in enumerate(experts):
+                ours_tail = f"mlp.experts.local_experts.{number}.{matrix}.{kind}"
+                yield f"mlp.experts.{matrix}.{kind}{local}", ours_tail
+        if experts:
+            first = f"mlp.experts.local_experts.{experts[0]}.{matrix}.weight"
+            yield f"mlp.experts.{matrix}.{_STATE}", first
+
+
+def _norm(name: str) -> tuple[tuple[str, str], ...]:
+    return tuple((f"{name}.{kind}",) * 2 for kind in ("weight", "bias"))
+
+
+def _matrix(name: str) -> tuple[tuple[str, str], ...]:
+    weight, bias = f"{name}.weight", f"{name}.bias"
+    return (weight, weight), (bias, bias), (f"{name}.{_STATE}", weight)

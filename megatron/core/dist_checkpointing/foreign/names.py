@@ -2,12 +2,22 @@
 
 The folder formats of `torch_dist` use the names of its Transformer Engine layers whatever layers
 ran; per-rank files have the names of the layers that ran, and old ones those of models before core.
+
+Experts: in `torch_dist` all are one tensor ``mlp.experts.experts.linear_fc1.weight`` with the
+global number as a dimension behind that of the layer, or a tensor each with the number behind the
+second ``experts``.  In per-rank files they count from 0 on each rank: ``local_experts.N.linear_fc1
+.weight`` (sequential), ``linear_fc1.weightN`` (grouped), or ``weight1`` and ``weight2``, all of a
+rank in one and transposed (older grouped).  No fixture has experts: what is said of them, and of
+latent attention, is inferred from public descriptions of core_v0.14, not compared with its files.
+
+``asked`` is everywhere the command line of the run, dest -> value.
 """
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 # Pattern of a part of a name -> what it is called here; every rule is tried, in order.
 _RENAMES = tuple(
@@ -28,21 +38,37 @@ _RENAMES = tuple(
         # Norms that Transformer Engine keeps in the linear layer after them.
         (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
         (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+        (r"\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$", r".\1_layernorm.\2"),
+        # Experts.
+        (r"\.experts\.experts\.(\d+)\.", r".experts.local_experts.\1."),
+        (
+            r"\.experts\.linear_fc([12])\.(weight|bias)(\d+)$",
+            r".experts.local_experts.\3.linear_fc\1.\2",
+        ),
     )
 )
-# The last two rules backwards: the names of layers that keep the norm before them.
-_FUSED = (
-    (re.compile(r"\.input_layernorm\.(weight|bias)$"), r".self_attention.linear_qkv.layer_norm_\1"),
-    (re.compile(r"\.pre_mlp_layernorm\.(weight|bias)$"), r".mlp.linear_fc1.layer_norm_\1"),
+# Norms backwards: the names of layers that keep the norm before them.
+_INPUT, _MLP, _LATENT = (
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1"),
+        (r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1"),
+        (r"\.(q|kv)_layernorm\.(weight|bias)$", r".linear_\1_up_proj.layer_norm_\2"),
+    )
 )
 # Tail of a name here -> the dimension that tensor parallelism cuts; others are the same everywhere.
 _CUT = (
     (re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$"), 0),
     (re.compile(r"\.(linear_qkv|linear_q|linear_kv|linear_fc1)\.(weight|bias)$"), 0),
+    (re.compile(r"\.linear_(q|q_up|kv_up)_proj\.(weight|bias)$"), 0),
     (re.compile(r"\.(linear_proj|linear_fc2)\.weight$"), 1),
 )
 _VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$")
 _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
+_GATED_FLAGS = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
+_NARROW = re.compile(r"\.linear_(q|kv)_down_proj\.")
+_EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(.*)$")
+_BUFFER = re.compile(r"\.expert_bias$")
 _LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.(.*)$")
 _STACK = re.compile(r"^(.*\blayers)\.(?!\d)(.*)$")
 _STATE = re.compile(r"^(?:chained_\d+\.)?(optimizer\.state\.\w+?\.)?(.*)$")
@@ -63,19 +89,65 @@ def our_name(name: str) -> str:
     return name
 
 
-def fused_name(name: str) -> str:
-    """What layers of Transformer Engine call the tensor of our ``name``."""
-    for pattern, replacement in _FUSED:
+def fused_name(name: str, asked: Mapping[str, Any]) -> str:
+    """What layers of Transformer Engine call the tensor of our ``name``.
+
+    A norm before several matrices, or before a router, is by itself there too.
+    """
+    is_latent = bool(asked.get("multi_latent_attention"))
+    layer = split_layer(name)
+    rules = [_LATENT if is_latent else _INPUT]
+    if layer is not None and not has_experts(layer[1], asked):
+        rules.append(_MLP)
+    for pattern, replacement in rules:
         name = pattern.sub(replacement, name)
     return name
 
 
-def cut_of(name: str, *, is_gated: bool = False) -> Cut:
+def has_experts(layer: int, asked: Mapping[str, Any]) -> bool:
+    """Whether a layer of the whole model has experts."""
+    freq = asked.get("moe_layer_freq") or 1
+    if not asked.get("num_experts"):
+        return False
+    return layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
+
+
+def layers_are_alike(asked: Mapping[str, Any]) -> bool:
+    """Whether Megatron-LM stacks the layers of such a model in `torch_dist`."""
+    freq = asked.get("moe_layer_freq") or 1
+    is_mixed = bool(asked.get("num_experts")) and freq != 1
+    return not is_mixed and not asked.get("heterogeneous_layers_config_path")
+
+
+def cut_of(name: str, asked: Mapping[str, Any]) -> Cut:
     """How tensor parallelism cuts the tensor of our ``name``."""
+    if _NARROW.search(name) and asked.get("transformer_impl") == "local":
+        return Cut(0)
     for pattern, dim in _CUT:
         if pattern.search(name):
-            return Cut(dim, 2 if is_gated and _GATED.search(name) else 1)
+            is_gated = _GATED.search(name) and any(map(asked.get, _GATED_FLAGS))
+            return Cut(dim, 2 if is_gated else 1)
     return Cut(None)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a tensor is of an expert, or of several."""
+    return ".experts." in name
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor of the model is no parameter, so that no optimizer knows it."""
+    return _BUFFER.search(name) is not None
+
+
+def split_expert(name: str) -> tuple[str, int, str] | None:
+    """(``...mlp.experts``, global number, the rest); None for what is of no expert.
+
+    >>> split_expert("decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight")
+    ('decoder.layers.3.mlp.experts', 5, 'linear_fc1.weight')
+    """
+    found = _EXPERT.match(name)
+    return (found[1], int(found[2]), found[3]) if found else None
 
 
 def is_vocabulary(name: str) -> bool:

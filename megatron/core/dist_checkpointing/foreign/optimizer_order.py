@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.foreign.archive import StoredArray
 from megatron.core.dist_checkpointing.foreign.buffers import bucket_rules, starts_in_buffer
 from megatron.core.dist_checkpointing.foreign.dcp_index import DcpTensor
-from megatron.core.dist_checkpointing.foreign.names import is_vocabulary
+from megatron.core.dist_checkpointing.foreign.names import is_expert, is_vocabulary
 
 Param = tuple[str, Any]  # a name, and a StoredArray or a DcpTensor
 Chunks = Sequence[Sequence[Param]]  # per model chunk
@@ -27,8 +27,18 @@ def optimizer_state(
 ) -> State:
     """The state of the parameters of one rank.  ``buffers``: its distrib_optim.pt, or None.
 
+    Where experts have an optimizer of their own both are lists of two, theirs is the second.
     Raises KeyError, IndexError, TypeError, ValueError for a state that is not of these parameters.
     """
+    if isinstance(optimizer, list) or isinstance(buffers, list):
+        for which in (False, True):
+            mine = [[p for p in chunk if is_expert(p[0]) is which] for chunk in chunks]
+            one = optimizer[which] if isinstance(optimizer, list) else optimizer
+            if any(mine) and buffers is not None:
+                yield from _from_buffers(buffers[which], mine, asked, stage, which)
+            elif any(mine):
+                yield from optimizer_state(one, None, mine, asked, stage)
+        return
     if buffers is not None:
         yield from _from_buffers(buffers, chunks, asked, stage)
         return
@@ -89,7 +99,11 @@ def numbered_groups(
 
 
 def _from_buffers(
-    buffers: Mapping[Any, Any], chunks: Chunks, asked: Mapping[str, Any], stage: int
+    buffers: Mapping[Any, Any],
+    chunks: Chunks,
+    asked: Mapping[str, Any],
+    stage: int,
+    of_experts: bool = False,
 ) -> State:
     is_tied = not asked.get("untie_embeddings_and_output_weights")
     shares_embedding = is_tied and int(asked.get("pipeline_model_parallel_size") or 1) > 1
@@ -99,6 +113,7 @@ def _from_buffers(
             asked,
             num_params=sum(prod(array.shape) for _, array in params),
             is_first=stage == 0 and chunk == 0,
+            is_expert=of_experts,
         )
         for _ in range(len({array.dtype for _, array in params})):
             ((dtypes, stored),) = buffers[number].items()

@@ -57,11 +57,20 @@ def is_distributed(common: Mapping[str, Any]) -> bool:
     return bool(common["args"].get("use_distributed_optimizer"))
 
 
-def param_groups(common: Mapping[str, Any], *, with_step: bool) -> list[dict[str, Any]]:
-    """The groups of the optimizer, without parameters."""
+def has_two_optimizers(common: Mapping[str, Any]) -> bool:
+    """Whether experts, which have replicas of their own, have an optimizer of their own."""
+    return int(common["args"].get("expert_model_parallel_size") or 1) > 1
+
+
+def param_groups(
+    common: Mapping[str, Any], *, with_step: bool, is_expert: bool | None = None
+) -> list[dict[str, Any]]:
+    """The groups of the optimizer, or of the one for experts or for the rest; no parameters."""
     groups = []
     for ours in common["optimizer"]["param_groups"]:
         args = common["args"]
+        if is_expert is not None and bool(ours.get("is_expert_parallel")) != is_expert:
+            continue
         limits = {"max_lr": args.get("lr"), "min_lr": args.get("min_lr")}
         group = {**limits, **ours, **_ADAM_GROUP}
         if "betas" in group:

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     ForeignReader,
     rng_state_of,
 )
-from megatron.core.dist_checkpointing.foreign.names import our_name
+from megatron.core.dist_checkpointing.foreign.names import is_buffer, our_name
 from megatron.core.dist_checkpointing.foreign.optimizer_order import optimizer_state
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
@@ -43,7 +43,8 @@ class TorchDcpReader(ForeignReader):
         params = [(name, tensor) for name, tensor in model.items() if _is_tensor(tensor)]
         for name, tensor in params:
             self._place_whole("", name, tensor)
-        for kind, name, tensor in self._optimizer_state(state.get(_OPTIMIZER), params):
+        trained = [param for param in params if not is_buffer(param[0])]
+        for kind, name, tensor in self._optimizer_state(state.get(_OPTIMIZER), trained):
             self._place_whole(f"{STATE_PREFIX}{kind}.", name, tensor)
         self._finish()
 

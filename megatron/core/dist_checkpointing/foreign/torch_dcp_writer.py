@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
 from megatron.core.dist_checkpointing.foreign.dcp_writer import DcpFile, write_metadata
 from megatron.core.dist_checkpointing.foreign.foreign_reader import STATE_PREFIX
 from megatron.core.dist_checkpointing.foreign.model_order import ordered_names
-from megatron.core.dist_checkpointing.foreign.names import split_state
+from megatron.core.dist_checkpointing.foreign.names import is_buffer, split_state
 from megatron.core.dist_checkpointing.foreign.optimizer_order import numbered_groups
 from megatron.core.dist_checkpointing.foreign.reference_values import (
     grad_scaler,
@@ -48,9 +48,10 @@ def write_rank_files(
     *,
     iteration: int,
     attempt: str,
+    asked: Mapping[str, Any],
 ) -> RankReport:
     """Write and fsync the file of one rank.  Local.  Raises OSError."""
-    del attempt
+    del attempt, asked
     file = DcpFile(folder, rank, 0, iteration)
     report = RankReport(tensors={}, files={})
     for tensor in tensors:
@@ -108,14 +109,15 @@ TORCH_DCP = Format("torch_dcp", write_rank_files, complete, is_foreign=True)
 
 def _state_dict(stored: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
     """The nested state dict, with `_Stored` for tensors of the ranks."""
-    is_fused = common["args"].get("transformer_impl") == "transformer_engine"
-    names = [(local, name) for local, name in ordered_names(stored, is_fused=is_fused) if name]
+    asked = common["args"]
+    every = range(int(asked.get("num_experts") or 0))
+    names = [pair for pair in ordered_names(stored, asked, experts=every) if pair[1]]
     state = reference_values(common)
     state["model"] = {local: _Stored(name) for local, name in names}
     if common.get("optimizer") is None:
         return state
-    shapes = [(name, len(stored[name]["shape"])) for _, name in names]
-    groups = numbered_groups(param_groups(common, with_step=False), shapes, common["args"])
+    shapes = [(name, len(stored[name]["shape"])) for _, name in names if not is_buffer(name)]
+    groups = numbered_groups(param_groups(common, with_step=False), shapes, asked)
     kinds = {key.removeprefix(STATE_PREFIX).split(".")[0] for key in stored if split_state(key)[0]}
     moments: dict[int, dict[str, Any]] = {}
     for group, members in groups:

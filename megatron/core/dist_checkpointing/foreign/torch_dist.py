@@ -1,8 +1,9 @@
 """Reads format ``torch_dist``: PyTorch's distributed files, ``common.pt``, ``metadata.json``.
 
 Tensors of all layers lie stacked in one, with the layer as first dimension, unless the layers
-differ.  What a distributed optimizer owns is a stretch of a flattened share: such a tensor of shape
-[X, Y] in shares [x, y] was saved with shape [X/x, Y/y, x*y], and its real shape stands beside.
+differ; so do those of all experts of a layer, by their numbers.  What a distributed optimizer owns
+is a stretch of a flattened share: such a tensor of shape [X, Y] in shares [x, y] was saved with
+shape [X/x, Y/y, x*y], and its real shape stands beside.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +33,7 @@ from megatron.core.dist_checkpointing.foreign.model_order import ordered_names
 from megatron.core.dist_checkpointing.foreign.names import (
     OUTPUT,
     cut_of,
+    is_buffer,
     our_name,
     split_stack,
     split_state,
@@ -40,6 +43,7 @@ from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.param_info import flat_boxes
 
 _GATHERED = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/")
+_EXPERTS = re.compile(r"\.experts\.experts\.(?!\d)")
 _HALVES = {"_w": 0, "_v": 1}  # suffixes of the two halves of a gated layer, where saved apart
 
 
@@ -63,6 +67,11 @@ class TorchDistReader(ForeignReader):
         tp = degree(self.args, "tensor")
         weights = {key: found for key, found in self._found.items() if not split_state(key)[0]}
         for key in sorted(self._index.objects):
+            if key.startswith("chained_1.") and ".param_state/" in key:
+                raise CheckpointError(
+                    f"{self.folder}: {key} is the state of experts, gathered by their first "
+                    "replica, which is not read; --no-load-optim does without"
+                )
             if found := _GATHERED.match(key):
                 stage, rank = divmod(int(found[1]), tp)
                 (buffers,) = self._index.object(key)
@@ -85,16 +94,20 @@ class TorchDistReader(ForeignReader):
         for virtual in range(stage, num_stages, pp):
             names = ordered_names(
                 weights,
-                is_fused=self.args.get("transformer_impl") == "transformer_engine",
+                self.args,
+                experts=range(0 if degree(self.args, "expert") > 1 else len(weights)),
                 layers=range(virtual * size, (virtual + 1) * size),
                 is_first=virtual == 0,
                 is_last=virtual == num_stages - 1,
             )
             yield (
-                (OUTPUT if local == OUTPUT else name, _share(weights[name], cut_of(name).dim, tp))
+                (OUTPUT if local == OUTPUT else name, _share(weights[name], self._cut(name), tp))
                 for local, name in names
-                if name
+                if name and not is_buffer(name)
             )
+
+    def _cut(self, name: str) -> int | None:
+        return cut_of(name, self.args).dim
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
         sizes = dict(self.manifest.layout.get("dense", ()))
@@ -128,21 +141,29 @@ def _pieces(key: str, tensor: DcpTensor) -> Iterator[tuple[str, ForeignPiece]]:
     """The boxes of a stored tensor under our keys."""
     prefix, name = split_state(key)
     half = _HALVES.get(name[-2:])
-    stack = split_stack(name if half is None else name[:-2])
+    pattern, dims = _numbered(name if half is None else name[:-2])
     for chunk in tensor.chunks:
         for offset, shape, array in _boxes(tensor, chunk):
             if half:
                 whole = tensor.unflattened or tensor.shape
-                dim = 1 if stack else 0
-                offset = (*offset[:dim], offset[dim] + whole[dim], *offset[dim + 1 :])
-            if stack is None:
-                plain = name if half is None else name[:-2]
-                yield prefix + our_name(plain), ForeignPiece(offset, shape, array)
-                continue
-            for i in range(shape[0]):
-                layer = our_name(f"{stack[0]}.{offset[0] + i}.{stack[1]}")
-                of_layer = partial(_layer, array, i)
-                yield prefix + layer, ForeignPiece(offset[1:], shape[1:], of_layer)
+                offset = (*offset[:dims], offset[dims] + whole[dims], *offset[dims + 1 :])
+            for place in product(*map(range, shape[:dims])):
+                numbers = map(sum, zip(place, offset, strict=False))
+                own = our_name(pattern.format(*numbers))
+                piece = ForeignPiece(offset[dims:], shape[dims:], partial(_entry, array, place))
+                yield prefix + own, piece
+
+
+def _numbered(name: str) -> tuple[str, int]:
+    """The name of one layer's, one expert's part with {} for the numbers, and how many those are.
+
+    >>> _numbered("decoder.layers.mlp.experts.experts.linear_fc1.weight")
+    ('decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight', 2)
+    """
+    if stack := split_stack(name):
+        name = f"{stack[0]}.{{}}.{stack[1]}"
+    name = _EXPERTS.sub(".experts.local_experts.{}.", name)
+    return name, name.count("{}")
 
 
 def _boxes(tensor: DcpTensor, chunk: Chunk) -> Iterator[tuple[Any, Any, Any]]:
@@ -160,9 +181,11 @@ def _boxes(tensor: DcpTensor, chunk: Chunk) -> Iterator[tuple[Any, Any, Any]]:
         done += prod(shape)
 
 
-def _layer(array: Any, index: int) -> StoredArray:
-    whole: StoredArray = array()
-    return whole.select(index)
+def _entry(array: Any, place: tuple[int, ...]) -> StoredArray:
+    found: StoredArray = array()
+    for index in place:
+        found = found.select(index)
+    return found
 
 
 def _stretch(array: Any, begin: int, shape: tuple[int, ...]) -> StoredArray:

@@ -1,6 +1,7 @@
 """Writes format ``torch_dist`` as Megatron-LM core_v0.14 does: its keys, shapes and offsets.
 
-Layers are stacked, if all layers have the same tensors.  The state that a distributed optimizer
+Layers are stacked, unless some have experts and some have none.  Experts of a layer are stacked
+too (`names`).  The state that a distributed optimizer
 divides is written as stretches of flattened shares (see `torch_dist`); vocabulary padding is
 written too.
 """
@@ -8,8 +9,10 @@ written too.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,10 +26,17 @@ from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     STATE_PREFIX,
     layout_of,
 )
-from megatron.core.dist_checkpointing.foreign.names import fused_name, split_layer, split_state
+from megatron.core.dist_checkpointing.foreign.names import (
+    fused_name,
+    layers_are_alike,
+    split_expert,
+    split_layer,
+    split_state,
+)
 from megatron.core.dist_checkpointing.foreign.pickler import write_archive
 from megatron.core.dist_checkpointing.foreign.reference_values import (
     grad_scaler,
+    has_two_optimizers,
     is_distributed,
     is_half,
     param_groups,
@@ -45,13 +55,8 @@ _BACKENDS = {
     "common_backend_version": 1,
 }
 _RNG = "rng_state"
-# Layers of Megatron-LM that may keep a state of their own beside the weights.
-_STATEFUL = (
-    "self_attention.linear_proj",
-    "self_attention.linear_qkv",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
+# Matrices of Megatron-LM that may keep a state of their own beside the weights.
+_MATRIX = re.compile(r"(decoder\.layers\..*\blinear_\w+)\.weight$")
 
 
 def write_rank_files(
@@ -62,23 +67,25 @@ def write_rank_files(
     *,
     iteration: int,
     attempt: str,
+    asked: Mapping[str, Any],
 ) -> RankReport:
     """Write and fsync the file of one rank.  Local.  Raises OSError."""
     del attempt
     file = DcpFile(folder, rank, 0, iteration)
     report = RankReport(tensors={}, files={})
     for tensor in tensors:
-        key, layer = _reference_key(tensor.key)
-        is_flat = tensor.is_flat and key.startswith(STATE_PREFIX) and not _is_plain(tensor, layer)
+        key, stack = _reference_key(tensor.key, asked)
+        is_plain = not stack and len(tensor.global_shape) < 2  # stretches of it are boxes
+        is_flat = tensor.is_flat and key.startswith(STATE_PREFIX) and not is_plain
         entry = report.tensors.setdefault(key, {})
         entry |= {
             "shape": list(tensor.global_shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "cut": list(tensor.cut) if is_flat else None,
-            "is_stacked": layer is not None,
+            "num_stacked": len(stack),
         }
         for offset, values in _boxes(tensor):
-            front: tuple[int, ...] = () if layer is None else (layer,)
+            front = stack
             values = values.to(tensor.dtype)
             if is_flat:
                 front += _share_of(offset, tensor)
@@ -110,21 +117,25 @@ def complete(
                 continue
             mine = tensors.setdefault(key, {**entry, "pieces": []})
             mine["pieces"] += entry.get("pieces", [])
-    num_layers = 0
+    states: dict[str, list[int]] = {}  # of a matrix: how many layers and experts are stacked
     for key, entry in tensors.items():
-        if entry["is_stacked"]:
-            count = 1 + max(piece["offset"][0] for piece in entry["pieces"])
-            num_layers = max(num_layers, count)
-            entry["shape"] = [count, *entry["shape"]]
+        counts = [
+            1 + max(piece["offset"][dim] for piece in entry["pieces"])
+            for dim in range(entry["num_stacked"])
+        ]
+        entry["shape"] = [*counts, *entry["shape"]]
+        if found := _MATRIX.match(key):
+            states[found[1]] = counts
         if entry["cut"] is not None:
             unflattened[key] = tuple(entry["shape"])
             entry["shape"] = _flat_shape(entry)
         check_written_once(key, entry)
     extra = DcpFile(folder, 0, 1, common["iteration"])
-    for layer in range(num_layers):
-        for name in _STATEFUL:
-            shard = f"_extra_state/shard_{layer}_{num_layers}"
-            objects[f"decoder.layers.{name}.{shard}"] = extra.add([None])
+    for matrix, counts in states.items():
+        shape = ".".join(map(str, counts or [1]))
+        for place in product(*map(range, counts or [1])):
+            shard = f"_extra_state/shard_{'.'.join(map(str, place))}_{shape}"
+            objects[f"{matrix}.{shard}"] = extra.add([None])
     write_archive(folder / COMMON_FILE, _common_file(common))
     return {
         extra.name: extra.close(),
@@ -147,16 +158,20 @@ def _common_file(common: Mapping[str, Any]) -> dict[str, Any]:
     return values | {"content_metadata": content}
 
 
-def _optimizer(common: Mapping[str, Any]) -> dict[str, Any]:
+def _optimizer(common: Mapping[str, Any]) -> dict[Any, Any]:
+    """Two optimizers, numbered, where experts have replicas of their own."""
+    if has_two_optimizers(common):
+        return {n: _one_optimizer(common, is_expert=bool(n)) for n in range(2)}
+    return _one_optimizer(common)
+
+
+def _one_optimizer(common: Mapping[str, Any], *, is_expert: bool | None = None) -> dict[str, Any]:
+    groups = param_groups(common, with_step=is_distributed(common), is_expert=is_expert)
     if is_distributed(common):
-        groups = param_groups(common, with_step=True)
         kind = {"param_state_sharding_type": "fully_sharded_model_space"}
         return {"optimizer": {"param_groups": groups}, **grad_scaler(common), **kind}
     step = Tensor([common["optimizer"]["step"]])[0]
-    inner = {
-        "state": {"common_step": step},
-        "param_groups": param_groups(common, with_step=False),
-    }
+    inner = {"state": {"common_step": step}, "param_groups": groups}
     return {"optimizer": inner, **grad_scaler(common)} if is_half(common) else inner
 
 
@@ -176,18 +191,18 @@ def _rng_shards(common: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _reference_key(key: str) -> tuple[str, int | None]:
-    """The key there, and the layer whose part of it this is."""
+def _reference_key(key: str, asked: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """The key there, and which layer's and expert's part of it this is, as far as it is stacked."""
     prefix, name = split_state(key)
-    layer = split_layer(fused_name(name))
-    if layer is None:
-        return prefix + name, None
-    return f"{prefix}{layer[0]}.{layer[2]}", layer[1]
-
-
-def _is_plain(tensor: ShardedTensor, layer: int | None) -> bool:
-    """Whether stretches of a flattened share are boxes of the whole: it has one dimension."""
-    return layer is None and len(tensor.global_shape) < 2
+    name, stack = fused_name(name, asked), []
+    layer = split_layer(name)
+    if layer is not None and layers_are_alike(asked) and layer[0] == "decoder.layers":
+        name = f"{layer[0]}.{layer[2]}"
+        stack.append(layer[1])
+    if expert := split_expert(name):
+        name = f"{expert[0]}.experts.{expert[2]}"
+        stack.append(expert[1])
+    return prefix + name, tuple(stack)
 
 
 def _boxes(tensor: ShardedTensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -225,9 +240,8 @@ def _start_in_share(offset: tuple[int, ...], tensor: ShardedTensor) -> int:
 
 
 def _flat_shape(entry: Mapping[str, Any]) -> list[int]:
-    """[X/x, Y/y, x*y] of a tensor of shape [X, Y] in shares [x, y]; one share per layer."""
+    """[X/x, Y/y, x*y] of a tensor of shape [X, Y] in shares [x, y]; one share per layer, expert."""
     dim, cuts = entry["cut"]
-    own = entry["shape"][1:] if entry["is_stacked"] else entry["shape"]
+    stacked, own = entry["shape"][: entry["num_stacked"]], entry["shape"][entry["num_stacked"] :]
     counts = [cuts if d == dim else 1 for d in range(len(own))]
-    layers = entry["shape"][:1] if entry["is_stacked"] else []
-    return [*layers, *counts, prod(own) // cuts]
+    return [*stacked, *counts, prod(own) // cuts]

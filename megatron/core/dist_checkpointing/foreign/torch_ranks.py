@@ -1,17 +1,20 @@
 """Reads format ``torch``: a file per tensor-parallel rank and pipeline stage, in any layout.
 
-    mp_rank_{tp:02d}[_{pp:03d}]/model_optim_rng.pt    weights, optimizer, scheduler, random states
-    mp_rank_{tp:02d}[_{pp:03d}]/distrib_optim.pt      buffers of the distributed optimizer
+    mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/
+        model_optim_rng.pt    weights, optimizer, scheduler, random states
+        distrib_optim.pt      buffers of the distributed optimizer
 
-Names in a file are local: layers count from 0 in every model chunk.  What a rank holds of the whole
-follows from the name (`names.cut_of`).  The optimizer's state has no names: it comes in the order
-of its parameter groups (`optimizer_order`), or of the buffers (`buffers`).
+Names in a file are local: layers count from 0 in every model chunk, experts on every rank.  What
+a rank holds of the whole follows from the name (`names.cut_of`).  The optimizer's state has no
+names: it comes in the order of its parameter groups (`optimizer_order`), or of the buffers
+(`buffers`); experts that have replicas of their own have an optimizer of their own.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +24,25 @@ from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     STATE_PREFIX,
     ForeignReader,
     degree,
+    expert_tensor_degree,
     rng_state_of,
 )
-from megatron.core.dist_checkpointing.foreign.names import our_name, split_layer
+from megatron.core.dist_checkpointing.foreign.names import (
+    is_buffer,
+    our_name,
+    split_expert,
+    split_layer,
+)
 from megatron.core.dist_checkpointing.foreign.optimizer_order import Chunks, optimizer_state
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.rank_grid import RankGrid
 
 MODEL_FILE = "model_optim_rng.pt"
 BUFFER_FILE = "distrib_optim.pt"
-_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
+_OLDER_GROUPED = re.compile(r"(.*\.experts)\.weight([12])$")
 
-Rank = tuple[int, int]  # tensor-parallel rank, pipeline stage
+Rank = tuple[int, int, int]  # tensor-parallel rank, pipeline stage, expert-parallel rank
 
 
 class TorchRanksReader(ForeignReader):
@@ -40,27 +51,65 @@ class TorchRanksReader(ForeignReader):
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
         super().__init__(folder, verify=verify)
         self._ranks = self._load_ranks()
-        self.values = self._ranks[0, 0]
-        self._tp, self._pp = degree(self.args, "tensor"), degree(self.args, "pipeline")
+        self.values = self._ranks[0, 0, 0]
         self._check_complete()
         self._models = {rank: _models(content) for rank, content in self._ranks.items()}
-        for rank, content in self._ranks.items():
-            chunks = [self._global_names(rank[1], c) for c in range(len(self._models[rank]))]
-            models = list(zip(chunks, self._models[rank], strict=True))
-            for names, model in models:
-                for local, array in model.items():
-                    self._place("", names[local], rank[0], array)
-            params = [[(names[n], model[n]) for n in model] for names, model in models]
-            for kind, name, array in self._optimizer_state(rank, content, params):
-                self._place(f"{STATE_PREFIX}{kind}.", name, rank[0], array)
+        met: set[tuple[int, ...]] = set()
+        for rank, content in sorted(self._ranks.items()):
+            params = [
+                list(self._params(rank, c, self._models[rank][c]))
+                for c in range(len(self._models[rank]))
+            ]
+            state = [("", name, array) for chunk in params for name, array in chunk]
+            trained = [[p for p in chunk if not is_buffer(p[0])] for chunk in params]
+            for kind, name, array in self._optimizer_state(rank, content, trained):
+                state.append((f"{STATE_PREFIX}{kind}.", name, array))
+            self._place_new(rank, state, met)
         self._finish()
+
+    def _place_new(
+        self, rank: Rank, state: list[tuple[str, str, StoredArray]], met: set[tuple[int, ...]]
+    ) -> None:
+        """Take over what no rank before gave: files share experts, and what is of no expert."""
+        tp, pp, ep = rank
+        expert_tp = tp % expert_tensor_degree(self.args)
+        is_new = {place: place not in met for place in ((tp, pp), (expert_tp, pp, ep))}
+        met.update(is_new)
+        for prefix, whole_name, whole in state:
+            for name, array in self._experts_apart(whole_name, whole, ep):
+                share = (expert_tp, pp, ep) if split_expert(name) else (tp, pp)
+                if is_new[share]:
+                    self._place(prefix, name, share[0], array)
+
+    def _experts_apart(
+        self, name: str, array: StoredArray, ep: int
+    ) -> Iterator[tuple[str, StoredArray]]:
+        """The experts of a rank, where they lie in one tensor: [h, f] behind each other."""
+        found = _OLDER_GROUPED.match(name)
+        if not found:
+            yield name, array
+            return
+        count = self._experts_of_rank()
+        rows, columns = array.shape
+        shape = (rows, columns // count) if found[2] == "1" else (rows // count, columns)
+        for i in range(count):
+            own = f"{found[1]}.local_experts.{ep * count + i}.linear_fc{found[2]}.weight"
+            yield own, array.flat(i * shape[0] * shape[1], shape).t()
+
+    def _experts_of_rank(self) -> int:
+        return int(self.args.get("num_experts") or 0) // degree(self.args, "expert")
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
         if not self.manifest.layout:
             return None
         at = self._coordinate(rank)
-        states = self._ranks[at["tp"], at["pp"]].get("rng_state")
+        content = self._ranks.get((at["tp"], at["pp"], self._expert_rank(rank)), {})
+        states = content.get("rng_state")
         return {"rng_state": rng_state_of(states[at["dp"] % len(states)])} if states else None
+
+    def _expert_rank(self, rank: int) -> int:
+        grid = RankGrid(dict(self.manifest.layout["expert"]))
+        return grid.coordinate(rank).get("ep", 0)
 
     def _load_ranks(self) -> dict[Rank, dict[str, Any]]:
         """What the file of each rank holds."""
@@ -68,46 +117,56 @@ class TorchRanksReader(ForeignReader):
         for path in sorted(self.folder.glob("mp_rank_*")):
             found = _FOLDER.fullmatch(path.name)
             if found is None:
-                raise CheckpointError(
-                    f"{path} is of a run with expert parallelism, which format torch is not read "
-                    "of: convert it to torch_dist with Megatron-LM"
-                )
+                raise CheckpointError(f"{path} has no name of format torch: move it away")
             content = load_archive(self._map(path / MODEL_FILE))
             if not isinstance(content, dict) or not _models(content):
                 raise CheckpointError(f"{path / MODEL_FILE} holds no model")
-            ranks[int(found[1]), int(found[2] or 0)] = content
-        if (0, 0) not in ranks:
+            asked = vars(content["args"]) if content.get("args") is not None else {}
+            numbers = [int(number) for number in found.groups() if number is not None]
+            if len(numbers) == 2 and degree(asked, "pipeline") == 1:
+                numbers.insert(1, 0)  # the second is of the experts
+            tp, pp, ep = (*numbers, 0, 0)[:3]
+            ranks[tp, pp, ep] = content
+        if (0, 0, 0) not in ranks:
             raise CheckpointDamaged(f"{self.folder / 'mp_rank_00'} is missing")
         return ranks
 
     def _check_complete(self) -> None:
-        wanted = {(tp, pp) for tp in range(self._tp) for pp in range(self._pp)}
+        wanted = set(ranks_of(self.args))
         if wanted != self._ranks.keys():
+            kinds = [k for k in ("tensor", "pipeline", "expert") if degree(self.args, k) > 1]
+            sizes = " x ".join(
+                f"--{kind}-model-parallel-size {degree(self.args, kind)}"
+                for kind in kinds or ["tensor"]
+            )
             raise CheckpointDamaged(
                 f"{self.folder} has the files of {len(self._ranks)} ranks, it was written with "
-                f"--tensor-model-parallel-size {self._tp} x "
-                f"--pipeline-model-parallel-size {self._pp}: copy the missing mp_rank_* folders"
+                f"{sizes}: copy the missing mp_rank_* folders"
             )
 
-    def _global_names(self, stage: int, chunk: int) -> dict[str, str]:
-        """Local name -> name in the whole model.  Chunk c of stage p comes behind all c-1."""
+    def _params(
+        self, rank: Rank, chunk: int, model: Mapping[str, StoredArray]
+    ) -> Iterator[tuple[str, StoredArray]]:
+        """Name in the whole model and array.  Chunk c of stage p comes behind all c-1."""
+        stage, pp = rank[1], degree(self.args, "pipeline")
         before = sum(
-            _num_layers(self._models[0, p][c])
+            _num_layers(self._models[0, p, 0][c])
             for c in range(chunk + 1)
-            for p in range(self._pp if c < chunk else stage)
+            for p in range(pp if c < chunk else stage)
         )
-        names = {}
-        for local in self._models[0, stage][chunk]:
-            layer = split_layer(our_name(local))
-            names[local] = (
-                f"{layer[0]}.{layer[1] + before}.{layer[2]}" if layer else our_name(local)
-            )
-        return names
+        first = rank[2] * self._experts_of_rank()
+        for local, array in model.items():
+            name = our_name(local)
+            if layer := split_layer(name):
+                name = f"{layer[0]}.{layer[1] + before}.{layer[2]}"
+            if expert := split_expert(name):
+                name = f"{expert[0]}.local_experts.{expert[1] + first}.{expert[2]}"
+            yield name, array
 
     def _optimizer_state(
         self, rank: Rank, content: Mapping[str, Any], params: Chunks
     ) -> Iterator[tuple[str, str, StoredArray]]:
-        path = self.folder / folder_name(rank, self._pp)
+        path = self.folder / folder_name(rank, self.args)
         if content.get("optimizer") is None:
             return iter(())
         buffers = None
@@ -148,6 +207,25 @@ def _num_layers(model: Mapping[str, StoredArray]) -> int:
     return len({layer[:2] for layer in layers if layer})
 
 
-def folder_name(rank: Rank, num_stages: int) -> str:
+def ranks_of(asked: Mapping[str, Any]) -> list[Rank]:
+    """The ranks that have a file: each share of what is of no expert, and of the experts.
+
+    Raises CheckpointError where files would have to hold several shares of an expert.
+    """
+    tp, pp, ep = (degree(asked, kind) for kind in ("tensor", "pipeline", "expert"))
+    expert_tp = expert_tensor_degree(asked)
+    if tp % expert_tp:
+        raise CheckpointError(
+            f"format torch has no files for --expert-tensor-parallel-size {expert_tp} with "
+            f"--tensor-model-parallel-size {tp}: use torch_dist"
+        )
+    together = range(lcm(tp, expert_tp * ep))
+    both = sorted({(rank % tp, rank // expert_tp % ep) for rank in together})
+    return [(t, stage, e) for stage in range(pp) for t, e in both]
+
+
+def folder_name(rank: Rank, asked: Mapping[str, Any]) -> str:
     """The folder of a rank."""
-    return f"mp_rank_{rank[0]:02d}" + (f"_{rank[1]:03d}" if num_stages > 1 else "")
+    stage = f"_{rank[1]:03d}" if degree(asked, "pipeline") > 1 else ""
+    expert = f"_{rank[2]:03d}" if degree(asked, "expert") > 1 else ""
+    return f"mp_rank_{rank[0]:02d}{stage}{expert}"

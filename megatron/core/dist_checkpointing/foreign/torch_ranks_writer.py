@@ -18,15 +18,17 @@ from torch import Tensor
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.foreign.buffers import bucket_rules, starts_in_buffer
 from megatron.core.dist_checkpointing.foreign.foreign_reader import (
-    GATED,
     STATE_PREFIX,
     degree,
+    expert_tensor_degree,
     layout_of,
 )
 from megatron.core.dist_checkpointing.foreign.model_order import ordered_names
 from megatron.core.dist_checkpointing.foreign.names import (
     OUTPUT,
     cut_of,
+    is_buffer,
+    is_expert,
     is_vocabulary,
     split_layer,
     split_state,
@@ -35,6 +37,7 @@ from megatron.core.dist_checkpointing.foreign.optimizer_order import BUFFER_KIND
 from megatron.core.dist_checkpointing.foreign.pickler import write_archive
 from megatron.core.dist_checkpointing.foreign.reference_values import (
     grad_scaler,
+    has_two_optimizers,
     is_distributed,
     is_half,
     param_groups,
@@ -44,7 +47,9 @@ from megatron.core.dist_checkpointing.foreign.reference_values import (
 from megatron.core.dist_checkpointing.foreign.torch_ranks import (
     BUFFER_FILE,
     MODEL_FILE,
+    Rank,
     folder_name,
+    ranks_of,
 )
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format, RankReport
 from megatron.core.dist_checkpointing.manifest import (
@@ -112,13 +117,12 @@ def write_tree(
     tree = _Tree(reader, common)
     tree.check_names()
     files = {}
-    for pp in range(tree.pp):
-        for tp in range(tree.tp):
-            name = folder_name((tp, pp), tree.pp)
-            (folder / name).mkdir()
-            for file, content in tree.files_of(tp, pp):
-                write_archive(folder / name / file, content)
-                files[f"{name}/{file}"] = adopt_file(folder / name / file)
+    for rank in ranks_of(tree.args):
+        name = folder_name(rank, tree.args)
+        (folder / name).mkdir()
+        for file, content in tree.files_of(rank):
+            write_archive(folder / name / file, content)
+            files[f"{name}/{file}"] = adopt_file(folder / name / file)
     return files
 
 
@@ -144,24 +148,28 @@ class _Tree:
     def check_names(self) -> None:
         """Raise CheckpointError unless every weight has a place in some file."""
         stages = range(self.pp * self._num_chunks())
-        placed = {n for s in stages for _, n in self._names(s % self.pp, s // self.pp)}
+        every = range(int(self.args.get("num_experts") or 0))
+        placed = {n for s in stages for _, n in self._names(s % self.pp, s // self.pp, every)}
         lost = [key for key in self.reader.tensors if split_state(key)[1] not in placed]
         if lost:
             raise CheckpointError(
                 f"format torch has no place for {shorten(lost)}: use --ckpt-format torch_dist"
             )
 
-    def files_of(self, tp: int, pp: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    def files_of(self, rank: Rank) -> Iterator[tuple[str, Any]]:
         """Name and content of each file of a rank."""
+        tp, pp, ep = rank
         content = reference_values(self.common)
-        chunks = [list(self._names(pp, chunk)) for chunk in range(self._num_chunks())]
+        size = int(self.args.get("num_experts") or 0) // degree(self.args, "expert")
+        experts = range(ep * size, (ep + 1) * size)
+        chunks = [list(self._names(pp, chunk, experts)) for chunk in range(self._num_chunks())]
         for number, names in enumerate(chunks):
             key = "model" if len(chunks) == 1 else f"model{number}"
             content[key] = {local: self._share(name, tp) for local, name in names}
-        params = [[name for _, name in names if name] for names in chunks]
+        params = [[n for _, n in names if n and not is_buffer(n)] for names in chunks]
         buffers = None
         if self.common.get("optimizer") is not None:
-            content["optimizer"], buffers = self._optimizer(params, tp, pp)
+            content["optimizer"], buffers = self._optimizers(params, tp, pp)
         if (state := self._rng(tp, pp)) is not None:
             content["rng_state"] = [state]
         yield MODEL_FILE, content
@@ -171,7 +179,7 @@ class _Tree:
     def _num_chunks(self) -> int:
         return int(self.args.get("virtual_pipeline_model_parallel_size") or 1)
 
-    def _names(self, pp: int, chunk: int) -> Iterator[tuple[str, str]]:
+    def _names(self, pp: int, chunk: int, experts: range) -> Iterator[tuple[str, str]]:
         """Local name and name in the whole model, in the order of the model.
 
         The second is empty for a state that a layer has none of.
@@ -179,7 +187,8 @@ class _Tree:
         stage, last = chunk * self.pp + pp, self._num_chunks() * self.pp - 1
         yield from ordered_names(
             self.reader.tensors,
-            is_fused=self.args.get("transformer_impl") == "transformer_engine",
+            self.args,
+            experts=experts,
             layers=self._layers(stage, last + 1),
             is_first=stage == 0,
             is_last=stage == last,
@@ -201,20 +210,21 @@ class _Tree:
         if not name:
             return None
         stored = self.reader.tensors[prefix + name]
-        dim, num_blocks = cut_of(name, is_gated=any(self.args.get(flag) for flag in GATED))
+        dim, num_blocks = cut_of(name, self.args)
+        count = expert_tensor_degree(self.args) if is_expert(name) else self.tp
         shape = list(stored.shape)
         if dim is None:
             return self.reader.read(prefix + name)
-        if shape[dim] % (self.tp * num_blocks):
+        if shape[dim] % (count * num_blocks):
             raise CheckpointError(
-                f"{name} of shape {shape} cannot be cut by --tensor-model-parallel-size {self.tp}"
+                f"{name} of shape {shape} cannot be cut by --tensor-model-parallel-size {count}"
             )
-        shape[dim] //= self.tp
+        shape[dim] //= count
         info = ParamInfo(
             global_shape=stored.shape,
             shard_dim=dim,
-            shard_index=tp,
-            shard_count=self.tp,
+            shard_index=tp % count,
+            shard_count=count,
             num_blocks=num_blocks,
         )
         out = torch.empty(shape, dtype=stored.dtype)
@@ -230,10 +240,23 @@ class _Tree:
         assert share is not None
         return share
 
+    def _optimizers(self, chunks: list[list[str]], tp: int, pp: int) -> tuple[Any, Any]:
+        """The entry of the optimizer, and the content of the file of buffers.
+
+        Lists of two where experts have replicas, and so an optimizer, of their own.
+        """
+        if not has_two_optimizers(self.common) or not any(map(is_expert, sum(chunks, []))):
+            return self._optimizer(chunks, tp, pp)
+        both = []
+        for which in (False, True):
+            mine = [[n for n in chunk if is_expert(n) is which] for chunk in chunks]
+            both.append(self._optimizer(mine, tp, pp, which))
+        states, buffers = map(list, zip(*both, strict=True))
+        return states, buffers if is_distributed(self.common) else None
+
     def _optimizer(
-        self, chunks: list[list[str]], tp: int, pp: int
+        self, chunks: list[list[str]], tp: int, pp: int, of_experts: bool = False
     ) -> tuple[dict[str, Any], dict[Any, Any] | None]:
-        """The entry of the optimizer, and the content of the file of buffers."""
         common, scaler = self.common, grad_scaler(self.common)
         params = [name for names in chunks for name in names]
         shapes = [(name, len(self.reader.tensors[name].shape)) for name in params]
@@ -241,7 +264,7 @@ class _Tree:
         members = numbered_groups(known, shapes, self.args)
         groups = [group for group, _ in members]
         if is_distributed(common):
-            buffers = self._buffers(chunks, tp, pp)
+            buffers = self._buffers(chunks, tp, pp, of_experts)
             for group in groups:
                 del group["params"]
             return {"optimizer": {"param_groups": groups}, **scaler}, buffers
@@ -259,14 +282,19 @@ class _Tree:
         mains = [[self._state("fp32_param", n, tp) for n in names] for _, names in members]
         return {"optimizer": inner, **scaler, "fp32_from_fp16_params": mains}, None
 
-    def _buffers(self, chunks: list[list[str]], tp: int, pp: int) -> dict[Any, Any]:
+    def _buffers(
+        self, chunks: list[list[str]], tp: int, pp: int, of_experts: bool
+    ) -> dict[Any, Any]:
         is_tied = OUTPUT not in self.reader.tensors and self.pp > 1
         buffers: dict[Any, Any] = {"buckets_coalesced": True}
-        for number, names in enumerate(chunks):
+        for number, names in enumerate(names for names in chunks if names):
             mains = {name: self._state("fp32_param", name, tp) for name in names}
             numels = [mains[name].numel() for name in names]
             size, alignment, replicas = bucket_rules(
-                self.args, num_params=sum(numels), is_first=pp == 0 and number == 0
+                self.args,
+                num_params=sum(numels),
+                is_first=pp == 0 and number == 0,
+                is_expert=of_experts,
             )
             alone = [i for i, name in enumerate(names) if is_tied and is_vocabulary(name)]
             starts, total = starts_in_buffer(numels, size, alone, alignment, replicas)

@@ -53,15 +53,15 @@ def parallel_sizes_come_with_the_rest(run: RunConfig) -> Iterator[str]:
         yield "--use-mp-args-from-checkpoint-args needs --use-checkpoint-args"
 
 
-def other_formats_hold_dense_models(run: RunConfig) -> Iterator[str]:
-    """Megatron-LM's names of experts are not written."""
-    c = run.checkpoint
-    if run.model.num_moe_experts is None:
+def older_grouped_experts_are_only_read(run: RunConfig) -> Iterator[str]:
+    """Their files hold all experts of a rank in one matrix, which is not written."""
+    c, m = run.checkpoint, run.model
+    if m.num_moe_experts is None or not m.moe_use_legacy_grouped_gemm:
         return
     asked = (("--ckpt-format", c.ckpt_format), ("--ckpt-convert-format", c.ckpt_convert_format))
     for flag, value in asked:
-        if value in ("torch", "torch_dist", "torch_dcp"):
-            yield f"{flag} {value} with --num-experts is not in this version: use safetensors_dist"
+        if value in ("torch", "torch_dcp"):
+            yield f"{flag} {value} with --moe-use-legacy-grouped-gemm: use torch_dist"
 
 
 def converting_knows_where(run: RunConfig) -> Iterator[str]:
@@ -131,7 +131,7 @@ def local_checkpoints_have_a_place_and_peers(run: RunConfig) -> Iterator[str]:
 
 CHECKS = (
     links_need_files_of_our_own,
-    other_formats_hold_dense_models,
+    older_grouped_experts_are_only_read,
     converting_knows_where,
     local_checkpoints_have_a_place_and_peers,
     short_lived_checkpoints_have_a_place,
