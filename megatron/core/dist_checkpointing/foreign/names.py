@@ -59,7 +59,7 @@ _INPUT, _MLP, _LATENT = (
 # Tail of a name here -> the dimension that tensor parallelism cuts; others are the same everywhere.
 _CUT = (
     (re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$"), 0),
-    (re.compile(r"\.(linear_qkv|linear_q|linear_kv|linear_fc1)\.(weight|bias)$"), 0),
+    (re.compile(r"\.(linear_qkv|linear_q|linear_kv|linear_fc1|eh_proj)\.(weight|bias)$"), 0),
     (re.compile(r"\.linear_(q|q_up|kv_up)_proj\.(weight|bias)$"), 0),
     (re.compile(r"\.(linear_proj|linear_fc2)\.weight$"), 1),
 )
@@ -73,6 +73,7 @@ _LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.(.*)$")
 _STACK = re.compile(r"^(.*\blayers)\.(?!\d)(.*)$")
 _STATE = re.compile(r"^(?:chained_\d+\.)?(optimizer\.state\.\w+?\.)?(.*)$")
 OUTPUT = "output_layer.weight"
+DECODER = "decoder.layers"
 
 
 class Cut(NamedTuple):
@@ -97,8 +98,10 @@ def fused_name(name: str, asked: Mapping[str, Any]) -> str:
     is_latent = bool(asked.get("multi_latent_attention"))
     layer = split_layer(name)
     rules = [_LATENT if is_latent else _INPUT]
-    if layer is not None and not has_experts(layer[1], asked):
-        rules.append(_MLP)
+    if layer is not None:
+        # What predicts tokens ahead is like the last layer of the decoder.
+        number = layer[1] if layer[0] == DECODER else int(asked["num_layers"]) - 1
+        rules += [] if has_experts(number, asked) else [_MLP]
     for pattern, replacement in rules:
         name = pattern.sub(replacement, name)
     return name

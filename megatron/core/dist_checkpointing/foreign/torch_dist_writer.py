@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     layout_of,
 )
 from megatron.core.dist_checkpointing.foreign.names import (
+    DECODER,
     fused_name,
     layers_are_alike,
     split_expert,
@@ -56,7 +57,7 @@ _BACKENDS = {
 }
 _RNG = "rng_state"
 # Matrices of Megatron-LM that may keep a state of their own beside the weights.
-_MATRIX = re.compile(r"(decoder\.layers\..*\blinear_\w+)\.weight$")
+_MATRIX = re.compile(r"((?:decoder|mtp)\.layers\..*\b(?:linear_\w+|eh_proj))\.weight$")
 
 
 def write_rank_files(
@@ -196,7 +197,7 @@ def _reference_key(key: str, asked: Mapping[str, Any]) -> tuple[str, tuple[int, 
     prefix, name = split_state(key)
     name, stack = fused_name(name, asked), []
     layer = split_layer(name)
-    if layer is not None and layers_are_alike(asked) and layer[0] == "decoder.layers":
+    if layer is not None and layers_are_alike(asked) and layer[0] == DECODER:
         name = f"{layer[0]}.{layer[2]}"
         stack.append(layer[1])
     if expert := split_expert(name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.run import RunConfig
 
 
@@ -58,10 +59,21 @@ def older_grouped_experts_are_only_read(run: RunConfig) -> Iterator[str]:
     c, m = run.checkpoint, run.model
     if m.num_moe_experts is None or not m.moe_use_legacy_grouped_gemm:
         return
-    asked = (("--ckpt-format", c.ckpt_format), ("--ckpt-convert-format", c.ckpt_convert_format))
-    for flag, value in asked:
-        if value in ("torch", "torch_dcp"):
-            yield f"{flag} {value} with --moe-use-legacy-grouped-gemm: use torch_dist"
+    for asked in _without_folders(c):
+        yield f"{asked} with --moe-use-legacy-grouped-gemm: use torch_dist"
+
+
+def tokens_ahead_have_a_place(run: RunConfig) -> Iterator[str]:
+    """Files of ranks have the order of a plain GPT."""
+    if run.model.mtp_num_layers is not None:
+        for asked in _without_folders(run.checkpoint):
+            yield f"{asked} with --mtp-num-layers is not in this version: use torch_dist"
+
+
+def _without_folders(c: CheckpointConfig) -> list[str]:
+    """The flags that ask for a format of one file a rank."""
+    asked = {"--ckpt-format": c.ckpt_format, "--ckpt-convert-format": c.ckpt_convert_format}
+    return [f"{flag} {kind}" for flag, kind in asked.items() if kind in ("torch", "torch_dcp")]
 
 
 def converting_knows_where(run: RunConfig) -> Iterator[str]:
@@ -132,6 +144,7 @@ def local_checkpoints_have_a_place_and_peers(run: RunConfig) -> Iterator[str]:
 CHECKS = (
     links_need_files_of_our_own,
     older_grouped_experts_are_only_read,
+    tokens_ahead_have_a_place,
     converting_knows_where,
     local_checkpoints_have_a_place_and_peers,
     short_lived_checkpoints_have_a_place,

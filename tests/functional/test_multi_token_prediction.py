@@ -1,0 +1,53 @@
+"""The real command line with --mtp-num-layers: what is reported, and going on elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing.foreign.archive import MappedFile
+from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex
+from tests import tolerances
+from tests.functional.runs import TINY, losses, run_gpt, run_gpt_in_virtual_ranks
+from tests.functional.test_pretrain_gpt import steps
+
+ROPE = ["--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"]
+AHEAD = [*ROPE, "--mtp-num-layers", "2", "--mtp-loss-scaling-factor", "0.5"]
+LAYOUT = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    "--pipeline-model-parallel-layout Ett|mmL --use-distributed-optimizer"
+)
+
+
+def test_each_depth_is_reported_in_training_and_the_loss_of_the_model_is_its_own(
+    tmp_path: Path,
+) -> None:
+    short = ["--train-iters", "2", "--eval-interval", "2"]
+    alone = run_gpt(tmp_path / "alone", *ROPE, *short)
+    found = run_gpt(tmp_path / "found", *AHEAD, *short)
+    assert losses(found)[0] == losses(alone)[0]
+    assert losses(found)[1] != losses(alone)[1], "what predicts ahead trains the model too"
+    in_training = [key for key in found[0] if key.endswith("loss")]
+    assert in_training == ["lm loss", "mtp_1 loss", "mtp_2 loss"]
+    assert not any("mtp" in key and "validation" in key for line in found for key in line)
+
+
+@pytest.mark.parametrize("format_", ["safetensors_dist", "torch_dist"])
+def test_a_checkpoint_goes_on_in_another_layout(tmp_path: Path, format_: str) -> None:
+    base = [*TINY, *AHEAD]
+    straight = steps(run_gpt(tmp_path / "straight", base=base))
+    saved = ["--save", str(tmp_path / "ck"), "--save-interval", "3", "--exit-interval", "3"]
+    flags = [*AHEAD, *saved, *LAYOUT.split(), "--ckpt-format", format_]
+    run_gpt_in_virtual_ranks(tmp_path / "first", *flags)
+    rest = steps(run_gpt(tmp_path / "rest", "--load", str(tmp_path / "ck"), base=base))
+    assert len(rest) == 3
+    for found, expected in zip(rest, straight[3:], strict=True):
+        torch.testing.assert_close(found, expected, **tolerances.LAYOUT_LOSS)
+    if format_ == "torch_dist":
+        tensors = DcpIndex(tmp_path / "ck/iter_0000003", MappedFile).tensors
+        for name in ("enorm", "eh_proj", "transformer_layer.mlp.linear_fc2", "final_layernorm"):
+            assert f"mtp.layers.1.{name}.weight" in tensors
+        state = "optimizer.state.exp_avg.mtp.layers.0.transformer_layer.mlp.linear_fc1"
+        assert f"{state}.weight" in tensors
