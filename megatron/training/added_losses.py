@@ -42,9 +42,10 @@ def _expert_losses(run: Runtime, taken: Taken, num_microbatches: int) -> dict[st
         return {}
     names = [loss_name(kind) for kind, _ in balance_terms(model)]
     names += ["z_loss"] if model.moe_z_loss_coeff is not None else []
-    if not names:
-        return {}
     num_layers = model.num_layers + (model.mtp_num_layers or 0)
+    layers = [i for i in range(num_layers) if has_experts(model, i)]
+    if not names or not layers:
+        return {}
     table = torch.zeros(len(names), num_layers, device=device.current())
     for layer_index, name, value in taken:
         if name in names:
@@ -53,7 +54,6 @@ def _expert_losses(run: Runtime, taken: Taken, num_microbatches: int) -> dict[st
         # Ranks that share a micro-batch hold terms of a sum, replicas a value each.
         dist.all_reduce(table, group=run.groups.world)
     table /= num_microbatches * run.groups.dp.size()
-    layers = [i for i in range(num_layers) if has_experts(model, i)]
     result = {name: row[layers].mean() for name, row in zip(names, table, strict=True)}
     if run.config.logging.moe_per_layer_logging:
         for name, row in zip(names, table, strict=True):

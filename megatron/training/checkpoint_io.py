@@ -45,7 +45,8 @@ def load(run: Runtime) -> None:
         return
     run.timers.log(["load-checkpoint"])
     run.state.load(dict(loaded.counters))
-    run.saved_at = run.state.iteration
+    if not run.config.checkpoint.moe_use_upcycling:
+        run.saved_at = run.state.iteration
     # The learning rate follows the samples, also where the optimizer's state was left behind.
     if run.scheduler is not None and not loaded.has_schedule and run.state.iteration > 0:
         run.scheduler.step(run.state.consumed_train_samples)

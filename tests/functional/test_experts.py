@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.config.errors import CheckpointError
+from megatron.training.checkpointing.load import _choose_here
+from megatron.training.config.checkpoint import CheckpointConfig
 from tests import tolerances
 from tests.functional.runs import TINY, losses, run_gpt
 from tests.functional.test_pretrain_gpt import steps
@@ -52,3 +55,43 @@ def test_a_checkpoint_goes_on_with_its_experts_elsewhere(tmp_path: Path) -> None
     assert len(rest) == 3
     for found, expected in zip(rest, straight[3:], strict=True):
         torch.testing.assert_close(found, expected, **tolerances.LAYOUT_LOSS)
+
+
+DENSE = [*TINY, "--swiglu", "--ffn-hidden-size", "48", "--clip-grad", "0"]
+UPCYCLED = {
+    "copies, and shared experts": (
+        "--num-experts 4 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 1 --moe-shared-expert-intermediate-size 16 "
+        "--use-distributed-optimizer"
+    ),
+    "parts, cut by tensor parallelism": (
+        "--num-experts 8 --moe-router-topk 4 --moe-upcycling-granularity 2 --moe-ffn-hidden-size "
+        "24 --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        "--expert-tensor-parallel-size 2 --moe-router-score-function sigmoid "
+        "--moe-router-topk-scaling-factor 2.5"
+    ),
+}
+
+
+@pytest.mark.feature("Mixture of experts: a dense checkpoint becomes a model with equal first loss")
+def test_experts_made_of_a_dense_checkpoint_begin_where_it_was(tmp_path: Path) -> None:
+    """Then they go their own way, and the run is saved as any other."""
+    dense = ["--load", str(tmp_path / "dense"), "--save", str(tmp_path / "dense")]
+    run_gpt(tmp_path / "first", *dense, "--train-iters", "3", base=DENSE)
+    start = ["--load", str(tmp_path / "dense"), "--train-iters", "3"]
+    expected = losses(run_gpt(tmp_path / "on", *start, "--finetune", base=DENSE))
+    for name, words in UPCYCLED.items():
+        target = ["--save", str(tmp_path / name), "--moe-use-upcycling"]
+        argv = [*start, *target, *words.split()]
+        found = losses(run_gpt(tmp_path / f"{name}-run", *argv, base=DENSE, world_size=4))
+        assert len(found) == 3
+        assert found[0] == pytest.approx(expected[0], rel=1e-6), name
+        assert abs(found[2] - expected[2]) > 1e-5
+        twice = CheckpointConfig(load=start[1], save=target[1], moe_use_upcycling=True)
+        with pytest.raises(CheckpointError, match="holds a checkpoint already; go on from it"):
+            _choose_here(twice)
+    again = [*UPCYCLED["copies, and shared experts"].split(), "--train-iters", "4"]
+    again += ["--override-opt_param-scheduler"]
+    load = ["--load", str(tmp_path / "copies, and shared experts")]
+    assert len(losses(run_gpt(tmp_path / "again", *load, *again, base=DENSE, world_size=4))) == 1

@@ -210,6 +210,15 @@ def recomputation(ns: Namespace) -> Iterator[str]:
     yield from ()
 
 
+def experts(ns: Namespace) -> Iterator[str]:
+    """A dense checkpoint gives weights alone; a capacity below 0 is none."""
+    if ns.moe_use_upcycling and ns.load is not None:
+        ns.finetune = True
+    if (ns.moe_expert_capacity_factor or 0) < 0:
+        ns.moe_expert_capacity_factor = None
+    yield from ()
+
+
 def batch_sizes(ns: Namespace) -> Iterator[str]:
     """Without --global-batch-size every replica does one micro-batch a step."""
     if ns.global_batch_size is None and ns.micro_batch_size is not None:
@@ -249,6 +258,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     attention,
     positions,
     recomputation,
+    experts,
     batch_sizes,
     data_sources,
     weight_decay,

@@ -210,6 +210,11 @@ NEEDS = (
         ),
     ),
     Need(
+        "--moe-use-upcycling",
+        lambda ns: ns.moe_use_upcycling,
+        ("moe_upcycling_granularity",),
+    ),
+    Need(
         "--num-experts",
         lambda ns: ns.num_experts is not None,
         (

@@ -38,6 +38,7 @@ from megatron.training.checkpointing.run_tensors import (
 )
 from megatron.training.checkpointing.save import layout_of
 from megatron.training.checkpointing.transient import decided_at_ns, may_go_on, newer_transient
+from megatron.training.checkpointing.upcycling import as_dense, settle
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.printing import print_rank_0
 
@@ -143,6 +144,9 @@ def _wanted_tensors(
     config: CheckpointConfig, parts: RunParts, wanted: _Wanted
 ) -> list[ShardedTensor]:
     tensors = model_tensors(parts)
+    if config.moe_use_upcycling:
+        model, granularity = parts.model_chunks[0].config, config.moe_upcycling_granularity
+        return list(as_dense(tensors, model, granularity))
     if wanted.optimizer:
         tensors += optimizer_tensors(parts)
     elif config.load_main_params_from_ckpt:
@@ -193,6 +197,11 @@ def _choose_here(config: CheckpointConfig) -> dict[str, Any]:
     """The choice as JSON; empty if the run starts from random weights."""
     if config.save is not None:
         check_writable(config.save)
+        if config.moe_use_upcycling and find(config.save, None) is not None:
+            raise CheckpointError(
+                f"--moe-use-upcycling: --save {config.save} holds a checkpoint already; go on from "
+                "it with --load and without the flag, or save elsewhere"
+            )
     choice = find(config.load, config.ckpt_step, lenient=config.load_newest_valid)
     newer = newer_transient(config, choice)
     if newer is not None:
@@ -257,6 +266,8 @@ def _load_folder(
         leave_out=() if wanted.optimizer else (OPTIMIZER_PREFIX,),
         cast=bool(config.load_main_params_from_ckpt),
     )
+    if config.moe_use_upcycling:
+        settle(parts.model_chunks, parts.model_chunks[0].config, config.moe_upcycling_granularity)
     states = _read_rng_states(folder, parts) if wanted.rng else None
     has_schedule = _take_over(config, parts, wanted, common)
     if states is not None:

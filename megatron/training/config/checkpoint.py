@@ -112,6 +112,16 @@ class CheckpointConfig:
         group="checkpointing",
         choices=("fully_parallel", "atomic"),
     )
+    moe_use_upcycling: bool = option(
+        False,
+        "Make the experts from the MLPs of the dense checkpoint in --load, and start from step 0.",
+        group="moe",
+    )
+    moe_upcycling_granularity: int = option(
+        1,
+        "Parts that each MLP is cut into when a dense model becomes experts.",
+        group="moe",
+    )
     finetune: bool = option(
         False,
         "Take only weights from the checkpoint and count steps and samples from 0.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.config import states
 from megatron.core.config.option import option
 
 
@@ -106,18 +105,6 @@ class TrainingConfig:
         False,
         "Give each replica other dropout; weights are equal on all replicas.",
         group="initialization",
-    )
-    moe_use_upcycling: bool = option(
-        False,
-        "Turn a dense checkpoint into one with experts.",
-        group="moe",
-        refused="making experts of a dense checkpoint is not in this version; drop the flag",
-    )
-    moe_upcycling_granularity: int = option(
-        1,
-        "Parts that each MLP is cut into when a dense model becomes experts.",
-        group="moe",
-        ignored=states.only_with("--moe-use-upcycling"),
     )
     enable_experimental: bool = option(
         False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.training.config.run import RunConfig
 
 
@@ -138,6 +139,43 @@ def dispatcher_suits_the_load(run: RunConfig) -> Iterator[str]:
         yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
 
 
+def experts_can_be_made_of_an_mlp(run: RunConfig) -> Iterator[str]:
+    """What a token's experts compute has to add up to the dense MLP."""
+    m, c = run.model, run.checkpoint
+    flag, parts = "--moe-use-upcycling", c.moe_upcycling_granularity
+    if not c.moe_use_upcycling:
+        return
+    for needed, is_there in (
+        ("--num-experts", m.num_moe_experts is not None),
+        ("--load: the dense checkpoint", c.load is not None),
+        ("--save: where the model with experts goes", c.save is not None),
+    ):
+        if not is_there:
+            yield f"{flag} needs {needed}"
+    is_sigmoid, k = m.moe_router_score_function == "sigmoid", m.moe_router_topk
+    even = m.moe_router_load_balancing_type == ("sinkhorn",)
+    if even or (k == 1 if is_sigmoid else m.moe_router_pre_softmax):
+        yield (
+            f"{flag}: the weights of a token's experts would not add up to 1; drop "
+            "--moe-router-pre-softmax, a choice by sinkhorn, or sigmoid scores of one expert"
+        )
+    width, dense = m.moe_ffn_hidden_size or 0, m.ffn_hidden_size
+    if parts > 0 and m.num_moe_experts is not None:
+        for name, value in (("--moe-router-topk", k), ("--num-experts", m.num_moe_experts)):
+            if value % parts:
+                yield f"{name} {value} is not a multiple of --moe-upcycling-granularity {parts}"
+        if width * parts != dense:
+            yield (
+                f"{flag} makes {parts} experts of an MLP: --moe-ffn-hidden-size {width} x {parts} "
+                f"is not --ffn-hidden-size {dense}"
+            )
+    if parts > 1 and is_fully_sharded(run.ddp):
+        yield (
+            f"--moe-upcycling-granularity {parts} with fully sharded parameters: start with "
+            "--use-distributed-optimizer, save, and go on from there"
+        )
+
+
 CHECKS = (
     experts_are_dealt_out,
     experts_need_a_cut_sequence,
@@ -145,4 +183,5 @@ CHECKS = (
     choice_can_be_made,
     balancing_fits_together,
     dispatcher_suits_the_load,
+    experts_can_be_made_of_an_mlp,
 )

@@ -65,6 +65,7 @@ AT_LEAST: dict[str, tuple[str, float]] = {
         1,
     ),
     "log_params_hash_interval": ("--log-params-hash-interval", 1),
+    "moe_upcycling_granularity": ("--moe-upcycling-granularity", 1),
     "num_workers": ("--num-workers", 0),
     "num_dataset_builder_threads": ("--num-dataset-builder-threads", 1),
     "mid_level_dataset_surplus": ("--mid-level-dataset-surplus", 0),

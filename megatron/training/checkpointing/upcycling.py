@@ -1,0 +1,76 @@
+"""Experts from the MLPs of a dense checkpoint (--moe-use-upcycling).
+
+With --moe-upcycling-granularity G expert ``n`` is part ``n mod G`` of the dense MLP's inner width,
+and the router scores the G parts of an MLP alike: a token visits all parts or none.  What a token's
+experts compute then adds up to the dense MLP, so that the first logits are those of the dense
+model.  Shared experts add nothing at first: their second matrix is zero.  Routers start at random.
+
+Source: arXiv 2410.07524 (parts, and routers that score them alike).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
+from megatron.core.param_info import info_of, local_part
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
+_NEW = re.compile(r"\.mlp\.(router|shared_experts)\.")
+
+
+def as_dense(
+    tensors: Iterable[ShardedTensor], config: TransformerConfig, granularity: int
+) -> Iterator[ShardedTensor]:
+    """Records that fill the same memory from the tensors of a dense model; none for new ones."""
+    for tensor in tensors:
+        found = _EXPERT.search(tensor.key)
+        if found:
+            tensor = replace(tensor, key=tensor.key.replace(found.group(), "."))
+            part = int(found.group(1)) % granularity
+            yield _part_of_mlp(tensor, config, part, granularity) if granularity > 1 else tensor
+        elif not _NEW.search(tensor.key):
+            yield tensor
+
+
+def _part_of_mlp(
+    tensor: ShardedTensor, config: TransformerConfig, part: int, granularity: int
+) -> ShardedTensor:
+    """The record with the inner width of the dense MLP, of which it holds one part."""
+    if tensor.key.endswith("linear_fc2.bias"):
+        return tensor
+    is_first = "linear_fc1" in tensor.key
+    dim, num_blocks = 0 if is_first else 1, 1 + (is_first and config.gated_linear_unit)
+    share = tensor.global_shape[dim] // num_blocks  # of an expert, in the gate or the up half
+    shape = list(tensor.global_shape)
+    shape[dim] *= granularity
+    pieces = []
+    for piece in tensor.pieces:
+        begin, end = piece.offset[dim], piece.offset[dim] + piece.shape[dim]
+        for block in range(num_blocks):
+            low, high = max(begin, block * share), min(end, (block + 1) * share)
+            if low < high:
+                offset = list(piece.offset)
+                offset[dim] = low + share * (block * (granularity - 1) + part)
+                pieces.append(Piece(tuple(offset), piece.data.narrow(dim, low - begin, high - low)))
+    return replace(tensor, global_shape=tuple(shape), pieces=tuple(pieces))
+
+
+@torch.no_grad()
+def settle(chunks: Iterable[nn.Module], config: TransformerConfig, granularity: int) -> None:
+    """What makes the first logits those of the dense model, once its weights are loaded."""
+    scaling = config.moe_router_topk_scaling_factor or 1.0
+    for param in (p for chunk in chunks for p in chunk.parameters()):
+        name, held = info_of(param).name, local_part(param)
+        if _EXPERT.search(name) and ".linear_fc2." in name:
+            held *= (granularity if name.endswith("weight") else 1) / scaling
+        elif ".shared_experts.linear_fc2." in name:
+            held.zero_()
+        elif name.endswith(".mlp.router.weight") and granularity > 1:
+            held.copy_(held[::granularity].repeat_interleave(granularity, dim=0))
