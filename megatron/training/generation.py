@@ -50,6 +50,7 @@ _OWN = {
     "replication": False,
     "replication_jump": None,
     "replication_factor": 2,
+    "virtual_ranks": None,
     "sequence_parallel": False,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,

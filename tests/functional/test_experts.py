@@ -12,7 +12,8 @@ from megatron.training.checkpointing.load import _choose_here
 from megatron.training.config.checkpoint import CheckpointConfig
 from tests import tolerances
 from tests.functional.runs import TINY, losses, run_gpt
-from tests.functional.test_pretrain_gpt import steps
+from tests.functional.test_pretrain_gpt import generate, steps
+from tests.ranks import run_ranks
 
 EXPERTS = (
     "--num-layers 4 --eval-interval 3 --log-params-norm --num-experts 4 --disable-bias-linear "
@@ -42,6 +43,43 @@ def test_divided_experts_print_the_losses_of_one_process(tmp_path: Path) -> None
             torch.tensor(losses(alone, key)),
             **tolerances.LAYOUT_LOSS,
         )
+
+
+GPT_OSS = (
+    "--num-layers 4 --softmax-type learnable --window-size 5,0 --window-attn-skip-freq 2 "
+    "--init-method-std 0.2 --num-experts 4 --quick-geglu --ffn-hidden-size 24 "
+    "--activation-func-clamp-value 0.1 --glu-linear-offset 1 --position-embedding-type rope "
+    "--rope-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 "
+    "--no-yarn-correction-range-round-to-int --group-query-attention --num-query-groups 2 "
+    "--normalization RMSNorm --untie-embeddings-and-output-weights --log-params-norm "
+    "--moe-router-load-balancing-type none"
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2 "
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 "
+        "--moe-token-dispatcher-type alltoall --use-distributed-optimizer",
+    ],
+)
+def test_a_divided_gpt_oss_is_the_whole_one_and_writes_the_same(
+    tmp_path: Path, layout: str
+) -> None:
+    base = [*TINY, *GPT_OSS.split()]
+    alone = run_gpt(tmp_path / "alone", "--save", str(tmp_path / "one"), base=base)
+    divided = ["--save", str(tmp_path / "four"), *layout.split()]
+    found = run_gpt(tmp_path / "found", *divided, base=base, world_size=4)
+    for key in ("lm loss", "grad-norm", "params-norm"):
+        torch.testing.assert_close(
+            torch.tensor(losses(found, key)),
+            torch.tensor(losses(alone, key)),
+            **tolerances.LAYOUT_LOSS,
+        )
+    texts = [run_ranks(generate, 1, str(tmp_path / kind), "1 2 3") for kind in ("one", "four")]
+    assert texts[0] == texts[1]
 
 
 def test_a_checkpoint_goes_on_with_its_experts_elsewhere(tmp_path: Path) -> None:
