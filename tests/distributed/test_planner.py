@@ -48,6 +48,8 @@ TWO = {
     "--num-virtual-stages-per-pipeline-rank 2 --recompute-granularity full "
     "--recompute-method uniform --recompute-num-layers 1",
     "zero bubble": "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
+    "tokens ahead": "--pipeline-model-parallel-size 2 --mtp-num-layers 1 "
+    "--position-embedding-type rope",
     "distributed optimizer": "--use-distributed-optimizer --bf16 --overlap-grad-reduce "
     "--ddp-bucket-size 40000 --make-vocab-size-divisible-by 1",
     "distributed optimizer, fp32": "--use-distributed-optimizer --optimizer sgd",

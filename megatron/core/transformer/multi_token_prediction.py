@@ -72,7 +72,7 @@ def tokens_ahead(
         order, _ = order_of_gathered(lengths, tuple(range(cp.size())), cp.size(), where)
         table = all_gather_first_dim(table, cp)[order]
     sizes = torch.tensor(lengths, device=where)
-    ends = sizes.cumsum(0).repeat_interleave(sizes).view(-1, 1, 1)
+    ends = sizes.cumsum(0).repeat_interleave(sizes, output_size=len(table)).view(-1, 1, 1)
     places = torch.arange(len(table), device=where).view(-1, 1, 1)
     result = []
     for k in range(1, num_depths + 1):
