@@ -3,7 +3,7 @@
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help check format test test-dist test-slow fuzz kill bench tree quickstart
+.PHONY: help check format test test-dist test-slow fuzz fuzz-reshard kill bench tree quickstart
 
 help:
 	@echo "make check       ruff, mypy on the pure packages, the laws of the repository"
@@ -11,6 +11,7 @@ help:
 	@echo "make test-dist   the multi-process tests only"
 	@echo "make test-slow   layouts that test leaves out, each of which shows few more pairs"
 	@echo "make fuzz N=200  random layouts against one process; FIRST=0 is the first seed"
+	@echo "make fuzz-reshard N=50  random pairs of layouts: saved in one, loaded in the other"
 	@echo "make kill N=200  kill -9 around saves: the newest checkpoint is whole, the numbers the same"
 	@echo "make bench       every benchmark, one after the other"
 	@echo "make tree        write docs/{tree,flags,matrix}.md and README's table of features"
@@ -38,6 +39,10 @@ test-slow:
 fuzz:
 	@python=$$(tools/env.sh) && \
 	$$python -m tests.distributed.draws --draws $(or $(N),200) --first $(or $(FIRST),0)
+
+fuzz-reshard:
+	@python=$$(tools/env.sh) && \
+	$$python -m tests.distributed.reshard --pairs $(or $(N),50) --first $(or $(FIRST),0)
 
 kill:
 	@python=$$(tools/env.sh) && \

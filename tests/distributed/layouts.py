@@ -87,7 +87,7 @@ def compare(layout: Sequence[Trace], alone: Trace, allowed: dict[str, float]) ->
     for name, error in _errors([rank.weights for rank in layout], alone.weights).items():
         if not error.largest <= allowed["weight"]:
             found.append(f"weight {name}: off by {error.largest:.2e}")
-    copies = _assembled([rank.weights for rank in layout])[1]
+    copies = assembled([rank.weights for rank in layout])[1]
     return found + [f"copies of {name} differ" for name in copies]
 
 
@@ -116,7 +116,7 @@ def _differing_zeros(
 
     A bias of keys has no gradient: only rounding decides which of its numbers are exactly zero.
     """
-    gradient = _assembled([rank.gradients for rank in layout])[0]
+    gradient = assembled([rank.gradients for rank in layout])[0]
     there = sum(int((t == 0).sum()) for t in gradient.values())
     expected = dict(alone.gradients)
     line = allowed["norm"] * float(
@@ -131,7 +131,7 @@ def _differing_zeros(
                 yield f"zeros of step {step} on rank {rank}: {a}, alone {e}"
 
 
-def _assembled(ranks: Sequence[Parts]) -> tuple[dict[str, Tensor], list[str]]:
+def assembled(ranks: Sequence[Parts]) -> tuple[dict[str, Tensor], list[str]]:
     """The global tensors, and the names of those of which ranks hold other bits."""
     whole: dict[str, Tensor] = {}
     differing: dict[str, None] = {}

@@ -1,0 +1,255 @@
+"""Random pairs of layouts: what is saved in one and loaded in the other is the same, bit for bit.
+
+    python -m tests.distributed.reshard --pairs 50 --first 0     (make fuzz-reshard N=50)
+
+A pair is a function of its seed and of the table of features.  One run trains two steps, saves,
+and trains one more; the other loads, and trains that step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.opening import open_reader
+from megatron.training import checkpoint_io, loop
+from megatron.training.checkpointing.run_tensors import model_tensors, optimizer_tensors
+from tests import tolerances
+from tests.distributed.layouts import TIMEOUT_S, Parts, assembled, dtype_of
+from tests.distributed.test_fsdp import SHARD, Sharded
+from tests.functional.runs import train_gpt
+from tests.ranks import run_ranks
+from tools.layout_axes import AXES, FEATURES, Case, Sizes, case_of, with_needs
+from tools.matrix import refusals
+
+SAVED_AT, BATCH = 2, 12
+DEGREES = {
+    "tp": (1, 2, 4),
+    "cp": (1, 1, 2),
+    "pp": (1, 2, 3, 4),
+    "dp": (1, 2, 3, 4),
+    "instances": (1, 1, 2),
+}
+# Groups of features that say where a value lies, and of those that say which values there are.
+LAYOUT = (*AXES, "sequence", "schedule", "stages", "mapping", "sharding", "gather", "reduce")
+LAYOUT += ("buckets", "bucket ends", "sharded", "ep", "etp")
+MODEL = ("optimizer", "output", "heads", "positions", "ahead", "norm", "mlp", "bias", "scores")
+MODEL += ("shared", "gate", "which layers", "attention")
+BY_FLAG = ("", "", f"{SHARD} optim_grads", f"{SHARD} optim_grads_params")  # instead of zero-1
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Saved in the first layout, loaded in the second."""
+
+    seed: int
+    saved: Case
+    loaded: Case
+    refused: int  # drawn and refused before
+
+    def __str__(self) -> str:
+        commands = (" ".join(case.command()) for case in (self.saved, self.loaded))
+        sizes = (case.world_size for case in (self.saved, self.loaded))
+        lines = [f"  {n} ranks: {command}" for n, command in zip(sizes, commands, strict=True)]
+        return "\n".join([f"seed {self.seed}:", *lines])
+
+
+def draw(seed: int, max_ranks: int = 8) -> Pair:
+    """Two layouts of one model that `resolve` takes without a word."""
+    rng, refused = random.Random(seed), 0
+    while True:
+        model = {name for name, f in FEATURES.items() if f.group in MODEL and not f.is_layout}
+        has_experts = rng.random() < 0.4
+        chosen = _some(rng, model, has_experts) | ({"experts"} if has_experts else set())
+        chosen |= {"bf16"} if rng.random() < 0.4 else set()
+        layers, vocab = rng.choice((4, 4, 6)), rng.choice((60, 96, 101))
+        cases: list[Case] = []
+        for _ in range(500):
+            case = _any_layout(rng, chosen, layers, vocab, max_ranks)
+            if case is None:
+                continue
+            if refusals(case.command(), case.world_size):
+                refused += 1
+            else:
+                cases.append(case)
+            if len(cases) == 2:
+                return Pair(seed, cases[0], cases[1], refused)
+
+
+def _some(rng: random.Random, names: set[str], has_experts: bool) -> set[str]:
+    """One of about half the groups."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if has_experts or "experts" not in with_needs([name]):
+            groups.setdefault(FEATURES[name].group, []).append(name)
+    return {rng.choice(g) for group, g in groups.items() if group in AXES or rng.random() < 0.5}
+
+
+def _any_layout(
+    rng: random.Random, model: set[str], layers: int, vocab: int, max_ranks: int
+) -> Case | None:
+    """Some layout, unless its stages hold another number of layers than ``layers``."""
+    degrees = {axis: rng.choice(choices) for axis, choices in DEGREES.items()}
+    axes = {axis for axis, degree in degrees.items() if degree > 1}
+    if prod(degrees.values()) > max_ranks or BATCH % (degrees["dp"] * degrees["instances"]):
+        return None
+    fits = {
+        name
+        for name, f in FEATURES.items()
+        if f.group in LAYOUT and {FEATURES[n].axis for n in with_needs([name])} - {""} <= axes
+    }
+    chosen = _some(rng, fits, "experts" in model)
+    is_free = "dp" in chosen and not {"zero-1", "fsdp2", "fsdp2-kept", "hsdp"} & with_needs(chosen)
+    share = BATCH // prod(degrees[axis] for axis in ("dp", "instances"))
+    sizes = Sizes(
+        **{axis: degrees[axis] for axis in axes},
+        ep=rng.choice((2, 4)),
+        etp=rng.choice((1, 2)),
+        depth=rng.randint(1, layers),
+        vocab=vocab,
+        micro=rng.choice([n for n in (1, 2, 3, 4, 6) if share % n == 0 and share // n <= 4]),
+    )
+    case = case_of(model | chosen, sizes)
+    if case.numbers()["layers"] != layers or case.world_size > max_ranks:
+        return None
+    flags = f"--global-batch-size {BATCH} {rng.choice(BY_FLAG) if is_free else ''}"
+    return Sharded(case.features, sizes, flags)
+
+
+@dataclass
+class Seen:
+    """What one rank saw of a run."""
+
+    state: Parts = field(default_factory=list)  # after step 2: weights and what the optimizer keeps
+    after: Parts = field(default_factory=list)  # after step 3
+    losses: list[float] = field(default_factory=list)  # of step 3, where the last stage is
+
+
+def watch(rank: int, world_size: int, argv: Sequence[str]) -> Seen:
+    """Train in this process."""
+    seen, step = Seen(), loop.train_step
+
+    def train_step(run: Any) -> Any:
+        is_meant = run.state.iteration == SAVED_AT
+        if is_meant:
+            seen.state = _state(run)
+        result = step(run)
+        if is_meant:
+            seen.after = _state(run)
+            seen.losses = [float(loss) for loss in result.losses.values()]
+        return result
+
+    with (
+        open(os.devnull, "w") as quiet,
+        contextlib.redirect_stdout(quiet),
+        mock.patch.object(loop, "train_step", train_step),
+    ):
+        train_gpt(rank, world_size, argv)
+    return seen
+
+
+def _state(run: Any) -> Parts:
+    parts = checkpoint_io._parts(run)
+    return [_whole(record) for record in (*model_tensors(parts), *optimizer_tensors(parts))]
+
+
+def _whole(record: ShardedTensor) -> tuple[str, Tensor]:
+    """The global tensor, with NaN where this rank does not hold it."""
+    whole = torch.full(record.global_shape, torch.nan, dtype=record.dtype)
+    for piece in record.pieces:
+        box = zip(piece.offset, piece.shape, strict=True)
+        whole[tuple(slice(begin, begin + length) for begin, length in box)] = piece.data
+    return record.key, whole
+
+
+def differences(pair: Pair, folder: Path) -> list[str]:
+    """What is other in the layout that loads than in the one that saved."""
+    step = str(SAVED_AT)
+    saved = _run(pair.saved, ["--save-interval", step, "--save", str(folder)])
+    loaded = _run(pair.loaded, ["--load", str(folder), "--ckpt-step", step])
+    expected, torn = assembled([rank.state for rank in saved])
+    found, torn_again = assembled([rank.state for rank in loaded])
+    with open_reader(folder / f"iter_{SAVED_AT:07d}") as reader:
+        stored = {key: reader.read(key) for key in reader.tensors}
+    wrong = [f"copies of {key} differ" for key in (*torn, *torn_again)]
+    wrong += [f"{key} is on one side only" for key in expected.keys() ^ found.keys()]
+    wrong += [f"{key} is not stored as it was" for key in expected.keys() ^ stored.keys()]
+    for key in expected.keys() & found.keys() & stored.keys():
+        if not torch.equal(found[key], expected[key]):
+            wrong.append(f"{key} is another")
+        if not torch.equal(stored[key], expected[key]):
+            wrong.append(f"{key} is stored as another")
+    if not any(".exp_avg." in key or ".momentum_buffer." in key for key in expected):
+        wrong.append("the optimizer has no state")
+    if dtype_of(pair.saved) == torch.float32 and not wrong:
+        wrong = _different_steps(saved, loaded)
+    return wrong
+
+
+def _run(case: Case, more: Sequence[str]) -> list[Seen]:
+    return run_ranks(watch, case.world_size, [*case.command(), *more], timeout_s=TIMEOUT_S)
+
+
+def _different_steps(saved: Sequence[Seen], loaded: Sequence[Seen]) -> list[str]:
+    """The step that follows uses what was loaded: losses by the weights, weights by the moments."""
+    allowed, wrong = tolerances.LAYOUT[torch.float32], []
+    losses = [next(rank.losses for rank in side if rank.losses) for side in (saved, loaded)]
+    for old, new in zip(*losses, strict=True):
+        if not abs(old - new) <= allowed["loss"] * abs(old):
+            wrong.append(f"the loss of the next step is {new!r}, it was {old!r}")
+    old, new = (assembled([rank.after for rank in side])[0] for side in (saved, loaded))
+    for key in old:
+        if not key.startswith("optimizer.") and not (
+            float((old[key] - new[key]).abs().max()) <= allowed["weight"]
+        ):
+            wrong.append(f"{key} of the next step is another")
+    return wrong
+
+
+def main() -> int:
+    """Draw, run, sum up; 1 when a pair failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=50)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first pair")
+    asked = parser.parse_args()
+    features: Counter[str] = Counter()
+    failed, refused, started_at_s = [], 0, time.monotonic()
+    for seed in range(asked.first, asked.first + asked.pairs):
+        pair = draw(seed)
+        refused += pair.refused
+        for case in (pair.saved, pair.loaded):
+            features.update(name for name in case.features if FEATURES[name].is_layout)
+            features.update(re.findall(r"strategy (\w+)", " ".join(case.command())))
+        with tempfile.TemporaryDirectory(prefix="reshard-") as folder:
+            try:
+                wrong = differences(pair, Path(folder))
+            except AssertionError as error:  # a rank failed
+                wrong = str(error).splitlines()[-20:]
+        if wrong:
+            failed.append(seed)
+            print("\n    ".join([f"FAILED {pair}", *wrong[:20]]), flush=True)
+    print(", ".join(f"{name} {count}" for name, count in features.most_common()))
+    print(f"{asked.pairs} pairs from {asked.first} in {time.monotonic() - started_at_s:.0f} s")
+    print(f"refused and drawn again: {refused}; failed: {len(failed)} {failed}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,17 @@
+"""Checkpoints between random layouts; `make fuzz-reshard N=50` draws more, on up to 8 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.reshard import differences, draw
+
+
+@pytest.mark.feature("Checkpoints: a fuzzer loads in random layouts what random others have saved")
+@pytest.mark.parametrize("seed", range(8))
+def test_what_one_layout_saved_is_what_another_loads(tmp_path: Path, seed: int) -> None:
+    pair = draw(seed, max_ranks=4)
+    print(pair)
+    assert differences(pair, tmp_path) == []
