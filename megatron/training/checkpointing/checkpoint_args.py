@@ -80,6 +80,7 @@ FORCED = (
     "mscale",
     "mscale_all_dim",
     "rope_type",
+    "mtp_num_layers",
     "is_hybrid_model",
     "pad_vocab_in_loss",
     "tokenizer_type",

@@ -9,10 +9,11 @@ from typing import Any
 
 from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion.shape import ModelShape
-from megatron.training.conversion.tensors import LAYER, Rule, tensors_of
+from megatron.training.conversion.tensors import AHEAD, AHEAD_LAYER, LAYER, Rule, tensors_of
 
 Config = Mapping[str, Any]  # config.json
 _IN_LAYER = re.compile(LAYER.replace(".", r"\.").format(r"(\d+)") + "(.*)")
+_IN_AHEAD = re.compile(AHEAD.replace(".", r"\.").format(r"(\d+)") + "(.*)")
 _OF_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
 
@@ -28,7 +29,10 @@ class Field:
 class Family:
     """``outside`` and ``layer`` name their tensors by ours, ``layer`` behind ``layer_prefix``.
 
-    In names of experts ``{}`` stands for the number, in ours and in theirs.
+    In names of experts ``{}`` stands for the number, in ours and in theirs.  ``ahead`` names those
+    of a layer that predicts tokens further ahead, a layer of its own in theirs; ``copies`` what
+    such a layer repeats, by our name outside.  ``stacked``: ends of names of tensors that hold all
+    experts of a layer, of which ``name.3`` is number 3's in the tables.
     ``always`` holds for every model of the family, whatever its config.json says.
     """
 
@@ -38,6 +42,9 @@ class Family:
     outside: Mapping[str, str]
     layer: Mapping[str, str | Rule]
     layer_prefix: str = "model.layers.{}."
+    ahead: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
+    stacked: tuple[str, ...] = ()
     always: Mapping[str, Any] = field(default_factory=dict)
     no_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)  # ends of names of constant buffers
 
@@ -66,6 +73,10 @@ class Family:
             out |= each.write(shape)
         return out
 
+    def prefix_of_depth(self, depth: int, shape: ModelShape) -> str:
+        """In front of their tensors of a layer that predicts ahead; behind the model's."""
+        return self.layer_prefix.format(shape.num_layers + depth)
+
     def rules(self, shape: ModelShape) -> dict[str, Rule]:
         """Our global name -> rule, of every tensor of ``shape``.  Raises CheckpointError."""
         out: dict[str, Rule] = {}
@@ -75,6 +86,10 @@ class Family:
             if found := _IN_LAYER.fullmatch(name):
                 prefix, tail = self.layer_prefix.format(found[1]), found[2]
                 table = self.layer
+            elif found := _IN_AHEAD.fullmatch(name):
+                prefix, tail = self.prefix_of_depth(int(found[1]), shape), found[2]
+                table = self.layer if tail.startswith(AHEAD_LAYER) else self.ahead
+                tail = tail.removeprefix(AHEAD_LAYER)
             if found := _OF_EXPERT.fullmatch(tail):
                 expert, tail = found[2], f"{found[1]}{{}}{found[3]}"
             theirs = table.get(tail)

@@ -16,7 +16,9 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.training.conversion.families import FAMILIES
 from megatron.training.conversion.family import Config, Family
+from megatron.training.conversion.quantized import plain_numbers
 from megatron.training.conversion.shape import ModelShape
+from megatron.training.conversion.stacked import stacked, unstacked
 from megatron.training.conversion.tensors import Rule, size_of, tensors_of
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -50,15 +52,15 @@ def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:
     Raises CheckpointError unless each of theirs is used once, and every one of ours comes whole.
     """
     family = family_of(config)
-    shape = family.shape(config)
-    left = dict(weights)
+    shape = _as_stored(family.shape(config), family, weights)
+    left = unstacked(plain_numbers(weights, config), family.stacked)
     tensors: dict[str, LazyTensor] = {}
     letters = tensors_of(shape)
     for name, rule in family.rules(shape).items():
         parts = [_take(left, theirs, family) for theirs in rule.theirs]
         tensors[name] = _joined(name, parts, rule, shape, size_of(letters[name], shape))
-    if shape.is_tied:
-        _leave_out_tied(left, family, tensors)
+    for again, ours in _copies(shape, family).items():
+        _leave_out_copy(left, family, again, tensors[ours])
     unused = [name for name in left if not name.endswith(family.no_weights)]
     if unused:
         raise CheckpointError(
@@ -98,15 +100,33 @@ def _meta(tensor: LazyTensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=torch.device("meta"))
 
 
-def _leave_out_tied(
-    left: dict[str, LazyTensor], family: Family, tensors: Mapping[str, LazyTensor]
+def _as_stored(shape: ModelShape, family: Family, weights: Mapping[str, LazyTensor]) -> ModelShape:
+    """Without layers that config.json names and nobody stored: those that predict ahead."""
+    first = family.prefix_of_depth(0, shape)
+    if shape.mtp_num_layers and not any(name.startswith(first) for name in weights):
+        return replace(shape, mtp_num_layers=None)
+    return shape
+
+
+def _copies(shape: ModelShape, family: Family) -> dict[str, str]:
+    """Their tensors that repeat another -> ours."""
+    output = _EMBEDDING if shape.is_tied else _OUTPUT
+    out = {family.outside[_OUTPUT]: _EMBEDDING} if shape.is_tied else {}
+    for depth in range(shape.mtp_num_layers or 0):
+        prefix = family.prefix_of_depth(depth, shape)
+        for ours, theirs in family.copies.items():
+            out[prefix + theirs] = output if ours == _OUTPUT else ours
+    return out
+
+
+def _leave_out_copy(
+    left: dict[str, LazyTensor], family: Family, name: str, original: LazyTensor
 ) -> None:
-    """Some files repeat the embedding as the output layer."""
-    again = left.pop(family.outside[_OUTPUT], None)
-    if again is not None and not torch.equal(again.make(), tensors[_EMBEDDING].make()):
+    """Some files repeat the embedding or the output layer."""
+    again = left.pop(name, None)
+    if again is not None and not torch.equal(again.make(), original.make()):
         raise CheckpointError(
-            f"config.json ties the embeddings, and {again.name} differs from "
-            f"{family.outside[_EMBEDDING]}"
+            f"{name} differs from {family.outside[original.name]}, which it should repeat"
         )
 
 
@@ -134,7 +154,12 @@ def export_model(
         for index, part in enumerate(rule.to_theirs(_meta(ours), shape)):
             made = partial(_part, make, index, len(rule.theirs))
             out.append(LazyTensor(rule.theirs[index], ours.dtype, tuple(part.shape), made))
-    return out
+    for name, ours_name in _copies(shape, family).items():
+        if name != family.outside[_OUTPUT]:  # transformers ties by itself
+            size = size_of(letters[ours_name], shape)
+            whole = _without_padding(tensors[ours_name], size, is_cut=True)
+            out.append(replace(whole, name=name))
+    return stacked(out, family.stacked)
 
 
 def _parts(rule: Rule, make: Callable[[], Tensor], shape: ModelShape) -> list[Tensor]:

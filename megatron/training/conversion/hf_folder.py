@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     read_header,
     write_file,
 )
+from megatron.training.conversion.stacked import Entries
 
 CONFIG = "config.json"
 _SAFETENSORS, _BIN = "model.safetensors", "pytorch_model.bin"
@@ -96,7 +97,9 @@ def _read_safetensors(path: Path) -> dict[str, LazyTensor]:
         if high - low != prod(shape) * dtype.itemsize:
             raise CheckpointError(f"{path} is damaged: {name} has {high - low} B for {shape}")
         end = max(end, high)
-        out[name] = LazyTensor(name, dtype, shape, partial(_read, path, begin + low, dtype, shape))
+        start, make = begin + low, partial(_read, path, begin + low, dtype, shape)
+        entry = partial(_read_entry, path, start, dtype, shape[1:])
+        out[name] = Entries(name, dtype, shape, make, entry)
     if path.stat().st_size != begin + end:
         raise CheckpointError(
             f"{path} is damaged: it has {path.stat().st_size} B and should have {begin + end}"
@@ -115,6 +118,12 @@ def _read(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) ->
                 raise CheckpointError(f"{path} ends too early")
             done += count
     return out
+
+
+def _read_entry(
+    path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...], number: int
+) -> Tensor:
+    return _read(path, start + number * prod(shape) * dtype.itemsize, dtype, shape)
 
 
 def _read_bin(path: Path) -> dict[str, LazyTensor]:

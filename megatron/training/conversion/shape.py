@@ -21,7 +21,7 @@ from megatron.core.transformer.layer_layout import has_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 
-# What experts and latent attention are described by, dests of our flags.
+# What experts, latent attention and YaRN are described by, dests of our flags.
 EXPERTS = (
     "num_experts",
     "moe_ffn_hidden_size",
@@ -43,7 +43,13 @@ LATENT = (
     "qk_head_dim",
     "qk_pos_emb_head_dim",
     "v_head_dim",
+)
+YARN = (
     "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
     "mscale",
     "mscale_all_dim",
 )
@@ -65,7 +71,7 @@ class ModelShape:
     norm_epsilon: float = 1e-5
     apply_layernorm_1p: bool = False
     layer_norm_placement: str = "pre"
-    activation: str = "silu"  # or gelu, gelu_tanh, squared_relu
+    activation: str = "silu"  # or gelu, gelu_tanh, squared_relu, quick_gelu
     is_gated: bool = True
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
@@ -103,9 +109,17 @@ class ModelShape:
     qk_head_dim: int | None = None
     qk_pos_emb_head_dim: int | None = None
     v_head_dim: int | None = None
-    rotary_scaling_factor: float = 1.0  # of YaRN in latent attention
+    rotary_scaling_factor: float = 1.0  # 1: no YaRN, and no more of it is said
+    yarn_original_max_position_embeddings: int | None = None
+    yarn_beta_fast: float | None = None
+    yarn_beta_slow: float | None = None
+    yarn_correction_range_round_to_int: bool = True
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    softmax_type: str = "vanilla"
+    activation_func_clamp_value: float | None = None
+    glu_linear_offset: float = 0.0
+    mtp_num_layers: int | None = None
     moe_router_dtype: str | None = field(default=None, compare=False)
     attention_dropout: float = field(default=0.0, compare=False)
     hidden_dropout: float = field(default=0.0, compare=False)
@@ -138,6 +152,8 @@ class ModelShape:
             "k": key,
             "qkv": query + 2 * key,
             "d": self.kv_channels,
+            "n": heads,
+            "hh": 2 * self.hidden_size,
             "f": self.ffn_hidden_size,
             "F": self.ffn_hidden_size * halves,
             "e": self.num_experts or 0,
@@ -205,6 +221,10 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
         attn_logit_softcapping=m.attn_logit_softcapping,
         final_logit_softcapping=m.final_logit_softcapping,
         embedding_scale=1.0 if scale is None else scale or math.sqrt(m.hidden_size),
+        softmax_type=m.softmax_type,
+        activation_func_clamp_value=m.activation_func_clamp_value,
+        glu_linear_offset=m.glu_linear_offset,
+        mtp_num_layers=m.mtp_num_layers or None,
         is_tied=not lm.untie_embeddings_and_output_weights,
         attention_dropout=m.attention_dropout,
         hidden_dropout=m.hidden_dropout,
@@ -212,6 +232,7 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
         **rotary,
         **_experts(m),
         **_latent(m),
+        **(_yarn(m, lm.max_position_embeddings) if is_rope else {}),
     )
 
 
@@ -226,8 +247,16 @@ def _experts(m: TransformerConfig) -> dict[str, Any]:
 def _latent(m: TransformerConfig) -> dict[str, Any]:
     if not m.multi_latent_attention:
         return {}
-    names = LATENT if m.rotary_scaling_factor != 1 else LATENT[:-3]
-    return {name: getattr(m, name) for name in names}
+    return {name: getattr(m, name) for name in LATENT}
+
+
+def _yarn(m: TransformerConfig, longest: int | None) -> dict[str, Any]:
+    is_yarn = m.rope_type == "yarn" or (m.multi_latent_attention and m.rope_type is None)
+    if not is_yarn or m.rotary_scaling_factor == 1:
+        return {}
+    told = {name: getattr(m, name) for name in YARN if getattr(m, name) is not None}
+    original = {"yarn_original_max_position_embeddings": longest}
+    return original | {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0} | told
 
 
 def args_of(shape: ModelShape) -> dict[str, Any]:
@@ -238,7 +267,8 @@ def args_of(shape: ModelShape) -> dict[str, Any]:
         "layer_norm_placement add_bias_linear add_qkv_bias position_embedding_type rotary_percent "
         "rotary_interleaved rotary_seq_len_interpolation_factor longrope_short_factor "
         "longrope_long_factor longrope_original_max_position_embeddings softmax_scale "
-        "attn_logit_softcapping final_logit_softcapping attention_dropout hidden_dropout"
+        "attn_logit_softcapping final_logit_softcapping attention_dropout hidden_dropout "
+        "softmax_type activation_func_clamp_value glu_linear_offset mtp_num_layers"
     ).split()
     values: dict[str, Any] = {name: getattr(shape, name) for name in same}
     seen = {window for window in shape.windows if window is not None}
@@ -251,6 +281,8 @@ def args_of(shape: ModelShape) -> dict[str, Any]:
         values["moe_layer_freq"] = [int(is_one) for is_one in shape.expert_layers]
     if shape.multi_latent_attention:
         values |= {name: getattr(shape, name) for name in LATENT}
+    if shape.rotary_scaling_factor != 1:
+        values |= {name: getattr(shape, name) for name in YARN} | {"rope_type": "yarn"}
     if shape.softmax_scale == shape.kv_channels**-0.5:
         values["softmax_scale"] = None
     is_scaled_by_root = shape.embedding_scale == math.sqrt(shape.hidden_size)
@@ -302,16 +334,8 @@ def _others(run: RunConfig) -> Iterator[str]:
         yield "--spec"
     if m.apply_residual_connection_post_layernorm:
         yield "--apply-residual-connection-post-layernorm"
-    if m.rope_type == "yarn":
-        yield "--rope-type yarn"
     if m.qk_l2_norm:
         yield "--qk-l2-norm"
-    if m.softmax_type != "vanilla":
-        yield "--softmax-type"
-    if m.activation_func_clamp_value is not None:
-        yield "--activation-func-clamp-value"
-    if m.glu_linear_offset:
-        yield "--glu-linear-offset"
     if not all(layer_has_rope(m, layer) for layer in range(m.num_layers)):
         yield "--no-rope-freq"
 

@@ -1,10 +1,10 @@
 """The tensors of a GPT under our global names, and how tensors of others are laid out in them.
 
 Letters of shapes: v vocabulary, p positions, h width, q and k rows of queries and of keys, qkv
-both with the values, d head width, f inner width of the MLP, F both halves of a gated one; e
-experts, x and X as f and F of an expert, s and S of the shared ones; of latent attention lq and lk
-the narrow vectors, lkr with the rotated part, kv and o rows of what is raised and of values.  A
-star marks the dimension that tensor parallelism cuts.
+both with the values, n heads, d head width, f inner width of the MLP, F both halves of a gated
+one; e experts, x and X as f and F of an expert, s and S of the shared ones; of latent attention lq
+and lk the narrow vectors, lkr with the rotated part, kv and o rows of what is raised and of values.
+A star marks the dimension that tensor parallelism cuts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch import Tensor
 from megatron.training.conversion.shape import ModelShape
 
 LAYER = "decoder.layers.{}."
+AHEAD = "mtp.layers.{}."  # layers that predict tokens further ahead
+AHEAD_LAYER = "transformer_layer."
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,19 @@ class Rule:
 
     ``is_qkv``: theirs are all queries, all keys, all values, in one tensor or in three; ours go by
     group of heads.  ``transposed``: their matrices are [in, out].
+    ``by_turns``: a row of the gate and one of what it gates alternate in theirs.
     """
 
     theirs: tuple[str, ...]
     is_qkv: bool = False
     transposed: bool = False
+    by_turns: bool = False
 
     def to_ours(self, parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
         """Their tensors, in order -> ours."""
         parts = [part.t() if self.transposed else part for part in parts]
+        if self.by_turns:
+            return torch.cat([part[first::2] for first in range(2) for part in parts])
         if self.is_qkv:
             if len(parts) == 1:
                 parts = parts[0].split(_rows(shape))
@@ -45,7 +51,9 @@ class Rule:
     def to_theirs(self, ours: Tensor, shape: ModelShape) -> list[Tensor]:
         """Ours -> their tensors, in order; views where it can be."""
         parts: Sequence[Tensor] = [ours]
-        if self.is_qkv:
+        if self.by_turns:
+            parts = [torch.stack(ours.chunk(2), 1).flatten(0, 1)]
+        elif self.is_qkv:
             groups = ours.unflatten(0, (shape.num_query_groups, -1))
             heads = shape.num_attention_heads // shape.num_query_groups
             sizes = [heads * shape.kv_channels, shape.kv_channels, shape.kv_channels]
@@ -63,6 +71,8 @@ def tensors_of(shape: ModelShape) -> dict[str, tuple[str, ...]]:
     for layer in range(shape.num_layers):
         prefix = LAYER.format(layer)
         named |= {prefix + name: letters for name, letters in _in_layer(shape, layer)}
+    for depth in range(shape.mtp_num_layers or 0):
+        named |= {AHEAD.format(depth) + name: letters for name, letters in _ahead(shape)}
     return {name: tuple(letters.split()) for name, letters in named.items()}
 
 
@@ -97,7 +107,18 @@ def _in_layer(shape: ModelShape, layer: int) -> Iterator[tuple[str, str]]:
         yield f"mlp.{name}", letters
 
 
+def _ahead(shape: ModelShape) -> Iterator[tuple[str, str]]:
+    for name in ("enorm", "hnorm"):
+        yield from _norm(name, "h", shape)
+    yield "eh_proj.weight", "h hh"
+    for name, letters in _in_layer(shape, shape.num_layers - 1):
+        yield AHEAD_LAYER + name, letters
+    yield from _norm("final_layernorm", "h", shape)
+
+
 def _attention(shape: ModelShape) -> Iterator[tuple[str, str]]:
+    if shape.softmax_type == "learnable":
+        yield "core_attention.softmax_offset", "*n"
     yield "linear_qkv.weight", "*qkv h"
     if shape.add_qkv_bias:
         yield "linear_qkv.bias", "*qkv"
@@ -139,6 +160,8 @@ def _mlp(name: str, letter: str, shape: ModelShape) -> Iterator[tuple[str, str]]
 
 def _experts(shape: ModelShape) -> Iterator[tuple[str, str]]:
     yield "router.weight", "e h"
+    if shape.add_bias_linear:
+        yield "router.bias", "e"
     if shape.moe_router_enable_expert_bias:
         yield "router.expert_bias", "e"
     for number in range(shape.num_experts or 0):

@@ -52,6 +52,10 @@ _YARN = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.7},
     **{"mscale_all_dim": 0.7, "original_max_position_embeddings": 40},
 }
+_WIDE = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "truncate": False},
+    **{"original_max_position_embeddings": 16, "beta_fast": 8.0, "beta_slow": 1.0},
+}
 _BIASES = {"attention_bias": True, "mlp_bias": True}
 
 # name -> class, and what its config has besides the common sizes
@@ -73,6 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3, yarn": ("Qwen3", {"head_dim": 16, "rope_parameters": _WIDE}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": (
         "Gemma2",
@@ -113,9 +118,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0},
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+            **{"sliding_window": 6, "swiglu_limit": 0.5, "rope_parameters": _WIDE},
+        },
+    ),
 }
-
-WITH_EXPERTS = tuple(c for c in CASES if "moe" in c or c.startswith(("mixtral", "deepseek")))
+WITH_EXPERTS = tuple(CASES)[tuple(CASES).index("mixtral") :]
 
 # Loaded here and not in a test: their modules set environment variables.
 CLASSES: dict[str, tuple[Any, Any]] = {

@@ -8,6 +8,7 @@ from megatron.training.conversion.families import (
     gemma,
     gemma2,
     gpt2,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -21,7 +22,7 @@ from megatron.training.conversion.families import (
 from megatron.training.conversion.family import Family
 
 _DENSE = (llama, mistral, qwen2, qwen3, gemma, gemma2, phi3, olmo2, gpt2)
-_EXPERTS = (mixtral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3)
+_EXPERTS = (mixtral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3, gpt_oss)
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY for module in (*_DENSE, *_EXPERTS)
 }

@@ -23,58 +23,36 @@ from megatron.training.conversion.families.fields import (
     rope_of,
     same,
     tied,
+    yarn,
+    yarn_entries,
 )
 from megatron.training.conversion.families.llama import LAYER
 from megatron.training.conversion.family import Config, Family, Field
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule
 
-_YARN = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attention_factor": None}
-
 
 def _read_rope(config: Config) -> dict[str, Any]:
-    """Of YaRN, --max-position-embeddings is the length before stretching."""
     rope = rope_of(config)
-    length = config["max_position_embeddings"]
-    out = {"rotary_base": rope["rope_theta"], "max_position_embeddings": length}
+    out = {"rotary_base": rope["rope_theta"]}
     if rope["kind"] == "default":
         return out
     if rope["kind"] != "yarn":
         raise CheckpointError(f"config.json has rope_type {rope['kind']}: only yarn is built")
-    for name, built in _YARN.items():
-        if rope.get(name, built) != built:
-            raise CheckpointError(f"config.json has {name} {rope[name]}: only {built} is built")
     mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
     if not mscale or mscale != of_all:
         raise CheckpointError(
             f"config.json has mscale {mscale} and mscale_all_dim {of_all}: only equal ones are "
             "built"
         )
-    return out | {
-        "max_position_embeddings": rope.get("original_max_position_embeddings") or length,
-        "rotary_scaling_factor": float(rope["factor"]),
-        "mscale": float(mscale),
-        "mscale_all_dim": float(of_all),
-    }
+    return out | yarn(rope, config)
 
 
 def _write_rope(shape: ModelShape) -> dict[str, Any]:
-    length, factor = shape.max_position_embeddings, shape.rotary_scaling_factor
-    scaling = None
-    if factor != 1:
-        scaling = {
-            "rope_type": "yarn",
-            "type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": length,
-            **{name: _YARN[name] for name in ("beta_fast", "beta_slow")},
-            **{name: getattr(shape, name) for name in ("mscale", "mscale_all_dim")},
-        }
-    return {
-        "rope_theta": float(shape.rotary_base),
-        "rope_scaling": scaling,
-        "max_position_embeddings": round(length * factor),
-    }
+    out: dict[str, Any] = {"rope_theta": float(shape.rotary_base), "rope_scaling": None}
+    if shape.rotary_scaling_factor != 1:
+        out["rope_scaling"] = {"type": "yarn", **yarn_entries(shape)}
+    return out
 
 
 def _read_heads(config: Config) -> dict[str, Any]:
@@ -107,6 +85,7 @@ FIELDS = (
     same("num_attention_heads", "num_attention_heads"),
     same("vocab_size", "vocab_size"),
     same("attention_dropout", "attention_dropout", 0.0),
+    same("max_position_embeddings", "max_position_embeddings"),
     Field(_read_rope, _write_rope),
     same("rms_norm_eps", "norm_epsilon", 1e-6),
     demand("rms_norm_eps", 1e-6),  # transformers' norms of narrow vectors have no other

@@ -106,8 +106,44 @@ def _read_rope(config: Config) -> dict[str, Any]:
         out["longrope_original_max_position_embeddings"] = (
             original or config["original_max_position_embeddings"]
         )
+    elif kind == "yarn":
+        out |= yarn(rope, config)
     elif kind != "default":
         raise CheckpointError(f"config.json has rope_type {kind}, which no flag of ours asks for")
+    return out
+
+
+def yarn(rope: Config, config: Config) -> dict[str, Any]:
+    """What YaRN is told, with what it has where it is not told."""
+    if rope.get("attention_factor") is not None:
+        raise CheckpointError(
+            f"config.json has attention_factor {rope['attention_factor']}: only the rule is built"
+        )
+    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    length = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    return {
+        "rotary_scaling_factor": float(rope["factor"]),
+        "yarn_original_max_position_embeddings": length,
+        "yarn_beta_fast": float(rope.get("beta_fast") or 32),
+        "yarn_beta_slow": float(rope.get("beta_slow") or 1),
+        "yarn_correction_range_round_to_int": bool(rope.get("truncate", True)),
+        "mscale": float(mscale) if mscale and of_all else 1.0,
+        "mscale_all_dim": float(of_all) if mscale and of_all else 0.0,
+    }
+
+
+def yarn_entries(shape: ModelShape) -> dict[str, Any]:
+    """The entries that `yarn` reads."""
+    out = {
+        "rope_type": "yarn",
+        "factor": shape.rotary_scaling_factor,
+        "original_max_position_embeddings": shape.yarn_original_max_position_embeddings,
+        "beta_fast": shape.yarn_beta_fast,
+        "beta_slow": shape.yarn_beta_slow,
+        "truncate": shape.yarn_correction_range_round_to_int,
+    }
+    if shape.mscale_all_dim:
+        out |= {"mscale": shape.mscale, "mscale_all_dim": shape.mscale_all_dim}
     return out
 
 
@@ -129,6 +165,8 @@ def _write_rope(shape: ModelShape) -> dict[str, Any]:
             "factor": shape.rope_scaling_factor,
             **_LLAMA3,
         }
+    elif shape.rotary_scaling_factor != 1:
+        out["rope_scaling"] = yarn_entries(shape)
     elif shape.rotary_seq_len_interpolation_factor is not None:
         factor = float(shape.rotary_seq_len_interpolation_factor)
         out["rope_scaling"] = {"rope_type": "linear", "factor": factor}

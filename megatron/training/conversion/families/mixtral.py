@@ -24,6 +24,9 @@ def _read_width(config: Config) -> dict[str, Any]:
     return {"moe_ffn_hidden_size": config["intermediate_size"], "expert_layers": every}
 
 
+# Every layer has experts, which have the width that others say of an MLP.
+WIDTH_OF_ALL = Field(_read_width, lambda shape: {})
+
 FAMILY = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
@@ -37,7 +40,7 @@ FAMILY = Family(
         windows(),
         same("num_local_experts", "num_experts"),
         TOPK,
-        Field(_read_width, lambda shape: {}),
+        WIDTH_OF_ALL,
     ),
     outside=LLAMA_OUTSIDE,
     layer={

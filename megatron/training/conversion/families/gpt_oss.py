@@ -1,0 +1,75 @@
+"""gpt-oss: sinks, windows in every other layer, YaRN, experts with biases and clamped gates.
+
+Experts of a layer are one tensor [E, in, out], rows of gate and up by turns; published models have
+them in mxfp4 (`quantized`), which is not written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.training.conversion.families.experts import TOPK
+from megatron.training.conversion.families.fields import (
+    HEAD_DIM,
+    LLAMA_FIELDS,
+    LLAMA_OUTSIDE,
+    demand,
+    norm,
+    same,
+    tied,
+    windows,
+)
+from megatron.training.conversion.families.llama import LAYER
+from megatron.training.conversion.families.mixtral import WIDTH_OF_ALL
+from megatron.training.conversion.family import Config, Family, Field
+from megatron.training.conversion.tensors import Rule
+
+_EXPERT = "mlp.experts.local_experts.{}."
+
+
+def _read_limit(config: Config) -> dict[str, Any]:
+    return {"activation_func_clamp_value": float(config.get("swiglu_limit", 7.0))}
+
+
+FAMILY = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    always={
+        "activation": "quick_gelu",
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "moe_router_score_function": "softmax",
+    },
+    fields=(
+        *LLAMA_FIELDS,
+        HEAD_DIM,
+        norm(1e-5),
+        tied(False),
+        windows(lambda config, layer: layer % 2 == 0),
+        same("num_local_experts", "num_experts"),
+        TOPK,
+        WIDTH_OF_ALL,
+        Field(_read_limit, lambda shape: {"swiglu_limit": shape.activation_func_clamp_value}),
+        demand("attention_bias", True),
+        demand("hidden_act", "silu"),
+        demand("swiglu_alpha", 1.702),
+    ),
+    outside=LLAMA_OUTSIDE,
+    layer={
+        **LAYER,
+        "self_attention.core_attention.softmax_offset": "self_attn.sinks",
+        "mlp.router.weight": "mlp.router.weight",
+        "mlp.router.bias": "mlp.router.bias",
+        f"{_EXPERT}linear_fc1.weight": Rule(
+            ("mlp.experts.gate_up_proj.{}",), transposed=True, by_turns=True
+        ),
+        f"{_EXPERT}linear_fc1.bias": Rule(("mlp.experts.gate_up_proj_bias.{}",), by_turns=True),
+        f"{_EXPERT}linear_fc2.weight": Rule(("mlp.experts.down_proj.{}",), transposed=True),
+        f"{_EXPERT}linear_fc2.bias": "mlp.experts.down_proj_bias.{}",
+    },
+    stacked=tuple(
+        f"mlp.experts.{name}_proj{kind}" for name in ("gate_up", "down") for kind in ("", "_bias")
+    ),
+)

@@ -1,0 +1,80 @@
+"""Weights of Hugging Face folders that are stored in few bits, made plain when they are read.
+
+mxfp4 (gpt-oss): ``name_blocks`` [E, rows, groups, 16] uint8, two 4-bit numbers a byte, the low one
+first, and ``name_scales`` [E, rows, groups] uint8, a power of two for each 32 numbers.  ``name`` is
+the transpose of these matrices: [E, 32 groups, rows].
+
+fp8 (DeepSeek V3): ``name`` [o, i] in float8_e4m3, and ``name_scale_inv`` in float32, a factor for
+each square of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.training.conversion.stacked import Entries, entry_of
+
+_BLOCKS, _SCALES, _INVERSE = "_blocks", "_scales", "_scale_inv"
+_EXPONENT_OF_ONE = 127
+# By three bits: two of exponent, one of mantissa.  The fourth is the sign.
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def plain_numbers(
+    weights: Mapping[str, LazyTensor], config: Mapping[str, Any]
+) -> dict[str, LazyTensor]:
+    """``weights`` with those in few bits as bf16.  Raises CheckpointError for another kind."""
+    told = config.get("quantization_config")
+    out = dict(weights)
+    if not told:
+        return out
+    kind = told.get("quant_method")
+    if kind == "mxfp4":
+        for name in [name for name in weights if name.endswith(_BLOCKS)]:
+            plain = name.removesuffix(_BLOCKS)
+            out[plain] = _from_mxfp4(plain, out.pop(name), out.pop(plain + _SCALES))
+    elif kind == "fp8":
+        size = told.get("weight_block_size") or [128, 128]
+        for name in [name for name in weights if name.endswith(_INVERSE)]:
+            plain, scales = name.removesuffix(_INVERSE), out.pop(name)
+            make = partial(_from_fp8, weights[plain], scales, size)
+            out[plain] = LazyTensor(plain, torch.bfloat16, weights[plain].shape, make)
+    else:
+        raise CheckpointError(
+            f"config.json has quant_method {kind}: read are mxfp4 and fp8, or plain weights"
+        )
+    return out
+
+
+def _from_mxfp4(name: str, blocks: LazyTensor, scales: LazyTensor) -> Entries:
+    def make_entry(number: int) -> Tensor:
+        return mxfp4_values(entry_of(blocks, number), entry_of(scales, number)).t()
+
+    def make() -> Tensor:
+        return torch.stack([make_entry(number) for number in range(blocks.shape[0])])
+
+    count, rows, groups, size = blocks.shape
+    shape = (count, 2 * groups * size, rows)
+    return Entries(name, torch.bfloat16, shape, make, make_entry)
+
+
+def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
+    """[.., g, 16] bytes of two numbers and [.., g] exponents -> [.., 32 g] in bf16, exactly."""
+    both = torch.stack((blocks & 0xF, blocks >> 4), -1).flatten(-2).long()
+    table = torch.tensor([*_FP4, *(-value for value in _FP4)])
+    exponents = scales.to(torch.int32).unsqueeze(-1) - _EXPONENT_OF_ONE
+    return torch.ldexp(table[both], exponents).flatten(-2).bfloat16()
+
+
+def _from_fp8(weight: LazyTensor, scales: LazyTensor, size: list[int]) -> Tensor:
+    values, factors = weight.make().float(), scales.make()
+    for dim, count in enumerate(size):
+        factors = factors.repeat_interleave(count, dim).narrow(dim, 0, values.shape[dim])
+    return (values * factors).bfloat16()

@@ -1,0 +1,69 @@
+"""Tensors that hold something of all experts of a layer, taken apart and put together.
+
+Of ``name`` [E, ..] the part of expert 3 is called ``name.3``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+
+
+@dataclass(frozen=True)
+class Entries(LazyTensor):
+    """A tensor of which an entry of the first dimension can be made alone."""
+
+    make_entry: Callable[[int], Tensor]
+
+
+def unstacked(weights: Mapping[str, LazyTensor], ends: tuple[str, ...]) -> dict[str, LazyTensor]:
+    """``weights``, with a tensor for each entry of those whose names end so."""
+    out: dict[str, LazyTensor] = {}
+    for name, tensor in weights.items():
+        if not name.endswith(ends):
+            out[name] = tensor
+            continue
+        for number in range(tensor.shape[0]):
+            own = f"{name}.{number}"
+            make = partial(entry_of, tensor, number)
+            out[own] = LazyTensor(own, tensor.dtype, tensor.shape[1:], make)
+    return out
+
+
+def entry_of(tensor: LazyTensor, number: int) -> Tensor:
+    """Entry ``number`` of the first dimension."""
+    return tensor.make_entry(number) if isinstance(tensor, Entries) else tensor.make()[number]
+
+
+def stacked(tensors: Iterable[LazyTensor], ends: tuple[str, ...]) -> list[LazyTensor]:
+    """The way back; parts come in the order of their numbers."""
+    parts: dict[str, list[LazyTensor]] = {}
+    for tensor in tensors:
+        name = tensor.name.rpartition(".")[0]
+        name = name if name.endswith(ends) else tensor.name
+        parts.setdefault(name, []).append(tensor)
+    return [
+        of_one[0]
+        if of_one[0].name == name
+        else replace(
+            of_one[0],
+            name=name,
+            shape=(len(of_one), *of_one[0].shape),
+            make=partial(_together, of_one),
+        )
+        for name, of_one in parts.items()
+    ]
+
+
+def _together(parts: list[LazyTensor]) -> Tensor:
+    """One after the other into the whole, so that little is in memory beside it."""
+    whole = torch.empty((len(parts), *parts[0].shape), dtype=parts[0].dtype)
+    for place, part in zip(whole, parts, strict=True):
+        place.copy_(part.make())
+    return whole
