@@ -178,8 +178,14 @@ LATENT = (
 )
 
 
+AHEAD = (
+    "--mtp-num-layers 1 --pipeline-model-parallel-size 1 --softmax-type learnable "
+    "--position-embedding-type rope"
+)
+
+
 @pytest.mark.feature("Checkpoints: experts and latent attention in torch_dist, torch and torch_dcp")
-@pytest.mark.parametrize("more", [GROUPED, LATENT])
+@pytest.mark.parametrize("more", [GROUPED, LATENT, AHEAD])
 def test_experts_are_written_in_any_format_and_read_again(tmp_path: Path, more: str) -> None:
     own = tmp_path / "own"
     flags = [*EXPERTS.split(), *more.split()]
@@ -197,6 +203,9 @@ def test_experts_are_written_in_any_format_and_read_again(tmp_path: Path, more: 
             rows = values.shape[0] if values.dim() else None
             assert torch.equal(found[key][:rows], values), (kind, key)
     ranks = sorted(path.name for path in (tmp_path / "torch/iter_0000001").glob("mp_rank_*"))
+    if more == AHEAD:
+        assert ranks == ["mp_rank_00_000", "mp_rank_01_001"]
+        return
     assert ranks == [f"mp_rank_{e:02d}_{p:03d}_{e:03d}" for e in range(2) for p in range(2)]
     names = loaded(tmp_path / "torch/iter_0000001" / ranks[3] / "model_optim_rng.pt")["model"]
     index = DcpIndex(tmp_path / "torch_dist/iter_0000001", MappedFile)

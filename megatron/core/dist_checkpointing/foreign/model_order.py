@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.foreign.names import (
@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.foreign.names import (
 
 _SHARED = "embedding.word_embeddings.weight"
 _BEFORE = (_SHARED, "embedding.position_embeddings.weight", "embedding.tokentype_embeddings.weight")
-_AFTER = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias", OUTPUT)
+_AFTER = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias")
 _STATE = "_extra_state"
 
 
@@ -32,31 +32,62 @@ def ordered_names(
     ``layers``: those of the chunk, None is all; ``experts``: those of the rank.  The second name is
     empty for a state that a matrix has none of.
     """
-    is_fused = asked.get("transformer_impl") == "transformer_engine"
     if layers is None:
         layers = sorted({layer[1] for layer in map(split_layer, stored) if layer})
     if is_first:
         yield from ((name, name) for name in _BEFORE if name in stored)
     for local, number in enumerate(layers):
-        for there, tail in _in_layer(number, asked, experts, is_fused=is_fused):
-            name = f"decoder.layers.{number}.{tail}"
-            if name not in stored:
-                continue
-            is_state = there.endswith(_STATE)
-            if is_fused:
-                there = fused_name(f"decoder.layers.{number}.{there}", asked).split(".", 3)[3]
-            yield f"decoder.layers.{local}.{there}", "" if is_state else name
+        places = f"decoder.layers.{local}.", f"decoder.layers.{number}."
+        yield from _of_layer(stored, asked, places, _in_layer(number, asked, experts))
     if is_last:
         yield from ((name, name) for name in _AFTER if name in stored)
+        # With stages, Megatron-LM repeats the embedding for those that predict ahead: not written.
+        for depth in range(int(asked.get("mtp_num_layers") or 0) if is_first else 0):
+            place = f"mtp.layers.{depth}."
+            tails = _ahead(int(asked["num_layers"]) - 1, asked, experts)
+            yield from _of_layer(stored, asked, (place, place), tails)
+        if OUTPUT in stored:
+            yield OUTPUT, OUTPUT
         if not is_first and OUTPUT not in stored:
             yield OUTPUT, _SHARED
         yield f"output_layer.{_STATE}", ""
 
 
+def _of_layer(
+    stored: Collection[str],
+    asked: Mapping[str, Any],
+    places: tuple[str, str],
+    tails: Iterable[tuple[str, str]],
+) -> Iterator[tuple[str, str]]:
+    """The names of a layer that begin with ``places``, in a file and here; what there is of it."""
+    for there, tail in tails:
+        name = places[1] + tail
+        if name in stored:
+            whole = places[1] + there
+            named = fused_name(whole, asked) if _is_fused(asked) else whole
+            local = places[0] + named.removeprefix(places[1])
+            yield local, "" if there.endswith(_STATE) else name
+
+
+def _is_fused(asked: Mapping[str, Any]) -> bool:
+    return asked.get("transformer_impl") == "transformer_engine"
+
+
+def _ahead(
+    number: int, asked: Mapping[str, Any], experts: Sequence[int]
+) -> Iterator[tuple[str, str]]:
+    yield from (*_norm("enorm"), *_norm("hnorm"), *_matrix("eh_proj"))
+    for there, ours in _in_layer(number, asked, experts):
+        yield f"transformer_layer.{there}", f"transformer_layer.{ours}"
+    yield from _norm("final_layernorm")
+
+
 def _in_layer(
-    number: int, asked: Mapping[str, Any], experts: Sequence[int], *, is_fused: bool
+    number: int, asked: Mapping[str, Any], experts: Sequence[int]
 ) -> Iterator[tuple[str, str]]:
     """(tail of a name in a file, tail of ours); of a state, that of the weight it goes with."""
+    is_fused = _is_fused(asked)
+    yield _SINK, _SINK
     is_latent = bool(asked.get("multi_latent_attention"))
     first, projection = _norm("input_layernorm"), _matrix("self_attention.linear_proj")
     is_inside = is_fused and not is_latent  # the norm is part of the matrix behind it
@@ -76,6 +107,7 @@ def _in_layer(
         yield from _matrix(f"mlp.shared_experts.{matrix}")
 
 
+_SINK = "self_attention.core_attention.softmax_offset"
 _MATRICES = ("linear_fc1", "linear_fc2")
 _ATTENTION = ("linear_qkv", "q_layernorm", "k_layernorm")
 

@@ -61,6 +61,7 @@ _CUT = (
     (re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$"), 0),
     (re.compile(r"\.(linear_qkv|linear_q|linear_kv|linear_fc1|eh_proj)\.(weight|bias)$"), 0),
     (re.compile(r"\.linear_(q|q_up|kv_up)_proj\.(weight|bias)$"), 0),
+    (re.compile(r"\.core_attention\.softmax_offset$"), 0),
     (re.compile(r"\.(linear_proj|linear_fc2)\.weight$"), 1),
 )
 _VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$")
@@ -69,11 +70,10 @@ _GATED_FLAGS = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
 _NARROW = re.compile(r"\.linear_(q|kv)_down_proj\.")
 _EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(.*)$")
 _BUFFER = re.compile(r"\.expert_bias$")
-_LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.(.*)$")
+_LAYER = re.compile(r"^(?!mtp\.)(.*\blayers)\.(\d+)\.(.*)$")
 _STACK = re.compile(r"^(.*\blayers)\.(?!\d)(.*)$")
 _STATE = re.compile(r"^(?:chained_\d+\.)?(optimizer\.state\.\w+?\.)?(.*)$")
 OUTPUT = "output_layer.weight"
-DECODER = "decoder.layers"
 
 
 class Cut(NamedTuple):
@@ -97,11 +97,10 @@ def fused_name(name: str, asked: Mapping[str, Any]) -> str:
     """
     is_latent = bool(asked.get("multi_latent_attention"))
     layer = split_layer(name)
+    number = layer[1] if layer else int(asked.get("num_layers") or 1) - 1  # ahead: as the last one
     rules = [_LATENT if is_latent else _INPUT]
-    if layer is not None:
-        # What predicts tokens ahead is like the last layer of the decoder.
-        number = layer[1] if layer[0] == DECODER else int(asked["num_layers"]) - 1
-        rules += [] if has_experts(number, asked) else [_MLP]
+    if not has_experts(number, asked):
+        rules.append(_MLP)
     for pattern, replacement in rules:
         name = pattern.sub(replacement, name)
     return name
@@ -159,7 +158,7 @@ def is_vocabulary(name: str) -> bool:
 
 
 def split_layer(name: str) -> tuple[str, int, str] | None:
-    """(``decoder.layers``, number, the rest); None outside of layers.
+    """(``decoder.layers``, number, the rest); None outside, and for layers that predict ahead.
 
     >>> split_layer("decoder.layers.3.mlp.linear_fc1.weight")
     ('decoder.layers', 3, 'mlp.linear_fc1.weight')

@@ -27,7 +27,6 @@ from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     layout_of,
 )
 from megatron.core.dist_checkpointing.foreign.names import (
-    DECODER,
     fused_name,
     layers_are_alike,
     split_expert,
@@ -197,7 +196,7 @@ def _reference_key(key: str, asked: Mapping[str, Any]) -> tuple[str, tuple[int, 
     prefix, name = split_state(key)
     name, stack = fused_name(name, asked), []
     layer = split_layer(name)
-    if layer is not None and layers_are_alike(asked) and layer[0] == DECODER:
+    if layer is not None and layers_are_alike(asked):
         name = f"{layer[0]}.{layer[2]}"
         stack.append(layer[1])
     if expert := split_expert(name):
