@@ -29,6 +29,11 @@ def window_of_layer(config: AttentionConfig, layer_index: int) -> Window | None:
     return config.window_size if is_windowed else None
 
 
+def causal_window(window: Window) -> Window:
+    """What is left of a window where later keys are hidden."""
+    return window[0], 0
+
+
 @lru_cache(maxsize=16)
 def band(num_queries: int, num_keys: int, left: int, right: int, device: torch.device) -> Tensor:
     """Keys from ``left`` before to ``right`` after the query; -1 is no limit: [q, k]."""
@@ -70,9 +75,7 @@ def visible_keys(
     stand at the last key.
     """
     num_queries, num_keys = query.shape[0], key.shape[0]
-    left, right = window or (-1, -1)
-    if is_causal:
-        right = 0 if right < 0 else min(right, 0)
+    left, right = causal_window(window or (-1, -1)) if is_causal else window or (-1, -1)
     if left >= num_keys - 1:
         left = -1
     has_more = hidden is not None or packed is not None or left >= 0

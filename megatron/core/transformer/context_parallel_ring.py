@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,8 @@ from megatron.core.transformer.attention_blocks import (
     wide,
 )
 from megatron.core.transformer.attention_masks import Window, band_at
+
+_QUERIES = 128  # at a time under a narrower window
 
 
 class Arriving(Protocol):
@@ -103,7 +106,7 @@ class RingPlan:
     is_causal: bool
     kernel: BlockKernel
     rule: ScoreRule
-    window: Window | None = None
+    window: Window | None = None  # whose right side says what causality says
     hidden: Tensor | None = None  # bool [.., s, s r]
     bias: Tensor | None = None  # [.., n, s, s r]
 
@@ -113,7 +116,8 @@ class RingPlan:
         """The blocks of a step, heads first: q [b, n, s, d], k and v [b, g, s, d]."""
         rank, size = self.ring.rank, self.ring.size
         source = (rank - step) % size
-        for block in blocks_of(self.lengths, rank, source, size, self.is_causal):
+        blocks = blocks_of(self.lengths, rank, source, size, self.is_causal)
+        for block in chain.from_iterable(self._in_window(block, source) for block in blocks):
             keys = held_tokens(self.lengths, source, size, q.device)[block.keys]
             yield (
                 block,
@@ -127,6 +131,24 @@ class RingPlan:
                     bias=None if self.bias is None else self.bias[..., block.queries, :][..., keys],
                 ),
             )
+
+    def _in_window(self, block: Block, source: int) -> Iterator[Block]:
+        """Under a window some of the queries at a time, with the keys that one of them may see."""
+        if self.window is None:
+            yield block
+            return
+        left, right = self.window
+        mine = held_tokens(self.lengths, self.ring.rank, self.ring.size)[block.queries]
+        theirs = held_tokens(self.lengths, source, self.ring.size)[block.keys]
+        start = block.queries.start
+        for queries in mine.split(max(_QUERIES, left + 1)):
+            low = 0 if left < 0 else int((theirs < queries[0] - left).sum())
+            high = len(theirs) if right < 0 else int((theirs <= queries[-1] + right).sum())
+            stop = start + len(queries)
+            if low < high:
+                keys = slice(block.keys.start + low, block.keys.start + high)
+                yield Block(slice(start, stop), keys, is_causal=False)
+            start = stop
 
     def _visible(self, block: Block, keys: Tensor) -> Tensor | None:
         """What window and mask leave of a block."""

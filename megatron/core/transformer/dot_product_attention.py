@@ -33,7 +33,11 @@ from megatron.core.transformer.attention_backends import (
     choose,
 )
 from megatron.core.transformer.attention_blocks import ScoreRule, block_kernel, wide
-from megatron.core.transformer.attention_masks import visible_keys, window_of_layer
+from megatron.core.transformer.attention_masks import (
+    causal_window,
+    visible_keys,
+    window_of_layer,
+)
 from megatron.core.transformer.context_parallel import Around, attend_alone, exchange_of
 from megatron.core.transformer.context_parallel_ring import RingPlan, Transport, ring_attention
 from megatron.core.transformer.module import MegatronModule
@@ -171,13 +175,16 @@ class DotProductAttention(MegatronModule):
             softcap=self.softcap,
             dropout=self._dropout(),
         )
+        window = self.window
+        if window is not None and around.is_causal:
+            window = causal_window(window)
         plan = RingPlan(
             ring=ring,
             lengths=lengths,
             is_causal=around.is_causal,
             kernel=block_kernel(names[0]),
             rule=rule,
-            window=self.window,
+            window=window,
             hidden=around.hidden,
             bias=around.bias,
         )
