@@ -245,6 +245,11 @@ NEEDS = (
         ),
     ),
     Need(
+        "experts without biases (--num-experts, --disable-bias-linear) on a GPU",
+        lambda ns: ns.num_experts is not None and not ns.add_bias_linear and ns.device != "cpu",
+        ("moe_grouped_gemm",),
+    ),
+    Need(
         "--swiglu, --geglu or --quick-geglu",
         lambda ns: ns.gated_linear_unit,
         ("activation_func_clamp_value", "glu_linear_offset"),

@@ -97,6 +97,7 @@ VALUES = {
     "non_persistent_local_ckpt_algo": "atomic",
 }
 SWITCHES = {
+    "moe_grouped_gemm": "--moe-grouped-gemm",
     "cache_mla_latents": "--cache-mla-latents",
     "rotary_interleaved": "--rotary-interleaved",
     "yarn_correction_range_round_to_int": "--no-yarn-correction-range-round-to-int",

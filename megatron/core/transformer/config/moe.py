@@ -50,9 +50,8 @@ class MoEConfig:
     )
     moe_grouped_gemm: bool = option(
         False,
-        "Compute all experts of a rank in one grouped matrix product.",
+        "Compute all experts of a rank in one grouped matrix product, on a GPU.",
         group="moe",
-        ignored=states.NO_KERNEL,
     )
     moe_use_legacy_grouped_gemm: bool = option(
         False,

@@ -7,16 +7,19 @@ dispatcher adds up; the first rank's has the second bias.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megatron.core import device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.grouped_linear import can_group, grouped_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -26,12 +29,7 @@ class Expert(MLP):
     def forward(self, rows: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         """[m, h] and [m] -> [m, h]"""
         inner, _ = self.linear_fc1(rows)
-        recomputes = self.training and "moe_act" in self.config.modules_to_recompute
-        memory = CheckpointWithoutOutput() if recomputes else None
-        weigh = self._activated if memory is None else partial(memory.checkpoint, self._activated)
-        result, bias = self.linear_fc2(weigh(inner, weights))
-        if memory is not None:
-            memory.discard_output_and_register_recompute(result)
+        result, bias = self.narrow(inner, weights, self.linear_fc2)
         if bias is None:
             return result
         if self.tp_group.rank() == 0:
@@ -39,6 +37,18 @@ class Expert(MLP):
         # Here it counts 0, yet the copy of the bias needs the gradient that the first rank's has.
         term = bias * weights.detach().unsqueeze(-1).to(bias.dtype)
         return result + (term - term.detach())
+
+    def narrow(
+        self, inner: Tensor, weights: Tensor, linear: Callable[[Tensor], tuple[Tensor, Any]]
+    ) -> tuple[Tensor, Any]:
+        """Activate, weigh and go through ``linear``, the second matrix of one expert or of all."""
+        recomputes = self.training and "moe_act" in self.config.modules_to_recompute
+        memory = CheckpointWithoutOutput() if recomputes else None
+        weigh = self._activated if memory is None else partial(memory.checkpoint, self._activated)
+        result, bias = linear(weigh(inner, weights))
+        if memory is not None:
+            memory.discard_output_and_register_recompute(result)
+        return result, bias
 
     def _activated(self, inner: Tensor, weights: Tensor) -> Tensor:
         """Weighed before the second matrix, which is linear."""
@@ -72,7 +82,25 @@ class Experts(MegatronModule):
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
         """[m, h], [m] and rows per expert -> [m, h].  An expert without tokens computes on none."""
+        if self._are_grouped(rows):
+            experts: list[Any] = list(self.local_experts.values())
+            narrow, wide = (
+                [linear.weight for linear in linears]
+                for linears in ([e.linear_fc2 for e in experts], [e.linear_fc1 for e in experts])
+            )
+            inner = grouped_linear(rows, counts, wide)
+            result, _ = experts[0].narrow(
+                inner, weights, lambda x: (grouped_linear(x, counts, narrow), None)
+            )
+            return result
         parts = zip(
             self.local_experts.values(), rows.split(counts), weights.split(counts), strict=True
         )
         return torch.cat([expert(mine, weight) for expert, mine, weight in parts])
+
+    def _are_grouped(self, rows: Tensor) -> bool:
+        """Whether --moe-grouped-gemm has something to act on: a GPU, sizes its kernel takes."""
+        if not self.config.moe_grouped_gemm or self.config.add_bias_linear:
+            return False
+        weights = [expert.linear_fc1.weight for expert in self.local_experts.values()]
+        return device.is_cuda(rows.device) and can_group(weights)

@@ -1,0 +1,94 @@
+"""One matrix product for all experts of a rank, forward and twice backward.
+
+``m`` rows, those of an expert behind each other; ``e`` experts of weight [o, i].  It is
+`torch.nn.functional.grouped_mm`, which on a GPU fills the device where a loop of small products
+would not; on a CPU a loop is as fast.  The kernel's limits are told by `can_group`, and gradients
+are made contiguous for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.tensor_parallel.weight_gradient import WeightGrad, adds_to_main_grad, is_deferred
+
+_ALIGNMENT = 16  # bytes, of every stride of the kernel
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def can_group(weights: Sequence[Tensor]) -> bool:
+    """Whether the kernel takes rows times these weights: no fp64, widths of whole 16 bytes."""
+    size = weights[0].dtype.itemsize
+    is_aligned = all(n * size % _ALIGNMENT == 0 for n in weights[0].shape)
+    return len(weights) > 1 and weights[0].dtype in _DTYPES and is_aligned
+
+
+def grouped_linear(rows: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
+    """[m, i] and rows per expert, which add up to m -> [m, o]: each row times its expert's weight.
+
+    The weight gradients go where those of a linear layer go: to a queue or into the main gradient
+    if there is one, one product each, else out of one product.
+    """
+    result: Tensor = _GroupedLinear.apply(rows, tuple(counts), *weights)
+    return result
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: tuple[int, ...], *weights: Tensor) -> Tensor:
+        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(rows.device)
+        ctx.save_for_backward(rows, ends, *weights)
+        ctx.params, ctx.counts = weights, counts  # themselves, for a queue and for main_grad
+        return F.grouped_mm(rows.contiguous(), stacked(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, ends, *weights = ctx.saved_tensors
+        # Without rows no stride counts, but the kernel looks at them.
+        grad = (
+            grad.contiguous()
+            if len(grad)
+            else torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+        )
+        needs_rows, _, *needs = ctx.needs_input_grad
+        grad_rows = F.grouped_mm(grad, stacked(weights), offs=ends) if needs_rows else None
+        items = [
+            WeightGrad(weight if needed else None, None, one, x, group=None, is_own=True)
+            for weight, needed, one, x in zip(
+                ctx.params, needs, grad.split(ctx.counts), rows.split(ctx.counts), strict=True
+            )
+        ]
+        are_later = [is_deferred(item) for item in items]
+        if all(needs) and not any(are_later) and not any(map(adds_to_main_grad, ctx.params)):
+            return grad_rows, None, *F.grouped_mm(grad.t(), rows, offs=ends)
+        computed = [
+            None if is_later else item.compute()[0]
+            for item, is_later in zip(items, are_later, strict=True)
+        ]
+        return grad_rows, None, *computed
+
+
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    """[e, o, i]: a view where the weights lie at equal distances in one storage, else a copy."""
+    first, second = weights[0], weights[1]
+    step = second.data_ptr() - first.data_ptr()
+    begin, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    is_even = (
+        step > 0
+        and step % _ALIGNMENT == 0
+        and all(
+            weight.is_contiguous()
+            and weight.data_ptr() == begin + k * step
+            and weight.untyped_storage().data_ptr() == storage
+            for k, weight in enumerate(weights)
+        )
+    )
+    if not is_even:
+        return torch.stack([weight.detach() for weight in weights])
+    strides = (step // first.element_size(), *first.stride())
+    return first.detach().as_strided((len(weights), *first.shape), strides)

@@ -1,0 +1,148 @@
+"""All experts in one product against a loop: values, gradients, and the kernel's limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.param_info import name_parameters
+from megatron.core.param_init import initialize_parameters
+from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
+from megatron.core.transformer.moe import experts
+from megatron.core.transformer.moe.grouped_linear import can_group, grouped_linear, stacked
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import build_module
+from tests import tolerances
+from tests.unit.one_process import one_process_groups, tiny_config
+
+OUT, IN = 24, 16
+COUNTS = {"uneven": (3, 0, 7, 2), "first empty": (0, 5, 1, 1), "no rows": (0, 0, 0, 0)}
+
+
+def assert_equal(have: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(have, want, **tolerances.of(torch.float32))
+
+
+def make(counts: tuple[int, ...], in_one_storage: bool) -> tuple[Tensor, list[Tensor]]:
+    """Rows, and weights with other values between them in memory."""
+    torch.manual_seed(0)
+    memory = torch.randn(len(counts), 2, OUT, IN)
+    weights = [part[0] if in_one_storage else part[0].clone() for part in memory]
+    return torch.randn(sum(counts), IN), [w.detach().requires_grad_() for w in weights]
+
+
+def loop(rows: Tensor, counts: tuple[int, ...], weights: list[Tensor]) -> Tensor:
+    parts = zip(rows.split(counts), weights, strict=True)
+    return torch.cat([F.linear(mine, weight) for mine, weight in parts])
+
+
+def gradients(call: Any, counts: Any, in_one_storage: bool, *, by: str) -> list[Tensor]:
+    rows, weights = make(counts, in_one_storage)
+    rows.requires_grad_()
+    y = call(rows, counts, weights)
+    # A sum hands back a gradient without strides, which the kernel does not take as it is.
+    (y.sum() if by == "sum" else (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum()).backward()
+    return [y.detach(), rows.grad, *(weight.grad for weight in weights)]
+
+
+@pytest.mark.feature("Experts: all of a rank in one grouped matrix product (GPU)")
+@pytest.mark.parametrize("by", ["sum", "weights"])
+@pytest.mark.parametrize("in_one_storage", [True, False])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_one_product_is_the_loop_in_values_and_gradients(counts, in_one_storage, by):
+    found = gradients(grouped_linear, counts, in_one_storage, by=by)
+    expected = gradients(loop, counts, in_one_storage, by=by)
+    for have, want in zip(found, expected, strict=True):
+        assert_equal(have, want)
+
+
+def test_weights_at_equal_distances_are_not_copied():
+    _, weights = make((1, 1, 1), in_one_storage=True)
+    view = stacked(weights)
+    assert view.data_ptr() == weights[0].data_ptr()
+    for mine, weight in zip(view, weights, strict=True):
+        assert torch.equal(mine, weight)
+    uneven = [weights[0], weights[2], weights[1]]
+    assert torch.equal(stacked(uneven)[1], weights[2])
+    assert stacked(uneven).data_ptr() != weights[0].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("weights", "can"),
+    [
+        ([torch.empty(8, 16)] * 2, True),
+        ([torch.empty(8, 16, dtype=torch.bfloat16)] * 2, True),
+        ([torch.empty(8, 16, dtype=torch.float64)] * 2, False),
+        ([torch.empty(6, 16)] * 2, False),
+        ([torch.empty(8, 4, dtype=torch.bfloat16)] * 2, False),
+        ([torch.empty(8, 16)], False),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_left_to_the_loop(weights, can):
+    assert can_group(weights) is can
+
+
+def test_weight_gradients_may_be_left_in_a_queue():
+    counts = COUNTS["uneven"]
+    expected = gradients(loop, counts, True, by="weights")
+    rows, weights = make(counts, True)
+    queue = WeightGradQueue()
+    y = grouped_linear(rows, counts, weights)
+    with queue.collecting():
+        (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
+    assert [weight.grad for weight in weights] == [None] * 4
+    queue.run()
+    for weight, want in zip(weights, expected[2:], strict=True):
+        assert_equal(weight.grad, want)
+
+
+def layer_gradients(monkeypatch, grouped: bool, **changes: Any) -> tuple[list[Tensor], int]:
+    """Of a layer of experts as a GPU would compute it, and how many grouped products it took."""
+    calls = []
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(args)
+        return grouped_linear(*args)
+
+    config = tiny_config(
+        num_moe_experts=4,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        moe_grouped_gemm=grouped,
+        **{"add_bias_linear": False, **changes},
+    )
+    spec = get_gpt_layer_local_spec(4, config=config).submodules.mlp
+    offered = {"pg_collection": one_process_groups(), "layer_number": 1}
+    layer: MoELayer = build_module(spec, config=config, offered=offered)
+    name_parameters(layer)
+    initialize_parameters(layer, 1234)
+    x = torch.randn(6, 2, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    x.requires_grad_()
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "is_cuda", lambda *_: True)
+        patch.setattr(experts, "grouped_linear", counted)
+        y, _ = layer(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())], len(calls)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"recompute_granularity": "selective", "recompute_modules": ("moe_act",)}]
+)
+def test_a_layer_whose_experts_are_grouped_is_the_same(monkeypatch, changes):
+    expected, none = layer_gradients(monkeypatch, False, **changes)
+    found, two = layer_gradients(monkeypatch, True, **changes)
+    assert (none, two) == (0, 2)
+    for have, want in zip(found, expected, strict=True):
+        assert_equal(have, want)
+
+
+def test_experts_with_biases_are_computed_one_after_the_other(monkeypatch):
+    _, calls = layer_gradients(monkeypatch, True, add_bias_linear=True)
+    assert calls == 0
