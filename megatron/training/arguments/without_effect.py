@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.device import CPU
 from megatron.core.distributed.sharding import is_fully_sharded, shares_instances
 
 
@@ -246,7 +247,7 @@ NEEDS = (
     ),
     Need(
         "experts without biases (--num-experts, --disable-bias-linear) on a GPU",
-        lambda ns: ns.num_experts is not None and not ns.add_bias_linear and ns.device != "cpu",
+        lambda ns: ns.num_experts is not None and not ns.add_bias_linear and ns.device != CPU,
         ("moe_grouped_gemm",),
     ),
     Need(

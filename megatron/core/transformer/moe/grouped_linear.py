@@ -50,11 +50,7 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, ends, *weights = ctx.saved_tensors
         # Without rows no stride counts, but the kernel looks at them.
-        grad = (
-            grad.contiguous()
-            if len(grad)
-            else torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
-        )
+        grad = grad.contiguous() if len(grad) else grad.new_zeros(grad.shape)
         needs_rows, _, *needs = ctx.needs_input_grad
         grad_rows = F.grouped_mm(grad, stacked(weights), offs=ends) if needs_rows else None
         items = [
