@@ -38,7 +38,23 @@ ONE = {
     "recompute of some layers": "--recompute-granularity full --recompute-method block "
     "--recompute-num-layers 2",
 }
+EXPERTS = (
+    "--num-experts 4 --disable-bias-linear --swiglu --moe-ffn-hidden-size 96 "
+    "--moe-router-force-load-balancing "
+)
+ONE["experts"] = f"{EXPERTS} --moe-shared-expert-intermediate-size 32 --bf16"
 TWO = {
+    "experts apart": f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type "
+    "alltoall --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.01 --use-distributed-optimizer "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+    "experts cut": f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel "
+    "--moe-token-dispatcher-type flex --recompute-granularity selective --recompute-modules "
+    "moe_act --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
+    "experts in the second stage": f"{EXPERTS} --pipeline-model-parallel-size 2 "
+    "--moe-layer-freq [0,1] --recompute-granularity selective --recompute-modules moe",
+    "experts over context ranks": f"{EXPERTS} --context-parallel-size 2 "
+    "--expert-model-parallel-size 2",
+    "experts, fully sharded": f"{EXPERTS} --use-torch-fsdp2 --no-gradient-accumulation-fusion",
     "tensor": "--tensor-model-parallel-size 2 --sequence-parallel --bf16 "
     "--accumulate-allreduce-grads-in-fp32",
     "stages, tied": "--pipeline-model-parallel-size 2",

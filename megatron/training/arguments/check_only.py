@@ -22,7 +22,6 @@ from megatron.training.printing import is_rank0, print_rank_0
 
 _BYTES_PER_GIB = 2**30
 _SHOWN_RANKS = 8
-_NO_EXPERTS = "memory and communication of a model with experts are not planned yet"
 
 
 def check_only(args: Namespace, write: Callable[[str], object] = print_rank_0) -> int:
@@ -39,25 +38,18 @@ def check_only(args: Namespace, write: Callable[[str], object] = print_rank_0) -
         if not is_rank0():  # the first one plans
             return 0
         limit = args.check_device_memory_gib
-        if run.model.num_moe_experts is not None and limit is not None:
-            raise ConfigError(f"--check-device-memory-gib {limit:g}: {_NO_EXPERTS}; drop it")
-        planned = _planned(run, args.check_rank)
+        planned = plan_run(run, args.check_rank)
     except ConfigError as error:
         write(str(error))
         return 1
     for line in plan(run, planned):
         write(line)
-    if limit is None or planned is None or planned.fullest.peak <= limit * _BYTES_PER_GIB:
+    if limit is None or planned.fullest.peak <= limit * _BYTES_PER_GIB:
         return 0
     write("")
     for line in _refusal(args, run, planned, limit):
         write(line)
     return 1
-
-
-def _planned(run: RunConfig, rank: int) -> RunPlan | None:
-    """None of a model whose tokens choose their way: what is sent where depends on the numbers."""
-    return plan_run(run, rank) if run.model.num_moe_experts is None else None
 
 
 def _refusal(args: Namespace, run: RunConfig, planned: RunPlan, limit: float) -> Iterator[str]:
@@ -76,13 +68,13 @@ def _refusal(args: Namespace, run: RunConfig, planned: RunPlan, limit: float) ->
     yield from (f"  {f.change.words}: {f.peak / _BYTES_PER_GIB:.2f} GiB" for f in tried)
 
 
-def plan(run: RunConfig, planned: RunPlan | None) -> Iterator[str]:
+def plan(run: RunConfig, planned: RunPlan) -> Iterator[str]:
     """The lines of the report: layout, memory, communication, batches, length, warnings."""
     yield f"this run can start on {run.world_size} ranks"
     yield ""
     yield from _layout(run)
     yield ""
-    yield from [_NO_EXPERTS] if planned is None else plan_lines(planned)
+    yield from plan_lines(planned)
     yield ""
     yield from _batches(run)
     if run.warnings:

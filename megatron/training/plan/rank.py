@@ -37,8 +37,12 @@ from megatron.core.pipeline_parallel.schedules import message_of
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequence_share import held_tokens, order_of_gathered
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.timers import Timers
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training.batch import load_batch
 from megatron.training.config.run import RunConfig
@@ -78,21 +82,43 @@ def _imagined(config: RunConfig) -> Iterator[None]:
     with (
         device.imagining(config.distributed.device, without_memory=not is_fake),
         mock.patch.object(F, "scaled_dot_product_attention", attention_without_memory),
+        mock.patch.object(token_dispatcher, "counts_of", partial(_even_counts, config.model)),
+        mock.patch.object(token_dispatcher, "counts_from_all", _same_counts),
         _fake_tensors() if is_fake else contextlib.nullcontext(),
     ):
         yield
+
+
+def _even_counts(model: TransformerConfig, routing: Routing, num_experts: int) -> list[int]:
+    """Rows of each expert where all have as many, in place of those that numbers would say."""
+    share = min(1.0, 1.0 if (f := model.moe_expert_capacity_factor) is None else f)
+    rows = -int(-routing.experts.numel() * share // num_experts)
+    return [rows] * routing.num_experts
+
+
+def _same_counts(
+    counts: list[int], group: dist.ProcessGroup, device_: torch.device
+) -> list[list[int]]:
+    """All ranks have what this one has."""
+    del device_
+    return [counts] * group.size()
 
 
 @contextlib.contextmanager
 def _fake_tensors() -> Iterator[None]:
     """FakeTensorMode, and ways around two things that torch 2.13 does not do in it."""
     mesh = _mesh_of(DeviceMesh.from_group)
+    tables = (held_tokens, order_of_gathered)  # what they keep belongs to one mode
+    for table in tables:
+        table.cache_clear()
     with (
         FakeTensorMode(),
         mock.patch.object(nn.Module, "to", _convert),
         mock.patch.object(DeviceMesh, "from_group", mesh),
     ):
         yield
+    for table in tables:
+        table.cache_clear()
 
 
 def _convert(module: nn.Module, what: Any) -> nn.Module:
@@ -132,6 +158,10 @@ class _Neighbours(Mailbox):
 def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
     """This rank up to its optimizer."""
     groups = create_groups(config, only_mine=True)
+    for name in _OF_TOKENS:  # groups of their own, to tell what travels along them
+        ranks = dist.get_process_group_ranks(getattr(groups, name))
+        if len(ranks) > 1:
+            vars(groups)[name] = dist.new_group(ranks, group_desc=f"of {name}")
     cp_rank = groups.cp.rank() if groups.cp.size() > 1 else None
     model_parallel_seed(config.training.seed, tp_rank=groups.tp.rank(), cp_rank=cp_rank)
     run = Runtime(
@@ -322,6 +352,7 @@ def _bytes_besides(known: Iterable[Tensor], tensors: Iterable[Tensor]) -> int:
     return storage_bytes([*known, *tensors]) - storage_bytes(known)
 
 
+_OF_TOKENS = ("ep", "expt_tp", "tp_ep")  # groups that bring tokens to experts
 _AXES = {
     "tp": "tp",
     "cp": "cp",
@@ -333,8 +364,9 @@ _AXES = {
     "dp_cp": "dp",
     "intra_dp_cp": "dp",
     "inter_dist_opt": "dp",
-    "ep": "ep",
-    "tp_ep": "ep",
+    "expt_dp": "dp",
+    "intra_expt_dp": "dp",
+    **dict.fromkeys(_OF_TOKENS, "ep"),
 }
 
 

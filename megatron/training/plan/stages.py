@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.plan import Placement
 from megatron.core.pipeline_parallel.schedules import plan_of
 from megatron.core.pipeline_parallel.simulate import Durations, Simulated, simulate
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
-from megatron.core.transformer.layer_layout import layer_ranges
+from megatron.core.transformer.layer_layout import has_experts, layer_ranges
 from megatron.training.arguments.parameter_count import padded_vocab_size
 from megatron.training.config.run import RunConfig
 from megatron.training.groups import grids_of
@@ -130,10 +130,12 @@ def _layers(config: RunConfig, placement: Placement, number: int) -> tuple[range
 def _kind(
     config: RunConfig, placement: Placement, number: int, layers: tuple[range, ...]
 ) -> Hashable:
-    """Ranks of one kind cost the same: as many layers, and the same ends of the model."""
+    """Ranks of one kind cost the same: the same layers, and the same ends of the model."""
     stages = [placement.stage(number, chunk) for chunk in range(placement.num_chunks)]
     ends = tuple((stage == 0, stage == placement.num_stages - 1) for stage in stages)
-    return ends, layers if _layers_differ(config.model) else tuple(map(len, layers))
+    if _layers_differ(config.model):
+        return ends, layers
+    return ends, tuple(tuple(has_experts(config.model, i) for i in chunk) for chunk in layers)
 
 
 def _layers_differ(model: Any) -> bool:

@@ -62,12 +62,13 @@ def test_a_run_that_does_not_fit_is_refused_with_the_cheapest_change() -> None:
     assert report(f"{words} {1.1 * peak}")[0] == 0
 
 
-def test_experts_are_said_not_to_be_planned() -> None:
-    sentence = "memory and communication of a model with experts are not planned yet"
-    status, lines = report("--num-experts 4 --disable-bias-linear")
-    assert (status, sentence in lines) == (0, True)
-    status, lines = report("--num-experts 4 --disable-bias-linear --check-device-memory-gib 80")
-    assert (status, lines) == (1, [f"--check-device-memory-gib 80: {sentence}; drop it"])
+def test_tokens_on_their_way_to_experts_are_planned() -> None:
+    """Each layer, in forward and in backward: rows go there and back, weights go there."""
+    words = "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    _, lines = report(f"{words} --check-world-size 2 --micro-batch-size 1 --global-batch-size 2")
+    (place,) = (i for i, line in enumerate(lines) if line.startswith("stage") and "ep" in line)
+    operations = lines[place + 1].split("(")[1 + lines[place].split()[1:].index("ep")]
+    assert operations.startswith(f"{4 * 6})")
 
 
 def test_the_world_of_the_launcher_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,12 +104,12 @@ class TopKRouter(MegatronModule):
         dtype = self.dtype or hidden.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
-        is_nan = logits.isnan().any()
+        is_sound = ~logits.isnan().any()
         rank = self.groups.world.rank()
         message = f"rank {rank}: the router of layer {self.layer_number} computes NaN for a token"
         if device.is_cuda(logits.device):
-            torch._assert_async(~is_nan, message)
-        elif not logits.is_meta and is_nan:
+            torch._assert_async(is_sound, message)
+        elif not is_sound:
             raise NonFiniteError(f"{message}: its input or its weight is not finite")
         return logits
 
@@ -230,7 +230,7 @@ class TopKRouter(MegatronModule):
         plain = arithmetic.best(scores.detach(), k)
         for kind, coefficient in terms:
             if kind in ("aux_loss", "global_aux_loss"):
-                counts = torch.bincount(plain.flatten(), minlength=self.num_experts)
+                counts = arithmetic.tally(plain, self.num_experts)
                 counts = self._sum_over_sharers(counts)
                 if kind == "global_aux_loss":
                     counts = self._mean_so_far(counts)
@@ -238,8 +238,8 @@ class TopKRouter(MegatronModule):
             else:
                 s, b = hidden.shape[:2]
                 per_sequence = torch.arange(b, device=plain.device).repeat(s).unsqueeze(1)
-                flat = (per_sequence * self.num_experts + plain).flatten()
-                counts = torch.bincount(flat, minlength=b * self.num_experts)
+                flat = per_sequence * self.num_experts + plain
+                counts = arithmetic.tally(flat, b * self.num_experts)
                 counts = self._sum_over_sharers(counts).view(b, self.num_experts)
                 loss = arithmetic.sequence_balance_loss(
                     scores.view(s, b, -1), counts, k=k, seq_length=num_tokens // b

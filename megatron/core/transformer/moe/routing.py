@@ -29,7 +29,7 @@ class Routing:
 
     def counts(self) -> Tensor:
         """Tokens of each expert: [E]."""
-        return torch.bincount(self.experts.flatten(), minlength=self.num_experts + 1)[:-1]
+        return tally(self.experts, self.num_experts + 1)[:-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,14 @@ class Choice:
     num_groups: int | None = None  # experts come in groups,
     group_topk: int | None = None  # of which each token uses so many
     scaling_factor: float | None = None
+
+
+def tally(numbers: Tensor, size: int) -> Tensor:
+    """How often each number below ``size`` occurs: [size].  Does not wait for the device."""
+    flat = numbers.flatten()
+    return torch.zeros(size, dtype=flat.dtype, device=flat.device).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )
 
 
 def route(logits: Tensor, choice: Choice, bias: Tensor | None = None) -> Routing:
@@ -137,7 +145,8 @@ def sinkhorn(logits: Tensor, tolerance: float = 1e-4) -> Tensor:
         before = of_column
         of_row = 1 / (of_row.numel() * ((of_column * cost).sum(1) + 1e-8))
         of_column = 1 / (of_column.numel() * ((of_row.unsqueeze(1) * cost).sum(0) + 1e-8))
-        if not (before - of_column).abs().mean() > tolerance:
+        moved = (before - of_column).abs().mean()
+        if moved <= tolerance or not moved.isfinite():
             return of_column * cost * of_row.unsqueeze(1)
 
 

@@ -12,9 +12,10 @@ for its experts.  Gradients travel the same way back.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -49,17 +50,15 @@ class Arrived:
 
     def padded(self, capacity: int) -> Arrived:
         """With rows of zeros behind those of each expert, ``capacity`` in all."""
-        where = self.rows.device
-        counts = torch.tensor(self.counts, device=where)
-        gaps = capacity * torch.arange(len(counts), device=where) - counts.cumsum(0) + counts
-        place = torch.arange(len(self.rows), device=where) + gaps.repeat_interleave(counts)
-        size = len(counts) * capacity
+        device, size = self.rows.device, len(self.counts) * capacity
+        gaps = [0, *accumulate(capacity - count for count in self.counts[:-1])]
+        place = torch.arange(len(self.rows), device=device) + _repeated(gaps, self.counts, device)
         rows = self.rows.new_zeros((size, self.rows.shape[1])).index_copy(0, place, self.rows)
         weights = self.weights.new_zeros(size).index_copy(0, place, self.weights)
         return Arrived(
             rows,
             weights,
-            [capacity] * len(counts),
+            [capacity] * len(self.counts),
             lambda results: self.back(results.index_select(0, place)),
         )
 
@@ -95,7 +94,7 @@ class AllGatherDispatcher(TokenDispatcher):
         first = self.local_experts.start
         is_mine = (experts >= first) & (experts < self.local_experts.stop)
         mine = (experts - first).masked_fill(~is_mine, self.num_local)
-        arrived = _sorted_here(x, Routing(mine, weights, self.num_local))
+        arrived = _sorted_here(x, Routing(mine, weights, self.num_local), self.num_experts)
 
         def back(rows: Tensor) -> Tensor:
             return reduce_scatter_to_sequence_parallel_region(arrived.back(rows), group)
@@ -107,7 +106,7 @@ class AllToAllDispatcher(TokenDispatcher):
     """Rows go to the rank of their expert, and from there to the ranks with shares of it."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> Arrived:
-        arrived = _sorted_here(x, routing)
+        arrived = _sorted_here(x, routing, self.num_experts)
         arrived = _sent(arrived, self.ep, num_blocks=self.ep.size())
         return _sent(arrived, self.expt_tp, num_blocks=1)
 
@@ -116,7 +115,8 @@ class FlexDispatcher(TokenDispatcher):
     """Rows go to all ranks with shares of their expert at once."""
 
     def dispatch(self, x: Tensor, routing: Routing) -> Arrived:
-        return _sent(_sorted_here(x, routing), self.tp_ep, num_blocks=self.ep.size())
+        arrived = _sorted_here(x, routing, self.num_experts)
+        return _sent(arrived, self.tp_ep, num_blocks=self.ep.size())
 
 
 DISPATCHERS: dict[str, type[TokenDispatcher]] = {
@@ -126,9 +126,28 @@ DISPATCHERS: dict[str, type[TokenDispatcher]] = {
 }
 
 
-def _sorted_here(x: Tensor, routing: Routing) -> Arrived:
+def counts_of(routing: Routing, num_experts: int) -> list[int]:
+    """Rows of each expert of ``routing``, which may name some of ``num_experts``.
+
+    Waits for the device.
+    """
+    del num_experts  # the planner, which has no numbers, takes its share
+    counts: list[int] = routing.counts().tolist()
+    return counts
+
+
+def counts_from_all(
+    counts: list[int], group: ProcessGroup, device: torch.device
+) -> list[list[int]]:
+    """``counts`` of each rank of ``group``.  Waits for the device."""
+    told = all_gather_first_dim(torch.tensor([counts], device=device), group)
+    rows: list[list[int]] = told.tolist()
+    return rows
+
+
+def _sorted_here(x: Tensor, routing: Routing, num_experts: int) -> Arrived:
     """Rows of the tokens at hand in the order of experts, without those that are dropped."""
-    counts = routing.counts().tolist()
+    counts = counts_of(routing, num_experts)
     order = by_expert(routing.experts, sum(counts))
     weights = routing.weights.flatten().index_select(0, order.visit)
     return Arrived(expand(x, order), weights, counts, partial(combine, order=order))
@@ -139,20 +158,20 @@ def _sent(arrived: Arrived, group: ProcessGroup, *, num_blocks: int) -> Arrived:
 
     With fewer blocks than ranks, neighbours share a block: each of them gets its rows.
     """
-    size = group.size()
+    size, counts, device = group.size(), arrived.counts, arrived.rows.device
     if size == 1:
         return arrived
-    counts = torch.tensor(arrived.counts, device=arrived.rows.device)
     num_local, copies = len(counts) // num_blocks, size // num_blocks
-    block = group.rank() // copies
-    told = all_gather_first_dim(counts.unsqueeze(0), group)  # [rank, expert]
-    coming = told[:, block * num_local : (block + 1) * num_local]
-    sending = counts.view(num_blocks, num_local).sum(1).repeat_interleave(copies).tolist()
-    receiving = coming.sum(1).tolist()
-    doubled = _copies_of_blocks(counts.view(num_blocks, -1).sum(1), copies)
+    first = group.rank() // copies * num_local
+    told = counts_from_all(counts, group, device)
+    coming = [row[first : first + num_local] for row in told]  # of each rank, for each expert
+    blocks = [sum(counts[i : i + num_local]) for i in range(0, len(counts), num_local)]
+    sending = [rows for rows in blocks for _ in range(copies)]
+    receiving = [sum(row) for row in coming]
+    doubled = _copies_of_blocks(blocks, copies, device)
     # What comes in lies by rank, then by expert; the experts want it by expert.
-    experts = torch.arange(num_local, device=counts.device).repeat(size)
-    sorting = by_expert(experts.repeat_interleave(coming.flatten()).unsqueeze(1))
+    experts = [number for _ in range(size) for number in range(num_local)]
+    sorting = by_expert(_repeated(experts, [n for row in coming for n in row], device).unsqueeze(1))
 
     def there(rows: Tensor) -> Tensor:
         rows = rows if doubled is None else expand(rows, doubled)
@@ -163,17 +182,23 @@ def _sent(arrived: Arrived, group: ProcessGroup, *, num_blocks: int) -> Arrived:
         return arrived.back(rows if doubled is None else combine(rows, doubled))
 
     weights = there(arrived.weights.unsqueeze(1)).squeeze(1)
-    return Arrived(there(arrived.rows), weights, coming.sum(0).tolist(), back)
+    return Arrived(there(arrived.rows), weights, [sum(n) for n in zip(*coming, strict=True)], back)
 
 
-def _copies_of_blocks(sizes: Tensor, copies: int) -> Order | None:
+def _copies_of_blocks(sizes: list[int], copies: int, device: torch.device) -> Order | None:
     """Each block of rows ``copies`` times behind itself; None where once is enough."""
     if copies == 1:
         return None
-    block = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
+    block = _repeated(range(len(sizes)), sizes, device)
     # Visits to (block, copy), numbered so that sorting by number lays them out as they are sent.
-    visits = block.unsqueeze(1) * copies + torch.arange(copies, device=sizes.device)
+    visits = block.unsqueeze(1) * copies + torch.arange(copies, device=device)
     return by_expert(visits)
+
+
+def _repeated(numbers: Sequence[int], times: Sequence[int], device: torch.device) -> Tensor:
+    """Each number so many times: [sum of ``times``]."""
+    numbers_, times_ = torch.tensor([numbers, times], device=device)
+    return numbers_.repeat_interleave(times_, output_size=sum(times))
 
 
 class _Exchange(torch.autograd.Function):
