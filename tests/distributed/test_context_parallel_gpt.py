@@ -195,7 +195,7 @@ def refusals(rank: int, size: int) -> list[str]:
 
 def test_what_cannot_be_divided_is_refused_with_its_cure() -> None:
     expected = (
-        "core attention OwnCore knows no exchange between ranks; use DotProductAttention",
+        "core attention OwnCore knows no exchange; use DotProductAttention",
         "--cp-comm-type ring is not one of p2p, a2a, allgather, a2a+p2p",
         "was handed the positions 0 to 15, more than its share of 16; cut the batch by get_batch",
         "has 8 of 16 tokens: hand over the rows of its own tokens",

@@ -75,12 +75,15 @@ class AttentionBase(MegatronModule, ABC):
             attn_mask_type=attn_mask_type,
             offered={**self.offered, "attention_type": "self", "softmax_scale": softmax_scale},
         )
-        if pg_collection.cp.size() > 1 and not hasattr(self.core_attention, "exchange"):
-            raise ConfigError(
-                "--context-parallel-size: the spec's core attention "
-                f"{type(self.core_attention).__name__} knows no exchange between ranks; use "
-                "DotProductAttention or a class derived from it"
-            )
+        for flag, is_on, attribute, lack in (
+            ("context-parallel-size", pg_collection.cp.size() > 1, "exchange", "knows no exchange"),
+            ("softmax-type", config.softmax_type != "vanilla", "softmax_offset", "has no sink"),
+        ):
+            if is_on and not hasattr(self.core_attention, attribute):
+                raise ConfigError(
+                    f"--{flag}: the spec's core attention {type(self.core_attention).__name__} "
+                    f"{lack}; use DotProductAttention or a class derived from it"
+                )
         self.linear_proj = build_module(
             submodules.linear_proj,
             value_width,

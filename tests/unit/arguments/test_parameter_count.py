@@ -28,6 +28,8 @@ SHAPES = {"block_configs": [FULL, LINEAR, ABSENT, FULL]}
         "--qk-layernorm --qk-layernorm-full-width --layer-norm-placement sandwich",
         "--layer-norm-placement post --geglu",
         "--qk-l2-norm --position-embedding-type none",
+        "--softmax-type learnable --num-experts 4 --quick-geglu "
+        "--moe-shared-expert-intermediate-size 8",
         "--mtp-num-layers 2 --position-embedding-type rope --num-experts 4 --disable-bias-linear "
         "--moe-layer-freq [1,0,0,1]",
         "--swiglu --normalization RMSNorm --disable-bias-linear "

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -122,3 +123,16 @@ def test_a_spec_that_knows_less_than_the_config_is_refused(wish):
     with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')}.*: the spec of the layer"):
         GPTModel(config, get_gpt_layer_local_spec(), 16, 8, pg_collection=groups)
     GPTModel(config, get_gpt_layer_local_spec(config=config), 16, 8, pg_collection=groups)
+
+
+class PlainCore(nn.Module):
+    def __init__(self, config, layer_number, attn_mask_type):
+        super().__init__()
+
+
+def test_a_core_that_knows_no_sink_is_refused():
+    spec, groups = get_gpt_layer_local_spec(), one_process_groups()
+    spec.submodules.self_attention.submodules.core_attention = PlainCore
+    GPTModel(tiny_config(), spec, 16, 8, pg_collection=groups)
+    with pytest.raises(ConfigError, match="--softmax-type: .* PlainCore has no sink; use DotPro"):
+        GPTModel(tiny_config(softmax_type="learnable"), spec, 16, 8, pg_collection=groups)

@@ -29,7 +29,10 @@ class Expert(MLP):
     def forward(self, rows: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         """[m, h] and [m] -> [m, h]"""
         inner, _ = self.linear_fc1(rows)
-        result, bias = self.narrow(inner, weights, self.linear_fc2)
+        return self.biased(*self.narrow(inner, weights, self.linear_fc2), weights)
+
+    def biased(self, result: Tensor, bias: Tensor | None, weights: Tensor) -> Tensor:
+        """[m, h], [h] or [m, h], [m] -> [m, h], once among the ranks whose terms are summed."""
         if bias is None:
             return result
         if self.tp_group.rank() == 0:
@@ -83,24 +86,30 @@ class Experts(MegatronModule):
     def forward(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
         """[m, h], [m] and rows per expert -> [m, h].  An expert without tokens computes on none."""
         if self._are_grouped(rows):
-            experts: list[Any] = list(self.local_experts.values())
-            narrow, wide = (
-                [linear.weight for linear in linears]
-                for linears in ([e.linear_fc2 for e in experts], [e.linear_fc1 for e in experts])
-            )
-            inner = grouped_linear(rows, counts, wide)
-            result, _ = experts[0].narrow(
-                inner, weights, lambda x: (grouped_linear(x, counts, narrow), None)
-            )
-            return result
+            first: Any = next(iter(self.local_experts.values()))
+            inner, bias = self._grouped(rows, counts, "linear_fc1")
+            inner = inner if bias is None else inner + bias
+            narrow = first.narrow(inner, weights, lambda x: self._grouped(x, counts, "linear_fc2"))
+            return first.biased(*narrow, weights)
         parts = zip(
             self.local_experts.values(), rows.split(counts), weights.split(counts), strict=True
         )
         return torch.cat([expert(mine, weight) for expert, mine, weight in parts])
 
+    def _grouped(
+        self, rows: Tensor, counts: Sequence[int], name: str
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows times the matrix ``name`` of their experts, and what bias each is still to get."""
+        linears: list[Any] = [getattr(expert, name) for expert in self.local_experts.values()]
+        result = grouped_linear(rows, counts, [linear.weight for linear in linears])
+        if not self.config.add_bias_linear:
+            return result, None
+        biases = [linear.bias.expand(n, -1) for linear, n in zip(linears, counts, strict=True)]
+        return result, torch.cat(biases)
+
     def _are_grouped(self, rows: Tensor) -> bool:
         """Whether --moe-grouped-gemm has something to act on: a GPU, sizes its kernel takes."""
-        if not self.config.moe_grouped_gemm or self.config.add_bias_linear:
+        if not self.config.moe_grouped_gemm:
             return False
         weights = [expert.linear_fc1.weight for expert in self.local_experts.values()]
         return device.is_cuda(rows.device) and can_group(weights)
