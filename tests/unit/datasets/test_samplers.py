@@ -20,17 +20,21 @@ from megatron.core.datasets.samplers import (
 TOTAL = 100
 
 
-def sampler(kind: str, consumed: int, micro: int, rank: int, size: int, **more: Any) -> Any:
+def sampler(
+    kind: str, consumed: int, micro: int, rank: int, size: int, total: int = TOTAL, **more: Any
+) -> Any:
     if kind == "single":
-        return MegatronPretrainingSampler(TOTAL, consumed, micro, rank, size, **more)
+        return MegatronPretrainingSampler(total, consumed, micro, rank, size, **more)
     return MegatronPretrainingRandomSampler(
-        range(TOTAL), TOTAL, consumed, micro, rank, size, **more
+        range(total), total, consumed, micro, rank, size, **more
     )
 
 
-def global_stream(kind: str, consumed: int, micro: int, size: int, steps: int) -> list[int]:
+def global_stream(
+    kind: str, consumed: int, micro: int, size: int, steps: int, total: int = TOTAL
+) -> list[int]:
     """What all ranks read together in ``steps`` micro-batch steps."""
-    ranks = [iter(sampler(kind, consumed, micro, rank, size)) for rank in range(size)]
+    ranks = [iter(sampler(kind, consumed, micro, rank, size, total)) for rank in range(size)]
     return [i for _ in range(steps) for rank in ranks for i in next(rank)]
 
 
@@ -61,6 +65,18 @@ class TestStream:
     def test_every_pass_begins_at_the_same_sample(self, kind: str) -> None:
         one = sampler(kind, 8, 2, 0, 1)
         assert next(iter(one)) == next(iter(one))
+
+
+@pytest.mark.feature("Checkpoints: a resumed run reads the samples of the unbroken one")
+@pytest.mark.parametrize(("kind", "total"), [("single", 20_000), ("cyclic", 3_001)])
+def test_the_next_10_000_samples_after_a_resume_are_those_of_the_unbroken_run(
+    kind: str, total: int
+) -> None:
+    unbroken = global_stream(kind, 0, 2, 4, 2_000, total)
+    consumed = 2 * 4 * 137  # where the checkpoint was made
+    for micro, size in ((1, 1), (4, 5), (5, 16), (8, 2)):
+        resumed = global_stream(kind, consumed, micro, size, 10_000 // (micro * size), total)
+        assert resumed == unbroken[consumed : consumed + 10_000], (micro, size)
 
 
 class TestSingle:
