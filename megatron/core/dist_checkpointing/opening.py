@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
+from megatron.core.dist_checkpointing.foreign.foreign_reader import COMMON_FILE
 from megatron.core.dist_checkpointing.foreign.torch_dcp import TorchDcpReader
 from megatron.core.dist_checkpointing.foreign.torch_dist import TorchDistReader
 from megatron.core.dist_checkpointing.foreign.torch_ranks import TorchRanksReader
@@ -28,7 +29,8 @@ def format_of(folder: Path) -> str | None:
     except FileNotFoundError:
         if any(folder.glob("mp_rank_0*")):
             return "torch"
-        return "torch_dcp" if (folder / METADATA).is_file() else None
+        is_dcp = (folder / METADATA).is_file() and not (folder / COMMON_FILE).is_file()
+        return "torch_dcp" if is_dcp else None
     except (ValueError, NotADirectoryError):
         return FORMAT  # damaged, which its reader says
     is_foreign = isinstance(described, dict) and "sharded_backend" in described
@@ -44,7 +46,8 @@ def open_reader(folder: str | Path, *, verify: bool = True) -> CheckpointReader:
     folder = Path(folder)
     found = format_of(folder)
     if found is None:
-        raise CheckpointDamaged(f"{folder / MANIFEST} is missing")
+        is_dcp = any(folder.glob("*.distcp")) and not (folder / COMMON_FILE).is_file()
+        raise CheckpointDamaged(f"{folder / (METADATA if is_dcp else MANIFEST)} is missing")
     if found not in _READERS:
         raise CheckpointError(
             f"{folder} is a checkpoint of format {found}; read are {', '.join(_READERS)}"

@@ -34,7 +34,12 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.safetensors_file import DTYPES, bytes_of
+from megatron.core.dist_checkpointing.safetensors_file import (
+    DTYPE_NAMES,
+    DTYPES,
+    LENGTH_BYTES,
+    bytes_of,
+)
 
 Box = tuple[slice, ...]
 
@@ -76,12 +81,18 @@ class CheckpointReader:
         self.folder = Path(folder)
         self.manifest = self._read_manifest()
         index = json.loads(read_checked(self.folder, INDEX, self.manifest))
-        self.tensors: dict[str, StoredTensor] = {
-            key: _stored_tensor(entry) for key, entry in index["tensors"].items()
-        }
-        self._block_bytes: int = index["block_bytes"]
+        try:
+            self.tensors: dict[str, StoredTensor] = {
+                key: _stored_tensor(entry) for key, entry in index["tensors"].items()
+            }
+            self._block_bytes: int = index["block_bytes"]
+        except (KeyError, TypeError, AttributeError):
+            raise CheckpointDamaged(
+                f"{self.folder / INDEX} is damaged: it is no index of tensors"
+            ) from None
         self._verify = verify
         self._files: dict[str, int] = {}
+        self._held: dict[tuple[str, int], tuple[str, list[int]]] = {}
         self._opening = threading.Lock()
 
     def common(self) -> dict[str, Any]:
@@ -175,6 +186,7 @@ class CheckpointReader:
 
     def _read_overlap(self, piece: Any, dtype: torch.dtype, box: Box, target: Tensor) -> None:
         """Copy ``box`` of ``piece`` into ``target``; straight into it where its memory allows."""
+        self._check_held(piece, dtype)
         strides = _strides(piece.shape)
         first = sum(s.start * stride for s, stride in zip(box, strides, strict=True))
         last = sum((s.stop - 1) * stride for s, stride in zip(box, strides, strict=True))
@@ -185,6 +197,20 @@ class CheckpointReader:
         self._read_bytes(piece, first * dtype.itemsize, bytes_of(buffer))
         if not direct:
             target.copy_(buffer.as_strided(target.shape, strides))
+
+    def _check_held(self, piece: StoredPiece, dtype: torch.dtype) -> None:
+        """Compare what the index says with what the header of the file does."""
+        self._open(piece.file)
+        num_blocks = -(-piece.num_bytes // self._block_bytes)
+        if (
+            self._held.get((piece.file, piece.start)) != (DTYPE_NAMES[dtype], list(piece.shape))
+            or piece.num_bytes != prod(piece.shape) * dtype.itemsize
+            or len(piece.crc32) != num_blocks
+        ):
+            raise CheckpointDamaged(
+                f"{self.folder / INDEX} is damaged: {_short(dtype)} {list(piece.shape)} is not "
+                f"what {piece.file} holds at byte {piece.start}"
+            )
 
     def _read_bytes(self, piece: StoredPiece, begin: int, out: memoryview) -> None:
         """Fill ``out`` from byte ``begin`` of ``piece``, verifying each block that is touched."""
@@ -223,7 +249,11 @@ class CheckpointReader:
         """Descriptor of a data file, whose size and header are checked the first time."""
         with self._opening:
             if name not in self._files:
-                read_checked(self.folder, name, self.manifest)
+                header = read_checked(self.folder, name, self.manifest)
+                for tensor, held in json.loads(header[LENGTH_BYTES:]).items():
+                    if tensor != "__metadata__":
+                        start = len(header) + held["data_offsets"][0]
+                        self._held[name, start] = held["dtype"], held["shape"]
                 self._files[name] = os.open(self.folder / name, os.O_RDONLY)
             return self._files[name]
 

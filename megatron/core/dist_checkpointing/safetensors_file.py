@@ -24,7 +24,7 @@ from megatron.core.faults import fault_point, flipped
 
 BLOCK_BYTES = 4 << 20
 _ALIGNMENT = 8
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer ones
 
 DTYPE_NAMES = {
@@ -119,7 +119,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def read_header(path: Path) -> dict[str, Any]:
     """The JSON header of a safetensors file: tensor name -> dtype, shape, data_offsets."""
     with open(path, "rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if length > _MAX_HEADER_BYTES:
             raise CheckpointError(f"{path} is no safetensors file: its header would be {length} B")
         try:
@@ -147,7 +147,7 @@ def _layout(tensors: Sequence[LazyTensor], metadata: dict[str, str]) -> tuple[by
     assert len(entries) == len(tensors) + 1, "two pieces of one file have the same name"
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    header = len(text).to_bytes(LENGTH_BYTES, "little") + text
     return header, [len(header) + begin for begin in begins]
 
 

@@ -29,12 +29,14 @@ def contents(tmp_path_factory):
     run_gpt(root, "--bf16", "--train-iters", "1", "--eval-iters", "0", "--save", str(root))
     with CheckpointReader(root / "iter_0000001") as reader:
         values = {key: reader.read(key) for key in reader.tensors}
+        common = reader.common()
+        common["args"]["world_size"] = 1  # as in a command line for the reference
         return Contents(
             tensors=[
                 from_param(k, ParamInfo(global_shape=tuple(t.shape)), t) for k, t in values.items()
             ],
             rank_state=reader.rank_state(0),
-            common=reader.common(),
+            common=common,
             layout=reader.manifest.layout,
             write_config=lambda path: path.write_text("{}"),
         )

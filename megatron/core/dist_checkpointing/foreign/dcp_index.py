@@ -97,6 +97,12 @@ class DcpIndex:
             raise CheckpointDamaged(
                 f"{self.folder}: {key} at {list(offset)} is a {array}, {list(shape)} was written"
             )
+        told = self.tensors[key].dtype
+        if array.dtype != told:
+            raise CheckpointDamaged(
+                f"{self.folder / METADATA} is damaged: {key} is {told} there and {array.dtype} in "
+                f"{array.file.path.name}"
+            )
         return array
 
     def _place(self, key: str, offset: tuple[int, ...] | None) -> tuple[MappedFile, int, int]:

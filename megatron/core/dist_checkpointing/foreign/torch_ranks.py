@@ -177,9 +177,10 @@ class TorchRanksReader(ForeignReader):
                 list(optimizer_state(content["optimizer"], buffers, params, self.args, rank[1]))
             )
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            lacking = "" if buffers is not None else f", and there is no {BUFFER_FILE}"
             raise CheckpointError(
-                f"{path}: the optimizer's state does not fit the model beside it ({error}); "
-                "--no-load-optim does without"
+                f"{path}: the optimizer's state does not fit the model beside it ({error})"
+                f"{lacking}; --no-load-optim does without"
             ) from None
 
 
