@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -117,7 +117,10 @@ class RingPlan:
         rank, size = self.ring.rank, self.ring.size
         source = (rank - step) % size
         blocks = blocks_of(self.lengths, rank, source, size, self.is_causal)
-        for block in chain.from_iterable(self._in_window(block, source) for block in blocks):
+        if self.window is not None:
+            where = (self.lengths, rank, source, size)
+            blocks = _in_window(where, self.is_causal, self.window, _QUERIES)
+        for block in blocks:
             keys = held_tokens(self.lengths, source, size, q.device)[block.keys]
             yield (
                 block,
@@ -132,24 +135,6 @@ class RingPlan:
                 ),
             )
 
-    def _in_window(self, block: Block, source: int) -> Iterator[Block]:
-        """Under a window some of the queries at a time, with the keys that one of them may see."""
-        if self.window is None:
-            yield block
-            return
-        left, right = self.window
-        mine = held_tokens(self.lengths, self.ring.rank, self.ring.size)[block.queries]
-        theirs = held_tokens(self.lengths, source, self.ring.size)[block.keys]
-        start = block.queries.start
-        for queries in mine.split(max(_QUERIES, left + 1)):
-            low = 0 if left < 0 else int((theirs < queries[0] - left).sum())
-            high = len(theirs) if right < 0 else int((theirs <= queries[-1] + right).sum())
-            stop = start + len(queries)
-            if low < high:
-                keys = slice(block.keys.start + low, block.keys.start + high)
-                yield Block(slice(start, stop), keys, is_causal=False)
-            start = stop
-
     def _visible(self, block: Block, keys: Tensor) -> Tensor | None:
         """What window and mask leave of a block."""
         visible = None
@@ -160,6 +145,26 @@ class RingPlan:
             shown = ~self.hidden[..., block.queries, :][..., keys]
             visible = shown if visible is None else visible & shown
         return visible
+
+
+@lru_cache(maxsize=256)
+def _in_window(
+    where: tuple[tuple[int, ...], int, int, int], is_causal: bool, window: Window, at_once: int
+) -> tuple[Block, ...]:
+    """`blocks_of` in parts: some queries at a time, with the keys that one of them may see."""
+    (lengths, rank, source, size), (left, right), parts = where, window, []
+    for block in blocks_of(lengths, rank, source, size, is_causal):
+        start, first = block.queries.start, block.keys.start
+        theirs = held_tokens(lengths, source, size)[block.keys]
+        mine = held_tokens(lengths, rank, size)[block.queries]
+        for queries in mine.split(max(at_once, left + 1)):
+            low = 0 if left < 0 else int((theirs < queries[0] - left).sum())
+            high = len(theirs) if right < 0 else int((theirs <= queries[-1] + right).sum())
+            rows, keys = slice(start, start + len(queries)), slice(first + low, first + high)
+            if low < high:
+                parts.append(Block(rows, keys, is_causal=False))
+            start = rows.stop
+    return tuple(parts)
 
 
 class _RingAttention(torch.autograd.Function):
