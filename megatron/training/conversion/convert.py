@@ -40,6 +40,7 @@ from megatron.training.checkpointing.run_tensors import OPTIMIZER_PREFIX
 from megatron.training.checkpointing.save import CHECKPOINT_VERSION, plain
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf, hf_folder
+from megatron.training.conversion.ahead import made_ahead
 from megatron.training.conversion.family import Family
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.verify import compare_logits
@@ -185,8 +186,9 @@ def _to_ours(source: Source, wanted: Wanted, say: Say) -> Path:
         **source.common,
         "args": {name: plain(value) for name, value in source.args.items()},
     }
+    in_order = sorted(source.tensors.values(), key=lambda t: (-t.dtype.itemsize, t.name))
     contents = Contents(
-        tensors=[_record(tensor) for tensor in source.tensors.values()],
+        tensors=[_record(tensor) for tensor in made_ahead(in_order)],
         common=common,
         layout=source.layout,
     )

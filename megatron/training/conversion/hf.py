@@ -18,7 +18,7 @@ from megatron.training.conversion.families import FAMILIES
 from megatron.training.conversion.family import Config, Family
 from megatron.training.conversion.quantized import plain_numbers
 from megatron.training.conversion.shape import ModelShape
-from megatron.training.conversion.stacked import stacked, unstacked
+from megatron.training.conversion.stacked import Entries, stacked, unstacked
 from megatron.training.conversion.tensors import Rule, size_of, tensors_of
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -84,16 +84,31 @@ def _joined(
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1:
         raise CheckpointError(f"{parts[0].name} and its kin have different dtypes")
-    try:
-        found = tuple(rule.to_ours([_meta(part) for part in parts], shape).shape)
-    except RuntimeError:
-        found = None
-    if found != size:
+    if rule.shape_in_ours([part.shape for part in parts]) != size:
         has = ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
         raise CheckpointError(f"{has}: config.json asks for {list(size)} in {name}")
-    return LazyTensor(
-        name, dtypes.pop(), size, lambda: rule.to_ours([part.make() for part in parts], shape)
-    )
+    dtype = dtypes.pop()
+    make = partial(_made_of, parts, rule, shape)
+    if rule.is_plain and len(parts) > 1:
+        make = partial(_one_behind_the_other, parts, dtype, size)
+    return LazyTensor(name, dtype, size, make)
+
+
+def _made_of(parts: list[LazyTensor], rule: Rule, shape: ModelShape) -> Tensor:
+    return rule.to_ours([part.make() for part in parts], shape)
+
+
+def _one_behind_the_other(
+    parts: list[LazyTensor], dtype: torch.dtype, size: tuple[int, ...]
+) -> Tensor:
+    """Each read to where it belongs."""
+    whole = torch.empty(size, dtype=dtype)
+    for part, place in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
+        if isinstance(part, Entries) and part.fill is not None:
+            part.fill(place)
+        else:
+            place.copy_(part.make())
+    return whole
 
 
 def _meta(tensor: LazyTensor) -> Tensor:

@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     read_header,
     write_file,
 )
+from megatron.training.conversion.ahead import made_ahead
 from megatron.training.conversion.stacked import Entries
 
 CONFIG = "config.json"
@@ -97,9 +98,10 @@ def _read_safetensors(path: Path) -> dict[str, LazyTensor]:
         if high - low != prod(shape) * dtype.itemsize:
             raise CheckpointError(f"{path} is damaged: {name} has {high - low} B for {shape}")
         end = max(end, high)
-        start, make = begin + low, partial(_read, path, begin + low, dtype, shape)
+        start = begin + low
+        make, fill = partial(_read, path, start, dtype, shape), partial(_read_into, path, start)
         entry = partial(_read_entry, path, start, dtype, shape[1:])
-        out[name] = Entries(name, dtype, shape, make, entry)
+        out[name] = Entries(name, dtype, shape, make, entry, fill)
     if path.stat().st_size != begin + end:
         raise CheckpointError(
             f"{path} is damaged: it has {path.stat().st_size} B and should have {begin + end}"
@@ -109,6 +111,12 @@ def _read_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 def _read(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     out = torch.empty(shape, dtype=dtype)
+    _read_into(path, start, out)
+    return out
+
+
+def _read_into(path: Path, start: int, out: Tensor) -> None:
+    """``out`` is contiguous."""
     data = bytes_of(out)
     with open(path, "rb", buffering=0) as file:
         done = 0
@@ -117,7 +125,6 @@ def _read(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) ->
             if count == 0:
                 raise CheckpointError(f"{path} ends too early")
             done += count
-    return out
 
 
 def _read_entry(
@@ -203,7 +210,7 @@ def write_weights(
         name = _SAFETENSORS
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_file(folder / name, shard, {"format": "pt"}, step=0)
+        write_file(folder / name, made_ahead(shard), {"format": "pt"}, step=0)
         place |= {tensor.name: name for tensor in shard}
     if len(shards) > 1:
         total = sum(tensor.num_bytes for tensor in tensors)

@@ -17,9 +17,13 @@ from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 
 @dataclass(frozen=True)
 class Entries(LazyTensor):
-    """A tensor of which an entry of the first dimension can be made alone."""
+    """A tensor of which an entry of the first dimension can be made alone.
+
+    ``fill``: makes the whole in given memory, of its shape and dtype.
+    """
 
     make_entry: Callable[[int], Tensor]
+    fill: Callable[[Tensor], None] | None = None
 
 
 def unstacked(weights: Mapping[str, LazyTensor], ends: tuple[str, ...]) -> dict[str, LazyTensor]:

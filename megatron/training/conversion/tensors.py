@@ -36,6 +36,19 @@ class Rule:
     transposed: bool = False
     by_turns: bool = False
 
+    def shape_in_ours(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+        """What `to_ours` makes of tensors of ``shapes``; None where they do not fit together."""
+        if self.transposed:
+            shapes = [shape[::-1] for shape in shapes]
+        if any(shape[1:] != shapes[0][1:] for shape in shapes):
+            return None
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ours is theirs, one behind the other."""
+        return not (self.is_qkv or self.transposed or self.by_turns)
+
     def to_ours(self, parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
         """Their tensors, in order -> ours."""
         parts = [part.t() if self.transposed else part for part in parts]
