@@ -195,6 +195,8 @@ _FEATURES = (
     _of_micro_batch("capacity", "padded-capacity",
                     "--moe-expert-capacity-factor 0.9 --moe-pad-expert-input-to-capacity"),
     _model("shared", "shared-expert", "--moe-shared-expert-intermediate-size 16", "experts"),
+    _layout("shared overlap", "shared-expert-overlap", "--moe-shared-expert-overlap",
+            "shared-expert", "alltoall"),
     _model("gate", "shared-expert-gate", "--moe-shared-expert-gate", "shared-expert"),
     _model("which layers", "every-other-layer", "--moe-layer-freq 2", "experts"),
     _model("which layers", "dense-first-layer", "--moe-layer-freq [0]+[1]*{later}", "experts"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 from zlib import crc32
 
 import pytest
@@ -20,6 +21,7 @@ from megatron.core.param_info import info_of, name_parameters
 from megatron.core.param_init import initialize_parameters
 from megatron.core.process_groups_config import create_process_groups, make_grids
 from megatron.core.sequence_share import held_tokens
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import loss_name
 from megatron.core.transformer.spec_utils import build_module
@@ -106,6 +108,13 @@ SITUATIONS = {
             "recompute_modules": ("moe_act",),
         }
     ),
+    "shared": Situation(
+        {
+            "moe_shared_expert_intermediate_size": 6,
+            "moe_shared_expert_gate": True,
+            "moe_shared_expert_overlap": True,
+        }
+    ),
     "per-token": Situation({"calculate_per_token_loss": True}),
 }
 
@@ -177,6 +186,7 @@ def one(layout: Layout, situation: Situation, dispatcher: str, groups: Any) -> A
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp or layout.tp,
+        **({"moe_shared_expert_overlap": False} if dispatcher == "allgather" else {}),
     )
     layer = build(config, groups)
     x, r = tokens_of(situation.tokens, groups.dp.rank())
@@ -191,22 +201,24 @@ def one(layout: Layout, situation: Situation, dispatcher: str, groups: Any) -> A
     for name, param in layer.named_parameters():
         info = info_of(param)
         assert param.grad is not None, name
-        if info.is_expert:
-            dist.all_reduce(param.grad, group=groups.expt_dp)
-        else:
-            dist.all_reduce(param.grad, group=groups.tp_dp_cp)
-        grads[name] = list(info.pieces(param.grad))
-    owners = groups.expt_dp.rank() == 0
+        replicas = groups.expt_dp if info.is_expert else groups.dp_cp
+        dist.all_reduce(param.grad, group=replicas if is_divided(name) else groups.tp_dp_cp)
+        if replicas.rank() == 0 or not is_divided(name):
+            grads[name] = list(info.pieces(param.grad))
     values = {k: v.clone() for k, v in layer.router.aux_losses.take().items()}
     return {
         "replica": groups.dp.rank(),
         "mine": mine,
         "y": y.detach(),
         "dx": x.grad,
-        "grads": {n: g for n, g in grads.items() if owners or n.startswith("router")},
+        "grads": grads,
         "shapes": {n: info_of(p).global_shape for n, p in layer.named_parameters()},
         "aux": values,
     }
+
+
+def is_divided(name: str) -> bool:
+    return not name.startswith(("router", "shared_experts.gate"))
 
 
 def needs_equal_counts(experts: Any, inputs: Any) -> None:
@@ -231,6 +243,8 @@ def expected(situation: Situation, replicas: int) -> Any:
         if config.moe_expert_capacity_factor is not None:
             table = table * plain.kept(table.detach(), config)
         y = plain.experts(flat, table, weights, config).view_as(x)
+        if config.moe_shared_expert_intermediate_size:
+            y = y + plain.shared(flat, weights).view_as(x)
         aux = plain.aux_losses(logits, config, x.shape[1], chosen)
         factor = len(flat) if config.calculate_per_token_loss else 1
         extra = sum(
@@ -274,7 +288,7 @@ def test_experts_on_many_ranks_compute_what_a_plain_layer_computes(name, dispatc
                 total = sum(r["aux"][key] for r in ranks if r["replica"] == replica)
                 torch.testing.assert_close(total, value, msg=f"{case} {key}")
         for key, value in grads.items():
-            if key.startswith("router"):
+            if not is_divided(key):
                 for rank in ranks:
                     got = whole(rank["grads"][key], value.shape)
                     torch.testing.assert_close(got, value, rtol=1e-10, atol=1e-11)
@@ -308,3 +322,35 @@ def test_nan_logits_are_named() -> None:
     found = run_ranks(nan_on_rank_1, 2)
     named = "step 7: rank 1: the router of layer 1 computes NaN for a token: its input or its "
     assert found == ["", f"{named}weight is not finite"]
+
+
+def order_of_events(rank: int, size: int) -> list[str]:
+    groups = create_process_groups(*make_grids(size, ep=size))
+    situation = SITUATIONS["shared"]
+    layer = build(config_of(situation, moe_token_dispatcher_type="alltoall"), groups)
+    seen: list[str] = []
+    start, wait = token_dispatcher._Flight.start, token_dispatcher._Flight.wait
+
+    def started(self: Any, rows: Tensor) -> Tensor:
+        seen.append("start")
+        return start(self, rows)
+
+    def waited(self: Any) -> Tensor:
+        seen.append("wait")
+        return wait(self)
+
+    layer.shared_experts.register_forward_hook(lambda *_: seen.append("shared"))
+    layer.shared_experts.linear_fc1.weight.register_hook(lambda _: seen.append("shared, backward"))
+    x = tokens_of("random", rank)[0].requires_grad_()
+    with (
+        mock.patch.object(token_dispatcher._Flight, "start", started),
+        mock.patch.object(token_dispatcher._Flight, "wait", waited),
+    ):
+        layer(x)[0].sum().backward()
+    return seen
+
+
+@pytest.mark.feature("Mixture of experts: shared experts are computed while tokens travel")
+def test_shared_experts_are_computed_while_tokens_travel() -> None:
+    events = ["start", "shared", "wait", "start", "shared, backward", "wait"]
+    assert run_ranks(order_of_events, 2) == [events, events]

@@ -211,6 +211,11 @@ NEEDS = (
         ),
     ),
     Need(
+        "--moe-shared-expert-intermediate-size",
+        lambda ns: ns.moe_shared_expert_intermediate_size is not None,
+        ("moe_shared_expert_overlap",),
+    ),
+    Need(
         "--moe-use-upcycling",
         lambda ns: ns.moe_use_upcycling,
         ("moe_upcycling_granularity",),

@@ -106,3 +106,10 @@ def experts(x: Tensor, table: Tensor, weights: dict[str, Tensor], c: Transformer
         out = F.linear(c.activation_func(gate) * (up + c.glu_linear_offset), *second)
         y = y + (out * (w > 0) if c.moe_apply_probs_on_input else out * w)
     return y
+
+
+def shared(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+    """[N, h] -> [N, h]: the experts that all tokens visit, weighed by a gate."""
+    gate, up = F.linear(x, weights["shared_experts.linear_fc1.weight"]).chunk(2, -1)
+    out = F.linear(F.silu(gate) * up, weights["shared_experts.linear_fc2.weight"])
+    return out * torch.sigmoid(F.linear(x, weights["shared_experts.gate_weight"]))

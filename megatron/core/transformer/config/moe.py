@@ -46,7 +46,6 @@ class MoEConfig:
         False,
         "Compute shared experts while tokens travel.",
         group="moe",
-        ignored="shared experts are computed after the others; the result is the same",
     )
     moe_grouped_gemm: bool = option(
         False,

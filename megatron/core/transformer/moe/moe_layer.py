@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,10 @@ class MoELayer(MegatronModule):
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
         """[s, b, h] -> [s, b, h], and no bias that is still to be added."""
         routing = self.router(hidden)
-        arrived = self.dispatcher.dispatch(hidden.flatten(0, 1), routing)
+        shared: list[Tensor] = []  # of the experts that all tokens visit, once it is computed
+        compute = partial(self._add_shared, hidden, shared)
+        meanwhile = compute if self.config.moe_shared_expert_overlap else None
+        arrived = self.dispatcher.dispatch(hidden.flatten(0, 1), routing, meanwhile)
         if self.config.moe_pad_expert_input_to_capacity and routing.capacity is not None:
             arrived = arrived.padded(routing.capacity * self.dispatcher.num_micro_batches)
         rows, weights = arrived.rows, arrived.weights
@@ -69,9 +73,14 @@ class MoELayer(MegatronModule):
             weights = torch.ones_like(weights)
         results = self.experts(rows, weights, arrived.counts)
         y = arrived.back(results).view_as(hidden)
-        if self.shared_experts is not None:
-            if self.recomputes_shared and self.training:
-                y = y + checkpoint(self.shared_experts, False, hidden)
-            else:
-                y = y + self.shared_experts(hidden)
-        return y, None
+        if not shared:
+            compute()
+        return sum(shared, y), None
+
+    def _add_shared(self, hidden: Tensor, shared: list[Tensor]) -> None:
+        if self.shared_experts is None:
+            return
+        if self.recomputes_shared and self.training:
+            shared.append(checkpoint(self.shared_experts, False, hidden))
+        else:
+            shared.append(self.shared_experts(hidden))

@@ -33,6 +33,7 @@ from megatron.core.transformer.moe.permute import Order, by_expert, combine, exp
 from megatron.core.transformer.moe.routing import Routing
 
 Back = Callable[[Tensor], Tensor]
+Meanwhile = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,19 @@ class TokenDispatcher(ABC):
             self.num_micro_batches += 1
 
     @abstractmethod
-    def dispatch(self, x: Tensor, routing: Routing) -> Arrived:
-        """Send tokens [n, h] to their experts."""
+    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
+        """Send tokens [n, h] to their experts.
+
+        ``meanwhile`` is called while they travel, if they do; in backward what it has computed is
+        differentiated while gradients travel.
+        """
 
 
 class AllGatherDispatcher(TokenDispatcher):
     """Every rank sees all tokens and picks those of its experts."""
 
-    def dispatch(self, x: Tensor, routing: Routing) -> Arrived:
+    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
+        assert meanwhile is None, "the command line is refused"
         group = self.tp_ep
         x = gather_from_sequence_parallel_region(x, group=group)
         weights = gather_from_sequence_parallel_region(routing.weights, group=group)
@@ -105,18 +111,20 @@ class AllGatherDispatcher(TokenDispatcher):
 class AllToAllDispatcher(TokenDispatcher):
     """Rows go to the rank of their expert, and from there to the ranks with shares of it."""
 
-    def dispatch(self, x: Tensor, routing: Routing) -> Arrived:
+    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
         arrived = _sorted_here(x, routing, self.num_experts)
-        arrived = _sent(arrived, self.ep, num_blocks=self.ep.size())
-        return _sent(arrived, self.expt_tp, num_blocks=1)
+        if self.ep.size() > 1:
+            arrived = _sent(arrived, self.ep, self.ep.size(), meanwhile)
+            meanwhile = None
+        return _sent(arrived, self.expt_tp, 1, meanwhile)
 
 
 class FlexDispatcher(TokenDispatcher):
     """Rows go to all ranks with shares of their expert at once."""
 
-    def dispatch(self, x: Tensor, routing: Routing) -> Arrived:
+    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
         arrived = _sorted_here(x, routing, self.num_experts)
-        return _sent(arrived, self.tp_ep, num_blocks=self.ep.size())
+        return _sent(arrived, self.tp_ep, self.ep.size(), meanwhile)
 
 
 DISPATCHERS: dict[str, type[TokenDispatcher]] = {
@@ -153,7 +161,9 @@ def _sorted_here(x: Tensor, routing: Routing, num_experts: int) -> Arrived:
     return Arrived(expand(x, order), weights, counts, partial(combine, order=order))
 
 
-def _sent(arrived: Arrived, group: ProcessGroup, *, num_blocks: int) -> Arrived:
+def _sent(
+    arrived: Arrived, group: ProcessGroup, num_blocks: int, meanwhile: Meanwhile | None
+) -> Arrived:
     """Rows, cut by expert into ``num_blocks`` blocks, sent to the ranks that compute the block.
 
     With fewer blocks than ranks, neighbours share a block: each of them gets its rows.
@@ -173,16 +183,23 @@ def _sent(arrived: Arrived, group: ProcessGroup, *, num_blocks: int) -> Arrived:
     experts = [number for _ in range(size) for number in range(num_local)]
     sorting = by_expert(_repeated(experts, [n for row in coming for n in row], device).unsqueeze(1))
 
-    def there(rows: Tensor) -> Tensor:
+    def there(rows: Tensor, meanwhile: Meanwhile | None = None) -> Tensor:
         rows = rows if doubled is None else expand(rows, doubled)
-        return expand(_Exchange.apply(rows, sending, receiving, group), sorting)
+        if meanwhile is None:
+            return expand(_Exchange.apply(rows, sending, receiving, group), sorting)
+        flight = _Flight(sending, receiving, group)
+        rows = _Depart.apply(rows, flight)
+        meanwhile()
+        return expand(_Land.apply(rows, flight), sorting)
 
     def back(rows: Tensor) -> Tensor:
         rows = _Exchange.apply(combine(rows, sorting), receiving, sending, group)
         return arrived.back(rows if doubled is None else combine(rows, doubled))
 
     weights = there(arrived.weights.unsqueeze(1)).squeeze(1)
-    return Arrived(there(arrived.rows), weights, [sum(n) for n in zip(*coming, strict=True)], back)
+    return Arrived(
+        there(arrived.rows, meanwhile), weights, [sum(n) for n in zip(*coming, strict=True)], back
+    )
 
 
 def _copies_of_blocks(sizes: list[int], copies: int, device: torch.device) -> Order | None:
@@ -223,3 +240,56 @@ def _exchanged(
     out = rows.new_empty((sum(receiving), *rows.shape[1:]))
     dist.all_to_all_single(out, rows.contiguous(), receiving, sending, group=group)
     return out
+
+
+class _Flight:
+    """All-to-all of rows that is under way from ``start`` to ``wait``; the next one goes back."""
+
+    def __init__(self, sending: list[int], receiving: list[int], group: ProcessGroup) -> None:
+        self.sizes, self.group = (sending, receiving), group
+
+    def start(self, rows: Tensor) -> Tensor:
+        """What comes in; it is not there yet."""
+        sending, receiving = self.sizes
+        self.rows = rows.contiguous()  # kept alive
+        self.arriving = rows.new_empty((sum(receiving), *rows.shape[1:]))
+        self.work = dist.all_to_all_single(
+            self.arriving, self.rows, receiving, sending, group=self.group, async_op=True
+        )
+        self.sizes = receiving, sending
+        return self.arriving
+
+    def wait(self) -> Tensor:
+        """What has come in."""
+        self.work.wait()
+        arrived = self.arriving
+        del self.rows, self.arriving, self.work
+        return arrived
+
+
+class _Depart(torch.autograd.Function):
+    """Backward takes the nodes that were made last first: those made between this one and `_Land`
+    come when `_Land` has sent the gradient off, and before this one waits for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return flight.start(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.flight.wait(), None
+
+
+class _Land(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        flight.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.flight.start(grad)
+        return grad, None  # of the right shape; `_Depart` has what comes in

@@ -135,6 +135,11 @@ def dispatcher_suits_the_load(run: RunConfig) -> Iterator[str]:
         return
     if m.moe_enable_deepep and m.moe_token_dispatcher_type != "flex":
         yield "--moe-enable-deepep needs --moe-token-dispatcher-type flex"
+    if m.moe_shared_expert_overlap and m.moe_token_dispatcher_type == "allgather":
+        yield (
+            "--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall or flex: all "
+            "tokens are gathered at once"
+        )
     if m.moe_pad_expert_input_to_capacity and m.moe_expert_capacity_factor is None:
         yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
 
