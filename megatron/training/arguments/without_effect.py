@@ -251,8 +251,8 @@ NEEDS = (
         ),
     ),
     Need(
-        "experts without biases (--num-experts, --disable-bias-linear) on a GPU",
-        lambda ns: ns.num_experts is not None and not ns.add_bias_linear and ns.device != CPU,
+        "--num-experts on a GPU",
+        lambda ns: ns.num_experts is not None and ns.device != CPU,
         ("moe_grouped_gemm",),
     ),
     Need(

@@ -184,7 +184,7 @@ def optimizer_instances_divide_the_replicas(run: RunConfig) -> Iterator[str]:
     if not run.distributed.use_tp_pp_dp_mapping:  # there whole replicas stay together
         replicas *= m.context_parallel_size
     counts = {"ranks that hold the same parameters": replicas}
-    if m.expert_model_parallel_size > 1:
+    if m.expert_model_parallel_size > 1 or m.num_moe_experts is not None:
         cut = (m.expert_tensor_parallel_size or 1) * m.expert_model_parallel_size
         counts["replicas of the experts"] = run.world_size // max(
             1, cut * m.pipeline_model_parallel_size
