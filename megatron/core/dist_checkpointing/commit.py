@@ -11,7 +11,8 @@ Order, and what a kill after each step leaves:
 7. retention: rename to ``.del-``, then delete                        the new one
 
 Nothing is ever written into a published folder.  What is left over is swept by the next save of
-the same or a later step.  Which folder is loaded is decided in `folders`.
+the same or a later step.  Which folder is loaded is decided in `folders`.  A run that is still
+alive when another one, started later, publishes where it saves is refused from then on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import (
     RELEASE,
     TRACKER,
+    Found,
     folder_name,
     leftovers,
     published,
@@ -45,9 +47,14 @@ from megatron.core.dist_checkpointing.manifest import (
     write_text,
 )
 from megatron.core.faults import fault_point
+from megatron.core.per_rank import each_rank_owns
 
 # Room for the JSON files and the file system's own records, beside the tensors.
 _SPARE_BYTES = 1 << 20
+_LOADED_AT_NS = time.time_ns()
+# Attempts whose checkpoints lay in a directory when this one first saved there.
+_found: dict[Path, set[str]] = {}
+each_rank_owns(__name__, "_found")
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class Parts:
 @cache
 def attempt_id() -> str:
     """Names this start of the program: no two starts write into the same folder."""
-    return f"{time.time_ns():x}-{secrets.token_hex(4)}"
+    return f"{_LOADED_AT_NS:x}-{secrets.token_hex(4)}"
 
 
 def new_save() -> list[Any]:
@@ -86,13 +93,16 @@ def new_save() -> list[Any]:
 def begin(root: Path, iteration: int, num_bytes: int, attempt: str) -> Pending:
     """Sweep leftovers and make the folder to write into.
 
-    Raises OSError, and CheckpointError when the file system has fewer than ``num_bytes`` free.
+    Raises OSError, and CheckpointError when the file system has fewer than ``num_bytes`` free or
+    another run has taken over.
     """
     fault_point("save.begin", step=iteration)
     root.mkdir(parents=True, exist_ok=True)
+    found = published(root)
+    _check_not_stale(root, found, attempt)
     sweep(root, iteration)
     _check_space(root, num_bytes)
-    newest = max((f.manifest.sequence for f in published(root) if f.manifest), default=0)
+    newest = max((f.manifest.sequence for f in found if f.manifest), default=0)
     folder = _beside(root / folder_name(iteration), "tmp", attempt)
     folder.mkdir()
     return Pending(
@@ -115,6 +125,8 @@ def publish(pending: Pending, parts: Parts) -> Path:
     final = pending.root / folder_name(step)
     _complete(pending, parts)
     fault_point("save.before_rename", step=step)
+    if _tracker_as_found(pending.root) != pending.tracker_before:
+        _check_not_stale(pending.root, published(pending.root), pending.attempt)
     displaced = _beside(final, "old", pending.attempt)
     if final.exists():
         final.rename(displaced)
@@ -209,6 +221,25 @@ def _complete(pending: Pending, parts: Parts) -> None:
         parts.manifest_name,
     )
     fsync_folder(pending.folder)
+
+
+def _check_not_stale(root: Path, found: Sequence[Found], attempt: str) -> None:
+    """Raise CheckpointError if a run that started later has published here meanwhile."""
+    attempts = {f.manifest.attempt: f.folder for f in found if f.manifest}
+    known = _found.setdefault(root, set(attempts))
+    for other in sorted(attempts.keys() - known - {attempt}):
+        if _started_ns(other) > _started_ns(attempt):
+            raise CheckpointError(
+                f"{attempts[other]} was published by a run that started later ({other}): this one "
+                f"({attempt}) has been replaced and must not save here any more"
+            )
+
+
+def _started_ns(attempt: str) -> int:
+    try:
+        return int(attempt.partition("-")[0], 16)
+    except ValueError:
+        return 0  # no time in it
 
 
 def _check_space(root: Path, num_bytes: int) -> None:

@@ -266,6 +266,29 @@ def test_a_file_that_another_rank_reported_but_is_not_there_stops_the_publish(tm
     assert published(tmp_path) == []
 
 
+@pytest.mark.feature("Checkpoints: a run that was replaced but still lives cannot save any more")
+def test_a_run_that_was_replaced_but_still_lives_cannot_publish(tmp_path):
+    parts = commit.Parts(layout={}, files={})
+
+    def saved(iteration: int, attempt: str) -> None:
+        commit.publish(commit.begin(tmp_path, iteration, 0, attempt), parts)
+
+    saved(4, "a0-old")
+    hangs = commit.begin(tmp_path, 8, 0, "a0-old")
+    commit._found.clear()  # another process
+    saved(5, "b0-new")
+    commit._found[tmp_path] = {"a0-old"}  # what the first process had found
+    for attempt in (lambda: commit.publish(hangs, parts), lambda: saved(6, "a0-old")):
+        with pytest.raises(CheckpointError, match=r"iter_0000005 was .* started later \(b0-new\)"):
+            attempt()
+    assert choose(tmp_path).found.iteration == 5
+    commit._found[tmp_path] = {"a0-old"}
+    saved(6, "b0-new")
+    commit._found.clear()
+    saved(7, "a1-on-a-node-whose-clock-is-behind")
+    assert choose(tmp_path).found.iteration == 7
+
+
 def test_links_are_not_deleted(tmp_path):
     folder = publish_model(tmp_path / "real", 1)
     link = tmp_path / "iter_0000001"
