@@ -6,12 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Activation = Callable[[Tensor], Tensor]
 
 
-def glu_reference(gate_up: Tensor, act: Activation, clamp: float | None, offset: float) -> Tensor:
+def glu_reference(
+    gate_up: Tensor, act: Activation, clamp: float | None = None, offset: float = 0.0
+) -> Tensor:
     """[..., 2 f] -> [..., f] in plain torch.
 
     ``clamp`` bounds the gate from above and up both ways; ``offset`` is added to up.
@@ -20,6 +23,24 @@ def glu_reference(gate_up: Tensor, act: Activation, clamp: float | None, offset:
     if clamp is not None:
         gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
     return act(gate) * (up + offset if offset else up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        out = torch.empty_like(gate_up)
+        grad_gate, grad_up = out.chunk(2, -1)
+        torch.mul(F.silu(gate), grad, out=grad_up)
+        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        return out
 
 
 class _GLU(torch.autograd.Function):
@@ -41,4 +62,6 @@ def glu(
     gate_up: Tensor, act: Activation, clamp: float | None = None, offset: float = 0.0
 ) -> Tensor:
     """[..., 2 f] -> [..., f]"""
+    if act is F.silu and clamp is None and not offset:
+        return _SwiGLU.apply(gate_up)
     return _GLU.apply(gate_up, act, clamp, offset)

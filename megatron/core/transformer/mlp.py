@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.activations import openai_gelu
 from megatron.core.fusions.bias_glu import glu
-from megatron.core.fusions.bias_swiglu import swiglu
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -79,8 +78,6 @@ class MLP(MegatronModule):
         if not self.config.gated_linear_unit:
             return self.act(x)
         clamp, offset = self.config.activation_func_clamp_value, self.config.glu_linear_offset
-        if self.act is F.silu and clamp is None and not offset:
-            return swiglu(x)
         return glu(x, self.act, clamp, offset)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
