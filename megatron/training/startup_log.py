@@ -8,12 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.core import device
 from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
 from megatron.core.transformer.attention_backends import (
     AttentionRequest,
     attention_report,
     request_of,
 )
+from megatron.core.transformer.moe.deep_ep import why_not
 from megatron.training.config.run import RunConfig
 from megatron.training.printing import print_rank_0
 from megatron.training.runtime import Runtime
@@ -99,6 +101,14 @@ def print_gradient_accumulation(run: Runtime) -> None:
     else:
         answer = "no, gradients stay where autograd puts them"
     print_rank_0(f"gradient accumulation fused: {answer}")
+
+
+def print_token_travel(run: Runtime) -> None:
+    """Whether --moe-enable-deepep has what it needs; on rank 0."""
+    if run.config.model.moe_enable_deepep:
+        reason = why_not(run.config.model, device.current())
+        answer = "yes" if reason is None else f"no, by PyTorch: {reason}"
+        print_rank_0(f"tokens travel by DeepEP: {answer}")
 
 
 def print_datetime(label: str) -> None:

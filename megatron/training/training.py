@@ -28,6 +28,7 @@ from megatron.training.startup_log import (
     print_datetime,
     print_gradient_accumulation,
     print_layout,
+    print_token_travel,
 )
 
 # What scripts that bring their own loop look for here.
@@ -106,6 +107,7 @@ def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
     print_layout(run)
     print_arguments(flat_values(run.config))
     print_attention_backends(run)
+    print_token_travel(run)
     setup.setup_tokenizer(run)
     print_datetime("after megatron is initialized")
     run.timers("model-and-optimizer-setup", log_level=0).start(barrier=True)

@@ -216,6 +216,11 @@ NEEDS = (
         ("moe_shared_expert_overlap",),
     ),
     Need(
+        "--moe-enable-deepep",
+        lambda ns: ns.moe_enable_deepep,
+        ("moe_deepep_num_sms",),
+    ),
+    Need(
         "--moe-use-upcycling",
         lambda ns: ns.moe_use_upcycling,
         ("moe_upcycling_granularity",),
@@ -227,6 +232,7 @@ NEEDS = (
             "expert_tensor_parallel_size",
             "moe_aux_loss_coeff",
             "moe_apply_probs_on_input",
+            "moe_enable_deepep",
             "moe_expert_capacity_factor",
             "moe_ffn_hidden_size",
             "moe_input_jitter_eps",

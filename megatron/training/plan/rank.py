@@ -66,7 +66,7 @@ def cost_of_rank(config: RunConfig, rank: int, padded_vocab_size: int) -> RankCo
             # Else torch warns when the group is destroyed.
             dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
             # Constants are all that would be written, and there is nowhere to write them.
-            model = replace(config.model, perform_initialization=False)
+            model = replace(config.model, perform_initialization=False, moe_enable_deepep=False)
             return _cost(_build(replace(config, model=model), padded_vocab_size))
     finally:
         if dist.is_initialized():

@@ -139,6 +139,7 @@ SWITCHES = {
     "moe_router_enable_expert_bias": "--moe-router-enable-expert-bias",
     "moe_router_force_load_balancing": "--moe-router-force-load-balancing",
     "moe_router_pre_softmax": "--moe-router-pre-softmax",
+    "moe_enable_deepep": "--moe-enable-deepep",
     "moe_shared_expert_overlap": "--moe-shared-expert-overlap",
     "moe_shared_expert_gate": "--moe-shared-expert-gate",
 }

@@ -153,15 +153,13 @@ class MoEConfig:
     )
     moe_enable_deepep: bool = option(
         False,
-        "Send tokens with the DeepEP package.",
+        "Send tokens by the DeepEP package where it imports; else by PyTorch, and say so.",
         group="moe",
-        ignored="tokens travel by PyTorch's all-to-all; the result is the same",
     )
     moe_deepep_num_sms: int = option(
         20,
         "GPU multiprocessors that DeepEP may use.",
         group="moe",
-        ignored=states.only_with("--moe-enable-deepep"),
     )
     moe_permute_fusion: bool = option(
         False,

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core import device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.deep_ep import DeepEPDispatcher, why_not
 from megatron.core.transformer.moe.experts import Experts
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS
+from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, TokenDispatcher
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -43,8 +45,7 @@ class MoELayer(MegatronModule):
         super().__init__(config)
         assert config.num_moe_experts is not None, "a layer of experts needs --num-experts"
         self.router = TopKRouter(config, layer_number, pg_collection=pg_collection)
-        kind = DISPATCHERS[config.moe_token_dispatcher_type]
-        self.dispatcher = kind(config.num_moe_experts, pg_collection)
+        self.dispatcher = _dispatcher(config, config.num_moe_experts, pg_collection)
         self.experts = Experts(
             config,
             submodules.experts,
@@ -84,3 +85,11 @@ class MoELayer(MegatronModule):
             shared.append(checkpoint(self.shared_experts, False, hidden))
         else:
             shared.append(self.shared_experts(hidden))
+
+
+def _dispatcher(
+    config: TransformerConfig, num_experts: int, groups: ProcessGroupCollection
+) -> TokenDispatcher:
+    if config.moe_enable_deepep and why_not(config, device.current()) is None:
+        return DeepEPDispatcher(num_experts, groups, config.moe_deepep_num_sms)
+    return DISPATCHERS[config.moe_token_dispatcher_type](num_experts, groups)

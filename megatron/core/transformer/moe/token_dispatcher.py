@@ -100,7 +100,7 @@ class AllGatherDispatcher(TokenDispatcher):
         first = self.local_experts.start
         is_mine = (experts >= first) & (experts < self.local_experts.stop)
         mine = (experts - first).masked_fill(~is_mine, self.num_local)
-        arrived = _sorted_here(x, Routing(mine, weights, self.num_local), self.num_experts)
+        arrived = sorted_here(x, Routing(mine, weights, self.num_local), self.num_experts)
 
         def back(rows: Tensor) -> Tensor:
             return reduce_scatter_to_sequence_parallel_region(arrived.back(rows), group)
@@ -112,7 +112,7 @@ class AllToAllDispatcher(TokenDispatcher):
     """Rows go to the rank of their expert, and from there to the ranks with shares of it."""
 
     def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
-        arrived = _sorted_here(x, routing, self.num_experts)
+        arrived = sorted_here(x, routing, self.num_experts)
         if self.ep.size() > 1:
             arrived = _sent(arrived, self.ep, self.ep.size(), meanwhile)
             meanwhile = None
@@ -123,7 +123,7 @@ class FlexDispatcher(TokenDispatcher):
     """Rows go to all ranks with shares of their expert at once."""
 
     def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
-        arrived = _sorted_here(x, routing, self.num_experts)
+        arrived = sorted_here(x, routing, self.num_experts)
         return _sent(arrived, self.tp_ep, self.ep.size(), meanwhile)
 
 
@@ -153,7 +153,7 @@ def counts_from_all(
     return rows
 
 
-def _sorted_here(x: Tensor, routing: Routing, num_experts: int) -> Arrived:
+def sorted_here(x: Tensor, routing: Routing, num_experts: int) -> Arrived:
     """Rows of the tokens at hand in the order of experts, without those that are dropped."""
     counts = counts_of(routing, num_experts)
     order = by_expert(routing.experts, sum(counts))

@@ -135,6 +135,11 @@ def dispatcher_suits_the_load(run: RunConfig) -> Iterator[str]:
         return
     if m.moe_enable_deepep and m.moe_token_dispatcher_type != "flex":
         yield "--moe-enable-deepep needs --moe-token-dispatcher-type flex"
+    if m.moe_enable_deepep and m.moe_shared_expert_overlap:
+        yield (
+            "--moe-enable-deepep and --moe-shared-expert-overlap exclude each other: one exchange "
+            "has no place for both; drop one of them"
+        )
     if m.moe_shared_expert_overlap and m.moe_token_dispatcher_type == "allgather":
         yield (
             "--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall or flex: all "

@@ -1,0 +1,133 @@
+"""Tokens to their experts and back by the DeepEP package: each once to every rank it visits.
+
+The package has no part in a test on a CPU: what it is asked is what its documentation says
+(github.com/deepseek-ai/DeepEP, the interface of training), and tests hold a stand-in to that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.device import is_cuda
+from megatron.core.optional import require, why_missing
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.moe.token_dispatcher import (
+    Arrived,
+    FlexDispatcher,
+    Meanwhile,
+    sorted_here,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+PACKAGE = "deep_ep"
+
+
+def why_not(config: TransformerConfig, device: torch.device) -> str | None:
+    """None if tokens can travel by DeepEP, else the reason."""
+    if not is_cuda(device):
+        return "it needs a GPU"
+    if config.params_dtype != torch.bfloat16:
+        return "it sends bf16 alone"
+    return why_missing(PACKAGE)
+
+
+class DeepEPDispatcher(FlexDispatcher):
+    """Collective over tp_ep, as `FlexDispatcher`."""
+
+    def __init__(self, num_experts: int, groups: ProcessGroupCollection, num_sms: int) -> None:
+        super().__init__(num_experts, groups)
+        self.num_sms = num_sms
+        self.buffer: Any = None  # made with the first tokens, whose width it depends on
+
+    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
+        if self.tp_ep.size() == 1:
+            return super().dispatch(x, routing, meanwhile)
+        if self.buffer is None:
+            self.buffer = _new_buffer(self.tp_ep, x.shape[1] * x.element_size(), self.num_sms)
+        copies = self.expt_tp.size()
+        # DeepEP knows ranks with experts of their own: one that is divided is several to it.
+        is_kept = routing.experts < self.num_experts
+        block, local = routing.experts // self.num_local, routing.experts % self.num_local
+        shares = block.unsqueeze(-1) * copies + torch.arange(copies, device=x.device)
+        numbers = shares * self.num_local + local.unsqueeze(-1)
+        numbers = numbers.masked_fill(~is_kept.unsqueeze(-1), -1).flatten(1)
+        weights = routing.weights.float().repeat_interleave(copies, dim=1)
+        handle: list[Any] = []
+        rows, weights, here = _There.apply(x, weights, numbers, self, handle)
+        mine = here.masked_fill(here < 0, self.num_local)
+        weights = weights.to(routing.weights.dtype)
+        arrived = sorted_here(rows, Routing(mine, weights, self.num_local), self.num_experts)
+
+        def back(results: Tensor) -> Tensor:
+            return _Back.apply(arrived.back(results), self.buffer, handle[0])
+
+        return Arrived(arrived.rows, arrived.weights, arrived.counts, back)
+
+
+def _new_buffer(group: ProcessGroup, row_bytes: int, num_sms: int) -> Any:
+    kind = require(PACKAGE, "--moe-enable-deepep").Buffer
+    kind.set_num_sms(num_sms)
+    size = group.size()
+    configs = kind.get_dispatch_config(size), kind.get_combine_config(size)
+    nvl = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
+    rdma = max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
+    return kind(group, nvl, rdma)
+
+
+class _There(torch.autograd.Function):
+    """[n, h], [n, k] and expert numbers [n, k], -1 for none -> the rows of this rank's visitors.
+
+    Their weights [r, k] and the numbers of this rank's experts [r, k], -1 for those elsewhere.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        numbers: Tensor,
+        dispatcher: DeepEPDispatcher,
+        handle: list[Any],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        buffer = dispatcher.buffer
+        num_experts = dispatcher.num_local * dispatcher.tp_ep.size()
+        per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
+            numbers, num_experts
+        )
+        rows, here, weights, _, kept, _ = buffer.dispatch(
+            x.contiguous(),
+            topk_idx=numbers,
+            topk_weights=weights,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+        )
+        handle.append(kept)
+        ctx.buffer, ctx.handle = buffer, kept
+        ctx.mark_non_differentiable(here)
+        return rows, weights, here
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, grad_weights: Tensor, _: None) -> tuple[Any, ...]:
+        grad, grad_weights, _event = ctx.buffer.combine(
+            grad.contiguous(), ctx.handle, topk_weights=grad_weights.contiguous()
+        )
+        return grad, grad_weights, None, None, None
+
+
+class _Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, results: Tensor, buffer: Any, handle: Any) -> Tensor:
+        ctx.buffer, ctx.handle = buffer, handle
+        combined: Tensor = buffer.combine(results.contiguous(), handle)[0]
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle)[0], None, None

@@ -1,0 +1,105 @@
+"""The dispatcher of DeepEP on a stand-in that does what the package's documentation says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.transformer.moe import deep_ep, moe_layer
+from tests.distributed.test_experts import LAYOUTS, Layout, needs_the_plain_answer, on_ranks
+from tests.ranks import run_ranks
+
+SITUATIONS = ("plain", "top-3", "sigmoid-groups", "capacity-padded", "all-to-one", "biases", "few")
+
+
+class Buffer:
+    """deep_ep.Buffer over gloo."""
+
+    def __init__(self, group: Any, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
+        assert (num_nvl_bytes, num_rdma_bytes) == (800, 0)
+        self.group = group
+
+    @staticmethod
+    def set_num_sms(num_sms: int) -> None:
+        assert num_sms == 20
+
+    @staticmethod
+    def get_dispatch_config(size: int) -> Any:
+        return SimpleNamespace(
+            get_nvl_buffer_size_hint=lambda row_bytes, size: 100 * row_bytes // 8,
+            get_rdma_buffer_size_hint=lambda row_bytes, size: 0,
+        )
+
+    get_combine_config = get_dispatch_config
+
+    def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int) -> tuple[Any, ...]:
+        ranks = topk_idx // (num_experts // self.group.size())
+        is_in_rank = (ranks.unsqueeze(-1) == torch.arange(self.group.size())).any(1)
+        per_expert = torch.bincount(topk_idx[topk_idx >= 0], minlength=num_experts)
+        return is_in_rank.sum(0), None, per_expert, is_in_rank, None
+
+    def dispatch(self, x: Tensor, handle: Any = None, **told: Any) -> tuple[Any, ...]:
+        if handle is not None:
+            return self._there(x, handle), None, None, None, None, None
+        numbers, size = told["topk_idx"], self.group.size()
+        assert numbers.dtype == torch.int64
+        per_rank = len(told["num_tokens_per_expert"]) // size
+        tokens = [told["is_token_in_rank"][:, rank].nonzero().flatten() for rank in range(size)]
+        sending = torch.tensor([len(t) for t in tokens])
+        assert torch.equal(sending, told["num_tokens_per_rank"])
+        receiving = torch.empty_like(sending)
+        dist.all_to_all_single(receiving, sending, group=self.group)
+        handle = (torch.cat(tokens), sending.tolist(), receiving.tolist(), len(x))
+        here = self._there(numbers, handle) - self.group.rank() * per_rank
+        is_here = (here >= 0) & (here < per_rank)
+        weights = self._there(told["topk_weights"], handle).masked_fill(~is_here, 0.0)
+        here = here.masked_fill(~is_here, -1)
+        counts = torch.bincount(here[is_here], minlength=per_rank).tolist()
+        return self._there(x, handle), here, weights, counts, handle, None
+
+    def combine(
+        self, x: Tensor, handle: Any, topk_weights: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, None]:
+        return self._home(x, handle), self._home(topk_weights, handle), None
+
+    def _there(self, x: Tensor, handle: Any) -> Tensor:
+        tokens, sending, receiving, _ = handle
+        out = x.new_empty((sum(receiving), x.shape[1]))
+        dist.all_to_all_single(out, x[tokens], receiving, sending, group=self.group)
+        return out
+
+    def _home(self, x: Tensor | None, handle: Any) -> Any:
+        if x is None:
+            return None
+        tokens, sending, receiving, num_tokens = handle
+        rows = x.new_empty((sum(sending), x.shape[1]))
+        dist.all_to_all_single(rows, x, sending, receiving, group=self.group)
+        return x.new_zeros((num_tokens, x.shape[1])).index_add_(0, tokens, rows)
+
+
+def by_deep_ep(rank: int, size: int, layout: Layout) -> Any:
+    with (
+        mock.patch.object(moe_layer, "why_not", return_value=None),
+        mock.patch.object(deep_ep, "require", return_value=SimpleNamespace(Buffer=Buffer)),
+        mock.patch.object(Tensor, "float", Tensor.double),  # else weights are rounded
+    ):
+        return on_ranks(rank, size, layout, list(SITUATIONS), "deep_ep")
+
+
+@pytest.mark.parametrize("name", ["tp2-ep2-etp2", "cp2-ep2"])
+def test_tokens_travel_by_deep_ep(name: str) -> None:
+    needs_the_plain_answer(run_ranks(by_deep_ep, LAYOUTS[name].world, LAYOUTS[name]), LAYOUTS[name])
+
+
+def test_what_is_missing_is_named() -> None:
+    config: Any = SimpleNamespace(params_dtype=torch.float32)
+    assert deep_ep.why_not(config, torch.device("cpu")) == "it needs a GPU"
+    assert deep_ep.why_not(config, torch.device("cuda")) == "it sends bf16 alone"
+    config = SimpleNamespace(params_dtype=torch.bfloat16)
+    assert deep_ep.why_not(config, torch.device("cuda")) == "deep_ep is not installed"
