@@ -48,11 +48,12 @@ DEGREES = {
     "instances": (1, 1, 2),
 }
 # Groups of features that say where a value lies, and of those that say which values there are.
-LAYOUT = (*AXES, "sequence", "schedule", "stages", "mapping", "sharding", "gather", "reduce")
-LAYOUT += ("buckets", "bucket ends", "sharded", "ep", "etp")
+LAYOUT = (*AXES, "sequence", "schedule", "stages", "mapping", "ep", "etp")
+REDUCTION = ("gather", "reduce", "buckets", "bucket ends")  # of a wrapper that is not sharded
 MODEL = ("optimizer", "output", "heads", "positions", "ahead", "norm", "mlp", "bias", "scores")
 MODEL += ("shared", "gate", "which layers", "attention")
-BY_FLAG = ("", "", f"{SHARD} optim_grads", f"{SHARD} optim_grads_params")  # instead of zero-1
+# Over replicas: features, and what has no feature.
+SHARDED = ("", "zero-1", "zero-1", "zero-1", "fsdp2", "hsdp", "optim_grads", "optim_grads_params")
 
 
 @dataclass(frozen=True)
@@ -107,17 +108,26 @@ def _any_layout(
 ) -> Case | None:
     """Some layout, unless its stages hold another number of layers than ``layers``."""
     degrees = {axis: rng.choice(choices) for axis, choices in DEGREES.items()}
-    axes = {axis for axis, degree in degrees.items() if degree > 1}
-    if prod(degrees.values()) > max_ranks or BATCH % (degrees["dp"] * degrees["instances"]):
+    kind = rng.choice(SHARDED) if degrees["dp"] > 1 else ""
+    groups, is_plain = set(LAYOUT), kind in ("", "zero-1")
+    if is_plain:
+        groups |= set(REDUCTION)
+    else:
+        degrees["pp"] = 1  # which full sharding refuses
+    if kind != "zero-1":
+        degrees["instances"] = 2 if kind == "hsdp" else 1
+    replicas = degrees["dp"] * degrees["instances"]
+    if prod(degrees.values()) > max_ranks or BATCH % replicas:
         return None
+    axes = {axis for axis, degree in degrees.items() if degree > 1}
+    needs = {name: with_needs([name]) for name, f in FEATURES.items() if f.group in groups}
     fits = {
         name
-        for name, f in FEATURES.items()
-        if f.group in LAYOUT and {FEATURES[n].axis for n in with_needs([name])} - {""} <= axes
+        for name, needed in needs.items()
+        if {FEATURES[n].axis for n in needed} - {""} <= axes and not ({"zero-1"} - {kind}) & needed
     }
-    chosen = _some(rng, fits, "experts" in model)
-    is_free = "dp" in chosen and not {"zero-1", "fsdp2", "fsdp2-kept", "hsdp"} & with_needs(chosen)
-    share = BATCH // prod(degrees[axis] for axis in ("dp", "instances"))
+    chosen = _some(rng, fits, "experts" in model) | ({kind} & FEATURES.keys())
+    share = BATCH // replicas
     sizes = Sizes(
         **{axis: degrees[axis] for axis in axes},
         ep=rng.choice((2, 4)),
@@ -129,8 +139,10 @@ def _any_layout(
     case = case_of(model | chosen, sizes)
     if case.numbers()["layers"] != layers or case.world_size > max_ranks:
         return None
-    flags = f"--global-batch-size {BATCH} {rng.choice(BY_FLAG) if is_free else ''}"
-    return Sharded(case.features, sizes, flags)
+    flags = f"--global-batch-size {BATCH}"
+    return Sharded(
+        case.features, sizes, f"{flags} {SHARD} {kind}" if kind.startswith("optim") else flags
+    )
 
 
 @dataclass
@@ -236,7 +248,7 @@ def main() -> int:
         refused += pair.refused
         for case in (pair.saved, pair.loaded):
             features.update(name for name in case.features if FEATURES[name].is_layout)
-            features.update(re.findall(r"strategy (\w+)", " ".join(case.command())))
+            features.update(re.findall(r"strategy (optim_grads\w*)", " ".join(case.command())))
         with tempfile.TemporaryDirectory(prefix="reshard-") as folder:
             try:
                 wrong = differences(pair, Path(folder))

@@ -306,19 +306,26 @@ def load(
 def fill(wanted: Sequence[ShardedTensor], reader: CheckpointReader, *, cast: bool = False) -> None:
     """Read what ``reader`` has of ``wanted`` into its views, in threads of this rank.  Local.
 
-    Raises what the first that fails raises; others may be filled or not.
+    What lies in the same memory is read in the order of ``wanted``: a fully sharded weight is its
+    own main parameter, which comes behind it.  Raises what the first that fails raises; others may
+    be filled or not.
     """
+    places: dict[int, list[ShardedTensor]] = {}
+    for tensor in wanted:
+        if tensor.pieces:
+            places.setdefault(tensor.pieces[0].data.data_ptr(), []).append(tensor)
 
-    def fill_one(tensor: ShardedTensor) -> None:
-        fault_point("load.tensor")
-        if tensor.key in reader.tensors:
-            reader.load(tensor, cast=cast)
+    def fill_place(tensors: Sequence[ShardedTensor]) -> None:
+        for tensor in tensors:
+            fault_point("load.tensor")
+            if tensor.key in reader.tensors:
+                reader.load(tensor, cast=cast)
 
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // ranks))
-    largest_first = sorted(wanted, key=lambda tensor: -tensor.num_bytes)
+    largest_first = sorted(places.values(), key=lambda place: -place[0].num_bytes)
     with ThreadPoolExecutor(threads) as pool:
-        deque(pool.map(fill_one, largest_first), maxlen=0)
+        deque(pool.map(fill_place, largest_first), maxlen=0)
 
 
 def together(error: CheckpointError | None, group: ProcessGroup | None) -> None:

@@ -326,6 +326,20 @@ def test_what_was_saved_comes_back(tmp_path):
     assert (differences.absent, differences.unused) == ((), ())
 
 
+def test_a_main_parameter_that_is_the_weight_itself_is_loaded_behind_it(tmp_path):
+    """As full sharding has them: the file holds the weight in 16 bits."""
+    info, main = ParamInfo(global_shape=(100,)), torch.rand(100)
+
+    def records(values: torch.Tensor):
+        weight = from_param("w", info, values, dtype=torch.bfloat16)
+        return [weight, from_param("optimizer.state.fp32_param.w", info, values)]
+
+    made = Contents(tensors=records(main), common={})
+    loaded = torch.zeros(100)
+    load(save(tmp_path, 1, made, None).folder, records(loaded), None)
+    assert torch.equal(loaded, main)
+
+
 def test_missing_and_unexpected_tensors_are_named_and_stop_the_load(tmp_path):
     folder = save(tmp_path, 3, contents(3), None).folder
     with pytest.raises(CheckpointError, match=r"needs 2 tensors that it does not hold: t5, t6;"):
