@@ -10,7 +10,7 @@ import argparse
 import enum
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -51,7 +51,6 @@ _OWN = {
     "replication_jump": None,
     "replication_factor": 2,
     "virtual_ranks": None,
-    "sequence_parallel": False,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
     "cp_comm_type": ["p2p"],
@@ -168,7 +167,10 @@ def generation_config(
         "distributed_backend": None,
     }
     vars(namespace).update(_OWN | own)
-    return resolve(namespace, ranks, extra={})
+    # Ranks route the same few tokens each, which nothing but a gradient would count twice.
+    namespace.sequence_parallel = ranks > 1 and bool(namespace.num_experts)
+    config = resolve(namespace, ranks, extra={})
+    return replace(config, model=replace(config.model, sequence_parallel=False))
 
 
 def saved_namespace(asked: Mapping[str, Any]) -> argparse.Namespace:
