@@ -76,6 +76,7 @@ FORCED = (
     "qk_head_dim",
     "qk_pos_emb_head_dim",
     "v_head_dim",
+    "mtp_num_layers",
     "rotary_scaling_factor",
     "mscale",
     "mscale_all_dim",
