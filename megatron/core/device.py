@@ -44,6 +44,12 @@ def current() -> torch.device:
     return _current
 
 
+def use_in_this_thread() -> None:
+    """Say so in a thread that was started later: each begins with the first GPU."""
+    if _has_gpu():
+        torch.cuda.set_device(_current)
+
+
 @contextlib.contextmanager
 def imagining(
     wanted: Literal["auto", "cpu", "cuda"], *, without_memory: bool = True

@@ -259,11 +259,9 @@ class ModelParallelConfig:
         False,
         "Overlap the travel of tokens with another micro-batch's compute.",
         group="moe",
-        refused="it is not in this version; drop the flag: the result is the same",
     )
     delay_wgrad_compute: bool = option(
         False,
         "Compute weight gradients apart from input gradients, to overlap more.",
         group="moe",
-        ignored=states.only_with("--overlap-moe-expert-parallel-comm"),
     )

@@ -6,9 +6,11 @@ pass; with overlapped reduction, those of a chunk's gradients in its last pass, 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -23,10 +25,18 @@ from megatron.core.pipeline_parallel.microbatch import (
     collect_step,
     forward_step,
 )
-from megatron.core.pipeline_parallel.plan import Exchange, Instruction, Placement, Transfer, Work
+from megatron.core.pipeline_parallel.plan import (
+    Exchange,
+    Instruction,
+    Placement,
+    Transfer,
+    Work,
+    is_pair,
+)
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
+from megatron.core.turns import run_in_turns
 from megatron.core.utils import get_attr_wrapped_model
 
 
@@ -62,6 +72,10 @@ class StepTask:
     collect_non_loss_data: bool = False
     # Last micro-batches whose weight gradient of the output layer waits until this rank is done.
     num_deferred: int = 0
+    # Whether a forward and the backward pass behind it take turns where tokens travel to experts.
+    in_pairs: bool = False
+    # Whether weight gradients of such a backward pass wait until its tokens travel.
+    delays_weights: bool = False
 
 
 @dataclass
@@ -101,6 +115,8 @@ class Executor:
         self._final: set[Work] = set()  # last of their kind in their chunk
         self._last: dict[int, Work] = {}  # of all passes of a chunk that add to its gradients
         self.deferred = WeightGradQueue() if task.num_deferred else None
+        self._weights_of_pair = WeightGradQueue() if task.delays_weights else None
+        self._delayed: WeightGradQueue | None = None  # while a pair runs
         self._num_passes = 0
         self._to_reduce: list[tuple[int, SyncsGradients]] = []  # after which pass, whose gradients
 
@@ -116,8 +132,13 @@ class Executor:
         Gradients are complete on this rank, and their reduction under way, when it returns.
         """
         self.begin(instructions)
-        for instruction in instructions:
-            self.do(instruction)
+        rest = deque(instructions)
+        while rest:
+            one = rest.popleft()
+            if self.task.in_pairs and rest and is_pair(one, rest[0]):
+                self._both(one, rest.popleft())
+            else:
+                self.do(one)
         self._run_deferred()
         if self._mailbox is not None:
             self._mailbox.close()
@@ -142,6 +163,19 @@ class Executor:
             self._backward(instruction)
         else:
             self._weight(instruction)
+
+    def _both(self, forward: Instruction, backward: Instruction) -> None:
+        """A pair: one computes while tokens of the other travel."""
+        self._delayed = self._weights_of_pair
+
+        def while_travelling(which: int) -> None:
+            if which == 1 and self._delayed is not None:
+                self._delayed.run()
+
+        try:
+            run_in_turns(partial(self.do, forward), partial(self.do, backward), while_travelling)
+        finally:
+            self._delayed = None
 
     def _forward(self, work: Work) -> None:
         stage, model, task = self.stages[work.chunk], self.chunks[work.chunk], self.task
@@ -190,6 +224,8 @@ class Executor:
                 backward_step(alive.loss, work.microbatch, hooks)
             elif alive.begin is not None:
                 torch.autograd.backward(alive.begin, gradient)
+            if self._delayed is not None:
+                self._delayed.run()
         if alive.received is not None:
             to_previous = Transfer("gradient", work.microbatch, stage, stage - 1)
             assert alive.received.grad is not None, f"stage {stage} does not use its input"
@@ -202,8 +238,9 @@ class Executor:
 
     def _collected(self, work: Work, alive: _Alive) -> AbstractContextManager[None]:
         """Where weight gradients go that are not computed at once."""
-        if alive.later is not None:
-            return alive.later.collecting()
+        later = self._delayed if alive.later is None else alive.later
+        if later is not None:
+            return later.collecting()
         first_deferred = self.task.rule.num_microbatches - self.task.num_deferred
         if self.deferred is None or alive.loss is None or work.microbatch < first_deferred:
             return nullcontext()

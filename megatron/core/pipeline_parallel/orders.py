@@ -27,11 +27,14 @@ def schedule_of(
     num_microbatches: int,
     group: int | None = None,
     forward_only: bool = False,
+    in_pairs: bool = False,
 ) -> tuple[Placement, Orders]:
     """Where the stages lie and what each rank does, for ``--pipeline-schedule name``.
 
     ``group`` is the number of micro-batches that go through one chunk in a row (default: as many
     as there are ranks).  None is 1f1b, or interleaved where a rank has several chunks.
+    ``in_pairs`` runs further ahead, so that a forward and the backward pass behind it can be one
+    (`is_pair`).
     """
     name = name or ("interleaved" if num_chunks > 1 else "1f1b")
     if sentence := wrong_chunks(name, num_chunks):
@@ -39,7 +42,7 @@ def schedule_of(
     placement = placement_of(name, num_ranks, num_chunks)
     group = group or num_ranks
     return placement, tuple(
-        _order(name, placement, rank, num_microbatches, group, forward_only)
+        _order(name, placement, rank, num_microbatches, group, forward_only, in_pairs)
         for rank in range(num_ranks)
     )
 
@@ -63,6 +66,7 @@ def _order(
     num_microbatches: int,
     group: int,
     forward_only: bool,
+    in_pairs: bool,
 ) -> tuple[Work, ...]:
     if name == "zb-v":
         if forward_only:
@@ -74,7 +78,7 @@ def _order(
     passes = _in_groups(sizes, placement.num_chunks)
     if forward_only:
         return tuple(Work("forward", m, c) for m, c in passes)
-    return _alternate(placement, rank, passes, sizes[0])
+    return _alternate(placement, rank, passes, sizes[0], in_pairs)
 
 
 def _forward_v(placement: Placement, rank: int, num_microbatches: int) -> tuple[Work, ...]:
@@ -87,7 +91,11 @@ def _forward_v(placement: Placement, rank: int, num_microbatches: int) -> tuple[
 
 
 def _alternate(
-    placement: Placement, rank: int, passes: list[tuple[int, int]], first_group: int
+    placement: Placement,
+    rank: int,
+    passes: list[tuple[int, int]],
+    first_group: int,
+    in_pairs: bool,
 ) -> tuple[Work, ...]:
     """Warm up with forwards, alternate forward and backward, drain with backwards."""
     last_chunk = placement.num_chunks - 1
@@ -95,7 +103,8 @@ def _alternate(
     backwards = [Work("backward", m, last_chunk - c) for m, c in passes]
     behind = placement.num_ranks - 1 - rank
     # With chunks a rank runs one more forward ahead, so that transfers overlap with work.
-    warmup = 2 * behind + last_chunk * first_group if last_chunk else behind
+    is_ahead = last_chunk > 0 or in_pairs
+    warmup = 2 * behind + last_chunk * first_group + in_pairs if is_ahead else behind
     steps = zip_longest(forwards[warmup:], backwards)
     return (*forwards[:warmup], *(work for step in steps for work in step if work is not None))
 

@@ -23,6 +23,20 @@ class Work(NamedTuple):
     chunk: int  # which of this rank's model chunks
 
 
+def is_pair(one: object, other: object) -> bool:
+    """Whether two passes of a rank, next to each other, can run at once: neither needs the other.
+
+    So it is in plans that are made for pairs (`orders`), where what a backward pass needs is there
+    before the forward pass in front of it.
+    """
+    return (
+        isinstance(one, Work)
+        and isinstance(other, Work)
+        and (one.kind, other.kind) == ("forward", "backward")
+        and one.microbatch != other.microbatch
+    )
+
+
 class Transfer(NamedTuple):
     """One tensor on its way from a virtual stage to a neighbour on another rank."""
 

@@ -77,6 +77,8 @@ def forward_backward(
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
         num_deferred=num_deferred,
+        in_pairs=config.overlap_moe_expert_parallel_comm,
+        delays_weights=config.delay_wgrad_compute,
     )
     mailbox = _mailbox(config, groups, placement, hooks, (seq_length, micro_batch_size))
     data = _listed(data_iterator)
@@ -105,6 +107,7 @@ def plan_of(
     forward_only: bool = False,
 ) -> tuple[Placement, list[list[Instruction]]]:
     """Where the stages of ``config``'s schedule lie, and what each pipeline rank does in a step."""
+    in_pairs = config.overlap_moe_expert_parallel_comm and not forward_only
     placement, orders = schedule_of(
         config.pipeline_schedule if num_ranks > 1 else None,
         num_ranks=num_ranks,
@@ -112,9 +115,10 @@ def plan_of(
         num_microbatches=num_microbatches,
         group=config.microbatch_group_size_per_vp_stage if num_chunks > 1 else None,
         forward_only=forward_only,
+        in_pairs=in_pairs,
     )
     early = num_ranks > 1 and config.overlap_p2p_comm_warmup_flush
-    return placement, instructions(orders, placement, early=early)
+    return placement, instructions(orders, placement, early=early, in_pairs=in_pairs)
 
 
 # The reference's names: the layout, not the caller, decides which schedule it is.

@@ -108,6 +108,7 @@ SWITCHES = {
     "overlap_param_gather_with_optimizer_step": (
         "--overlap-param-gather-with-optimizer-step --overlap-param-gather --overlap-grad-reduce"
     ),
+    "delay_wgrad_compute": "--delay-wgrad-compute",
     "manual_gc_eval": "--no-manual-gc-eval",
     "use_pytorch_profiler": "--use-pytorch-profiler",
     "no_save_optim": "--no-save-optim",

@@ -1,10 +1,12 @@
 """Every plan run against NCCL's rules on a clock, and its figures against the published ones."""
 
+from itertools import pairwise
+
 import pytest
 
 from megatron.core.pipeline_parallel.instructions import instructions
 from megatron.core.pipeline_parallel.orders import schedule_of
-from megatron.core.pipeline_parallel.plan import Exchange, Placement, Transfer, Work
+from megatron.core.pipeline_parallel.plan import Exchange, Placement, Transfer, Work, is_pair
 from megatron.core.pipeline_parallel.simulate import (
     DeadlockError,
     Durations,
@@ -33,6 +35,40 @@ def all_layouts():
             for chunks in (2, 3):
                 for group in {ranks, ranks + 1, ranks + 3}:
                     yield "interleaved", {**sizes, "num_chunks": chunks, "group": group}
+
+
+@pytest.mark.parametrize("blocking", [False, True], ids=["overlap", "blocking"])
+def test_of_a_pair_of_passes_neither_needs_the_other(blocking):
+    for name, sizes in all_layouts():
+        if name.startswith("zb"):
+            continue
+        placement, work = schedule_of(name, in_pairs=True, **sizes)
+        plan = instructions(work, placement, in_pairs=True)
+        turned = [list(rank) for rank in plan]
+        for rank in turned:
+            at = 0
+            while at + 1 < len(rank):
+                if is_pair(*rank[at : at + 2]):
+                    rank[at : at + 2] = rank[at + 1], rank[at]
+                    at += 1
+                at += 1
+        for order in (plan, turned):
+            simulate(order, placement, blocking=blocking)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_pairs_fill_the_steady_state_and_cost_no_time(name, chunks):
+    sizes = {"num_ranks": 4, "num_microbatches": 16, "num_chunks": chunks}
+    one = Durations(weight=0)
+    plain = run(name, one, **sizes)
+    placement, work = schedule_of(name, in_pairs=True, **sizes)
+    plan = instructions(work, placement, in_pairs=True)
+    assert simulate(plan, placement, one).finish == plain.finish
+    for rank in plan:
+        forwards = sum(isinstance(w, Work) and w.kind == "forward" for w in rank)
+        warmup = next(i for i, w in enumerate(w for w in rank if isinstance(w, Work))
+                      if w.kind == "backward") - 1  # fmt: skip
+        assert sum(is_pair(*pair) for pair in pairwise(rank)) == forwards - warmup
 
 
 @pytest.mark.feature("Pipeline parallel: no schedule can deadlock, shown by simulating each")

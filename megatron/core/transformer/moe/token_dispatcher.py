@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.moe.permute import Order, by_expert, combine, expand
 from megatron.core.transformer.moe.routing import Routing
+from megatron.core.turns import give_way
 
 Back = Callable[[Tensor], Tensor]
 Meanwhile = Callable[[], None]
@@ -183,23 +184,26 @@ def _sent(
     experts = [number for _ in range(size) for number in range(num_local)]
     sorting = by_expert(_repeated(experts, [n for row in coming for n in row], device).unsqueeze(1))
 
-    def there(rows: Tensor, meanwhile: Meanwhile | None = None) -> Tensor:
-        rows = rows if doubled is None else expand(rows, doubled)
-        if meanwhile is None:
-            return expand(_Exchange.apply(rows, sending, receiving, group), sorting)
+    def back(rows: Tensor) -> Tensor:
+        (rows,) = _Exchange.apply(receiving, sending, group, combine(rows, sorting))
+        return arrived.back(rows if doubled is None else combine(rows, doubled))
+
+    weights, rows = arrived.weights.unsqueeze(1), arrived.rows
+    if doubled is not None:
+        weights, rows = expand(weights, doubled), expand(rows, doubled)
+    if meanwhile is None:
+        weights, rows = _Exchange.apply(sending, receiving, group, weights, rows)
+    else:
+        (weights,) = _Exchange.apply(sending, receiving, group, weights)
         flight = _Flight(sending, receiving, group)
         rows = _Depart.apply(rows, flight)
         meanwhile()
-        return expand(_Land.apply(rows, flight), sorting)
-
-    def back(rows: Tensor) -> Tensor:
-        rows = _Exchange.apply(combine(rows, sorting), receiving, sending, group)
-        return arrived.back(rows if doubled is None else combine(rows, doubled))
-
-    weights = there(arrived.weights.unsqueeze(1)).squeeze(1)
-    return Arrived(
-        there(arrived.rows, meanwhile), weights, [sum(n) for n in zip(*coming, strict=True)], back
+        rows = _Land.apply(rows, flight)
+    weights, counts = (
+        expand(weights, sorting).squeeze(1),
+        [sum(n) for n in zip(*coming, strict=True)],
     )
+    return Arrived(expand(rows, sorting), weights, counts, back)
 
 
 def _copies_of_blocks(sizes: list[int], copies: int, device: torch.device) -> Order | None:
@@ -219,27 +223,30 @@ def _repeated(numbers: Sequence[int], times: Sequence[int], device: torch.device
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows with counts per rank."""
+    """All-to-all of several tensors with the same counts of rows per rank."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, sending: list[int], receiving: list[int], group: ProcessGroup
-    ) -> Tensor:
+        ctx: Any, sending: list[int], receiving: list[int], group: ProcessGroup, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.args = sending, receiving, group
-        return _exchanged(rows, sending, receiving, group)
+        return _exchanged(sending, receiving, group, tensors)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         sending, receiving, group = ctx.args
-        return _exchanged(grad, receiving, sending, group), None, None, None
+        return None, None, None, *_exchanged(receiving, sending, group, grads)
 
 
 def _exchanged(
-    rows: Tensor, sending: list[int], receiving: list[int], group: ProcessGroup
-) -> Tensor:
-    out = rows.new_empty((sum(receiving), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), receiving, sending, group=group)
-    return out
+    sending: list[int], receiving: list[int], group: ProcessGroup, tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """While they travel another pass may compute."""
+    flights = [_Flight(sending, receiving, group) for _ in tensors]
+    for flight, tensor in zip(flights, tensors, strict=True):
+        flight.start(tensor)
+    give_way()
+    return tuple(flight.wait() for flight in flights)
 
 
 class _Flight:

@@ -149,6 +149,30 @@ def dispatcher_suits_the_load(run: RunConfig) -> Iterator[str]:
         yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
 
 
+def tokens_can_travel_beside_work(run: RunConfig) -> Iterator[str]:
+    """Two passes take turns where tokens travel; a recomputed layer must not stop in the middle."""
+    m, flag = run.model, "--overlap-moe-expert-parallel-comm"
+    if not m.overlap_moe_expert_parallel_comm:
+        return
+    if m.num_moe_experts is None or m.expert_model_parallel_size < 2:
+        yield f"{flag} needs --expert-model-parallel-size above 1: else no token travels"
+    if m.moe_token_dispatcher_type == "allgather":
+        yield f"{flag} needs --moe-token-dispatcher-type alltoall or flex, not allgather"
+    if m.recompute_granularity == "full" or "moe" in m.modules_to_recompute:
+        yield f"{flag} excludes recomputing whole layers of experts: choose --recompute-modules"
+    if (m.pipeline_schedule or "").startswith("zb"):
+        yield f"{flag} and --pipeline-schedule {m.pipeline_schedule} exclude each other"
+    if run.distributed.virtual_ranks is not None:
+        ranks = run.distributed.virtual_ranks
+        yield f"{flag} needs a process for each rank: drop --virtual-ranks {ranks}, use torchrun"
+    for other, is_given in (
+        ("--mtp-num-layers", m.mtp_num_layers is not None),
+        ("--defer-embedding-wgrad-compute", m.defer_embedding_wgrad_compute),
+    ):
+        if m.delay_wgrad_compute and is_given:
+            yield f"--delay-wgrad-compute and {other} exclude each other: drop one of them"
+
+
 def experts_can_be_made_of_an_mlp(run: RunConfig) -> Iterator[str]:
     """What a token's experts compute has to add up to the dense MLP."""
     m, c = run.model, run.checkpoint
@@ -193,5 +217,6 @@ CHECKS = (
     choice_can_be_made,
     balancing_fits_together,
     dispatcher_suits_the_load,
+    tokens_can_travel_beside_work,
     experts_can_be_made_of_an_mlp,
 )
