@@ -359,5 +359,7 @@ def order_of_events(rank: int, size: int) -> list[str]:
 
 @pytest.mark.feature("Mixture of experts: shared experts are computed while tokens travel")
 def test_shared_experts_are_computed_while_tokens_travel() -> None:
-    events = ["start", "shared", "wait", "start", "shared, backward", "wait"]
-    assert run_ranks(order_of_events, 2) == [events, events]
+    weights = results = ["start", "wait"]
+    forward = [*weights, "start", "shared", "wait", *results]
+    backward = [*results, "start", "shared, backward", "wait", *weights]
+    assert run_ranks(order_of_events, 2) == [forward + backward] * 2

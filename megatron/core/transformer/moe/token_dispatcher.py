@@ -199,11 +199,8 @@ def _sent(
         rows = _Depart.apply(rows, flight)
         meanwhile()
         rows = _Land.apply(rows, flight)
-    weights, counts = (
-        expand(weights, sorting).squeeze(1),
-        [sum(n) for n in zip(*coming, strict=True)],
-    )
-    return Arrived(expand(rows, sorting), weights, counts, back)
+    counts = [sum(n) for n in zip(*coming, strict=True)]
+    return Arrived(expand(rows, sorting), expand(weights, sorting).squeeze(1), counts, back)
 
 
 def _copies_of_blocks(sizes: list[int], copies: int, device: torch.device) -> Order | None:
