@@ -6,8 +6,10 @@ hands over at the same places every time, so that all ranks begin their collecti
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -46,21 +48,26 @@ class _Turns:
         self.turns[self.running].release()
 
     def run(self, me: int, work: Callable[[], None]) -> None:
-        """All of one pass; its failure is kept."""
+        """All of one pass."""
         torch._C._stash_obj_in_tls(_TURNS, self)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.push(partial(self._end, me))
             if me == 1:
                 device.use_in_this_thread()
                 self.await_turn(me)
             work()
-        except _Stopped:
-            pass
-        except BaseException as error:  # it is raised in the caller's thread
+
+    def _end(
+        self, me: int, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool:
+        """Last words of a pass, as the exit of a context: its failure is kept here."""
+        del kind, trace
+        torch._C._stash_obj_in_tls(_TURNS, None)
+        if error is not None and not isinstance(error, _Stopped):
             self.failure = error
-        finally:
-            torch._C._stash_obj_in_tls(_TURNS, None)
-            self.has_ended[me] = True
-            self._run_the_other()
+        self.has_ended[me] = True
+        self._run_the_other()
+        return True
 
 
 def run_in_turns(
