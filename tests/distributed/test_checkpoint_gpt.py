@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megatron.core.dist_checkpointing.foreign.archive import MappedFile
+from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training import checkpoint_io, setup
 from megatron.training.initialize import configure, start
@@ -32,7 +34,7 @@ LAYOUTS = [  # ranks, tensor parallel and other flags; one loaded from the other
     (2, "1 --pipeline-model-parallel-size 2"),
     (4, f"1 {ZERO} {INSTANCES}"),
     (4, f"1 --pipeline-model-parallel-size 2 {ZERO}"),
-    (2, f"1 {SHARD} optim_grads_params --ckpt-format fsdp_dtensor --init-model-with-meta-device"),
+    (2, f"1 {SHARD} optim_grads_params --init-model-with-meta-device"),
     (4, f"1 {SHARD} optim_grads {INSTANCES} --enable-full-sharding-in-hsdp"),
     (4, "2 --use-torch-fsdp2"),
     (1, "1"),
@@ -79,3 +81,26 @@ def test_resharding_is_the_identity(tmp_path, model):
             assert found[key].dtype == tensor.dtype, key
             assert torch.equal(found[key], tensor), (key, LAYOUTS[i])
         last = root
+
+
+@pytest.mark.feature("Checkpoints: fsdp_dtensor, state by name of parameter, written and read")
+def test_sharded_runs_write_a_format_that_others_read(tmp_path):
+    flags = [*MODELS["llama"], "--train-iters", "3", "--save-interval", "100"]
+    first, sharded, back = (tmp_path / name for name in ("first", "sharded", "back"))
+    run_gpt(tmp_path, *flags, "--save", str(first))
+    expected = content(first)
+    shard = [*SHARD.split(), "optim_grads_params", "--ckpt-format", "fsdp_dtensor"]
+    there = ["--load", str(first), "--save", str(sharded), *shard]
+    run_ranks(load_and_save, 2, [*TINY, *flags, *there])
+    index = DcpIndex(sharded / "iter_0000003", MappedFile)
+    layer = "module.module.module.decoder.layers.0."
+    halves = {f"optimizer.state.{layer}mlp.linear_fc1.weight{x}.exp_avg" for x in ("_w", "_v")}
+    assert halves <= index.tensors.keys()
+    assert "model.module.embedding.word_embeddings.weight" in index.tensors
+    parallel = ["--tensor-model-parallel-size", "2"]
+    run_ranks(
+        load_and_save, 2, [*TINY, *flags, "--load", str(sharded), "--save", str(back), *parallel]
+    )
+    found = content(back)
+    assert found.keys() == expected.keys()
+    assert [k for k, v in expected.items() if not torch.equal(found[k], v)] == []

@@ -181,12 +181,27 @@ def convert_checkpoint(args: argparse.Namespace) -> None:
     )
 
 
-def refuse_fsdp(args: argparse.Namespace) -> None:
-    """The reference's converter for its own FSDP."""
-    raise ConfigError(
-        f"convert-torch-dist-to-fsdp-dtensor {args.input_dir}: fsdp_dtensor is not written; a "
-        "checkpoint needs no conversion here, sharded runs --load it as it is"
+def convert_to_fsdp(args: argparse.Namespace) -> None:
+    """Any checkpoint in the format of Megatron-LM's FSDP."""
+    for flag, default in _PREFIXES.items():
+        found = vars(args)[flag.removeprefix("--").replace("-", "_")]
+        if found not in (None, default):
+            raise ConfigError(f"{flag} {found}: keys begin with {default}, leave it out")
+    convert(
+        Wanted(
+            source=args.input_dir,
+            target=args.output_dir,
+            format="fsdp_dtensor",
+            args={"swiglu": True} if args.swiglu else {},
+            step=args.ckpt_step,
+        )
     )
+
+
+_PREFIXES = {
+    "--output-optimizer-state-prefix": "optimizer.state.module.module.module",
+    "--output-model-weight-prefix": "model.module",
+}
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -219,14 +234,10 @@ def get_parser() -> argparse.ArgumentParser:
     sub.add_argument("--format", choices=tuple(FORMATS), default=next(iter(FORMATS)))
     sub = command("convert-checkpoint", convert_checkpoint, "input_dir", "output_dir")
     sub.add_argument("--format", choices=(HF, *FORMATS), default=next(iter(FORMATS)))
-    sub = command("convert-torch-dist-to-fsdp-dtensor", refuse_fsdp, "input_dir", "output_dir")
+    sub = command("convert-torch-dist-to-fsdp-dtensor", convert_to_fsdp, "input_dir", "output_dir")
     for flag in ("--swiglu", "--oom-traceback"):
         sub.add_argument(flag, action="store_true")
-    for flag in (
-        "--distributed-timeout-minutes",
-        "--output-optimizer-state-prefix",
-        "--output-model-weight-prefix",
-    ):
+    for flag in ("--distributed-timeout-minutes", *_PREFIXES):
         sub.add_argument(flag)
     return parser
 

@@ -98,12 +98,6 @@ def data_parallel_sharding(ns: Namespace) -> Iterator[str]:
         )
     ns.use_distributed_optimizer = strategy == "optim" or shares_instances(ns)
     ns.overlap_param_gather_with_optimizer_step &= strategy == "optim"
-    if ns.ckpt_format == "fsdp_dtensor":
-        ns.ckpt_format = "safetensors_dist"
-        yield (
-            "--ckpt-format fsdp_dtensor: checkpoints are written as safetensors_dist, which loads "
-            "in any layout"
-        )
 
 
 def pipeline(ns: Namespace) -> Iterator[str]:

@@ -82,7 +82,7 @@ class CheckpointConfig:
         True,
         "Let keys be missing when a sharded FSDP checkpoint is loaded.",
         group="checkpointing",
-        ignored="such checkpoints are written as safetensors_dist; see --dist-ckpt-strictness",
+        ignored="--dist-ckpt-strictness says for every format what may be missing",
     )
     non_persistent_save_interval: int | None = option(
         None,

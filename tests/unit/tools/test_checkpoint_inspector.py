@@ -85,7 +85,8 @@ def test_names_are_changed_in_a_copy(
 
 
 def test_what_is_not_served_is_said(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="fsdp_dtensor is not written"):
-        main(["convert-torch-dist-to-fsdp-dtensor", str(folder), str(tmp_path / "x"), "--swiglu"])
+    there = ["convert-torch-dist-to-fsdp-dtensor", str(folder), str(tmp_path / "x")]
+    with pytest.raises(ConfigError, match="prefix mine: keys begin with model.module"):
+        main([*there, "--output-model-weight-prefix", "mine"])
     with pytest.raises(ConfigError, match="--enable-msc: checkpoints are read from local files"):
         main(["inspect", str(folder), "--enable-msc"])

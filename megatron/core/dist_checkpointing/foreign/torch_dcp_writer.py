@@ -1,12 +1,18 @@
-"""Writes format ``torch_dcp``: the state dict of format torch, flattened into PyTorch's own files.
+"""Writes formats ``torch_dcp`` and ``fsdp_dtensor``: flattened state dicts in PyTorch's own files.
 
 Shares are put together by whoever loads: a tensor has its whole shape, whatever layout wrote it.
+
+``torch_dcp`` is the state dict of format torch.  In ``fsdp_dtensor`` the optimizer's state has the
+names of parameters, and the halves of a gated MLP are two tensors, ``_w`` and ``_v``.  Of it the
+prefixes, the halves and the absence of other files are known; that groups are described by
+parameter (``param_to_group_meta``) and what a main parameter is called are inferred.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +23,8 @@ from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
 from megatron.core.dist_checkpointing.foreign.dcp_writer import DcpFile, write_metadata
 from megatron.core.dist_checkpointing.foreign.foreign_reader import STATE_PREFIX
 from megatron.core.dist_checkpointing.foreign.model_order import ordered_names
-from megatron.core.dist_checkpointing.foreign.names import is_buffer, split_state
-from megatron.core.dist_checkpointing.foreign.optimizer_order import numbered_groups
+from megatron.core.dist_checkpointing.foreign.names import cut_of, is_buffer, split_state
+from megatron.core.dist_checkpointing.foreign.optimizer_order import group_of, numbered_groups
 from megatron.core.dist_checkpointing.foreign.reference_values import (
     grad_scaler,
     is_half,
@@ -31,6 +37,7 @@ from megatron.core.dist_checkpointing.manifest import FileEntry
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 _RNG = "rng_state"
+_HALVES = ("_w", "_v")
 
 
 @dataclass(frozen=True)
@@ -49,29 +56,56 @@ def write_rank_files(
     iteration: int,
     attempt: str,
     asked: Mapping[str, Any],
+    in_halves: bool = False,
 ) -> RankReport:
     """Write and fsync the file of one rank.  Local.  Raises OSError."""
-    del attempt, asked
+    del attempt
     file = DcpFile(folder, rank, 0, iteration)
     report = RankReport(tensors={}, files={})
     for tensor in tensors:
-        pieces = [
-            {**file.add(p.data.to(tensor.dtype)), "offset": list(p.offset), "shape": list(p.shape)}
-            for p in tensor.pieces
-        ]
-        report.tensors[tensor.key] = {
-            "shape": list(tensor.global_shape),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "pieces": pieces,
-        }
+        is_cut = in_halves and cut_of(split_state(tensor.key)[1], asked).num_blocks == 2
+        for suffix, shape, boxes in _halves(tensor) if is_cut else [_whole(tensor)]:
+            pieces = [
+                {**file.add(data.to(tensor.dtype)), "offset": offset, "shape": list(data.shape)}
+                for offset, data in boxes
+            ]
+            report.tensors[tensor.key + suffix] = {
+                "shape": shape,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "pieces": pieces,
+            }
     if rank_state is not None and rank == 0:
         report.tensors[_RNG] = dict(rank_state[_RNG])
     report.files[file.name] = asdict(file.close())
     return report
 
 
+_Part = tuple[str, list[int], list[tuple[list[int], Tensor]]]  # suffix, shape, offsets and values
+
+
+def _whole(tensor: ShardedTensor) -> _Part:
+    return "", list(tensor.global_shape), [(list(p.offset), p.data) for p in tensor.pieces]
+
+
+def _halves(tensor: ShardedTensor) -> Iterator[_Part]:
+    size = tensor.global_shape[0] // 2
+    for number, suffix in enumerate(_HALVES):
+        boxes = []
+        for piece in tensor.pieces:
+            first = piece.offset[0]
+            low, high = max(first, number * size), min(first + piece.shape[0], (number + 1) * size)
+            if low < high:
+                rows = piece.data.narrow(0, low - first, high - low)
+                boxes.append(([low - number * size, *piece.offset[1:]], rows))
+        yield suffix, [size, *tensor.global_shape[1:]], boxes
+
+
 def complete(
-    folder: Path, reports: Sequence[RankReport], common: Mapping[str, Any]
+    folder: Path,
+    reports: Sequence[RankReport],
+    common: Mapping[str, Any],
+    *,
+    state_dict: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]],
 ) -> dict[str, FileEntry]:
     """Write and fsync what is one for all ranks, and ``.metadata``."""
     stored: dict[str, dict[str, Any]] = {}
@@ -81,7 +115,7 @@ def complete(
             stored.setdefault(key, {**entry, "pieces": []})["pieces"] += entry["pieces"]
     for key, entry in stored.items():
         check_written_once(key, entry)
-    state = _state_dict(stored, common)
+    state = state_dict(stored, common)
     if rng is not None:
         state[_RNG] = [reference_rng(rng)]
     extra = DcpFile(folder, 0, 1, common["iteration"])
@@ -104,10 +138,50 @@ def complete(
     return {extra.name: closed, METADATA: write_metadata(folder, tensors, objects, paths=where)}
 
 
-TORCH_DCP = Format("torch_dcp", write_rank_files, complete, is_foreign=True)
+def _by_name(stored: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested state dict of ``fsdp_dtensor``, with `_Stored` for tensors of the ranks."""
+    asked = common["args"]
+    every = range(int(asked.get("num_experts") or 0))
+    weights = {name.removesuffix("_w").removesuffix("_v") for name in stored}
+    names = [
+        (local + suffix, name + suffix)
+        for local, name in ordered_names(weights, asked, experts=every)
+        for suffix in ("", *_HALVES)
+        if name and name + suffix in stored
+    ]
+    state = reference_values(common)
+    state["model"] = {f"module.{local}": _Stored(name) for local, name in names}
+    if common.get("optimizer") is None:
+        return state
+    step = torch.tensor(float(common["optimizer"]["step"]))
+    groups = {
+        (float(group["wd_mult"]), bool(group["is_decoupled_lr"])): group
+        for group in param_groups(common, with_step=False)
+    }
+    of_param: dict[str, dict[str, Any]] = {}
+    meta: dict[str, Any] = {}
+    for local, name in names:
+        if is_buffer(name):
+            continue
+        inside = f"module.module.module.{local}"
+        keys = {kind: f"{STATE_PREFIX}{kind}.{name}" for kind in _KINDS}
+        found = {_KINDS[kind]: _Stored(key) for kind, key in keys.items() if key in stored}
+        of_param[inside] = {"step": step, **found}
+        meta[inside] = groups[group_of(name, len(stored[name]["shape"]), asked)]
+    inner = {"state": of_param, "param_to_group_meta": meta}
+    state["optimizer"] = {**inner, **grad_scaler(common)}
+    return state
 
 
-def _state_dict(stored: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+_KINDS = {
+    "exp_avg": "exp_avg",
+    "exp_avg_sq": "exp_avg_sq",
+    "momentum_buffer": "momentum_buffer",
+    "fp32_param": "master_param",
+}
+
+
+def _numbered(stored: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
     """The nested state dict, with `_Stored` for tensors of the ranks."""
     asked = common["args"]
     every = range(int(asked.get("num_experts") or 0))
@@ -138,6 +212,17 @@ def _state_dict(stored: Mapping[str, Any], common: Mapping[str, Any]) -> dict[st
             "fp32_from_fp16_params": mains,
         }
     return state
+
+
+TORCH_DCP = Format(
+    "torch_dcp", write_rank_files, partial(complete, state_dict=_numbered), is_foreign=True
+)
+FSDP_DTENSOR = Format(
+    "fsdp_dtensor",
+    partial(write_rank_files, in_halves=True),
+    partial(complete, state_dict=_by_name),
+    is_foreign=True,
+)
 
 
 def _flattened(

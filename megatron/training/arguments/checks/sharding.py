@@ -72,16 +72,9 @@ def one_way_to_shard(run: RunConfig) -> Iterator[str]:
         )
 
 
-def format_of_sharded_checkpoints(run: RunConfig) -> Iterator[str]:
-    """The format's name is known for the scripts that shard by --use-megatron-fsdp."""
-    if run.checkpoint.ckpt_format == "fsdp_dtensor":
-        yield "--ckpt-format fsdp_dtensor needs --use-megatron-fsdp: leave --ckpt-format out"
-
-
 CHECKS = (
     sharded_parameters_have_one_stage,
     sharded_layers_have_one_set_of_replicas,
     sharded_parameters_have_processes,
     one_way_to_shard,
-    format_of_sharded_checkpoints,
 )
