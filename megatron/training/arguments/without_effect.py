@@ -249,6 +249,7 @@ NEEDS = (
             "moe_router_enable_expert_bias",
             "moe_router_force_load_balancing",
             "moe_router_group_topk",
+            "moe_router_group_score_topk",
             "moe_router_load_balancing_type",
             "moe_router_num_groups",
             "moe_router_pre_softmax",

@@ -66,6 +66,7 @@ FORCED = (
     "moe_router_score_function",
     "moe_router_num_groups",
     "moe_router_group_topk",
+    "moe_router_group_score_topk",
     "moe_router_topk_scaling_factor",
     "moe_router_enable_expert_bias",
     "moe_router_dtype",

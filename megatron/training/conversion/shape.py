@@ -30,6 +30,7 @@ EXPERTS = (
     "moe_router_pre_softmax",
     "moe_router_num_groups",
     "moe_router_group_topk",
+    "moe_router_group_score_topk",
     "moe_router_topk_scaling_factor",
     "moe_router_enable_expert_bias",
     "moe_router_dtype",
@@ -99,6 +100,7 @@ class ModelShape:
     moe_router_pre_softmax: bool = False
     moe_router_num_groups: int | None = None
     moe_router_group_topk: int | None = None
+    moe_router_group_score_topk: int | None = None
     moe_router_topk_scaling_factor: float | None = None
     moe_router_enable_expert_bias: bool = False
     moe_shared_expert_intermediate_size: int | None = None
@@ -133,6 +135,11 @@ class ModelShape:
         if self.moe_router_num_groups == self.moe_router_group_topk:  # no group is left out
             fill(self, "moe_router_num_groups", None)
             fill(self, "moe_router_group_topk", None)
+            fill(self, "moe_router_group_score_topk", None)
+        elif self.moe_router_topk == (
+            (self.moe_router_group_score_topk or 0) * (self.moe_router_group_topk or 0)
+        ):
+            fill(self, "moe_router_group_score_topk", None)  # what it is if not given
         if self.moe_router_topk_scaling_factor == 1:
             fill(self, "moe_router_topk_scaling_factor", None)
 

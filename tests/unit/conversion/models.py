@@ -109,6 +109,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{**_LATENT, "rope_parameters": _YARN, "routed_scaling_factor": 2.0},
             **{"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+            "num_experts_per_tok": 4,
         },
     ),
     "deepseek v3": (

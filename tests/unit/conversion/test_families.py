@@ -98,7 +98,6 @@ def test_gradients_of_experts_and_latent_attention_are_theirs(case: str, tmp_pat
 @pytest.mark.parametrize(
     ("case", "changes", "sentence"),
     [
-        ("deepseek v2, groups", {"num_experts_per_tok": 4}, "by their best 1 .* by their best 2"),
         ("deepseek v2", {"topk_method": "noaux_tc"}, "topk_method noaux_tc, which is not built"),
         ("deepseek v3", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
         ("deepseek v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05: only 1e-06"),

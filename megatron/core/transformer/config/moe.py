@@ -103,6 +103,12 @@ class MoEConfig:
         "Groups that each token may choose experts from.",
         group="moe",
     )
+    moe_router_group_score_topk: int | None = option(
+        None,
+        "Best experts of a group whose scores add up to the group's; --moe-router-topk over "
+        "--moe-router-group-topk if not given.",
+        group="moe",
+    )
     moe_router_topk_scaling_factor: float | None = option(
         None,
         "Factor on the scores of the chosen experts.",

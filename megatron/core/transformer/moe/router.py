@@ -56,6 +56,7 @@ class TopKRouter(MegatronModule):
             pre_softmax=config.moe_router_pre_softmax,
             num_groups=config.moe_router_num_groups,
             group_topk=config.moe_router_group_topk,
+            group_score_topk=config.moe_router_group_score_topk,
             scaling_factor=config.moe_router_topk_scaling_factor,
         )
         info = ParamInfo(

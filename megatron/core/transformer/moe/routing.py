@@ -41,6 +41,7 @@ class Choice:
     pre_softmax: bool = False  # scores over all experts, not over the chosen
     num_groups: int | None = None  # experts come in groups,
     group_topk: int | None = None  # of which each token uses so many
+    group_score_topk: int | None = None  # by the sum of so many scores; None: k over group_topk
     scaling_factor: float | None = None
 
 
@@ -93,7 +94,8 @@ def _within_best_groups(scores: Tensor, choice: Choice) -> Tensor:
     assert choice.num_groups, "called only with groups"
     assert choice.group_topk, "checked at start"
     groups = scores.unflatten(-1, (choice.num_groups, -1))
-    of_group = groups.topk(choice.k // choice.group_topk, dim=-1).values.sum(-1)
+    num_scores = choice.group_score_topk or choice.k // choice.group_topk
+    of_group = groups.topk(num_scores, dim=-1).values.sum(-1)
     is_out = torch.ones_like(of_group, dtype=torch.bool)
     is_out.scatter_(-1, best(of_group, choice.group_topk), False)
     return groups.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)

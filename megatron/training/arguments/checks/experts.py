@@ -87,7 +87,10 @@ def _groups_can_hold_the_choice(run: RunConfig) -> Iterator[str]:
     m = run.model
     assert m.num_moe_experts is not None, "called with experts"
     groups, chosen, k = m.moe_router_num_groups, m.moe_router_group_topk, m.moe_router_topk
+    judged_by = m.moe_router_group_score_topk
     if groups is None and chosen is None:
+        if judged_by is not None:
+            yield f"--moe-router-group-score-topk {judged_by} needs --moe-router-num-groups"
         return
     if not groups or not chosen or groups < 1 or chosen < 1:
         yield (
@@ -99,7 +102,16 @@ def _groups_can_hold_the_choice(run: RunConfig) -> Iterator[str]:
             f"--num-experts {m.num_moe_experts} is not a multiple of --moe-router-num-groups "
             f"{groups}: change one of them"
         )
-    elif chosen > groups or k % chosen or k > chosen * (m.num_moe_experts // groups):
+    elif judged_by is not None and not 1 <= judged_by <= m.num_moe_experts // groups:
+        yield (
+            f"--moe-router-group-score-topk {judged_by}: groups have "
+            f"{m.num_moe_experts // groups} experts"
+        )
+    elif (
+        chosen > groups
+        or (judged_by is None and k % chosen)
+        or k > chosen * (m.num_moe_experts // groups)
+    ):
         yield (
             f"--moe-router-topk {k} experts cannot be taken evenly from --moe-router-group-topk "
             f"{chosen} of {groups} groups of {m.num_moe_experts // groups} experts"

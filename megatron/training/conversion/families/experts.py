@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion.families.fields import same
 from megatron.training.conversion.family import Config, Field
 from megatron.training.conversion.shape import ModelShape
@@ -80,17 +79,14 @@ SHARED = Field(_read_shared, _write_shared)
 
 
 def groups(counted: int) -> Field:
-    """Groups of experts, of which the best ``counted`` experts decide which are chosen."""
+    """Groups of experts, which are chosen by their best ``counted`` experts."""
 
     def read(config: Config) -> dict[str, Any]:
-        num_groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
-        k = config["num_experts_per_tok"]
-        if num_groups != chosen and k != chosen * counted:
-            raise CheckpointError(
-                f"config.json has num_experts_per_tok {k} and topk_group {chosen}: groups are "
-                f"chosen by their best {counted} experts there, by their best {k // chosen} here"
-            )
-        return {"moe_router_num_groups": num_groups, "moe_router_group_topk": chosen}
+        return {
+            "moe_router_num_groups": config.get("n_group") or 1,
+            "moe_router_group_topk": config.get("topk_group") or 1,
+            "moe_router_group_score_topk": counted,
+        }
 
     def write(shape: ModelShape) -> dict[str, Any]:
         return {
