@@ -32,7 +32,8 @@ KINDS = {
         "--num-virtual-stages-per-pipeline-rank 2"
     ),
     "zero-1": (
-        2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16"
+        2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 "
+        "--async-save"
     ),
     "zero-3": (2, f"{SHARD} optim_grads_params"),
     "ramp-up": (1, "--rampup-batch-size 2 2 24 --global-batch-size 6 --train-samples 90"),
@@ -41,7 +42,7 @@ KINDS = {
     ),
     "experts": (
         2, "--num-experts 4 --expert-model-parallel-size 2 --moe-router-score-function sigmoid "
-        "--moe-router-enable-expert-bias --disable-bias-linear"
+        "--moe-router-enable-expert-bias --disable-bias-linear --async-save"
     ),
 }  # fmt: skip
 
