@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from megatron.core import turns
 from megatron.core.config.errors import CheckpointError
+from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from megatron.training.checkpointing.load import _choose_here
 from megatron.training.config.checkpoint import CheckpointConfig
 from tests import tolerances
-from tests.functional.runs import TINY, losses, run_gpt
+from tests.functional.runs import TINY, losses, run_gpt, train_gpt
 from tests.functional.test_pretrain_gpt import generate, steps
 from tests.ranks import run_ranks
 
@@ -93,6 +97,43 @@ def test_a_checkpoint_goes_on_with_its_experts_elsewhere(tmp_path: Path) -> None
     assert len(rest) == 3
     for found, expected in zip(rest, straight[3:], strict=True):
         torch.testing.assert_close(found, expected, **tolerances.LAYOUT_LOSS)
+
+
+def whose_turn(rank: int, world_size: int, argv: list[str]) -> tuple[list[int], list[int]]:
+    """Which pass of a pair has sent tokens off, each time, and how many weights waited for that."""
+    seen: list[int] = []
+    waited: list[int] = []
+    give_way, run = turns._Turns.give_way, WeightGradQueue.run
+
+    def gives_way(self: Any) -> None:
+        seen.append(self.running)
+        give_way(self)
+
+    def runs(self: WeightGradQueue, count: int | None = None) -> None:
+        waited.append(len(self))
+        run(self, count)
+
+    with (
+        mock.patch.object(turns._Turns, "give_way", gives_way),
+        mock.patch.object(WeightGradQueue, "run", runs),
+    ):
+        train_gpt(rank, world_size, argv)
+    return seen, waited
+
+
+@pytest.mark.feature("Mixture of experts: tokens travel while another micro-batch computes")
+def test_a_forward_and_a_backward_pass_take_turns_where_tokens_travel() -> None:
+    flags = (
+        "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+        "--train-iters 1 --overlap-moe-expert-parallel-comm --delay-wgrad-compute "
+        "--micro-batch-size 1 --eval-iters 0"
+    )
+    num_pairs, num_journeys = 3, 4  # of a pass: there and back in two layers
+    for seen, waited in run_ranks(whose_turn, 2, [*TINY, *flags.split()]):
+        assert seen == [0, 1] * num_journeys * num_pairs
+        in_each = waited[: num_journeys + 1]
+        assert waited == in_each * num_pairs
+        assert sum(n > 0 for n in in_each) > 2, "not all at the end"
 
 
 DENSE = [*TINY, "--swiglu", "--ffn-hidden-size", "48", "--clip-grad", "0"]
