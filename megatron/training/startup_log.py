@@ -13,7 +13,6 @@ from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
 from megatron.core.transformer.attention_backends import (
     AttentionRequest,
     attention_report,
-    request_of,
 )
 from megatron.core.transformer.moe.deep_ep import why_not
 from megatron.training.config.run import RunConfig
@@ -76,13 +75,13 @@ def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
     has_sink = model.softmax_type != "vanilla"
     is_whole = comm_type in ("", "a2a") and not has_sink
     has_mask = data.reset_attention_mask or model.window_size is not None
-    return request_of(
-        model.params_dtype,
-        model.kv_channels,
+    return AttentionRequest(
+        dtype=model.params_dtype,
+        head_dim=model.kv_channels,
         has_mask=has_mask or comm_type == "allgather",
         has_bias=config.language_model.position_embedding_type == "alibi",
-        dropout=model.attention_dropout,
-        softcap=model.attn_logit_softcapping,
+        has_dropout=model.attention_dropout > 0,
+        has_softcap=model.attn_logit_softcapping is not None,
         causal_tokens=data.seq_length if is_whole else 0,
         by_blocks=has_sink or comm_type in ("p2p", "a2a+p2p"),
     )

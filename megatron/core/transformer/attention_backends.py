@@ -7,7 +7,7 @@ CPU; ``plain`` is the formula in torch operations, which can do everything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -40,9 +40,9 @@ _CANDIDATES = {
 class AttentionRequest:
     """What one call of attention needs."""
 
-    is_cuda: bool
     dtype: torch.dtype
     head_dim: int
+    is_cuda: bool = field(default_factory=device.is_cuda)  # this process's device
     has_mask: bool = False  # more than causality
     has_bias: bool = False
     has_dropout: bool = False
@@ -141,28 +141,3 @@ def attention_report(wanted: AttnBackend, request: AttentionRequest) -> list[Bac
             reason = "a faster one can do it"
         rows.append(BackendChoice(name, name in chosen, reason or "chosen"))
     return rows
-
-
-def request_of(
-    dtype: torch.dtype,
-    head_dim: int,
-    *,
-    has_mask: bool = False,
-    has_bias: bool = False,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    causal_tokens: int = 0,
-    by_blocks: bool = False,
-) -> AttentionRequest:
-    """The request of a model on this process's device."""
-    return AttentionRequest(
-        is_cuda=device.is_cuda(),
-        dtype=dtype,
-        head_dim=head_dim,
-        has_mask=has_mask,
-        has_bias=has_bias,
-        has_dropout=dropout > 0,
-        has_softcap=softcap is not None,
-        causal_tokens=causal_tokens,
-        by_blocks=by_blocks,
-    )

@@ -34,6 +34,7 @@ from megatron.core.transformer.attention_backends import (
 )
 from megatron.core.transformer.attention_blocks import ScoreRule, block_kernel, wide
 from megatron.core.transformer.attention_masks import (
+    band,
     causal_window,
     visible_keys,
     window_of_layer,
@@ -142,7 +143,7 @@ class DotProductAttention(MegatronModule):
             packed=around.packed,
             first_query=around.first_query,
         )
-        bias, dropout = around.bias, self._dropout()
+        dropout = self._dropout()
         # Not by grad mode: a recomputed pass has to draw the same dropout.
         causal_tokens = query.shape[0] if is_causal and self.training else 0
         names: tuple[str, ...] = (PLAIN,)
@@ -151,12 +152,17 @@ class DotProductAttention(MegatronModule):
         if BLOCKS in names:
             with fork_if(dropout > 0):
                 return causal_attention(query, key, value, self.scale, dropout).flatten(2)
+        if is_causal and (PLAIN in names or around.bias is not None):
+            mask, is_causal = band(len(query), len(key), -1, 0, query.device), False
         q_bnsd, k_bnsd, v_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         with fork_if(dropout > 0):
             if PLAIN in names:
-                out = self._plain(q_bnsd, k_bnsd, v_bnsd, mask, is_causal, around)
+                out = self._plain(q_bnsd, k_bnsd, v_bnsd, mask, around)
             else:
-                out = self._kernel(names, (q_bnsd, k_bnsd, v_bnsd), mask, is_causal, bias, dropout)
+                if around.bias is not None:
+                    bias = around.bias.to(query.dtype)
+                    mask = bias if mask is None else bias.masked_fill(~mask, -math.inf)
+                out = self._kernel(names, (q_bnsd, k_bnsd, v_bnsd), mask, is_causal, dropout)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def attend_in_ring(
@@ -215,14 +221,9 @@ class DotProductAttention(MegatronModule):
         qkv: tuple[Tensor, Tensor, Tensor],
         mask: Tensor | None,
         is_causal: bool,
-        bias: Tensor | None,
         dropout: float,
     ) -> Tensor:
         query, key, value = qkv
-        if bias is not None:
-            bias = bias.to(query.dtype)
-            mask = _combine(bias, mask, is_causal, query.shape[-2])
-            is_causal = False
         options: dict[str, Any] = {
             "attn_mask": mask,
             "dropout_p": dropout,
@@ -239,29 +240,20 @@ class DotProductAttention(MegatronModule):
             return F.scaled_dot_product_attention(query, key, value, **options)
 
     def _plain(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        around: Around,
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, around: Around
     ) -> Tensor:
         key, value = _repeat_heads(query, key, value)
         scores = torch.matmul(query * (self.scale / self.depth_scale), key.transpose(-1, -2))
         if self.config.attention_softmax_in_fp32:
-            scores = scores.float()
+            scores = scores.to(wide(scores))
         if self.depth_scale != 1:
             scores = scores * self.depth_scale
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if around.bias is not None:
             scores = scores + around.bias.to(scores.dtype)
-        if is_causal:
-            size = scores.shape[-1]
-            mask = torch.ones(size, size, dtype=torch.bool, device=scores.device).tril_()
         if mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf"))
+            scores = scores.masked_fill(~mask, -math.inf)
         if around.sink is not None:
             sink = around.sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sink], -1)
@@ -293,10 +285,3 @@ def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
     if times == 1:
         return key, value
     return key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
-
-
-def _combine(bias: Tensor, mask: Tensor | None, is_causal: bool, num_queries: int) -> Tensor:
-    """One float mask of a bias, a bool mask and causality."""
-    if is_causal:
-        mask = torch.ones(num_queries, num_queries, dtype=torch.bool, device=bias.device).tril_()
-    return bias if mask is None else bias.masked_fill(~mask, float("-inf"))

@@ -19,7 +19,6 @@ from megatron.core.transformer.attention_backends import (
     attention_report,
     choose,
     refusal,
-    request_of,
 )
 from megatron.core.transformer.attention_masks import (
     alibi_bias,
@@ -66,6 +65,10 @@ def formula(
     return torch.cat(heads, -1)
 
 
+def request_of(dtype: torch.dtype, head_dim: int, **more: Any) -> AttentionRequest:
+    return AttentionRequest(dtype=dtype, head_dim=head_dim, **more)
+
+
 def documents(*lengths: int) -> Tensor:
     index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     return index[:, None] == index[None]
@@ -96,8 +99,7 @@ def test_each_backend_is_the_formula(backend: AttnBackend, num_groups: int, case
     core = DotProductAttention(tiny_config(attention_backend=backend, **config), layer_number=3)
     scale = torch.linspace(-1, 1, S * B * N * D, dtype=torch.float64).view(S, B, -1)
     ours, plain = inputs(num_groups), inputs(num_groups)
-    # the plain softmax runs in float32 where that is asked for
-    limits = tolerances.of(torch.float32 if "scaling" in case else torch.float64)
+    limits = tolerances.of(torch.float64)
     out, expected = core(*ours, **call), formula(*plain, seen)
     torch.testing.assert_close(out, expected, **limits)
     (out * scale).sum().backward()
@@ -124,8 +126,7 @@ def test_a_sink_is_a_key_without_a_value(
         core.softmax_offset.data.copy_(sink)
     weight = torch.linspace(-1, 1, S * B * N * D, dtype=torch.float64).view(S, B, -1)
     ours, plain = inputs(2), inputs(2)
-    # the plain softmax runs in float32 where that is asked for
-    limits = tolerances.of(torch.float32 if "scaling" in case else torch.float64)
+    limits = tolerances.of(torch.float64)
     out, expected = core(*ours, **call), formula(*plain, seen, sink=sink)
     torch.testing.assert_close(out, expected, **limits)
     (out * weight).sum().backward()
@@ -207,17 +208,17 @@ def test_attention_dropout_keeps_the_mean_and_has_no_kernel_on_the_cpu() -> None
     q, k, v = (t.detach() for t in inputs())
     mean = torch.stack([core(q, k, v) for _ in range(800)]).mean(0)
     torch.testing.assert_close(mean, core.eval()(q, k, v), rtol=0, atol=0.2)
-    assert choose(AttnBackend.auto, request_of(torch.float32, D, dropout=0.4)) == ("plain",)
+    assert choose(AttnBackend.auto, request_of(torch.float32, D, has_dropout=True)) == ("plain",)
 
 
 def test_an_asked_for_kernel_that_cannot_run_is_refused_with_its_reason() -> None:
-    request = request_of(torch.float32, 64, softcap=30.0)
+    request = request_of(torch.float32, 64, has_softcap=True)
     with pytest.raises(ConfigError, match="flash: it has no soft cap on scores"):
         choose(AttnBackend.flash, request)
     with pytest.raises(ConfigError, match="attention-backend fused .* it needs a GPU"):
         choose(AttnBackend.fused, request_of(torch.float32, 64))
     with pytest.raises(ConfigError, match="it has no dropout on the CPU"):
-        choose(AttnBackend.flash, request_of(torch.float32, 64, dropout=0.1))
+        choose(AttnBackend.flash, request_of(torch.float32, 64, has_dropout=True))
 
 
 def test_kernels_of_a_gpu_are_refused_by_what_they_lack() -> None:
@@ -252,7 +253,7 @@ def test_training_on_short_sequences_runs_in_blocks() -> None:
     def able(dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[str, ...]:
         return choose(AttnBackend.auto, request_of(dtype, 64, **{"causal_tokens": 1024} | changes))
 
-    assert able() == able(torch.bfloat16) == able(dropout=0.1) == ("blocks",)
+    assert able() == able(torch.bfloat16) == able(has_dropout=True) == ("blocks",)
     assert able(causal_tokens=1025) == able(has_mask=True) == able(torch.float16) == ("flash",)
     on_gpu = AttentionRequest(is_cuda=True, dtype=torch.bfloat16, head_dim=64, causal_tokens=8)
     assert refusal("blocks", on_gpu) == "it is for a CPU"
