@@ -41,7 +41,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.failure_watch import tell_launcher
 from megatron.training.groups import create_groups
 from megatron.training.log_setup import setup_logging
-from megatron.training.printing import print_rank_0, rank, world_size
+from megatron.training.printing import print_rank_0, rank, survive_lost_output, world_size
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import number_of_train_iters
 from megatron.training.setup import setup_tokenizer
@@ -65,6 +65,7 @@ def configure(
     Raises ConfigError with every conflict.  Under --check-only prints the layout and ends the
     program.
     """
+    survive_lost_output()
     check_faults()
     if parsed_args is None:
         namespace = parse_args(

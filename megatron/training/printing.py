@@ -1,8 +1,14 @@
-"""Who may print.  Torch is asked for the rank only once a process group exists."""
+"""Who may print, and that it never ends a run.
+
+Torch is asked for the rank only once a process group exists.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import suppress
+from typing import Any, TextIO
 
 import torch.distributed as dist
 
@@ -39,3 +45,30 @@ def print_rank_last(message: object) -> None:
     """Print on the last rank."""
     if is_last_rank():
         print(message, flush=True)
+
+
+class _LossyStream:
+    """A text stream of which what cannot be written is lost: full disk, reader that has gone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def survive_lost_output() -> None:
+    """Let no failing write to standard output or error end the program."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__"):  # not what somebody has put there
+            setattr(sys, name, _LossyStream(stream))

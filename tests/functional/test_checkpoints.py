@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training.checkpointing.transient import SUBFOLDER
-from tests.functional.runs import TINY, heard, losses, run_gpt
+from tests.functional.runs import TINY, heard, losses, run_gpt, train_gpt
 from tests.ranks import run_ranks
 
 STEP = re.compile(r"iteration +(\d+)/")
@@ -127,6 +128,21 @@ def test_training_goes_on_after_a_failed_save_until_there_are_too_many(
     more = ["--train-iters", "12", "--override-opt_param-scheduler"]
     with pytest.raises(AssertionError, match="exit code 1"):
         run_ranks(heard, 2, [*TINY, *flags, *more, "--ckpt-max-failed-saves", "0"])
+    assert saved(tmp_path / "ck") == [6]
+
+
+def train_without_output(rank: int, world_size: int, argv: Sequence[str], kind: str) -> None:
+    """Standard output on a full disk, or in a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(os.open("/dev/full", os.O_WRONLY) if kind == "full" else writer, 1)
+    train_gpt(rank, world_size, argv)
+
+
+@pytest.mark.feature("Logging: a log that cannot be written to never ends a run")
+@pytest.mark.parametrize("kind", ["full", "nobody reads"])
+def test_a_run_outlives_its_output(tmp_path: Path, kind: str) -> None:
+    run_ranks(train_without_output, 1, [*TINY, *saving(tmp_path, every=6)], kind)
     assert saved(tmp_path / "ck") == [6]
 
 
