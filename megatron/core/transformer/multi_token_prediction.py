@@ -155,7 +155,8 @@ class MultiTokenPrediction(MegatronModule):
     def attach(self, hidden: Tensor, depth: int, losses: Tensor, ahead: Ahead) -> Tensor:
         """``hidden``, whose backward pass also goes through the token ``losses`` [b, s/cp].
 
-        ``depth`` counts from 0.
+        ``depth`` counts from 0.  Their mean enters the gradient; with a loss per token their sum,
+        which is divided by the tokens of the model's own loss.  Their mean over all is logged.
         """
         total = (losses * ahead.loss_mask).sum()
         reported = torch.stack([total.detach(), ahead.loss_mask.sum().to(total.dtype)])
