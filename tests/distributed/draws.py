@@ -29,7 +29,9 @@ DEGREES = {
     "pp": (1, 2, 3, 4),
     "dp": (1, 2, 3, 4, 8),
 }
-LIKELY = {"ep": 0.8, "sharded": 0.2, "attention": 0.3}  # others: half
+# Shares of draws with a feature of these groups, chosen together; of other groups half.
+FIRST = {**dict.fromkeys(AXES, 0.9), "sequence": 0.7, "sharded": 0.3, "experts": 0.9, "ep": 0.7}
+LIKELY = {"attention": 0.3}
 VOCABULARIES = (60, 96, 100, 112)  # one less than a prime: the token that ends a document
 
 
@@ -53,9 +55,10 @@ class Draw:
 
 
 def draw(seed: int) -> Draw:
-    """The first case of several ranks from ``seed`` that `resolve` takes without a word.
+    """A case of several ranks from ``seed`` that `resolve` takes without a word.
 
-    Degrees are drawn once: what is refused often is not left out by that.
+    It grows from some feature on the drawn degrees, by features that are not refused beside those
+    it has: in random order, so that none is left out for being refused often.
     """
     rng = random.Random(seed)
     refused: list[str] = []
@@ -65,21 +68,39 @@ def draw(seed: int) -> Draw:
         degrees = {axis: rng.choice(choices) for axis, choices in DEGREES.items()}
     if 2 * prod(degrees.values()) <= max_ranks:
         degrees["instances"] = rng.choice((1, 2))
-    has_experts = rng.random() < 0.5
+    groups = _open_groups(degrees, has_experts=rng.random() < 0.5)
     while True:
-        case = _any_case(rng, degrees, has_experts)
-        if not 1 < case.world_size <= MAX_RANKS:  # with axes that others need
-            continue
-        problems = refusals(case.command(), case.num_processes) + refusals(case.command_alone(), 1)
+        sizes = _any_sizes(rng, degrees)
+        chosen = [rng.choice(rng.choice(sorted(groups.items()))[1])]
+        for group, share in FIRST.items():
+            if group in groups and group not in _groups_of(chosen) and rng.random() < share:
+                chosen.append(rng.choice(groups[group]))
+        problems = _problems(case_of(chosen, sizes))
         if not problems:
-            return Draw(seed, case, tuple(refused))
+            break
         refused.extend(problems)
+    for group in rng.sample(sorted(groups), len(groups)):
+        if group not in _groups_of(chosen) and rng.random() < LIKELY.get(group, 0.5):
+            wider = [*chosen, rng.choice(groups[group])]
+            problems = _problems(case_of(wider, sizes))
+            refused.extend(problems)
+            chosen = chosen if problems else wider
+    return Draw(seed, case_of(chosen, sizes), tuple(refused))
 
 
-def _any_case(rng: random.Random, degrees: dict[str, int], has_experts: bool) -> Case:
-    """Some feature of about half the groups, some sizes."""
+def _problems(case: Case) -> list[str]:
+    if not 1 < case.world_size <= MAX_RANKS:  # with axes that others need
+        return ["N ranks are not several, or more than a test starts"]
+    return refusals(case.command(), case.num_processes) + refusals(case.command_alone(), 1)
+
+
+def _groups_of(names: list[str]) -> set[str]:
+    return {FEATURES[name].group for name in with_needs(names)}
+
+
+def _open_groups(degrees: dict[str, int], *, has_experts: bool) -> dict[str, list[str]]:
+    """Features, by group, whose axes are on."""
     axes = {axis for axis, degree in degrees.items() if degree > 1}
-    chosen = ["experts"] if has_experts else []
     groups: dict[str, list[str]] = {}
     for feature in FEATURES.values():
         needs = with_needs([feature.name])
@@ -87,11 +108,12 @@ def _any_case(rng: random.Random, degrees: dict[str, int], has_experts: bool) ->
         is_open = has_experts or "experts" not in needs
         if wanted <= axes and is_open and feature.group not in LOW_PRECISION:
             groups.setdefault(feature.group, []).append(feature.name)
-    for group, names in groups.items():
-        if group in AXES or rng.random() < LIKELY.get(group, 0.5):
-            chosen.append(rng.choice(names))
-    sizes = Sizes(
-        **{axis: degrees[axis] for axis in axes},
+    return groups
+
+
+def _any_sizes(rng: random.Random, degrees: dict[str, int]) -> Sizes:
+    return Sizes(
+        **{axis: degree for axis, degree in degrees.items() if degree > 1},
         experts=rng.choice((4, 6, 8)),
         ep=rng.choice((2, 2, 3, 4, 8)),
         etp=rng.choice((1, 2, 4)),
@@ -102,7 +124,6 @@ def _any_case(rng: random.Random, degrees: dict[str, int], has_experts: bool) ->
         micro=rng.choice((1, 2, 3)),
         microbatches=rng.choice((1, 2, 3, 4, 6)),
     )
-    return case_of(chosen, sizes)
 
 
 @dataclass

@@ -23,6 +23,7 @@ FOUND = {
     "replicas-with-other-numbers-of-tokens": ("dp padded", Sizes(dp=4)),
     "clipping-over-tensor-ranks": ("tp sp dp clip gqa rms-norm", Sizes()),
     "pipelines-before-replicas-with-context-ranks": ("pp cp-p2p dp tp-pp-dp", Sizes()),
+    "experts-of-one-replica-fully-sharded": ("fsdp2 ep", Sizes()),
     "list-that-names-no-layer-of-experts": ("dp dense-first-layer z-loss", Sizes(depth=1)),
     "stages-that-do-not-divide-the-layers": ("pp auto-split", Sizes(pp=3, depth=1)),
     "tied-copies-of-a-sharded-optimizer": ("pp dp zero-1 tied clip", Sizes(microbatches=3)),

@@ -55,6 +55,8 @@ TWO = {
     "experts over context ranks": f"{EXPERTS} --context-parallel-size 2 "
     "--expert-model-parallel-size 2",
     "experts, fully sharded": f"{EXPERTS} --use-torch-fsdp2 --no-gradient-accumulation-fusion",
+    "experts apart, fully sharded": f"{EXPERTS} --use-torch-fsdp2 --expert-model-parallel-size 2 "
+    "--no-gradient-accumulation-fusion",
     "tensor": "--tensor-model-parallel-size 2 --sequence-parallel --bf16 "
     "--accumulate-allreduce-grads-in-fp32",
     "stages, tied": "--pipeline-model-parallel-size 2",

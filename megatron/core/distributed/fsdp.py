@@ -1,16 +1,18 @@
 """Parameters, gradients and optimizer cut over the replicas: PyTorch's FSDP2 behind our wrapper.
 
-Each transformer layer is a unit, an embedding that the output layer does not share another, the
-rest of the model the last.  A unit's parameters are gathered before its forward pass and its
-gradients are reduced to the owners as soon as its backward pass is done, in every micro-batch: no
-rank has room for whole gradients.  Parameters are kept in fp32 and gathered in the model's dtype.
-Between steps a rank holds rows of dim 0 of each tensor-parallel share, as DTensors; the record of
-a parameter says which (`ParamInfo.part`).
+Each transformer layer is a unit, its experts one of their own where other ranks hold copies of
+them, an embedding that the output layer does not share another, the rest of the model the last.  A
+unit's parameters are gathered before its forward pass and its gradients are reduced to the owners
+as soon as its backward pass is done, in every micro-batch: no rank has room for whole gradients.
+Parameters are kept in fp32 and gathered in the model's dtype.  Between steps a rank holds rows of
+dim 0 of each tensor-parallel share, as DTensors; the record of a parameter says which
+(`ParamInfo.part`).
 
-Collectives, over intra_dp_cp, unit by unit: all-gather before forward (and before backward, where
-parameters were dropped in between), reduce-scatter after backward.  With several instances of the
-whole model (HSDP) the owners' gradients are summed over inter_dist_opt in the last micro-batch; the
-owners of one part may update a piece each, and gather them there (`start_param_sync`).
+Collectives, over intra_dp_cp (experts apart: intra_expt_dp), unit by unit: all-gather before
+forward (and before backward, where parameters were dropped in between), reduce-scatter after
+backward.  With several instances of the whole model (HSDP) the owners' gradients are summed over
+inter_dist_opt in the last micro-batch; the owners of one part may update a piece each, and gather
+them there (`start_param_sync`).
 """
 
 from __future__ import annotations
@@ -64,12 +66,18 @@ class FullyShardedDataParallel(DataParallelBase):
         # A view comes out of a model where transposing moves nothing.  Nobody writes into it.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         self.units: list[FSDPModule] = []
+        self._summed: list[nn.Parameter] = []  # whose gradients FSDP2 does not divide
         self._sums: dict[str, Tensor] = {}  # of a parameter's gradients: NaN shows in them
-        mesh = _mesh(pg_collection)
         records = {name: _cut(p, pg_collection) for name, p in module.named_parameters()}
-        policy = self._precision()
+        policy, reshards = self._precision(), reshards_after_forward(self.ddp_config)
+        if _experts_are_apart(pg_collection):
+            mesh = _mesh(pg_collection, pg_collection.intra_expt_dp, pg_collection.expt_dp)
+            for name, unit in module.named_modules():
+                if name.endswith(".experts"):
+                    self._shard(unit, mesh, policy, reshards)
+        mesh = _mesh(pg_collection, pg_collection.intra_dp_cp, pg_collection.dp_cp)
         for unit in _units(module):
-            self._shard(unit, mesh, policy, reshards_after_forward(self.ddp_config))
+            self._shard(unit, mesh, policy, reshards)
         self._shard(module, mesh, policy, None)  # the root keeps its parameters until backward
         if any(param.is_meta for param in module.parameters()):
             _give_memory(module, records)
@@ -106,6 +114,10 @@ class FullyShardedDataParallel(DataParallelBase):
         if self._sums and not torch.stack(list(self._sums.values())).isfinite().all():
             culprits = non_finite_gradients(self._sums.items())
             raise NonFiniteError(f"{culprits}, met before reducing over data-parallel ranks")
+        # Experts have tokens of ranks that hold others: their mean too is over all replicas.
+        grads = [grad for p in self._summed if (grad := gradient_of(p)) is not None]
+        if grads and not self.config.calculate_per_token_loss:
+            torch._foreach_mul_(grads, 1 / self.groups.dp_cp.size())
 
     def zero_grad_buffer(self) -> None:
         self._sums.clear()
@@ -186,8 +198,11 @@ class FullyShardedDataParallel(DataParallelBase):
         )
         if self.ddp_config.check_for_nan_in_grad:
             self._watch(unit, names)
-        if self.config.calculate_per_token_loss:
+        is_apart = mesh.size() != self.groups.dp_cp.size()
+        if self.config.calculate_per_token_loss or is_apart:
             sharded.set_gradient_divide_factor(1.0)
+        if is_apart:
+            self._summed.extend(unit.parameters())
         # AVG is for NCCL; and a sum that is not divided needs no operation of its own there.
         sums = self.config.calculate_per_token_loss or not device.is_cuda()
         sharded.set_force_sum_reduction_for_comms(
@@ -240,12 +255,20 @@ def _give_memory(module: nn.Module, records: dict[str, ParamInfo]) -> None:
     module.to_empty(device=device.current())
 
 
-def _mesh(groups: ProcessGroupCollection) -> DeviceMesh:
+def _experts_are_apart(groups: ProcessGroupCollection) -> bool:
+    """Whether the replicas of an expert are other ranks than those of a dense layer."""
+    ranks = dist.get_process_group_ranks
+    return ranks(groups.expt_dp) != ranks(groups.dp_cp)
+
+
+def _mesh(
+    groups: ProcessGroupCollection, inner: dist.ProcessGroup, replicas: dist.ProcessGroup
+) -> DeviceMesh:
     """The ranks that cut the parameters; with several instances [instance, rank in it]."""
-    kind, inner, outer = device.current().type, groups.intra_dp_cp, groups.inter_dist_opt
+    kind, outer = device.current().type, groups.inter_dist_opt
     if outer.size() == 1:
         return DeviceMesh.from_group(inner, kind)
-    ranks = torch.tensor(dist.get_process_group_ranks(groups.dp_cp)).view(outer.size(), -1)
+    ranks = torch.tensor(dist.get_process_group_ranks(replicas)).view(outer.size(), -1)
     return DeviceMesh.from_group(
         [outer, inner], kind, mesh=ranks, mesh_dim_names=("replicate", "shard")
     )
@@ -253,7 +276,8 @@ def _mesh(groups: ProcessGroupCollection) -> DeviceMesh:
 
 def _cut(param: nn.Parameter, groups: ProcessGroupCollection) -> ParamInfo:
     """The record of ``param`` once it is cut; FSDP2 deals rows out as torch.chunk does."""
-    inner, outer, shape = groups.intra_dp_cp, groups.inter_dist_opt, tuple(param.shape)
+    outer, shape = groups.inter_dist_opt, tuple(param.shape)
+    inner = groups.intra_expt_dp if info_of(param).is_expert else groups.intra_dp_cp
     rows = -(-shape[0] // inner.size())
     start = min(inner.rank() * rows, shape[0]) * prod(shape[1:])
     return replace(

@@ -25,28 +25,6 @@ def sharded_parameters_have_one_stage(run: RunConfig) -> Iterator[str]:
         )
 
 
-def sharded_layers_have_one_set_of_replicas(run: RunConfig) -> Iterator[str]:
-    """A layer is cut over the replicas that reduce it: those of its experts must be the same."""
-    m = run.model
-    ep, tp, etp = (
-        m.expert_model_parallel_size,
-        m.tensor_model_parallel_size,
-        m.expert_tensor_parallel_size,
-    )
-    if not is_fully_sharded(run.ddp) or m.num_moe_experts is None:
-        return
-    if ep > 1:
-        yield (
-            f"{_flags(run)} with --expert-model-parallel-size {ep}: experts are not sharded apart; "
-            "set it to 1, or use --use-distributed-optimizer"
-        )
-    elif etp != tp:
-        yield (
-            f"{_flags(run)} with --expert-tensor-parallel-size {etp}: experts are not sharded "
-            f"apart; set it to {tp}, or use --use-distributed-optimizer"
-        )
-
-
 def sharded_parameters_have_processes(run: RunConfig) -> Iterator[str]:
     """FSDP2 keeps state per process, and asks torch's own groups."""
     if is_fully_sharded(run.ddp) and run.distributed.virtual_ranks is not None:
@@ -74,7 +52,6 @@ def one_way_to_shard(run: RunConfig) -> Iterator[str]:
 
 CHECKS = (
     sharded_parameters_have_one_stage,
-    sharded_layers_have_one_set_of_replicas,
     sharded_parameters_have_processes,
     one_way_to_shard,
 )
