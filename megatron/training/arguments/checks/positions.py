@@ -67,9 +67,12 @@ def yarn_stretches(run: RunConfig) -> Iterator[str]:
     fast, slow = 32.0 if fast is None else fast, 1.0 if slow is None else slow
     if not fast > slow > 0:
         yield f"--yarn-beta-fast {fast} and --yarn-beta-slow {slow}: the first has to be larger"
-    original = m.yarn_original_max_position_embeddings
-    if original is not None and original < 1:
-        yield f"--yarn-original-max-position-embeddings {original}: at least 1 is needed"
+    for flag, value in (
+        ("--rotary-scaling-factor", m.rotary_scaling_factor),
+        ("--yarn-original-max-position-embeddings", m.yarn_original_max_position_embeddings),
+    ):
+        if value is not None and value < 1:
+            yield f"{flag} {value}: at least 1 is needed"
 
 
 def longrope_is_complete(run: RunConfig) -> Iterator[str]:
