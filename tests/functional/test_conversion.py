@@ -56,7 +56,7 @@ def test_a_converted_model_trains_in_any_layout_and_goes_back(case: str, tmp_pat
     "Checkpoints: experts and latent attention of Hugging Face models in any TP, PP and EP, "
     "and back bit for bit"
 )
-@pytest.mark.parametrize("case", ["qwen2 moe", "deepseek v3"])
+@pytest.mark.parametrize("case", ["qwen2 moe", "deepseek v3", "gpt-oss"])
 def test_experts_go_through_a_layout_bit_for_bit(case: str, tmp_path: Path) -> None:
     theirs, ours, cut = tmp_path / "theirs", tmp_path / "ours", tmp_path / "cut"
     models.write(theirs, case, num_hidden_layers=2)
