@@ -61,7 +61,7 @@ def activation(theirs: str, default: str, *others: str) -> Field:
         if _ACTIVATIONS[default] == shape.activation:
             return {theirs: default}
         names = [name for name, ours in _ACTIVATIONS.items() if ours == shape.activation]
-        return {theirs: names[-1]}
+        return {theirs: names[-1] if names else default}  # then it is not the family
 
     return Field(read, write)
 
