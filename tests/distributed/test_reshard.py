@@ -8,9 +8,12 @@ import pytest
 
 from tests.distributed.reshard import differences, draw
 
+# Small ones that have most axes between them.
+SEEDS = (0, 5, 7, 12, 14, 16, 17, 23)
+
 
 @pytest.mark.feature("Checkpoints: a fuzzer loads in random layouts what random others have saved")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_what_one_layout_saved_is_what_another_loads(tmp_path: Path, seed: int) -> None:
     pair = draw(seed, max_ranks=4)
     print(pair)
