@@ -303,7 +303,7 @@ class Case:
             "group": ranks + 1,
             "layers": layers,
             "later_layers_p2p": " p2p" * (layers - 1),
-            "later": layers - 1,
+            "later": max(0, layers - 1),
         }
 
     def _degree(self, axis: str) -> int:
