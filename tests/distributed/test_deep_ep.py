@@ -18,6 +18,14 @@ from tests.ranks import run_ranks
 SITUATIONS = ("plain", "top-3", "sigmoid-groups", "capacity-padded", "all-to-one", "biases", "few")
 
 
+class Event:
+    def __init__(self, async_finish: bool) -> None:
+        assert async_finish
+
+    def current_stream_wait(self) -> None:
+        pass
+
+
 class Buffer:
     """deep_ep.Buffer over gloo."""
 
@@ -45,8 +53,9 @@ class Buffer:
         return is_in_rank.sum(0), None, per_expert, is_in_rank, None
 
     def dispatch(self, x: Tensor, handle: Any = None, **told: Any) -> tuple[Any, ...]:
+        event = Event(told["async_finish"])
         if handle is not None:
-            return self._there(x, handle), None, None, None, None, None
+            return self._there(x, handle), None, None, None, None, event
         numbers, size = told["topk_idx"], self.group.size()
         assert numbers.dtype == torch.int64
         per_rank = len(told["num_tokens_per_expert"]) // size
@@ -61,12 +70,12 @@ class Buffer:
         weights = self._there(told["topk_weights"], handle).masked_fill(~is_here, 0.0)
         here = here.masked_fill(~is_here, -1)
         counts = torch.bincount(here[is_here], minlength=per_rank).tolist()
-        return self._there(x, handle), here, weights, counts, handle, None
+        return self._there(x, handle), here, weights, counts, handle, event
 
     def combine(
-        self, x: Tensor, handle: Any, topk_weights: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, None]:
-        return self._home(x, handle), self._home(topk_weights, handle), None
+        self, x: Tensor, handle: Any, topk_weights: Tensor | None = None, *, async_finish: bool
+    ) -> tuple[Tensor, Tensor | None, Event]:
+        return self._home(x, handle), self._home(topk_weights, handle), Event(async_finish)
 
     def _there(self, x: Tensor, handle: Any) -> Tensor:
         tokens, sending, receiving, _ = handle

@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     sorted_here,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.turns import give_way
 
 PACKAGE = "deep_ep"
 
@@ -79,6 +80,12 @@ def _new_buffer(group: ProcessGroup, row_bytes: int, num_sms: int) -> Any:
     return kind(group, nvl, rdma)
 
 
+def _wait(event: Any) -> None:
+    """While rows travel another pass may compute."""
+    give_way()
+    event.current_stream_wait()
+
+
 class _There(torch.autograd.Function):
     """[n, h], [n, k] and expert numbers [n, k], -1 for none -> the rows of this rank's visitors.
 
@@ -99,7 +106,7 @@ class _There(torch.autograd.Function):
         per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
             numbers, num_experts
         )
-        rows, here, weights, _, kept, _ = buffer.dispatch(
+        rows, here, weights, _, kept, event = buffer.dispatch(
             x.contiguous(),
             topk_idx=numbers,
             topk_weights=weights,
@@ -107,7 +114,9 @@ class _There(torch.autograd.Function):
             num_tokens_per_rdma_rank=per_node,
             is_token_in_rank=is_in_rank,
             num_tokens_per_expert=per_expert,
+            async_finish=True,
         )
+        _wait(event)
         handle.append(kept)
         ctx.buffer, ctx.handle = buffer, kept
         ctx.mark_non_differentiable(here)
@@ -115,9 +124,13 @@ class _There(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor, _: None) -> tuple[Any, ...]:
-        grad, grad_weights, _event = ctx.buffer.combine(
-            grad.contiguous(), ctx.handle, topk_weights=grad_weights.contiguous()
+        grad, grad_weights, event = ctx.buffer.combine(
+            grad.contiguous(),
+            ctx.handle,
+            topk_weights=grad_weights.contiguous(),
+            async_finish=True,
         )
+        _wait(event)
         return grad, grad_weights, None, None, None
 
 
@@ -125,9 +138,14 @@ class _Back(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, results: Tensor, buffer: Any, handle: Any) -> Tensor:
         ctx.buffer, ctx.handle = buffer, handle
-        combined: Tensor = buffer.combine(results.contiguous(), handle)[0]
-        return combined
+        combined, _, event = buffer.combine(results.contiguous(), handle, async_finish=True)
+        _wait(event)
+        return combined  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle)[0], None, None
+        grad, *_, event = ctx.buffer.dispatch(
+            grad.contiguous(), handle=ctx.handle, async_finish=True
+        )
+        _wait(event)
+        return grad, None, None
