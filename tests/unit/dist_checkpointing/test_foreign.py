@@ -156,6 +156,41 @@ def test_experts_in_one_matrix_of_each_rank_are_read(tmp_path: Path) -> None:
             assert torch.equal(found[f"optimizer.state.exp_avg.{name}"], whole[number] * 2)
 
 
+@pytest.mark.parametrize("is_single", [False, True])
+def test_experts_of_torch_dist_are_read_stacked_or_by_number(
+    tmp_path: Path, is_single: bool
+) -> None:
+    """Two layers of three experts; a tensor for all, or one for the halves of each expert."""
+    whole = torch.arange(2.0 * 3 * 4 * 5).view(2, 3, 4, 5)
+    stored = {"decoder.layers.mlp.experts.experts.linear_fc1.weight": whole}
+    if is_single:
+        stored = {
+            f"decoder.layers.mlp.experts.experts.{n}.linear_fc1.weight{half}": rows
+            for n in range(3)
+            for half, rows in zip(("_w", "_v"), whole[:, n].chunk(2, 1), strict=True)
+        }
+    file = DcpFile(tmp_path, 0, 0, 0)
+    tensors: dict[str, Any] = {}
+    for key, values in stored.items():
+        shape = list(values.shape)
+        pieces = [
+            {**file.add(layer), "offset": [i, *[0] * (len(shape) - 1)], "shape": list(layer.shape)}
+            for i, layer in enumerate(values.contiguous().split(1))
+        ]
+        tensors[key] = {"shape": shape, "dtype": "float32", "pieces": pieces}
+    file.close()
+    write_metadata(tmp_path, tensors, {}, unflattened={})
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    common = {"args": argparse.Namespace(swiglu=True, num_experts=3), "iteration": 5}
+    torch.save(common, tmp_path / "common.pt")
+    found = all_tensors(tmp_path)
+    assert len(found) == 6
+    for layer in range(2):
+        for number in range(3):
+            name = f"mlp.experts.local_experts.{number}.linear_fc1.weight"
+            assert torch.equal(found[f"decoder.layers.{layer}.{name}"], whole[layer, number])
+
+
 def stacked(experts: Tensor, dim: int) -> Tensor:
     """[E, o, i] as [i, E * o] (``dim`` 1) or [E * i, o], an expert after the other."""
     there = experts.transpose(1, 2).contiguous()

@@ -1,0 +1,97 @@
+"""Published models with experts: their config.json is understood, and has their number of weights.
+
+Needs neither `transformers` nor memory: shapes only.
+"""
+
+from __future__ import annotations
+
+import ast
+from math import prod
+from typing import Any
+
+import pytest
+
+from megatron.training.arguments.parser import build_parser
+from megatron.training.conversion import hf
+from megatron.training.conversion.convert import run_config
+from megatron.training.conversion.shape import args_of, shape_of
+from megatron.training.conversion.tensors import size_of, tensors_of
+
+
+def entries(text: str) -> dict[str, Any]:
+    pairs = (pair.split("=") for pair in text.split())
+    return {name: ast.literal_eval(value) for name, value in pairs}
+
+
+DEEPSEEK = (
+    "num_attention_heads=128 num_key_value_heads=128 max_position_embeddings=163840 "
+    "q_lora_rank=1536 kv_lora_rank=512 qk_nope_head_dim=128 qk_rope_head_dim=64 v_head_dim=128 "
+    "moe_layer_freq=1 n_group=8 rms_norm_eps=1e-6 rope_theta=10000 "
+)
+MODELS = {  # billions of weights, without what tokens ahead share
+    "deepseek_v3": (
+        682.6,
+        DEEPSEEK + "num_hidden_layers=61 hidden_size=7168 intermediate_size=18432 "
+        "moe_intermediate_size=2048 n_routed_experts=256 n_shared_experts=1 vocab_size=129280 "
+        "num_experts_per_tok=8 topk_group=4 first_k_dense_replace=3 routed_scaling_factor=2.5 "
+        "norm_topk_prob=True num_nextn_predict_layers=1 scoring_func='sigmoid'",
+    ),
+    "deepseek_v2": (
+        235.7,
+        DEEPSEEK + "num_hidden_layers=60 hidden_size=5120 intermediate_size=12288 "
+        "moe_intermediate_size=1536 n_routed_experts=160 n_shared_experts=2 vocab_size=102400 "
+        "num_experts_per_tok=6 topk_group=3 first_k_dense_replace=1 routed_scaling_factor=16.0 "
+        "norm_topk_prob=False topk_method='group_limited_greedy'",
+    ),
+    "qwen3_moe": (
+        30.5,
+        "num_hidden_layers=48 hidden_size=2048 intermediate_size=6144 moe_intermediate_size=768 "
+        "num_attention_heads=32 num_key_value_heads=4 head_dim=128 num_experts=128 "
+        "num_experts_per_tok=8 norm_topk_prob=True mlp_only_layers=[] vocab_size=151936 "
+        "max_position_embeddings=40960 rope_theta=1000000.0 sliding_window=None",
+    ),
+    "qwen2_moe": (
+        57.4,
+        "num_hidden_layers=28 hidden_size=3584 intermediate_size=18944 moe_intermediate_size=2560 "
+        "num_attention_heads=28 num_key_value_heads=4 num_experts=64 num_experts_per_tok=8 "
+        "norm_topk_prob=False shared_expert_intermediate_size=20480 vocab_size=151936 "
+        "max_position_embeddings=131072 rope_theta=1000000.0 sliding_window=65536",
+    ),
+    "mixtral": (
+        46.7,
+        "num_hidden_layers=32 hidden_size=4096 intermediate_size=14336 num_attention_heads=32 "
+        "num_key_value_heads=8 num_local_experts=8 num_experts_per_tok=2 vocab_size=32000 "
+        "max_position_embeddings=32768 rope_theta=1000000.0",
+    ),
+    "gpt_oss": (
+        20.9,
+        "num_hidden_layers=24 hidden_size=2880 intermediate_size=2880 num_attention_heads=64 "
+        "num_key_value_heads=8 head_dim=64 num_local_experts=32 num_experts_per_tok=4 "
+        "sliding_window=128 max_position_embeddings=131072 vocab_size=201088 rope_theta=150000",
+    ),
+}
+YARN = {
+    "deepseek_v3": {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "deepseek_v2": {"factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "gpt_oss": {"factor": 32.0, "truncate": False},
+}
+COMMON = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_published_model_has_its_number_of_weights(kind: str) -> None:
+    billions, text = MODELS[kind]
+    config = {"model_type": kind, "tie_word_embeddings": False, **entries(text)}
+    if kind in YARN:
+        more = {"original_max_position_embeddings": 4096}
+        config["rope_scaling"] = {**COMMON, **more, **YARN[kind]}
+    family = hf.family_of(config)
+    shape = family.shape(config)
+    count = sum(prod(size_of(letters, shape)) for letters in tensors_of(shape).values())
+    assert round(count / 1e9, 1) == billions
+    assert family.rules(shape).keys() == tensors_of(shape).keys()
+    # Its flags build it, and its own config.json can be made from them.
+    asked = vars(build_parser().parse_args([])) | args_of(shape) | {"micro_batch_size": 1}
+    asked |= {"tokenizer_type": "NullTokenizer", "vocab_size": shape.vocab_size - 1}
+    assert list(shape.differences(shape_of(run_config(asked), shape.vocab_size))) == []
+    assert hf.choose_family(shape, kind) is family
