@@ -2,7 +2,7 @@
 
 python tools/matrix.py            write the page
 python tools/matrix.py --check    exit 1 if it is not current
-python tools/matrix.py --cover    choose cases anew for all pairs that can start
+python tools/matrix.py --cover    add cases for pairs that can start and that none has
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ def main() -> int:
     """Write or check the page, or choose cases; the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="only say whether it is current")
-    parser.add_argument("--cover", action="store_true", help="write the list of cases")
+    parser.add_argument("--cover", action="store_true", help="add to the list of cases")
     asked = parser.parse_args()
     if asked.cover:
-        COVERING.write_text("".join(" ".join(sorted(c)) + "\n" for c in choose_cases()))
+        more = [" ".join(sorted(c)) + "\n" for c in choose_cases()]
+        COVERING.write_text(COVERING.read_text() + "".join(more))
     page = render()
     if asked.check:
         is_current = TARGET.exists() and TARGET.read_text(encoding="utf-8") == page
@@ -144,10 +145,10 @@ def render() -> str:
 
 
 def choose_cases() -> Iterator[Pair]:
-    """Cases that show every pair that can start: of many, each the best for its cost."""
-    rng = random.Random(0)
-    missing = {pair for pair in _pairs() if not _problems(pair)}
-    suits = _partners(missing)
+    """Cases that show what the list does not yet: of many, each the best for its cost."""
+    rng, tested = random.Random(0), tested_pairs()
+    missing = {pair for pair in _pairs() if cell(pair, tested) == UNTESTED}
+    suits = _partners(missing.union(tested))
     while missing:
         left = _partners(missing)
         cases = [
