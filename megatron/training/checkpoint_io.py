@@ -163,7 +163,7 @@ def finish_at_failure(run: Runtime, store: Store) -> None:
     world = run.groups.world
     try:
         saved = finish_apart(run.pending_save, store, world.rank(), world.size())
-    except (SaveFailed, RuntimeError) as error:
+    except (SaveFailed, RuntimeError, AssertionError) as error:  # the last: its thread has failed
         if run.pending_save is not None:
             print_rank_0(f"WARNING: what was being written when the run failed is lost: {error}")
         return

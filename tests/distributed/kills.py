@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.folders import choose
 from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.core.faults import POINTS
 from megatron.training import checkpoint_io
-from tests.functional.runs import TINY, train_gpt
+from tests.functional.runs import TINY, train_gpt, without_times
 from tests.ranks import run_ranks
 
 NUM_RANKS, NUM_STEPS, EVERY = 2, 12, 2
@@ -121,8 +121,7 @@ def kill_in(seconds: float) -> None:
 def numbers(root: Path) -> dict[int, dict[str, Any]]:
     """Iteration -> what was logged, without times."""
     lines = [json.loads(line) for line in (root / "metrics").read_text().splitlines()]
-    timed = ("time", "interval")
-    return {x["iteration"]: {k: v for k, v in x.items() if not k.endswith(timed)} for x in lines}
+    return {line["iteration"]: line for line in without_times(lines)}
 
 
 def content(folder: Path) -> dict[str, torch.Tensor]:

@@ -74,6 +74,12 @@ def losses(metrics: Sequence[dict[str, Any]], key: str = "lm loss") -> list[floa
     return [line[key] for line in metrics if key in line]
 
 
+def without_times(metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Losses, norms, learning rates, loss scale, counters of each line."""
+    timed = ("time", "interval")
+    return [{k: v for k, v in line.items() if not k.endswith(timed)} for line in metrics]
+
+
 def heard(rank: int, world_size: int, argv: Sequence[str]) -> tuple[list[str], str]:
     """What a run prints: the lines on stdout, and stderr, where the sentence is that ends it."""
     with contextlib.redirect_stdout(io.StringIO()) as said:

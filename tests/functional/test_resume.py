@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from tests.distributed.test_fsdp import SHARD
-from tests.functional.runs import TINY, run_gpt
+from tests.functional.runs import TINY, run_gpt, without_times
 
 SHORT = "--seq-length 16 --global-batch-size 4 --eval-iters 0 --log-params-norm"
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -47,13 +47,6 @@ KINDS = {
 }  # fmt: skip
 
 
-def numbers(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Losses, norms, learning rates, loss scale, counters of each step; no times."""
-    return [
-        {k: v for k, v in line.items() if "time" not in k and k != "interval"} for line in metrics
-    ]
-
-
 def content(folder: Path, world_size: int) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """Weights, moments and whatever else is a tensor; counters, scheduler and random states."""
     with CheckpointReader(folder) as reader:
@@ -83,7 +76,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     (unpublished,) = root.glob("iter_0000020.tmp-*")
     expected, expected_rest = content(unpublished, world_size)
     resumed = run_gpt(tmp_path, base=base, world_size=world_size)
-    assert numbers(resumed) == numbers(straight)
+    assert without_times(resumed) == without_times(straight)
     assert [line["iteration"] for line in resumed] == list(range(1, 21))
     assert [line["time"] == old["time"] for line, old in zip(resumed, straight, strict=True)] == (
         [True] * 10 + [False] * 10

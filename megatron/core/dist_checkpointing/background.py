@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.snapshot import HostBuffer
 
 _APART = "finish_apart"  # / rank, and / verdict
 _PATIENCE_S = 30.0  # for the other ranks, once this one has written
+_WRITING_S = 600.0  # a disk that hangs does not keep a failed run alive
 
 
 class _Task(threading.Thread):
@@ -52,9 +53,11 @@ class _Task(threading.Thread):
     def run(self) -> None:
         self._results.append(self._call())
 
-    def result(self) -> Any:
-        """What the call returned; waits for it."""
-        self.join()
+    def result(self, patience_s: float | None = None) -> Any:
+        """What the call returned; waits for it.  Raises RuntimeError after ``patience_s``."""
+        self.join(patience_s)
+        if self.is_alive():
+            raise RuntimeError(f"the disk has not taken it within {patience_s:.0f} s")
         assert self._results, "the thread that saves has failed; its traceback stands above"
         return self._results[0]
 
@@ -105,7 +108,7 @@ class BackgroundSave:
 
     def written(self) -> dict[str, Any]:
         """What `write` has returned on this rank; waits for it.  Not collective."""
-        report: dict[str, Any] = self._writing.result()
+        report: dict[str, Any] = self._writing.result(_WRITING_S)
         return report
 
     def publish_apart(self, reports: Callable[[], list[Any]]) -> dict[str, Any]:
