@@ -174,6 +174,11 @@ def tokens_can_travel_beside_work(run: RunConfig) -> Iterator[str]:
         yield f"{flag} excludes recomputing whole layers of experts: choose --recompute-modules"
     if (m.pipeline_schedule or "").startswith("zb"):
         yield f"{flag} and --pipeline-schedule {m.pipeline_schedule} exclude each other"
+    if is_fully_sharded(run.ddp):
+        yield (
+            f"{flag} and fully sharded parameters exclude each other: a layer is gathered for one "
+            "pass at a time; use --use-distributed-optimizer"
+        )
     if run.distributed.virtual_ranks is not None:
         ranks = run.distributed.virtual_ranks
         yield f"{flag} needs a process for each rank: drop --virtual-ranks {ranks}, use torchrun"
