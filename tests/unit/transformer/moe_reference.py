@@ -57,7 +57,7 @@ def kept(table: Tensor, c: TransformerConfig) -> Tensor:
     for j in range(e):
         visits = [i for i in range(n) if table[i, j] > 0]
         if c.moe_token_drop_policy == "probs":
-            visits.sort(key=lambda i: (-float(table[i, j]), i))
+            visits.sort(key=lambda i: (-round(float(table[i, j]) * 4096), i))
         result[visits[:capacity], j] = 1
     return result
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+_TIE = 2.0**-12  # between weights of visits, when some have to be dropped
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -165,12 +167,15 @@ def fits(visits: Tensor, capacity: int, policy: str) -> Tensor:
 
     ``visits`` [n, E]: the weight of each visit, -inf where there is none; tokens in an order that
     is the same in every layout.  Policy "probs" keeps the largest weights, "position" the first.
+    Weights that differ by less than `_TIE` count as equal, and of those the first is kept: equal
+    tokens, such as padding, have weights that no layout rounds alike.
     """
     is_visit = visits > float("-inf")
     if policy == "position":
         return is_visit & (is_visit.cumsum(0) <= capacity)
     kept = torch.zeros_like(is_visit)
-    order = torch.sort(visits, dim=0, descending=True, stable=True).indices[:capacity]
+    ranks = torch.round(visits / _TIE)
+    order = torch.sort(ranks, dim=0, descending=True, stable=True).indices[:capacity]
     kept.scatter_(0, order, True)
     return kept & is_visit
 
