@@ -43,6 +43,7 @@ class Shape:
 
 
 SHAPES = {"coarse": Shape(1024, 3584, 8, 2), "fine": Shape(1024, 512, 64, 8)}
+KINDS = ("eager", "grouped_mm")  # ways in which transformers multiplies
 
 
 def ours(shape: Shape, dtype: torch.dtype) -> nn.Module:
@@ -72,8 +73,8 @@ def ours(shape: Shape, dtype: torch.dtype) -> nn.Module:
     return layer
 
 
-def theirs(shape: Shape, dtype: torch.dtype, weights_of: nn.Module) -> nn.Module:
-    """transformers' layer of the same arithmetic and weights."""
+def theirs(shape: Shape, dtype: torch.dtype, weights_of: nn.Module, kind: str) -> nn.Module:
+    """transformers' layer of the same arithmetic and weights; ``kind`` is how it multiplies."""
     from transformers.models.mixtral.configuration_mixtral import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -84,7 +85,7 @@ def theirs(shape: Shape, dtype: torch.dtype, weights_of: nn.Module) -> nn.Module
         num_experts_per_tok=shape.visits,
         router_jitter_noise=0.0,
     )
-    config._experts_implementation = "eager"
+    config._experts_implementation = kind
     layer = MixtralSparseMoeBlock(config).to(dtype)
     found = dict(weights_of.named_parameters())
     with torch.no_grad():
@@ -153,20 +154,21 @@ def compare(name: str, dtype: torch.dtype, tokens: int, rounds: int) -> None:
     """Print a row of the table."""
     shape, where = SHAPES[name], device.current()
     layer = ours(shape, dtype)
-    peer = theirs(shape, dtype, layer).to(where)
+    peers = {kind: theirs(shape, dtype, layer, kind).to(where) for kind in KINDS}
     x = torch.randn(1, tokens, shape.hidden, dtype=dtype, device=where, requires_grad=True)
     grad = torch.randn_like(x)
     contenders: dict[str, Callable[[], Tensor]] = {
         "ours": passes(layer, x, grad),
-        "transformers": passes(peer, x, grad),
+        **{kind: passes(peer, x, grad) for kind, peer in peers.items()},
     }
-    found = contenders["ours"]().float(), contenders["transformers"]().float()
+    found = contenders["ours"]().float(), contenders[KINDS[0]]().float()
     apart = ((found[0] - found[1]).norm() / found[1].norm()).item()
     times = medians({**contenders, "floor": floor(shape, tokens, dtype)}, rounds)
     mine = times["ours"]
     print(
         f"| {name} | {str(dtype).removeprefix('torch.')} | {tokens / mine:.0f} "
-        f"| {times['transformers'] / mine:.2f} | {times['floor'] / mine:.2f} | {apart:.1e} |",
+        f"| {' | '.join(f'{times[kind] / mine:.2f}' for kind in KINDS)} "
+        f"| {times['floor'] / mine:.2f} | {apart:.1e} |",
         flush=True,
     )
 
@@ -183,8 +185,9 @@ def main() -> None:
     cpu_tuning.keep_freed_memory()  # as a run does; the others have it too
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     print(f"{device.name()}, torch {torch.__version__}, {args.tokens} tokens")
-    print("| layer | dtype | tokens/s | transformers / ours | floor / ours | values apart |")
-    print("|---|---|---|---|---|---|")
+    peers = " | ".join(f"transformers {kind} / ours" for kind in KINDS)
+    print(f"| layer | dtype | tokens/s | {peers} | floor / ours | values apart |")
+    print("|---|---|---|---|---|---|---|")
     for name in [args.layer] if args.layer else SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
             compare(name, dtype, args.tokens, args.rounds)

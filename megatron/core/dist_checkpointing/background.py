@@ -11,6 +11,7 @@ When an exception ends a run its ranks no longer meet; `finish_apart` ends a sav
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -37,7 +38,8 @@ from megatron.core.dist_checkpointing.serialization import (
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
 
 _APART = "finish_apart"  # / rank, and / verdict
-_PATIENCE_S = 30.0  # for the other ranks, once this one has written
+_BEAT_S = 1.0  # a rank that is still at it says so this often
+_PATIENCE_S = 30.0  # for the other ranks, once nobody says so any more
 _WRITING_S = 600.0  # a disk that hangs does not keep a failed run alive
 
 
@@ -53,11 +55,18 @@ class _Task(threading.Thread):
     def run(self) -> None:
         self._results.append(self._call())
 
-    def result(self, patience_s: float | None = None) -> Any:
-        """What the call returned; waits for it.  Raises RuntimeError after ``patience_s``."""
-        self.join(patience_s)
-        if self.is_alive():
-            raise RuntimeError(f"the disk has not taken it within {patience_s:.0f} s")
+    def result(self, beat: Callable[[], object] | None = None) -> Any:
+        """What the call returned; waits for it.
+
+        With ``beat``, which is called all the while, RuntimeError after `_WRITING_S`.
+        """
+        until_s = time.monotonic() + _WRITING_S
+        while beat is not None and self.is_alive():
+            if time.monotonic() > until_s:
+                raise RuntimeError(f"the disk has not taken it within {_WRITING_S:.0f} s")
+            beat()
+            self.join(_BEAT_S)
+        self.join()
         assert self._results, "the thread that saves has failed; its traceback stands above"
         return self._results[0]
 
@@ -106,24 +115,28 @@ class BackgroundSave:
             if saved is not None:
                 return saved
 
-    def written(self) -> dict[str, Any]:
+    def written(self, beat: Callable[[], object]) -> dict[str, Any]:
         """What `write` has returned on this rank; waits for it.  Not collective."""
-        report: dict[str, Any] = self._writing.result(_WRITING_S)
+        report: dict[str, Any] = self._writing.result(beat)
         return report
 
-    def publish_apart(self, reports: Callable[[], list[Any]]) -> dict[str, Any]:
+    def publish_apart(
+        self, reports: Callable[[], list[Any]], beat: Callable[[], object]
+    ) -> dict[str, Any]:
         """On rank 0, what `publish` returns.  ``reports()``: what each rank has `written`."""
-        if self._publishing is not None:
-            verdict: dict[str, Any] = self._publishing.result()
-            return verdict
-        absent = not_written(RuntimeError("it had no such save"))
-        return publish(self._begun, [report or absent for report in reports()])
+        if self._publishing is None:
+            absent = not_written(RuntimeError("it had no such save"))
+            told = [report or absent for report in reports()]
+            self._publishing = _Task(partial(publish, self._begun, told))
+        verdict: dict[str, Any] = self._publishing.result(beat)
+        return verdict
 
     def conclude_apart(self, verdict: dict[str, Any]) -> Saved:
         """What `conclude` makes of it.  Not collective."""
         return conclude(self._begun, verdict, None)
 
     def _copy_and_write(self, buffer: HostBuffer, stream: Any) -> dict[str, Any]:
+        device.use_in_this_thread()
         try:
             with device.on_stream(stream):
                 copies = snapshot(self._begun, buffer)
@@ -142,10 +155,11 @@ def finish_apart(
     Not collective: every rank that lives calls it, wherever the others are.  Raises SaveFailed,
     and RuntimeError where a rank or the store is gone.
     """
-    _put(store, str(rank), pending and pending.written())
+    beat = partial(store.add, f"{_APART}/beats", 1)
+    _put(store, str(rank), pending and pending.written(beat))
     if rank == 0:
         verdict = pending and pending.publish_apart(
-            lambda: _take(store, *map(str, range(world_size)))
+            lambda: _take(store, *map(str, range(world_size))), beat
         )
         _put(store, "verdict", verdict)
     if pending is None:
@@ -159,6 +173,14 @@ def _put(store: Store, name: str, value: Any) -> None:
 
 
 def _take(store: Store, *names: str) -> list[Any]:
+    """Wait for values as long as some rank says that it is at work."""
     keys = [f"{_APART}/{name}" for name in names]
-    store.wait(keys, timedelta(seconds=_PATIENCE_S))
+    beats = -1
+    while not store.check(keys):
+        before, beats = beats, store.add(f"{_APART}/beats", 0)
+        if before == beats:
+            store.wait(keys, timedelta(seconds=_PATIENCE_S))
+            break
+        with contextlib.suppress(RuntimeError):
+            store.wait(keys, timedelta(seconds=2 * _BEAT_S))
     return [json.loads(store.get(key)) for key in keys]

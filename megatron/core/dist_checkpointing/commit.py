@@ -223,6 +223,11 @@ def _complete(pending: Pending, parts: Parts) -> None:
     fsync_folder(pending.folder)
 
 
+def remember(root: Path) -> None:
+    """At the start of a run, on rank 0: who has published in ``root`` was there before."""
+    _found.setdefault(root, {f.manifest.attempt for f in published(root) if f.manifest})
+
+
 def _check_not_stale(root: Path, found: Sequence[Found], attempt: str) -> None:
     """Raise CheckpointError if a run that started later has published here meanwhile."""
     attempts = {f.manifest.attempt: f.folder for f in found if f.manifest}

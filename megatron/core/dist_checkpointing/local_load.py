@@ -24,7 +24,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.collectives import all_gather_json, on_wire
 from megatron.core.dist_checkpointing.folders import published
 from megatron.core.dist_checkpointing.local import SAVE
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, weights_then_state
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, bytes_of
 from megatron.core.dist_checkpointing.serialization import together
@@ -98,19 +98,21 @@ def load_local(
         for key, stored in reader.tensors.items():
             for piece in stored.pieces:
                 offered[key, DTYPE_NAMES[stored.dtype], piece.offset, piece.shape] = reader
-    wanted = {
-        (t.key, DTYPE_NAMES[t.dtype], p.offset, p.shape): (t, p.data)
-        for t in tensors
-        for p in t.pieces
-    }
-    error: CheckpointError | None = None
-    try:
-        for box in wanted.keys() & offered.keys():
-            offered[box].read_box(box[0], box[2], wanted[box][1])
-    except CheckpointError as problem:
-        error = problem
-    together(error, group)
-    _send_and_receive(offered, {box: wanted[box] for box in wanted if box not in offered}, group)
+    for part in weights_then_state(tensors):
+        wanted = {
+            (t.key, DTYPE_NAMES[t.dtype], p.offset, p.shape): (t, p.data)
+            for t in part
+            for p in t.pieces
+        }
+        error: CheckpointError | None = None
+        try:
+            for box in wanted.keys() & offered.keys():
+                offered[box].read_box(box[0], box[2], wanted[box][1])
+        except CheckpointError as problem:
+            error = problem
+        together(error, group)
+        missing = {box: wanted[box] for box in wanted if box not in offered}
+        _send_and_receive(offered, missing, group)
     content = _content(readers, group)
     for reader in readers.values():
         reader.close()

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.checksum import crc32
 
 FORMAT = "safetensors_dist"
 VERSION = 1
+_BLOCK_BYTES = 4 << 20
 MANIFEST = "metadata.json"
 MANIFEST_BESIDE = "manifest.json"  # where metadata.json belongs to another program's format
 INDEX = "index.json"
@@ -77,11 +78,13 @@ def write_text(path: Path, text: str) -> FileEntry:
 
 
 def adopt_file(path: Path) -> FileEntry:
-    """Fsync a small file that somebody else wrote, and take it into the manifest."""
+    """Fsync a file that somebody else wrote, and take it into the manifest."""
+    size = checksum = 0
     with open(path, "rb") as file:
-        data = file.read()
+        while block := file.read(_BLOCK_BYTES):
+            size, checksum = size + len(block), crc32(block, checksum)
         os.fsync(file.fileno())
-    return FileEntry(len(data), len(data), crc32(data))
+    return FileEntry(size, size, checksum)
 
 
 def write_manifest(folder: Path, manifest: Manifest, name: str = MANIFEST) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 from megatron.core.param_info import FlatPart, ParamInfo
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+OPTIMIZER_PREFIX = "optimizer."  # of the keys of what the optimizer holds
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -140,6 +142,16 @@ def replica_of(info: ParamInfo, groups: ProcessGroupCollection) -> Replica | Non
         return Replica(info.part.copy, info.part.num_copies, "part")
     group = groups.expt_dp if info.is_expert else groups.dp_cp
     return Replica(group.rank(), group.size(), "expt_dp" if info.is_expert else "dp_cp")
+
+
+def weights_then_state(tensors: Iterable[ShardedTensor]) -> tuple[list[ShardedTensor], ...]:
+    """Those of the model, those of the optimizer: to be filled one after the other.
+
+    A fully sharded 16-bit weight lies in the memory of its main parameter, which has to come last.
+    """
+    every = list(tensors)
+    state = [tensor for tensor in every if tensor.key.startswith(OPTIMIZER_PREFIX)]
+    return [tensor for tensor in every if not tensor.key.startswith(OPTIMIZER_PREFIX)], state
 
 
 def to_write(tensors: Iterable[ShardedTensor], share_work: bool = True) -> list[ShardedTensor]:

@@ -32,7 +32,11 @@ from megatron.core.dist_checkpointing.manifest import (
     CheckpointDamaged,
     FileEntry,
 )
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    to_write,
+    weights_then_state,
+)
 from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
 from megatron.core.dist_checkpointing.retention import KEEP_ALL, Retention
@@ -47,8 +51,9 @@ from megatron.core.dist_checkpointing.validation import (
 from megatron.core.faults import InjectedFault, fault_point
 
 _MAX_THREADS = 4  # that read at the same time; more do not help on one disk or one memory
-# What a rank reports instead of leaving the others in a collective.
-REPORTED = (OSError, MemoryError, CheckpointError, InjectedFault)
+# What a rank reports instead of leaving the others in a collective.  torch's lack of memory is a
+# RuntimeError.
+REPORTED = (OSError, MemoryError, RuntimeError, CheckpointError, InjectedFault)
 
 
 class SaveFailed(CheckpointError):
@@ -306,26 +311,27 @@ def load(
 def fill(wanted: Sequence[ShardedTensor], reader: CheckpointReader, *, cast: bool = False) -> None:
     """Read what ``reader`` has of ``wanted`` into its views, in threads of this rank.  Local.
 
-    What lies in the same memory is read in the order of ``wanted``: a fully sharded weight is its
-    own main parameter, which comes behind it.  Raises what the first that fails raises; others may
-    be filled or not.
+    Raises what the first that fails raises; others may be filled or not.
     """
-    places: dict[int, list[ShardedTensor]] = {}
-    for tensor in wanted:
-        if tensor.pieces:
-            places.setdefault(tensor.pieces[0].data.data_ptr(), []).append(tensor)
 
-    def fill_place(tensors: Sequence[ShardedTensor]) -> None:
-        for tensor in tensors:
-            fault_point("load.tensor")
-            if tensor.key in reader.tensors:
-                reader.load(tensor, cast=cast)
+    def fill_one(tensor: ShardedTensor) -> None:
+        fault_point("load.tensor")
+        if tensor.key in reader.tensors:
+            reader.load(tensor, cast=cast)
 
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // ranks))
-    largest_first = sorted(places.values(), key=lambda place: -place[0].num_bytes)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    threads = max(1, min(_MAX_THREADS, _processors() // max(1, ranks)))
     with ThreadPoolExecutor(threads) as pool:
-        deque(pool.map(fill_place, largest_first), maxlen=0)
+        for part in weights_then_state(wanted):
+            largest_first = sorted(part, key=lambda tensor: -tensor.num_bytes)
+            deque(pool.map(fill_one, largest_first), maxlen=0)
+
+
+def _processors() -> int:
+    """That this process may use: a launcher often gives each rank its own."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def together(error: CheckpointError | None, group: ProcessGroup | None) -> None:

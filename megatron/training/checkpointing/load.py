@@ -15,6 +15,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.collectives import broadcast_json
 from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, Choice
 from megatron.core.dist_checkpointing.local_load import find_local, load_local
@@ -197,6 +198,7 @@ def _choose_here(config: CheckpointConfig) -> dict[str, Any]:
     """The choice as JSON; empty if the run starts from random weights."""
     if config.save is not None:
         check_writable(config.save)
+        commit.remember(Path(config.save))
         if config.moe_use_upcycling and find(config.save, None) is not None:
             raise CheckpointError(
                 f"--moe-use-upcycling: --save {config.save} holds a checkpoint already; go on from "

@@ -11,12 +11,16 @@ from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_param, replica_of
+from megatron.core.dist_checkpointing.mapping import (
+    OPTIMIZER_PREFIX,
+    ShardedTensor,
+    from_param,
+    replica_of,
+)
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.param_info import ParamInfo, info_of, local_part
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-OPTIMIZER_PREFIX = "optimizer."
 _STATE_PREFIX = f"{OPTIMIZER_PREFIX}state."
 
 

@@ -161,3 +161,34 @@ def test_ranks_that_no_longer_meet_finish_a_save_or_say_why_not(tmp_path):
         finish_apart(pending[0], store, 0, 2)
     assert finish_apart(pending[1], dist.HashStore(), 0, 1).folder == choose(tmp_path).found.folder
     assert finish_apart(None, dist.HashStore(), 0, 1) is None
+
+
+def test_ranks_wait_for_one_that_says_that_it_still_writes(tmp_path, monkeypatch):
+    """Its disk is slower than their patience is long."""
+    monkeypatch.setattr(background, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(background, "_BEAT_S", 0.05)
+    gate, beats = threading.Event(), 0
+
+    def write_when_open(*args, **kwargs):
+        gate.wait()
+        return SAFETENSORS_DIST.write_rank_files(*args, **kwargs)
+
+    class CountingStore(dist.HashStore):
+        def add(self, key, count):
+            nonlocal beats
+            beats += count
+            if beats == 20:
+                gate.set()
+            return super().add(key, count)
+
+    store = CountingStore()
+    slow = replace(SAFETENSORS_DIST, write_rank_files=write_when_open)
+    begun = serialization.begin(tmp_path, 1, contents(3)[0], None, format=slow)
+    pending = BackgroundSave(begun, HostBuffer(), None)
+    found = []
+    waiting = threading.Thread(target=lambda: found.extend(background._take(store, "verdict")))
+    waiting.start()
+    saved = finish_apart(pending, store, 0, 1)
+    waiting.join()
+    assert saved is not None
+    assert found[0]["folder"] == str(saved.folder)

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,7 @@ from megatron.core.dist_checkpointing.serialization import (
     Contents,
     SaveFailed,
     begin,
+    fill,
     load,
     save,
 )
@@ -338,6 +340,39 @@ def test_a_main_parameter_that_is_the_weight_itself_is_loaded_behind_it(tmp_path
     loaded = torch.zeros(100)
     load(save(tmp_path, 1, made, None).folder, records(loaded), None)
     assert torch.equal(loaded, main)
+
+
+def test_main_parameters_anywhere_in_their_weights_are_loaded_behind_them():
+    """Instances of the optimizer hold a part that begins inside the weight."""
+    order: list[str] = []
+
+    class Reader:
+        tensors = dict.fromkeys([f"{kind}w{i}" for i in range(40) for kind in ("", "optimizer.")])
+
+        def load(self, tensor, *, cast):
+            order.append(tensor.key)
+
+    info = ParamInfo(global_shape=(9,))
+    wanted = [from_param(key, info, torch.empty(9)) for key in reversed(Reader.tensors)]
+    fill(wanted, Reader())
+    assert [key.startswith("optimizer.") for key in order] == [False] * 40 + [True] * 40
+
+
+def test_a_first_save_knows_who_was_there_when_the_run_began(tmp_path, monkeypatch):
+    """One that hangs before its first save, and wakes when another has taken its place."""
+    now = time.time_ns()
+    monkeypatch.setattr(commit, "_found", {})
+    commit.remember(tmp_path)
+    waking = f"{now:x}-aaaaaaaa"
+    of_this_process = commit._found
+    monkeypatch.setattr(commit, "_found", {})
+    monkeypatch.setattr(commit, "attempt_id", lambda: f"{now + 10**9:x}-bbbbbbbb")
+    save(tmp_path, 100, contents(3), None)
+    monkeypatch.setattr(commit, "_found", of_this_process)
+    monkeypatch.setattr(commit, "attempt_id", lambda: waking)
+    with pytest.raises(SaveFailed, match="started later"):
+        save(tmp_path, 100, contents(3), None)
+    assert choose(tmp_path).found.manifest.attempt.endswith("bbbbbbbb")
 
 
 def test_missing_and_unexpected_tensors_are_named_and_stop_the_load(tmp_path):
