@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -195,3 +196,21 @@ def random_after(rank, world_size, root, tp):
 
 def test_each_rank_continues_its_own_random_numbers(tmp_path):
     assert run_ranks(random_after, 2, tmp_path, 2) == [True, True]
+
+
+def random_of_first(rank, world_size, root):
+    """Whether no rank takes its random state over where only the first has one."""
+    parts = parts_of_layout(world_size, 2)
+    save_run(options(root), parts, counters(1), asked={})
+    states = CheckpointReader.rank_state
+    torch.manual_seed(7)
+    expected = torch.get_rng_state()
+    with mock.patch.object(
+        CheckpointReader, "rank_state", lambda reader, n: None if n else states(reader, n)
+    ):
+        load_run(options(root), parts)
+    return torch.equal(torch.get_rng_state(), expected)
+
+
+def test_random_states_of_some_ranks_are_taken_over_by_none(tmp_path):
+    assert run_ranks(random_of_first, 2, tmp_path) == [True, True]

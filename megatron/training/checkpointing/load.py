@@ -1,8 +1,8 @@
 """Loading a run, in whatever layout it was saved.
 
 Order of collectives: rank 0 chooses the folder and reads what is no tensor (broadcast); then
-`serialization.load`; then each rank's random states (gather, broadcast).  Every rank ends with the
-same result or the same error.
+`serialization.load`; then each rank's random states (gather, broadcast, reduce).  Every rank ends
+with the same result or the same error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.collectives import broadcast_json
+from megatron.core.dist_checkpointing.collectives import broadcast_json, is_so_everywhere
 from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, Choice
 from megatron.core.dist_checkpointing.local_load import find_local, load_local
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
@@ -333,7 +333,7 @@ def _read_rng_states(folder: Path, parts: RunParts) -> dict[str, Any] | None:
     except OSError as problem:
         error = CheckpointDamaged(f"{folder}: {problem}")
     together(error, parts.groups.world)
-    if state is None:
+    if not is_so_everywhere(state is not None, parts.groups.world) or state is None:
         print_rank_0(
             "NOTE: random states are not taken over: the checkpoint was written in another layout"
         )

@@ -197,10 +197,11 @@ def _to_ours(source: Source, wanted: Wanted, say: Say) -> Path:
         beside.mkdir(parents=True, exist_ok=True)
         hf_folder.copy_beside(source.beside, beside)
     begun = begin(wanted.target, common["iteration"], contents, None, format=format)
-    written = [write(begun)]
-    for rank, state in source.rank_states.items():
-        only_state = replace(contents, rank_state=state)
-        written.append(write(replace(begun, rank=rank, tensors=(), contents=only_state)))
+    written = []
+    for rank, state in {0: None, **source.rank_states}.items():
+        tensors = () if rank else begun.tensors
+        its = replace(contents, rank_state=state)
+        written.append(write(replace(begun, rank=rank, tensors=tensors, contents=its)))
     saved = conclude(begun, publish(begun, written), None)
     say(f"wrote {_count(source.tensors)} numbers to {saved.folder} in {wanted.format} format")
     return saved.folder

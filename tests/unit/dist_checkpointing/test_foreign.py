@@ -13,9 +13,11 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.foreign.dcp_writer import DcpFile, write_metadata
+from megatron.core.dist_checkpointing.foreign.reference_values import reference_rng
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
 from megatron.core.dist_checkpointing.opening import open_reader
+from megatron.training.checkpointing.rng_state import rng_state
 from tests.reference_checkpoints import ITERATION, unpack
 
 LAYER = "decoder.layers.0"
@@ -286,8 +288,15 @@ def test_nested_state_dicts_of_torch_are_read(tmp_path: Path, names: str) -> Non
     else:
         optimizer = {"state": {f"module.{k}": moments(whole, k) for k in model}}
         stored = {f"module.{k}": v for k, v in model.items()}
-    args = argparse.Namespace(seq_length=8, consumed_train_samples=24)
+    args = argparse.Namespace(
+        seq_length=8,
+        consumed_train_samples=24,
+        world_size=4,
+        tensor_model_parallel_size=2,
+    )
     content = {"model": stored, "optimizer": optimizer, "args": args, "iteration": 3}
+    streams = {"rng_tracker_states": {"model-parallel-rng": torch.get_rng_state()}}
+    content["rng_state"] = [reference_rng(rng_state()) | streams]  # Megatron-LM: rank 0's alone
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     dcp.save(content, checkpoint_id=tmp_path / "dcp", no_dist=True)
     found = all_tensors(tmp_path / "dcp")
@@ -295,6 +304,8 @@ def test_nested_state_dicts_of_torch_are_read(tmp_path: Path, names: str) -> Non
     assert all(torch.equal(found[key], whole[key]) for key in whole)
     with open_reader(tmp_path / "dcp") as reader:
         common = reader.common()
+        states = [reader.rank_state(rank) is not None for rank in range(4)]
+    assert states == [True, False, True, False]
     assert common["counters"]["consumed_train_samples"] == 24
     assert common["optimizer"]["step"] == 5.0
 

@@ -33,12 +33,15 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
 )
 from megatron.core.dist_checkpointing.reader import Box, CheckpointReader, StoredTensor
+from megatron.core.enums import AttnBackend
 from megatron.core.param_info import ParamInfo
 from megatron.core.process_groups_config import make_grids
 from megatron.core.rank_grid import RankGrid
 
 COMMON_FILE = "common.pt"
 STATE_PREFIX = "optimizer.state."
+# Of a record, as our command line has it.
+_NAMES = {f"AttnBackend({backend.value})": backend.name for backend in AttnBackend}
 _CUDA_STATE_BYTES = 16
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _FLOPS = "num_floating_point_operations_so_far"
@@ -234,7 +237,7 @@ def as_json(value: Any) -> Any:
         return "/".join(value.pickled_args).replace("//", "/")
     if isinstance(value, list | tuple | set | frozenset):
         return [as_json(item) for item in value]
-    return str(value)
+    return _NAMES.get(str(value), str(value))
 
 
 def rng_state_of(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,10 +49,15 @@ class TorchDcpReader(ForeignReader):
         self._finish()
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
-        states = self.values.get("rng_state")
-        if not states or rank >= self.manifest.layout.get("world_size", 0):
+        """Megatron-LM keeps those of rank 0, which other stages and cuts do not have."""
+        states, world_size = self.values.get("rng_state"), self.manifest.layout.get("world_size", 0)
+        if not states or rank >= world_size:
             return None
-        return {"rng_state": rng_state_of(_with_arrays(states[rank % len(states)]))}
+        if len(states) < world_size:
+            at, rank = self._coordinate(rank), 0
+            if at["tp"] or at["pp"]:
+                return None
+        return {"rng_state": rng_state_of(_with_arrays(states[rank]))}
 
     def _optimizer_state(
         self, optimizer: Any, params: list[tuple[str, Any]]

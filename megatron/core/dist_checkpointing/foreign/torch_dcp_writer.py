@@ -74,7 +74,7 @@ def write_rank_files(
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "pieces": pieces,
             }
-    if rank_state is not None and rank == 0:
+    if rank_state is not None:
         report.tensors[_RNG] = dict(rank_state[_RNG])
     report.files[file.name] = asdict(file.close())
     return report
@@ -109,15 +109,15 @@ def complete(
 ) -> dict[str, FileEntry]:
     """Write and fsync what is one for all ranks, and ``.metadata``."""
     stored: dict[str, dict[str, Any]] = {}
-    rng = reports[0].tensors.pop(_RNG, None)
+    states = [report.tensors.pop(_RNG) for report in reports if _RNG in report.tensors]
     for report in reports:
         for key, entry in report.tensors.items():
             stored.setdefault(key, {**entry, "pieces": []})["pieces"] += entry["pieces"]
     for key, entry in stored.items():
         check_written_once(key, entry)
     state = state_dict(stored, common)
-    if rng is not None:
-        state[_RNG] = [reference_rng(rng)]
+    if states:
+        state[_RNG] = list(map(reference_rng, states))
     extra = DcpFile(folder, 0, 1, common["iteration"])
     tensors: dict[str, Any] = {}
     objects: dict[str, Any] = {}
