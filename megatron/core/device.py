@@ -142,6 +142,11 @@ def host_memory(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda())
 
 
+def host_array(values: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """``values``, page-locked if they are to be copied to a GPU without waiting."""
+    return values.pin_memory() if target.type == "cuda" else values
+
+
 def empty_cache() -> None:
     """Give cached device memory back."""
     if _has_gpu():

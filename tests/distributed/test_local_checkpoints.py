@@ -10,8 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.serialization import SaveFailed
+from megatron.core.dist_checkpointing.local import Replication, save_local
+from megatron.core.dist_checkpointing.local_load import find_local, load_local
+from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, from_param
+from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
+from megatron.core.param_info import ParamInfo
 from megatron.core.process_groups_config import create_process_groups, make_grids
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.save import save_local_run, save_run
@@ -154,3 +159,24 @@ def test_a_save_that_fails_or_dies_on_one_rank_leaves_the_one_before(tmp_path):
     with pytest.raises(AssertionError, match="SIGKILL"):
         run_ranks(die_in_a_save, RANKS, tmp_path, "save.before_rename:kill:rank2", timeout_s=30)
     assert newest(tmp_path, COPIES)[0] == 4
+
+
+def fully_sharded_halves(rank, world_size, root):
+    """Sixteen-bit weights that lie in the memory of their main parameters, saved and loaded."""
+    info, group = ParamInfo(global_shape=(50,)), dist.group.WORLD
+
+    def records(values):
+        weights = [from_param(k, info, v, dtype=torch.bfloat16) for k, v in values.items()]
+        return weights + [from_param(f"{OPTIMIZER_PREFIX}{k}", info, v) for k, v in values.items()]
+
+    saved = {f"w{i}": torch.rand(50) for i in range(20)}
+    layout, loaded = {"world_size": 1}, {key: torch.zeros(50) for key in saved}
+    made = Contents(tensors=records(saved), common={}, layout=layout)
+    save_local(root, 1, made, group, share_work=True, replication=Replication())
+    found, _ = find_local(root, layout, 0, group)
+    load_local(found, records(loaded), group)
+    return [key for key in saved if not torch.equal(saved[key], loaded[key])]
+
+
+def test_main_parameters_are_loaded_behind_the_weights_in_their_memory(tmp_path):
+    assert run_ranks(fully_sharded_halves, 1, tmp_path) == [[]]

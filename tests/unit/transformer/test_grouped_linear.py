@@ -10,16 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.distributed.buckets import plan_buffer
+from megatron.core.distributed.param_buffer import ParamBuffer
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.param_info import name_parameters
 from megatron.core.param_init import initialize_parameters
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from megatron.core.transformer.moe import experts
-from megatron.core.transformer.moe.grouped_linear import can_group, grouped_linear, stacked
+from megatron.core.transformer.moe.grouped_linear import (
+    RowGroups,
+    can_group,
+    stacked,
+)
+from megatron.core.transformer.moe.grouped_linear import grouped_linear as by_groups
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from tests import tolerances
-from tests.unit.one_process import one_process_groups, tiny_config
+from tests.unit.one_process import one_process_groups, one_rank, tiny_config
 
 OUT, IN = 24, 16
 COUNTS = {"uneven": (3, 0, 7, 2), "first empty": (0, 5, 1, 1), "no rows": (0, 0, 0, 0)}
@@ -35,6 +42,10 @@ def make(counts: tuple[int, ...], in_one_storage: bool) -> tuple[Tensor, list[Te
     memory = torch.randn(len(counts), 2, OUT, IN)
     weights = [part[0] if in_one_storage else part[0].clone() for part in memory]
     return torch.randn(sum(counts), IN), [w.detach().requires_grad_() for w in weights]
+
+
+def grouped_linear(rows: Tensor, counts: tuple[int, ...], weights: list[Tensor]) -> Tensor:
+    return by_groups(rows, RowGroups.on(rows.device, counts), weights)
 
 
 def loop(rows: Tensor, counts: tuple[int, ...], weights: list[Tensor]) -> Tensor:
@@ -102,19 +113,11 @@ def test_weight_gradients_may_be_left_in_a_queue():
         assert_equal(weight.grad, want)
 
 
-def layer_gradients(monkeypatch, grouped: bool, **changes: Any) -> tuple[list[Tensor], int]:
-    """Of a layer of experts as a GPU would compute it, and how many grouped products it took."""
-    calls = []
-
-    def counted(*args: Any) -> Tensor:
-        calls.append(args)
-        return grouped_linear(*args)
-
+def layer_of_experts(**changes: Any) -> MoELayer:
     config = tiny_config(
         num_moe_experts=4,
         gated_linear_unit=True,
         activation_func=F.silu,
-        moe_grouped_gemm=grouped,
         **{"add_bias_linear": False, **changes},
     )
     spec = get_gpt_layer_local_spec(4, config=config).submodules.mlp
@@ -122,9 +125,42 @@ def layer_gradients(monkeypatch, grouped: bool, **changes: Any) -> tuple[list[Te
     layer: MoELayer = build_module(spec, config=config, offered=offered)
     name_parameters(layer)
     initialize_parameters(layer, 1234)
-    for index, param in enumerate(p for n, p in layer.named_parameters() if "bias" in n):
-        torch.nn.init.constant_(param, 0.1 * index)
-    x = torch.randn(6, 2, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    return layer
+
+
+def test_experts_in_a_buffer_of_parameters_are_not_copied():
+    """As the distributed optimizer lays them out, in several buckets or one."""
+    layer = layer_of_experts(moe_grouped_gemm=True)
+    params = [p for name, p in layer.named_parameters() if ".local_experts." in name]
+    layout = plan_buffer([p.numel() for p in params], None)
+    buffer = ParamBuffer(params, layout, one_rank())
+    for name in ("linear_fc1", "linear_fc2"):
+        weights = [getattr(e, name).weight for e in layer.experts._in_order]
+        view = stacked(weights)
+        assert view.untyped_storage().data_ptr() == buffer.data.untyped_storage().data_ptr()
+        for mine, weight in zip(view, weights, strict=True):
+            assert torch.equal(mine, weight)
+
+
+@pytest.mark.parametrize(("width", "can"), [(12, False), (16, True)])
+def test_both_matrices_have_to_suit_the_kernel(width, can):
+    """A gated first matrix is twice as wide as the second."""
+    layer = layer_of_experts(
+        moe_grouped_gemm=True, moe_ffn_hidden_size=width, params_dtype=torch.bfloat16
+    )
+    assert layer.experts._can_group is can
+
+
+def layer_gradients(monkeypatch, grouped: bool, **changes: Any) -> tuple[list[Tensor], int]:
+    """Of a layer of experts as a GPU would compute it, and how many grouped products it took."""
+    calls = []
+
+    def counted(*args: Any) -> Tensor:
+        calls.append(args)
+        return by_groups(*args)
+
+    layer = layer_of_experts(moe_grouped_gemm=grouped, **changes)
+    x = torch.randn(6, 2, layer.config.hidden_size, generator=torch.Generator().manual_seed(1))
     x.requires_grad_()
     with monkeypatch.context() as patch:
         patch.setattr(device, "is_cuda", lambda *_: True)

@@ -19,7 +19,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.grouped_linear import can_group, grouped_linear
+from megatron.core.transformer.moe.grouped_linear import (
+    RowGroups,
+    can_group,
+    grouped_linear,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -55,7 +59,7 @@ class Expert(MLP):
 
     def _activated(self, inner: Tensor, weights: Tensor) -> Tensor:
         """Weighed before the second matrix, which is linear."""
-        return self.activate(inner) * weights.unsqueeze(-1).to(inner.dtype)
+        return (self.activate(inner) * weights.unsqueeze(-1)).to(inner.dtype)
 
 
 class Experts(MegatronModule):
@@ -70,6 +74,8 @@ class Experts(MegatronModule):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config)
+        # Last first: a buffer of parameters has them the other way round, where experts then lie
+        # in their order, as one product needs them.
         self.local_experts = nn.ModuleDict(
             {
                 str(number): Expert(
@@ -79,37 +85,34 @@ class Experts(MegatronModule):
                     is_expert=True,
                     ffn_hidden_size=config.moe_ffn_hidden_size,
                 )
-                for number in local_experts
+                for number in reversed(local_experts)
             }
+        )
+        self._in_order: list[Any] = [self.local_experts[str(number)] for number in local_experts]
+        self._can_group = config.moe_grouped_gemm and all(
+            can_group([getattr(expert, name).weight for expert in self._in_order])
+            for name in ("linear_fc1", "linear_fc2")
         )
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
         """[m, h], [m] and rows per expert -> [m, h].  An expert without tokens computes on none."""
-        if self._are_grouped(rows):
-            first: Any = next(iter(self.local_experts.values()))
-            inner, bias = self._grouped(rows, counts, "linear_fc1")
+        if self._can_group and device.is_cuda(rows.device):
+            first, groups = self._in_order[0], RowGroups.on(rows.device, counts)
+            inner, bias = self._grouped(rows, groups, "linear_fc1")
             inner = inner if bias is None else inner + bias
-            narrow = first.narrow(inner, weights, lambda x: self._grouped(x, counts, "linear_fc2"))
+            narrow = first.narrow(inner, weights, lambda x: self._grouped(x, groups, "linear_fc2"))
             return first.biased(*narrow, weights)
-        parts = zip(
-            self.local_experts.values(), rows.split(counts), weights.split(counts), strict=True
-        )
+        parts = zip(self._in_order, rows.split(counts), weights.split(counts), strict=True)
         return torch.cat([expert(mine, weight) for expert, mine, weight in parts])
 
     def _grouped(
-        self, rows: Tensor, counts: Sequence[int], name: str
+        self, rows: Tensor, groups: RowGroups, name: str
     ) -> tuple[Tensor, Tensor | None]:
         """Rows times the matrix ``name`` of their experts, and what bias each is still to get."""
-        linears: list[Any] = [getattr(expert, name) for expert in self.local_experts.values()]
-        result = grouped_linear(rows, counts, [linear.weight for linear in linears])
+        linears: list[Any] = [getattr(expert, name) for expert in self._in_order]
+        result = grouped_linear(rows, groups, [linear.weight for linear in linears])
         if not self.config.add_bias_linear:
             return result, None
-        biases = [linear.bias.expand(n, -1) for linear, n in zip(linears, counts, strict=True)]
+        sized = zip(linears, groups.counts, strict=True)
+        biases = [linear.bias.expand(count, -1) for linear, count in sized]
         return result, torch.cat(biases)
-
-    def _are_grouped(self, rows: Tensor) -> bool:
-        """Whether --moe-grouped-gemm has something to act on: a GPU, sizes its kernel takes."""
-        if not self.config.moe_grouped_gemm:
-            return False
-        weights = [expert.linear_fc1.weight for expert in self.local_experts.values()]
-        return device.is_cuda(rows.device) and can_group(weights)

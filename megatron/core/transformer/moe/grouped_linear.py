@@ -9,12 +9,14 @@ are made contiguous for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core import device
 from megatron.core.tensor_parallel.weight_gradient import WeightGrad, adds_to_main_grad, is_deferred
 
 _ALIGNMENT = 16  # bytes, of every stride of the kernel
@@ -28,27 +30,43 @@ def can_group(weights: Sequence[Tensor]) -> bool:
     return len(weights) > 1 and weights[0].dtype in _DTYPES and is_aligned
 
 
-def grouped_linear(rows: Tensor, counts: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
-    """[m, i] and rows per expert, which add up to m -> [m, o]: each row times its expert's weight.
+@dataclass(frozen=True)
+class RowGroups:
+    """How many rows each expert has, and where those end: [e] int32 beside the rows."""
+
+    counts: tuple[int, ...]
+    ends: Tensor
+
+    @classmethod
+    def on(cls, where: torch.device, counts: Sequence[int]) -> RowGroups:
+        """The copy to a GPU does not wait for what the GPU has to do before."""
+        here = device.host_array(torch.tensor(counts, dtype=torch.int32).cumsum(0), where)
+        ends = here.to(where, torch.int32, non_blocking=True)
+        return cls(tuple(counts), ends)
+
+
+def grouped_linear(rows: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
+    """[m, i] -> [m, o]: each row times its expert's weight.
 
     The weight gradients go where those of a linear layer go: to a queue or into the main gradient
     if there is one, one product each, else out of one product.
     """
-    result: Tensor = _GroupedLinear.apply(rows, tuple(counts), *weights)
+    result: Tensor = _GroupedLinear.apply(rows, groups, *weights)
     return result
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: tuple[int, ...], *weights: Tensor) -> Tensor:
-        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(rows.device)
-        ctx.save_for_backward(rows, ends, *weights)
-        ctx.params, ctx.counts = weights, counts  # themselves, for a queue and for main_grad
-        return F.grouped_mm(rows.contiguous(), stacked(weights).transpose(1, 2), offs=ends)
+    def forward(ctx: Any, rows: Tensor, groups: RowGroups, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, *weights)
+        ctx.params, ctx.groups = weights, groups  # themselves, for a queue and for main_grad
+        wide = stacked(weights).transpose(1, 2)
+        return F.grouped_mm(rows.contiguous(), wide, offs=groups.ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, ends, *weights = ctx.saved_tensors
+        rows, *weights = ctx.saved_tensors
+        counts, ends = ctx.groups.counts, ctx.groups.ends
         # Without rows no stride counts, but the kernel looks at them.
         grad = grad.contiguous() if len(grad) else grad.new_zeros(grad.shape)
         needs_rows, _, *needs = ctx.needs_input_grad
@@ -56,7 +74,7 @@ class _GroupedLinear(torch.autograd.Function):
         items = [
             WeightGrad(weight if needed else None, None, one, x, group=None, is_own=True)
             for weight, needed, one, x in zip(
-                ctx.params, needs, grad.split(ctx.counts), rows.split(ctx.counts), strict=True
+                ctx.params, needs, grad.split(counts), rows.split(counts), strict=True
             )
         ]
         are_later = [is_deferred(item) for item in items]
