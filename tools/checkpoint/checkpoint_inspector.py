@@ -187,6 +187,9 @@ def convert_to_fsdp(args: argparse.Namespace) -> None:
         found = vars(args)[flag.removeprefix("--").replace("-", "_")]
         if found not in (None, default):
             raise ConfigError(f"{flag} {found}: keys begin with {default}, leave it out")
+    for flag, why in _WITHOUT_EFFECT.items():
+        if vars(args)[flag.removeprefix("--").replace("-", "_")]:
+            print(f"note: {flag} is without effect: {why}")
     convert(
         Wanted(
             source=args.input_dir,
@@ -201,6 +204,10 @@ def convert_to_fsdp(args: argparse.Namespace) -> None:
 _PREFIXES = {
     "--output-optimizer-state-prefix": "optimizer.state.module.module.module",
     "--output-model-weight-prefix": "model.module",
+}
+_WITHOUT_EFFECT = {
+    "--oom-traceback": "tensors are converted one at a time",
+    "--distributed-timeout-minutes": "there is one process",
 }
 
 

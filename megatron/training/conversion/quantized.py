@@ -10,7 +10,7 @@ each square of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,10 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 def plain_numbers(
     weights: Mapping[str, LazyTensor], config: Mapping[str, Any]
 ) -> dict[str, LazyTensor]:
-    """``weights`` with those in few bits as bf16.  Raises CheckpointError for another kind."""
+    """``weights`` with those in few bits as bf16.
+
+    Raises CheckpointError for another kind, and where weights and scales do not fit.
+    """
     told = config.get("quantization_config")
     out = dict(weights)
     if not told:
@@ -39,18 +42,44 @@ def plain_numbers(
     if kind == "mxfp4":
         for name in [name for name in weights if name.endswith(_BLOCKS)]:
             plain = name.removesuffix(_BLOCKS)
-            out[plain] = _from_mxfp4(plain, out.pop(name), out.pop(plain + _SCALES))
+            blocks, scales = out.pop(name), _beside(name, plain + _SCALES, out)
+            _check_scales(scales, blocks.shape[:3])
+            del out[plain + _SCALES]
+            out[plain] = _from_mxfp4(plain, blocks, scales)
     elif kind == "fp8":
         size = told.get("weight_block_size") or [128, 128]
         for name in [name for name in weights if name.endswith(_INVERSE)]:
             plain, scales = name.removesuffix(_INVERSE), out.pop(name)
-            make = partial(_from_fp8, weights[plain], scales, size)
-            out[plain] = LazyTensor(plain, torch.bfloat16, weights[plain].shape, make)
+            weight = _beside(name, plain, weights)
+            squares = zip(weight.shape, size, strict=False)
+            _check_scales(scales, [-(-count // block) for count, block in squares])
+            make = partial(_from_fp8, weight, scales, size)
+            out[plain] = LazyTensor(plain, torch.bfloat16, weight.shape, make)
+        for name, tensor in out.items():
+            if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+                _beside(name, name + _INVERSE, out)
     else:
         raise CheckpointError(
             f"config.json has quant_method {kind}: read are mxfp4 and fp8, or plain weights"
         )
     return out
+
+
+def _beside(name: str, other: str, weights: Mapping[str, LazyTensor]) -> LazyTensor:
+    if other not in weights:
+        raise CheckpointError(
+            f"the weights have {name} and no {other}, which belongs to it: a file is missing or "
+            "config.json is of another model; get the whole folder again"
+        )
+    return weights[other]
+
+
+def _check_scales(scales: LazyTensor, shape: Sequence[int]) -> None:
+    if list(scales.shape) != list(shape):
+        raise CheckpointError(
+            f"{scales.name} has shape {list(scales.shape)}, its weight needs {list(shape)}: see to "
+            "quantization_config in config.json (weight_block_size), or get the whole folder again"
+        )
 
 
 def _from_mxfp4(name: str, blocks: LazyTensor, scales: LazyTensor) -> Entries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.conversion.convert import HF, Wanted, convert, read_source, run_config
+from megatron.training.conversion.quantized import plain_numbers
 from megatron.training.conversion.verify import our_model
 from tests import tolerances
 from tests.unit.conversion import models
@@ -82,6 +86,36 @@ def test_eight_bits_are_read_with_the_factor_of_their_square(tmp_path: Path) -> 
     converted(tmp_path / "theirs", tmp_path / "ours", OURS)
     converted(tmp_path / "ours", tmp_path / "back", HF)
     assert torch.equal(models.weights(tmp_path / "back")[name], expected.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("kind", "shapes", "sentence"),
+    [
+        ("mxfp4", {"a_blocks": (1, 2, 1, 16)}, "have a_blocks and no a_scales"),
+        (
+            "mxfp4",
+            {"a_blocks": (1, 2, 3, 16), "a_scales": (1, 2, 1)},
+            r"a_scales has shape \[1, 2, 1\], its weight needs \[1, 2, 3\]",
+        ),
+        ("fp8", {"a_scale_inv": (1, 1)}, "have a_scale_inv and no a,"),
+        (
+            "fp8",
+            {"a": (300, 128), "a_scale_inv": (2, 1)},
+            r"a_scale_inv has shape \[2, 1\], its weight needs \[3, 1\]",
+        ),
+        ("fp8", {"a": (3, 3)}, "have a and no a_scale_inv"),
+    ],
+)
+def test_scales_that_do_not_fit_are_named(
+    kind: str, shapes: dict[str, tuple[int, ...]], sentence: str
+) -> None:
+    dtypes = {"a": torch.float8_e4m3fn, "a_scale_inv": torch.float32}
+    held = {k: torch.ones(s).to(dtypes.get(k, torch.uint8)) for k, s in shapes.items()}
+    weights = {
+        k: LazyTensor(k, t.dtype, tuple(t.shape), partial(held.get, k)) for k, t in held.items()
+    }
+    with pytest.raises(CheckpointError, match=sentence):
+        plain_numbers(weights, {"quantization_config": {"quant_method": kind}})
 
 
 @pytest.mark.feature("Checkpoints: DeepSeek V3's layers for tokens further ahead come and go")

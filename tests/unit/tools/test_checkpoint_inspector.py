@@ -84,9 +84,17 @@ def test_names_are_changed_in_a_copy(
             main(["modify-state-dict", str(folder), str(tmp_path / "x"), "--op", op])
 
 
-def test_what_is_not_served_is_said(folder: Path, tmp_path: Path) -> None:
+def test_what_is_not_served_is_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     there = ["convert-torch-dist-to-fsdp-dtensor", str(folder), str(tmp_path / "x")]
     with pytest.raises(ConfigError, match="prefix mine: keys begin with model.module"):
         main([*there, "--output-model-weight-prefix", "mine"])
+    without_effect = ("--oom-traceback", "--distributed-timeout-minutes", "5")
+    with pytest.raises(ConfigError, match="--num-layers is required"):  # of the tiny model
+        main([*there, *without_effect])
+    said = capsys.readouterr().out
+    for flag in without_effect[:2]:
+        assert f"note: {flag} is without effect: " in said
     with pytest.raises(ConfigError, match="--enable-msc: checkpoints are read from local files"):
         main(["inspect", str(folder), "--enable-msc"])
