@@ -214,16 +214,19 @@ def _for_megatron(source: Source) -> Source:
     """
     layout = _layout_of(source.args)
     run = run_config(source.args, **layout)
-    lacking = {k: v for k, v in flat_values(run).items() if source.args.get(k) is None}
+    cut = flat_values(run)
+    lacking = {k: v for k, v in cut.items() if source.args.get(k) is None}
     rows = source.tensors[_EMBEDDING].shape[0]
     multiple = run.language_model.make_vocab_size_divisible_by
     padded = padded_vocab_size(rows, multiple, run.model.tensor_model_parallel_size)
     lacking["padded_vocab_size"] = run.tokenizer.padded_vocab_size or padded
-    sizes = dict(source.layout.get("expert", ())) | dict(source.layout.get("dense", ()))
+    sizes = dict(source.layout.get("dense", ()))
+    sizes |= {axis: size for axis, size in source.layout.get("expert", ()) if axis == "ep"}
     is_same = all(sizes.get(axis) == size for axis, size in layout.items())
     if not is_same:
         replicas = layout.get("ep", 1)
         lacking |= {"world_size": run.world_size, "data_parallel_size": replicas}
+        lacking["expert_tensor_parallel_size"] = cut["expert_tensor_parallel_size"]
     tensors = {
         key: _padded(tensor, lacking["padded_vocab_size"]) if key.endswith(_VOCABULARY) else tensor
         for key, tensor in source.tensors.items()

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron.core.config.errors import CheckpointError
 from megatron.core.device import CPU
 from megatron.core.dist_checkpointing.commit import fsync_folder
-from megatron.core.dist_checkpointing.manifest import write_text
+from megatron.core.dist_checkpointing.manifest import adopt_file, write_text
 from megatron.core.dist_checkpointing.safetensors_file import (
     DTYPES,
     LazyTensor,
@@ -224,8 +224,10 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def copy_beside(source: Path, folder: Path) -> list[str]:
-    """Copy the small files of ``source`` that ``folder`` does not have; their names."""
+    """Copy and fsync the small files of ``source`` that ``folder`` does not have; their names."""
     copied = [path for path in files_beside(source) if not (folder / path.name).exists()]
     for path in copied:
         shutil.copyfile(path, folder / path.name)
+        adopt_file(folder / path.name)
+    fsync_folder(folder)
     return [path.name for path in copied]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.conversion.convert import BESIDE, HF, Wanted, convert, read_source
 from megatron.training.conversion.families import FAMILIES
@@ -297,6 +299,31 @@ def test_formats_of_the_reference(tmp_path: Path, format: str, layout: dict[str,
     assert content.asked["padded_vocab_size"] == multiple
     quietly(ours, tmp_path / "back", HF)
     models.assert_same_weights(tmp_path / "back", theirs)
+
+
+def test_experts_that_were_cut_are_cut_anew(tmp_path: Path) -> None:
+    models.write(tmp_path / "theirs", "mixtral", num_hidden_layers=2)
+    cut = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    quietly(tmp_path / "theirs", tmp_path / "ours", args=cut)
+    whole = {"tensor_model_parallel_size": 1}
+    folder = quietly(tmp_path / "ours", tmp_path / "torch", "torch", args=whole)
+    assert [path.name for path in folder.glob("mp_rank_*")] == ["mp_rank_00"]
+
+
+@pytest.mark.parametrize("format", [*FORMATS, HF])
+def test_every_file_and_folder_that_is_written_is_fsynced(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    source = llama
+    if format == HF:
+        source = tmp_path / "ours"
+        quietly(llama, source)
+    durable: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda file: durable.add(os.fstat(file).st_ino))
+    quietly(source, tmp_path / "out", format)
+    written = [tmp_path / "out", *(tmp_path / "out").rglob("*")]
+    assert [path for path in written if path.stat().st_ino not in durable] == []
+    assert any(path.name == "generation_config.json" for path in written)
 
 
 REFERENCE = (

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.commit import fsync_folder
 from megatron.core.dist_checkpointing.foreign.buffers import bucket_rules, starts_in_buffer
 from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     STATE_PREFIX,
@@ -123,6 +124,7 @@ def write_tree(
         for file, content in tree.files_of(rank):
             write_archive(folder / name / file, content)
             files[f"{name}/{file}"] = adopt_file(folder / name / file)
+        fsync_folder(folder / name)
     return files
 
 
