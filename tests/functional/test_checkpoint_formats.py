@@ -144,7 +144,7 @@ ROUND_TRIP = (
 
 
 def random_states(folder: Path) -> list[Any]:
-    with open_reader(folder / "iter_0000002") as reader:
+    with open_reader(folder) as reader:
         return [reader.rank_state(rank) for rank in range(4)]
 
 
@@ -156,18 +156,20 @@ def test_what_is_written_in_any_format_is_read_again_bit_for_bit(tmp_path: Path,
         if kind == "torch_dist":
             flags.append("--use-distributed-optimizer")
         run_gpt(tmp_path / "run", *ROUND_TRIP, *flags, world_size=4)
-    convert(Wanted(source=folders[0], target=tmp_path / "converted", format=kind), [].append)
-    own, *others = (all_tensors(f / "iter_0000002") for f in (*folders, tmp_path / "converted"))
+    folders.append(tmp_path / "converted")
+    convert(Wanted(source=folders[0], target=folders[2], format=kind), [].append)
+    folders = [folder / "iter_0000002" for folder in folders]
+    own, *others = map(all_tensors, folders)
     for other in others:
         assert own.keys() == other.keys()
         for key, values in own.items():
             rows = values.shape[0] if values.dim() else None
             assert other[key].dtype == values.dtype
             assert torch.equal(other[key][:rows], values), key  # others store padding too
-    mine, *theirs = map(random_states, (*folders, tmp_path / "converted"))
+    mine, *theirs = map(random_states, folders)
     assert mine[0] != mine[1]
     assert theirs == [mine, mine]
-    with open_reader(folders[1] / "iter_0000002") as reader:
+    with open_reader(folders[1]) as reader:
         assert reader.common()["optimizer"]["step"] == 2.0
         assert reader.common()["counters"]["consumed_train_samples"] == 16
         assert reader.manifest.iteration == 2
@@ -212,6 +214,9 @@ def test_experts_are_written_in_any_format_and_read_again(tmp_path: Path, more: 
         for key, values in expected.items():
             rows = values.shape[0] if values.dim() else None
             assert torch.equal(found[key][:rows], values), (kind, key)
+    mine, dcp = (random_states(f / "iter_0000001") for f in (own, tmp_path / "torch_dcp"))
+    assert mine[0] is not None
+    assert mine == dcp
     ranks = sorted(path.name for path in (tmp_path / "torch/iter_0000001").glob("mp_rank_*"))
     if more == AHEAD:
         assert ranks == ["mp_rank_00_000", "mp_rank_01_001"]

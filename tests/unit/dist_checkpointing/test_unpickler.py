@@ -53,6 +53,19 @@ def test_names_that_are_not_known_are_not_even_imported(name: str) -> None:
         unpickle(pickled, "f.pt")
 
 
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        ("_codecs\nencode", b"(cbuiltins\nset\n)}Nt"),  # of a partial: it calls set from now on
+        ("torch\nSize", b"(N}S'__defaults__'\nI5\n\x85st"),  # of a function
+    ],
+)
+def test_what_a_pickle_does_to_a_function_ends_with_it(name: str, state: bytes) -> None:
+    unpickle(f"c{name}\n".encode() + state + b"b.", "f.pt")
+    assert unpickle(b"c_codecs\nencode\n(S'a'\nS'latin1'\ntR.", "g.pt") == b"a"
+    assert unpickle(b"ctorch\nSize\n)R.", "g.pt") == ()
+
+
 def test_tensors_arrays_and_plain_values_come_back(tmp_path: Path) -> None:
     base = torch.arange(24.0).reshape(4, 6)
     value = {

@@ -94,8 +94,7 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, path: object, rebuild: Rebuild | None) -> None:
         super().__init__(io.BytesIO(data))
         self._path = path
-        self._known: dict[tuple[str, str], Any] = {}
-        self._functions: dict[tuple[str, str], Any] = _functions(rebuild) if rebuild else {}
+        self._known = _plain() | (_functions(rebuild) if rebuild else {})
 
     def find_class(self, module: str, name: str) -> Any:
         key = (module.replace("numpy._core", "numpy.core"), name)
@@ -104,10 +103,6 @@ class _Unpickler(pickle.Unpickler):
         return self._known[key]
 
     def _find(self, module: str, name: str) -> Any:
-        if (module, name) in _PLAIN:
-            return _PLAIN[module, name]
-        if (module, name) in self._functions:
-            return self._functions[module, name]
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype):
             return value
@@ -173,20 +168,22 @@ def _scalar(dtype: Any, data: bytes) -> Any:
     return np.frombuffer(data, dtype=dtype)[0].item()
 
 
-_PLAIN: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("collections", "defaultdict"): lambda *_: {},
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "slice"): slice,
-    ("builtins", "complex"): complex,
-    ("_codecs", "encode"): partial(_encode),
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): partial(_dtype),
-    ("numpy.core.multiarray", "_reconstruct"): partial(_empty_array),
-    ("numpy.core.multiarray", "scalar"): partial(_scalar),
-    ("torch", "Size"): lambda sizes=(): tuple(sizes),
-    ("torch", "device"): partial(lambda *args: ":".join(map(str, args))),
-    ("torch.serialization", "_get_layout"): partial(str),
-    ("torch.storage", "UntypedStorage"): torch.uint8,
-}
+def _plain() -> dict[tuple[str, str], Any]:
+    """What is called or named by any pickle; made anew, for a pickle can change a function."""
+    return {
+        ("collections", "OrderedDict"): OrderedDict,
+        ("collections", "defaultdict"): lambda *_: {},
+        ("builtins", "set"): set,
+        ("builtins", "frozenset"): frozenset,
+        ("builtins", "slice"): slice,
+        ("builtins", "complex"): complex,
+        ("_codecs", "encode"): partial(_encode),
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): partial(_dtype),
+        ("numpy.core.multiarray", "_reconstruct"): partial(_empty_array),
+        ("numpy.core.multiarray", "scalar"): partial(_scalar),
+        ("torch", "Size"): lambda sizes=(): tuple(sizes),
+        ("torch", "device"): partial(lambda *args: ":".join(map(str, args))),
+        ("torch.serialization", "_get_layout"): partial(str),
+        ("torch.storage", "UntypedStorage"): torch.uint8,
+    }
