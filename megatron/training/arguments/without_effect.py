@@ -263,6 +263,31 @@ NEEDS = (
         ),
     ),
     Need(
+        "another --moe-router-load-balancing-type than sinkhorn or none",
+        lambda ns: not {"sinkhorn", "none"}.intersection(ns.moe_router_load_balancing_type),
+        ("moe_aux_loss_coeff",),
+    ),
+    Need(
+        "--moe-router-score-function softmax",
+        lambda ns: ns.moe_router_score_function == "softmax",
+        ("moe_router_pre_softmax",),
+    ),
+    Need(
+        "another --moe-router-load-balancing-type than sinkhorn",
+        lambda ns: "sinkhorn" not in ns.moe_router_load_balancing_type,
+        ("moe_router_pre_softmax",),
+    ),
+    Need(
+        "a choice by score, without --moe-router-force-load-balancing",
+        lambda ns: not ns.moe_router_force_load_balancing,
+        (
+            "moe_router_enable_expert_bias",
+            "moe_router_group_score_topk",
+            "moe_router_group_topk",
+            "moe_router_num_groups",
+        ),
+    ),
+    Need(
         "--num-experts on a GPU",
         lambda ns: ns.num_experts is not None and ns.device != CPU,
         ("moe_grouped_gemm",),

@@ -162,3 +162,26 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
         words, without = words + " --train-samples 100", ("--train-iters",)
     warning = f"{SWITCHES.get(dest, flag).split()[0]} is without effect: it needs "
     assert any(w.startswith(warning) for w in run_of(words, without=without).warnings)
+
+
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        ("--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1", 1),
+        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1", 1),
+        ("--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.1", 0),
+        ("--moe-router-score-function sigmoid --moe-router-pre-softmax", 1),
+        ("--moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax", 1),
+        ("--moe-router-load-balancing-type none --moe-router-pre-softmax", 0),
+        (
+            "--moe-router-force-load-balancing --moe-router-num-groups 2 --moe-router-group-topk 1 "
+            "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+            3,
+        ),
+        ("--moe-router-load-balancing-type sinkhorn --moe-router-topk 1 "
+         "--moe-router-score-function sigmoid", 0),
+    ],
+)  # fmt: skip
+def test_what_a_router_does_not_read_gets_a_warning(words: str, idle: int) -> None:
+    warnings = run_of(f"--num-experts 4 {words}").warnings
+    assert len([w for w in warnings if "is without effect: it needs " in w]) == idle, warnings

@@ -119,7 +119,7 @@ def _groups_can_hold_the_choice(run: RunConfig) -> Iterator[str]:
 
 
 def balancing_fits_together(run: RunConfig) -> Iterator[str]:
-    """Each kind of balance loss has a coefficient; Sinkhorn's choice needs no loss."""
+    """Each kind of balance loss has a coefficient; Sinkhorn's choice needs no help."""
     m = run.model
     kinds, coefficients = m.moe_router_load_balancing_type, m.moe_aux_loss_coeff
     if m.num_moe_experts is None:
@@ -132,12 +132,29 @@ def balancing_fits_together(run: RunConfig) -> Iterator[str]:
     alone = {"sinkhorn", "none"} & set(kinds)
     if alone and len(kinds) > 1:
         yield f"--moe-router-load-balancing-type {' '.join(kinds)}: {min(alone)} stands alone"
-    for flag, is_on in (
-        ("--moe-expert-capacity-factor", m.moe_expert_capacity_factor is not None),
-        ("--moe-router-force-load-balancing", m.moe_router_force_load_balancing),
+    has_other_scores = m.moe_router_score_function == "sigmoid" and m.moe_router_topk > 1
+    for flag, is_on, reason in (
+        ("--moe-expert-capacity-factor", m.moe_expert_capacity_factor is not None, ""),
+        ("--moe-router-force-load-balancing", m.moe_router_force_load_balancing, ""),
+        ("--moe-router-num-groups", m.moe_router_num_groups is not None, ": it chooses among all"),
+        (
+            "--moe-router-enable-expert-bias",
+            m.moe_router_enable_expert_bias,
+            ": it balances the load by itself",
+        ),
+        (
+            "--moe-router-topk-scaling-factor",
+            m.moe_router_topk_scaling_factor is not None,
+            ": it weighs by plain scores",
+        ),
+        (
+            "--moe-router-score-function sigmoid",
+            has_other_scores,
+            f": with --moe-router-topk {m.moe_router_topk} it weighs by a softmax",
+        ),
     ):
         if is_on and "sinkhorn" in kinds:
-            yield f"{flag} and --moe-router-load-balancing-type sinkhorn exclude each other"
+            yield f"{flag} and --moe-router-load-balancing-type sinkhorn exclude each other{reason}"
 
 
 def dispatcher_suits_the_load(run: RunConfig) -> Iterator[str]:
