@@ -280,6 +280,24 @@ def test_optimizer_and_counters_stay_between_our_formats(tmp_path: Path) -> None
     assert len(after.rank_states) == 4
 
 
+@pytest.mark.parametrize("format", ["torch_dist", "torch", "torch_dcp"])
+def test_optimizer_and_random_states_go_between_formats_of_the_reference(
+    tmp_path: Path, format: str
+) -> None:
+    source = unpack(tmp_path, "gpt_torch_tp2pp2_distopt")
+    quietly(source, tmp_path / format, format)
+    before, after = (
+        read_source(Wanted(source=folder, target=tmp_path, format=OURS))
+        for folder in (source, tmp_path / format)
+    )
+    assert before.tensors.keys() == after.tensors.keys()
+    assert all(
+        torch.equal(t.make(), after.tensors[key].make()) for key, t in before.tensors.items()
+    )
+    assert before.common["optimizer"]["step"] == after.common["optimizer"]["step"]
+    assert before.rank_states == after.rank_states
+
+
 @pytest.mark.feature("Checkpoints: Hugging Face models go to Megatron-LM's formats, in any layout")
 @pytest.mark.parametrize(
     ("format", "layout"), [("torch_dist", {}), ("torch", {}), ("torch", {"tp": 2, "pp": 2})]

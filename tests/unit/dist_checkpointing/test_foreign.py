@@ -124,6 +124,7 @@ def test_gated_halves_virtual_stages_and_half_precision_state(tmp_path: Path) ->
         assert torch.equal(found[f"optimizer.state.exp_avg.{name}"], main * 2)
     with open_reader(folder) as reader:
         scalars = reader.common()["optimizer"]
+    assert scalars.pop("param_groups") == [{"wd_mult": 1.0}]
     assert scalars == {"step": 3.0, "grad_scaler": {"scale": 8.0, "growth_tracker": 1}}
 
 

@@ -204,7 +204,7 @@ def common_values(values: Mapping[str, Any], iteration: int) -> dict[str, Any]:
 
 
 def _optimizer_scalars(state: Any) -> dict[str, Any] | None:
-    """The updates done and the loss scale, wherever this kind of optimizer has them."""
+    """Updates done, groups and the loss scale, wherever this kind of optimizer has them."""
     if isinstance(state, list) or isinstance(state, dict) and 0 in state:
         state = state[0]  # several optimizers, which step together
     if not isinstance(state, dict):
@@ -213,9 +213,14 @@ def _optimizer_scalars(state: Any) -> dict[str, Any] | None:
     per_param = inner.get("state") or {}
     steps = [per_param.get("common_step")]
     steps += [s.get("step") for s in per_param.values() if isinstance(s, dict)]
-    steps += [group.get("step") for group in inner.get("param_groups", ())]
+    groups = [*inner.get("param_groups", ()), *inner.get("param_to_group_meta", {}).values()]
+    steps += [group.get("step") for group in groups]
     known = [float(as_json(step)) for step in steps if step is not None]
-    scalars: dict[str, Any] = {"step": max(known, default=0.0)}
+    scalars: dict[str, Any] = {"step": max(known, default=0.0), "param_groups": []}
+    for group in as_json(groups):
+        plain = {key: value for key, value in group.items() if key not in ("params", "step")}
+        if plain not in scalars["param_groups"]:
+            scalars["param_groups"].append(plain)
     if state.get("grad_scaler"):
         scalars["grad_scaler"] = as_json(state["grad_scaler"])
     return scalars
