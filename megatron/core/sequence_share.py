@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from math import lcm
 
 import torch
@@ -85,6 +86,13 @@ def order_of_gathered(
     """
     order = torch.cat([held_tokens(lengths, r, size, device) for r in ranks]).argsort()
     return order, order.argsort()
+
+
+@lru_cache(maxsize=64)
+def sequence_ends(lengths: tuple[int, ...], device: torch.device | None = None) -> Tensor:
+    """Where the sequence of each token of a row ends: [s]."""
+    ends = zip(lengths, accumulate(lengths), strict=True)
+    return torch.cat([torch.full((length,), end, device=device) for length, end in ends])
 
 
 @dataclass(frozen=True)

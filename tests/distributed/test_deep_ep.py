@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.transformer.moe import deep_ep, moe_layer
+from megatron.core.transformer.moe import deep_ep, moe_layer, token_dispatcher
 from tests.distributed.test_experts import LAYOUTS, Layout, needs_the_plain_answer, on_ranks
 from tests.ranks import run_ranks
 
@@ -29,9 +29,12 @@ class Event:
 class Buffer:
     """deep_ep.Buffer over gloo."""
 
+    made = 0
+
     def __init__(self, group: Any, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
         assert (num_nvl_bytes, num_rdma_bytes) == (800, 0)
         self.group = group
+        Buffer.made += 1
 
     @staticmethod
     def set_num_sms(num_sms: int) -> None:
@@ -93,12 +96,16 @@ class Buffer:
 
 
 def by_deep_ep(rank: int, size: int, layout: Layout) -> Any:
+    device_is_asked = AssertionError("the host has the counts")
     with (
+        mock.patch.object(token_dispatcher, "counts_of", side_effect=device_is_asked),
         mock.patch.object(moe_layer, "why_not", return_value=None),
         mock.patch.object(deep_ep, "require", return_value=SimpleNamespace(Buffer=Buffer)),
         mock.patch.object(Tensor, "float", Tensor.double),  # else weights are rounded
     ):
-        return on_ranks(rank, size, layout, list(SITUATIONS), "deep_ep")
+        found = on_ranks(rank, size, layout, list(SITUATIONS), "deep_ep")
+    assert Buffer.made == 1  # for all these layers
+    return found
 
 
 @pytest.mark.parametrize("name", ["tp2-ep2-etp2", "cp2-ep2"])
@@ -112,3 +119,15 @@ def test_what_is_missing_is_named() -> None:
     assert deep_ep.why_not(config, torch.device("cuda")) == "it sends bf16 alone"
     config = SimpleNamespace(params_dtype=torch.bfloat16)
     assert deep_ep.why_not(config, torch.device("cuda")) == "deep_ep is not installed"
+
+
+def test_a_buffer_grows_with_the_rows_of_its_group() -> None:
+    groups = [mock.Mock(**{"size.return_value": 2}) for _ in range(2)]
+    config: Any = mock.Mock(get_nvl_buffer_size_hint=int.__mul__, get_rdma_buffer_size_hint=max)
+    kind = mock.Mock(side_effect=lambda group, nvl, rdma: (group, nvl, rdma))
+    kind.get_dispatch_config.return_value = kind.get_combine_config.return_value = config
+    asked = [(groups[0], 8), (groups[0], 4), (groups[1], 4), (groups[0], 16), (groups[0], 8)]
+    with mock.patch.object(deep_ep, "require", return_value=SimpleNamespace(Buffer=kind)):
+        given = [deep_ep._buffer_of(group, row_bytes, 20) for group, row_bytes in asked]
+    assert [nvl for _, nvl, _ in given] == [16, 16, 8, 32, 32]
+    assert kind.call_count == 3

@@ -363,3 +363,19 @@ def test_shared_experts_are_computed_while_tokens_travel() -> None:
     forward = [*weights, "start", "shared", "wait", *results]
     backward = [*results, "start", "shared, backward", "wait", *weights]
     assert run_ranks(order_of_events, 2) == [forward + backward] * 2
+
+
+def waits_for_the_device(rank: int, size: int, dispatcher: str) -> int:
+    groups = create_process_groups(*make_grids(size, ep=2, expt_tp=2))
+    layer = build(config_of(Situation(), moe_token_dispatcher_type=dispatcher), groups)
+    hidden = tokens_of("random", rank)[0]
+    routing = layer.router(hidden)
+    tolist = mock.Mock(side_effect=Tensor.tolist)
+    with mock.patch.object(Tensor, "tolist", lambda x: tolist(x)):
+        layer.dispatcher.dispatch(hidden.flatten(0, 1), routing)
+    return tolist.call_count
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "flex"])
+def test_a_dispatch_waits_for_the_device_once(dispatcher: str) -> None:
+    assert run_ranks(waits_for_the_device, 4, dispatcher) == [1] * 4

@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.aux_loss import AuxLosses, aux_losses_of
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequence_share import held_tokens, order_of_gathered
+from megatron.core.sequence_share import held_tokens, order_of_gathered, sequence_ends
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.tensor_parallel.random import checkpoint
@@ -71,8 +71,7 @@ def tokens_ahead(
     if cp.size() > 1:
         order, _ = order_of_gathered(lengths, tuple(range(cp.size())), cp.size(), where)
         table = all_gather_first_dim(table, cp)[order]
-    sizes = torch.tensor(lengths, device=where)
-    ends = sizes.cumsum(0).repeat_interleave(sizes, output_size=len(table)).view(-1, 1, 1)
+    ends = sequence_ends(lengths, where).view(-1, 1, 1)
     places = torch.arange(len(table), device=where).view(-1, 1, 1)
     result = []
     for k in range(1, num_depths + 1):

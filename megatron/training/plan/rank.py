@@ -37,7 +37,7 @@ from megatron.core.pipeline_parallel.schedules import message_of
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequence_share import held_tokens, order_of_gathered
+from megatron.core.sequence_share import held_tokens, order_of_gathered, sequence_ends
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe import token_dispatcher
@@ -83,32 +83,28 @@ def _imagined(config: RunConfig) -> Iterator[None]:
         device.imagining(config.distributed.device, without_memory=not is_fake),
         mock.patch.object(F, "scaled_dot_product_attention", attention_without_memory),
         mock.patch.object(token_dispatcher, "counts_of", partial(_even_counts, config.model)),
-        mock.patch.object(token_dispatcher, "counts_from_all", _same_counts),
         _fake_tensors() if is_fake else contextlib.nullcontext(),
     ):
         yield
 
 
-def _even_counts(model: TransformerConfig, routing: Routing, num_experts: int) -> list[int]:
+def _even_counts(
+    model: TransformerConfig,
+    routing: Routing,
+    num_experts: int,
+    group: dist.ProcessGroup | None = None,
+) -> list[list[int]]:
     """Rows of each expert where all have as many, in place of those that numbers would say."""
     share = min(1.0, 1.0 if (f := model.moe_expert_capacity_factor) is None else f)
     rows = -int(-routing.experts.numel() * share // num_experts)
-    return [rows] * routing.num_experts
-
-
-def _same_counts(
-    counts: list[int], group: dist.ProcessGroup, device_: torch.device
-) -> list[list[int]]:
-    """All ranks have what this one has."""
-    del device_
-    return [counts] * group.size()
+    return [[rows] * routing.num_experts] * (group.size() if group else 1)
 
 
 @contextlib.contextmanager
 def _fake_tensors() -> Iterator[None]:
     """FakeTensorMode, and ways around two things that torch 2.13 does not do in it."""
     mesh = _mesh_of(DeviceMesh.from_group)
-    tables = (held_tokens, order_of_gathered)  # what they keep belongs to one mode
+    tables = (held_tokens, order_of_gathered, sequence_ends)  # what they keep belongs to one mode
     for table in tables:
         table.cache_clear()
     with (

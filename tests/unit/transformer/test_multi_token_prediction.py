@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.param_info import info_of
+from megatron.core.transformer.multi_token_prediction import tokens_ahead
 from tests import tolerances
 from tests.unit.one_process import one_process_groups, tiny_config
 
@@ -183,3 +185,12 @@ def test_names_are_those_of_the_reference() -> None:
 def test_tokens_ahead_have_no_learned_positions() -> None:
     with pytest.raises(ConfigError, match="--mtp-num-layers has no positions to learn"):
         build("learned_absolute")
+
+
+def test_no_numbers_of_the_host_are_sent_to_the_device() -> None:
+    rows = (torch.arange(10, 17).view(1, -1),) * 2 + (torch.ones(1, LENGTH),)
+    sent = AssertionError("this waits for the device")
+    with mock.patch.object(torch, "tensor", side_effect=sent):
+        one, two = tokens_ahead(rows, 2, (4, 3), one_process_groups().cp)
+    assert one.tokens.tolist() == [[11, 12, 13, 0, 15, 16, 0]]
+    assert two.labels.tolist() == [[12, 13, 0, 0, 16, 0, 0]]

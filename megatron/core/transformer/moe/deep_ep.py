@@ -43,13 +43,11 @@ class DeepEPDispatcher(FlexDispatcher):
     def __init__(self, num_experts: int, groups: ProcessGroupCollection, num_sms: int) -> None:
         super().__init__(num_experts, groups)
         self.num_sms = num_sms
-        self.buffer: Any = None  # made with the first tokens, whose width it depends on
 
     def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
         if self.tp_ep.size() == 1:
             return super().dispatch(x, routing, meanwhile)
-        if self.buffer is None:
-            self.buffer = _new_buffer(self.tp_ep, x.shape[1] * x.element_size(), self.num_sms)
+        buffer = _buffer_of(self.tp_ep, x.shape[1] * x.element_size(), self.num_sms)
         copies = self.expt_tp.size()
         # DeepEP knows ranks with experts of their own: one that is divided is several to it.
         is_kept = routing.experts < self.num_experts
@@ -58,26 +56,34 @@ class DeepEPDispatcher(FlexDispatcher):
         numbers = shares * self.num_local + local.unsqueeze(-1)
         numbers = numbers.masked_fill(~is_kept.unsqueeze(-1), -1).flatten(1)
         weights = routing.weights.float().repeat_interleave(copies, dim=1)
-        handle: list[Any] = []
-        rows, weights, here = _There.apply(x, weights, numbers, self, handle)
+        num_experts = self.num_local * self.tp_ep.size()
+        travel: list[Any] = []
+        rows, weights, here = _There.apply(x, weights, numbers, num_experts, buffer, travel)
+        counts, handle = travel
         mine = here.masked_fill(here < 0, self.num_local)
         weights = weights.to(routing.weights.dtype)
-        arrived = sorted_here(rows, Routing(mine, weights, self.num_local), self.num_experts)
+        arrived = sorted_here(rows, Routing(mine, weights, self.num_local), counts)
 
         def back(results: Tensor) -> Tensor:
-            return _Back.apply(arrived.back(results), self.buffer, handle[0])
+            return _Back.apply(arrived.back(results), buffer, handle)
 
         return Arrived(arrived.rows, arrived.weights, arrived.counts, back)
 
 
-def _new_buffer(group: ProcessGroup, row_bytes: int, num_sms: int) -> Any:
-    kind = require(PACKAGE, "--moe-enable-deepep").Buffer
-    kind.set_num_sms(num_sms)
-    size = group.size()
-    configs = kind.get_dispatch_config(size), kind.get_combine_config(size)
-    nvl = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
-    rdma = max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
-    return kind(group, nvl, rdma)
+_buffers: dict[ProcessGroup, tuple[int, Any]] = {}  # with the bytes of a row that they are made for
+
+
+def _buffer_of(group: ProcessGroup, row_bytes: int, num_sms: int) -> Any:
+    """That of all layers of ``group``; a new one where rows are wider.  Collective then."""
+    if _buffers.get(group, (0, None))[0] < row_bytes:
+        kind = require(PACKAGE, "--moe-enable-deepep").Buffer
+        kind.set_num_sms(num_sms)
+        size = group.size()
+        configs = kind.get_dispatch_config(size), kind.get_combine_config(size)
+        nvl = max(config.get_nvl_buffer_size_hint(row_bytes, size) for config in configs)
+        rdma = max(config.get_rdma_buffer_size_hint(row_bytes, size) for config in configs)
+        _buffers[group] = row_bytes, kind(group, nvl, rdma)
+    return _buffers[group][1]
 
 
 def _wait(event: Any) -> None:
@@ -90,6 +96,7 @@ class _There(torch.autograd.Function):
     """[n, h], [n, k] and expert numbers [n, k], -1 for none -> the rows of this rank's visitors.
 
     Their weights [r, k] and the numbers of this rank's experts [r, k], -1 for those elsewhere.
+    ``travel`` takes the rows of each of its experts, known to the host, and the handle.
     """
 
     @staticmethod
@@ -98,15 +105,14 @@ class _There(torch.autograd.Function):
         x: Tensor,
         weights: Tensor,
         numbers: Tensor,
-        dispatcher: DeepEPDispatcher,
-        handle: list[Any],
+        num_experts: int,
+        buffer: Any,
+        travel: list[Any],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        buffer = dispatcher.buffer
-        num_experts = dispatcher.num_local * dispatcher.tp_ep.size()
         per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
             numbers, num_experts
         )
-        rows, here, weights, _, kept, event = buffer.dispatch(
+        rows, here, weights, counts, handle, event = buffer.dispatch(
             x.contiguous(),
             topk_idx=numbers,
             topk_weights=weights,
@@ -117,8 +123,8 @@ class _There(torch.autograd.Function):
             async_finish=True,
         )
         _wait(event)
-        handle.append(kept)
-        ctx.buffer, ctx.handle = buffer, kept
+        travel += [counts, handle]
+        ctx.buffer, ctx.handle = buffer, handle
         ctx.mark_non_differentiable(here)
         return rows, weights, here
 
@@ -131,7 +137,7 @@ class _There(torch.autograd.Function):
             async_finish=True,
         )
         _wait(event)
-        return grad, grad_weights, None, None, None
+        return grad, grad_weights, None, None, None, None
 
 
 class _Back(torch.autograd.Function):

@@ -101,7 +101,8 @@ class AllGatherDispatcher(TokenDispatcher):
         first = self.local_experts.start
         is_mine = (experts >= first) & (experts < self.local_experts.stop)
         mine = (experts - first).masked_fill(~is_mine, self.num_local)
-        arrived = sorted_here(x, Routing(mine, weights, self.num_local), self.num_experts)
+        here = Routing(mine, weights, self.num_local)
+        arrived = sorted_here(x, here, counts_of(here, self.num_experts)[0])
 
         def back(rows: Tensor) -> Tensor:
             return reduce_scatter_to_sequence_parallel_region(arrived.back(rows), group)
@@ -113,19 +114,26 @@ class AllToAllDispatcher(TokenDispatcher):
     """Rows go to the rank of their expert, and from there to the ranks with shares of it."""
 
     def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
-        arrived = sorted_here(x, routing, self.num_experts)
+        told = counts_of(routing, self.num_experts, self.tp_ep)
+        arrived = sorted_here(x, routing, told[self.tp_ep.rank()])
+        copies, mine = self.expt_tp.size(), self.local_experts
         if self.ep.size() > 1:
-            arrived = _sent(arrived, self.ep, self.ep.size(), meanwhile)
+            arrived = _sent(arrived, self.ep, told[self.expt_tp.rank() :: copies], meanwhile)
             meanwhile = None
-        return _sent(arrived, self.expt_tp, 1, meanwhile)
+        held = [
+            [sum(rows[expert] for rows in told[share::copies]) for expert in mine]
+            for share in range(copies)
+        ]
+        return _sent(arrived, self.expt_tp, held, meanwhile, num_blocks=1)
 
 
 class FlexDispatcher(TokenDispatcher):
     """Rows go to all ranks with shares of their expert at once."""
 
     def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
-        arrived = sorted_here(x, routing, self.num_experts)
-        return _sent(arrived, self.tp_ep, self.ep.size(), meanwhile)
+        told = counts_of(routing, self.num_experts, self.tp_ep)
+        arrived = sorted_here(x, routing, told[self.tp_ep.rank()])
+        return _sent(arrived, self.tp_ep, told, meanwhile, num_blocks=self.ep.size())
 
 
 DISPATCHERS: dict[str, type[TokenDispatcher]] = {
@@ -135,46 +143,45 @@ DISPATCHERS: dict[str, type[TokenDispatcher]] = {
 }
 
 
-def counts_of(routing: Routing, num_experts: int) -> list[int]:
-    """Rows of each expert of ``routing``, which may name some of ``num_experts``.
+def counts_of(
+    routing: Routing, num_experts: int, group: ProcessGroup | None = None
+) -> list[list[int]]:
+    """Rows of each expert of ``routing`` on each rank of ``group``; without one, on this rank.
 
-    Waits for the device.
+    ``routing`` may name some of ``num_experts``.  Waits for the device, once.  Collective.
     """
     del num_experts  # the planner, which has no numbers, takes its share
-    counts: list[int] = routing.counts().tolist()
-    return counts
-
-
-def counts_from_all(
-    counts: list[int], group: ProcessGroup, device: torch.device
-) -> list[list[int]]:
-    """``counts`` of each rank of ``group``.  Waits for the device."""
-    told = all_gather_first_dim(torch.tensor([counts], device=device), group)
-    rows: list[list[int]] = told.tolist()
+    counts = routing.counts().unsqueeze(0)
+    rows: list[list[int]] = (all_gather_first_dim(counts, group) if group else counts).tolist()
     return rows
 
 
-def sorted_here(x: Tensor, routing: Routing, num_experts: int) -> Arrived:
+def sorted_here(x: Tensor, routing: Routing, counts: list[int]) -> Arrived:
     """Rows of the tokens at hand in the order of experts, without those that are dropped."""
-    counts = counts_of(routing, num_experts)
     order = by_expert(routing.experts, sum(counts))
     weights = routing.weights.flatten().index_select(0, order.visit)
     return Arrived(expand(x, order), weights, counts, partial(combine, order=order))
 
 
 def _sent(
-    arrived: Arrived, group: ProcessGroup, num_blocks: int, meanwhile: Meanwhile | None
+    arrived: Arrived,
+    group: ProcessGroup,
+    told: list[list[int]],
+    meanwhile: Meanwhile | None,
+    *,
+    num_blocks: int | None = None,
 ) -> Arrived:
     """Rows, cut by expert into ``num_blocks`` blocks, sent to the ranks that compute the block.
 
-    With fewer blocks than ranks, neighbours share a block: each of them gets its rows.
+    ``told``: counts of each rank of ``group``.  Without ``num_blocks`` each has a block.  With
+    fewer blocks than ranks, neighbours share a block: each of them gets its rows.
     """
     size, counts, device = group.size(), arrived.counts, arrived.rows.device
     if size == 1:
         return arrived
+    num_blocks = num_blocks or size
     num_local, copies = len(counts) // num_blocks, size // num_blocks
     first = group.rank() // copies * num_local
-    told = counts_from_all(counts, group, device)
     coming = [row[first : first + num_local] for row in told]  # of each rank, for each expert
     blocks = [sum(counts[i : i + num_local]) for i in range(0, len(counts), num_local)]
     sending = [rows for rows in blocks for _ in range(copies)]
