@@ -26,6 +26,8 @@ class ModelConfig:
     calculate_per_token_loss: bool = False
     gradient_accumulation_fusion: bool = True
     deterministic_mode: bool = False
+    overlap_moe_expert_parallel_comm: bool = False
+    delay_wgrad_compute: bool = False
 
 
 @pytest.fixture
