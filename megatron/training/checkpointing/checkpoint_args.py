@@ -13,6 +13,39 @@ from megatron.core.config.errors import ConfigError
 from megatron.training.checkpointing.paths import find, read_content, usable
 from megatron.training.printing import print_rank_0
 
+# What experts, latent attention and YaRN are described by, dests of our flags.
+EXPERTS = (
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_group_score_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+    "moe_router_dtype",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+)
+LATENT = (
+    "multi_latent_attention",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+)
+YARN = (
+    "rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "mscale",
+    "mscale_all_dim",
+)
 # Taken from the checkpoint whatever the command line says: another value is another model.
 FORCED = (
     "num_query_groups",
@@ -54,41 +87,21 @@ FORCED = (
     "attention_dropout",
     "hidden_dropout",
     "spec",
-    "num_experts",
     "moe_layer_freq",
-    "moe_router_topk",
     "moe_token_dispatcher_type",
-    "moe_router_pre_softmax",
     "moe_grouped_gemm",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "moe_ffn_hidden_size",
-    "moe_router_score_function",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_group_score_topk",
-    "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias",
-    "moe_router_dtype",
     "moe_apply_probs_on_input",
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
     "mtp_num_layers",
-    "rotary_scaling_factor",
-    "mscale",
-    "mscale_all_dim",
     "rope_type",
-    "mtp_num_layers",
     "is_hybrid_model",
     "pad_vocab_in_loss",
     "tokenizer_type",
     "tiktoken_pattern",
+    *EXPERTS,
+    *LATENT,
+    *YARN,
 )
-FORCED_PREFIXES = ("hybrid_", "mamba_", "heterogeneous_", "window_", "longrope_", "yarn_")
+FORCED_PREFIXES = ("hybrid_", "mamba_", "heterogeneous_", "window_", "longrope_")
 FORCED_PARALLEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",

@@ -19,41 +19,8 @@ from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.layer_layout import has_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.checkpointing.checkpoint_args import EXPERTS, LATENT, YARN
 from megatron.training.config.run import RunConfig
-
-# What experts, latent attention and YaRN are described by, dests of our flags.
-EXPERTS = (
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_group_score_topk",
-    "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias",
-    "moe_router_dtype",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-)
-LATENT = (
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-)
-YARN = (
-    "rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_correction_range_round_to_int",
-    "mscale",
-    "mscale_all_dim",
-)
 
 
 @dataclass(frozen=True, kw_only=True)

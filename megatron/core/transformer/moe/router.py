@@ -50,6 +50,8 @@ class TopKRouter(MegatronModule):
         self.layer_number, self.groups = layer_number, pg_collection
         self.num_experts = config.num_moe_experts
         self.is_sequence_cut = config.sequence_parallel and pg_collection.tp.size() > 1
+        # The ranks that the tokens of a micro-batch are spread over.
+        self.sharers = pg_collection.tp_cp if self.is_sequence_cut else pg_collection.cp
         self.choice = Choice(
             k=config.moe_router_topk,
             score_function=config.moe_router_score_function,
@@ -123,17 +125,11 @@ class TopKRouter(MegatronModule):
 
     # -- what tokens of other ranks have a part in -----------------------------------------
 
-    @property
-    def _num_sharers(self) -> int:
-        """Ranks that the tokens of a micro-batch are spread over."""
-        tp = self.groups.tp.size() if self.is_sequence_cut else 1
-        return tp * self.groups.cp.size()
-
     def _places(self, hidden: Tensor) -> Tensor:
         """Of each token of every sharer in the order of one rank: [sharers, s*b]."""
         s, b = hidden.shape[:2]
         cp, device_ = self.groups.cp.size(), hidden.device
-        tp = self._num_sharers // cp
+        tp = self.sharers.size() // cp
         rows = [held_tokens((s * tp * cp,), i, cp, device_).view(tp, s) for i in range(cp)]
         columns = torch.arange(b, device=device_)
         return (torch.cat(rows).unsqueeze(-1) * b + columns).flatten(1)
@@ -142,24 +138,22 @@ class TopKRouter(MegatronModule):
         self, x: Tensor, hidden: Tensor, decide: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """``decide`` [N, ..] -> [N, ..] on the rows of all sharers; this rank's of the result."""
-        if self._num_sharers == 1:
+        if self.sharers.size() == 1:
             return decide(x)
         places = self._places(hidden)
-        group = self.groups.tp_cp if self.is_sequence_cut else self.groups.cp
         everything = torch.empty((places.numel(), *x.shape[1:]), dtype=x.dtype, device=x.device)
-        everything[places.flatten()] = all_gather_first_dim(x.detach(), group)
-        return decide(everything)[places[group.rank()]]
+        everything[places.flatten()] = all_gather_first_dim(x.detach(), self.sharers)
+        return decide(everything)[places[self.sharers.rank()]]
 
     def _sum_over_sharers(self, counts: Tensor) -> Tensor:
-        if self._num_sharers > 1:
-            group = self.groups.tp_cp if self.is_sequence_cut else self.groups.cp
-            dist.all_reduce(counts, group=group)
+        if self.sharers.size() > 1:
+            dist.all_reduce(counts, group=self.sharers)
         return counts
 
     def _within_capacity(self, routing: Routing, hidden: Tensor) -> Routing:
         config, k = self.config, self.choice.k
         assert config.moe_expert_capacity_factor is not None
-        num_tokens = len(routing.experts) * self._num_sharers
+        num_tokens = len(routing.experts) * self.sharers.size()
         capacity = arithmetic.capacity_of(
             num_tokens, self.num_experts, k, config.moe_expert_capacity_factor
         )
@@ -182,8 +176,7 @@ class TopKRouter(MegatronModule):
 
     def _dealt_out(self, logits: Tensor, hidden: Tensor) -> Routing:
         """Experts in turn, whatever the scores: equal load, to measure speed."""
-        group_rank = (self.groups.tp_cp if self.is_sequence_cut else self.groups.cp).rank()
-        first = self._places(hidden)[group_rank] * self.choice.k + self.layer_number
+        first = self._places(hidden)[self.sharers.rank()] * self.choice.k + self.layer_number
         visits = torch.arange(self.choice.k, device=first.device)
         experts = (first.unsqueeze(1) + visits) % self.num_experts
         weights = arithmetic.weights_of(logits, experts, self.choice)
@@ -215,7 +208,7 @@ class TopKRouter(MegatronModule):
         coefficient = self.config.moe_z_loss_coeff
         if coefficient is None or not self.training:
             return logits
-        num_tokens = len(logits) * self._num_sharers
+        num_tokens = len(logits) * self.sharers.size()
         loss = arithmetic.z_loss(logits, num_tokens=num_tokens)
         factor = coefficient * self._loss_weight(num_tokens)
         return self.aux_losses.attach(logits, "z_loss", loss, factor)
@@ -223,7 +216,7 @@ class TopKRouter(MegatronModule):
     def _with_balance_losses(self, routing: Routing, logits: Tensor, hidden: Tensor) -> Routing:
         config, k = self.config, self.choice.k
         weights = routing.weights
-        num_tokens = len(logits) * self._num_sharers
+        num_tokens = len(logits) * self.sharers.size()
         terms = balance_terms(config)
         if not terms:
             return routing
