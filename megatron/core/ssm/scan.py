@@ -1,0 +1,198 @@
+"""The state-space recurrence of Mamba-2 (Dao and Gu, 2024): token by token, and by chunks.
+
+``s`` tokens, ``b`` sequences, ``h`` heads, ``p`` head width, ``g`` groups, ``n`` state width; a
+group of h/g heads shares B and C.  For each head, with a state S [p, n]:
+
+    S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T          y_t = S_t C_t + D x_t
+
+Within a chunk of ``l`` tokens y is attention whose weights decay instead of being normalised,
+y_i = sum over j <= i of (C_i B_j) exp(a_i - a_j) dt_j x_j, with a the running sum of dt A.  Between
+chunks only S is handed on.  Decays and states are float32 at least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core import device
+
+# Elements of an [l, l] matrix for each head that are worked on at a time: on a CPU they stay in
+# its cache.
+_AT_ONCE_CPU = 1 << 17
+_AT_ONCE_GPU = 1 << 28
+
+ScanResult = tuple[Tensor, Tensor]
+
+
+class Scan(Protocol):
+    """One way to compute the recurrence."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *,
+        D: Tensor | None = None,
+        state: Tensor | None = None,
+        sequence: Tensor | None = None,
+    ) -> ScanResult:
+        """x [s, b, h, p], dt [s, b, h] > 0, A [h] < 0, B and C [s, b, g, n], D [h].
+
+        ``state`` [b, h, p, n] comes before the first token (default: zeros).  ``sequence`` [s] is
+        the index of the packed sequence of each token, each of which starts from zeros, but for
+        the first.  Returns y [s, b, h, p] in the dtype of x and the state after the last token.
+        """
+
+
+def sequential_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    state: Tensor | None = None,
+    sequence: Tensor | None = None,
+) -> ScanResult:
+    """`Scan`, one token after the other."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    s, b, h, p = x.shape
+    heads = [m.to(wide).repeat_interleave(h // m.shape[2], 2) for m in (B, C)]
+    S = x.new_zeros(b, h, p, B.shape[-1], dtype=wide) if state is None else state.to(wide)
+    outputs = []
+    for t in range(s):
+        if sequence is not None and t and sequence[t] != sequence[t - 1]:
+            S = torch.zeros_like(S)
+        new = (dt[t].to(wide)[..., None] * x[t].to(wide))[..., None] * heads[0][t][:, :, None]
+        S = torch.exp(dt[t].to(wide) * A.to(wide))[..., None, None] * S + new
+        outputs.append((S * heads[1][t][:, :, None]).sum(-1))
+    y = torch.stack(outputs) if outputs else x.to(wide)
+    if D is not None:
+        y = y + D.to(wide)[:, None] * x.to(wide)
+    return y.to(x.dtype), S
+
+
+def chunked_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    state: Tensor | None = None,
+    sequence: Tensor | None = None,
+    chunk_size: int = 64,
+) -> ScanResult:
+    """`Scan` by products of matrices; what lies within a chunk is computed again in backward."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    (s, b, h, p), (g, n) = x.shape, B.shape[2:]
+    length = min(chunk_size, s)
+
+    def chunks(m: Tensor, *heads: int) -> Tensor:
+        """[s, b, ...] -> [c, b, g, l, ...]; tokens behind the end have dt 0 and add nothing."""
+        m = F.pad(m, (0, 0) * (m.dim() - 1) + (0, -s % length)) if s % length else m
+        m = m.reshape(-1, length, b, g, *heads)
+        return m.permute(0, 2, 3, 1, *range(4, m.dim()))
+
+    steps = dt.to(wide)
+    a = chunks(steps * A.to(wide), h // g).cumsum(3)  # [c, b, g, l, r]
+    xs = chunks(x * steps.to(x.dtype)[..., None], h // g, p)  # [c, b, g, l, r, p]
+    Bs, Cs = chunks(B, n), chunks(C, n)  # [c, b, g, l, n]
+    places = None
+    if sequence is not None:  # padding belongs to the last one
+        places = torch.cat([sequence, sequence[-1:].expand(-s % length)]).view(-1, length)
+    y = _WithinChunks.apply(Cs, Bs, xs, a, places)
+
+    left, start = a[:, :, :, -1:] - a, a
+    if places is not None:  # what a sequence keeps at the end of a chunk, and sees of its start
+        before = torch.cat([places[:1, 0], places[:-1, -1]])
+        left = left.masked_fill(_over_heads(places != places[:, -1:]), -math.inf)
+        start = start.masked_fill(_over_heads(places != before[:, None]), -math.inf)
+    weighted = (xs * left.exp()[..., None].to(x.dtype)).flatten(4)  # [c, b, g, l, (r p)]
+    made = (weighted.transpose(-1, -2) @ Bs).to(wide)  # [c, b, g, (r p), n]
+    kept = start[:, :, :, -1].exp()[..., None].expand(*a.shape[:3], h // g, p).flatten(3)[..., None]
+    S = x.new_zeros(b, g, h // g * p, n, dtype=wide)
+    S = S if state is None else state.to(wide).reshape(S.shape)
+    entering = []
+    for keep, new in zip(kept, made, strict=True):
+        entering.append(S)
+        S = torch.addcmul(new, keep, S)
+    seen = Cs @ torch.stack(entering).to(x.dtype).transpose(-1, -2)  # [c, b, g, l, (r p)]
+    y = torch.addcmul(y, seen.view(y.shape), start.exp()[..., None].to(x.dtype))
+    y = y.permute(0, 3, 1, 2, 4, 5).reshape(-1, b, h, p)[:s]
+    return y if D is None else torch.addcmul(y, x, D.to(x.dtype)[:, None]), S.view(b, h, p, n)
+
+
+def _over_heads(mask: Tensor) -> Tensor:
+    """[c, l] -> [c, 1, 1, l, 1]"""
+    return mask[:, None, None, :, None]
+
+
+class _WithinChunks(torch.autograd.Function):
+    """y_i = sum over j <= i of (C_i B_j) exp(a_i - a_j) x_j, in each chunk and head.
+
+    C and B [c, b, g, l, n], x and y [c, b, g, l, r, p], a [c, b, g, l, r] not increasing along l.
+    Tokens of different ``places`` [c, l] do not see each other.  Backward makes the weights again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, C: Tensor, B: Tensor, x: Tensor, a: Tensor, places: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(C, B, x, a, *(() if places is None else (places,)))
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for at in _blocks(a):
+            weights = _decays(a[at], None if places is None else places[at])
+            weights.mul_((C[at] @ B[at].transpose(-1, -2)).unsqueeze(3))
+            y[at] = (weights.to(x.dtype) @ x[at].transpose(3, 4)).transpose(3, 4)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        C, B, x, a, *rest = ctx.saved_tensors
+        dC, dB = (torch.empty(m.shape, dtype=m.dtype, device=m.device) for m in (C, B))
+        dx, da = (torch.empty(m.shape, dtype=m.dtype, device=m.device) for m in (x, a))
+        for at in _blocks(a):
+            decays = _decays(a[at], rest[0][at] if rest else None)  # [c, b, g, r, l, l]
+            dy = grad[at].transpose(3, 4)
+            d_weights = decays * (dy @ x[at].transpose(3, 4).transpose(-1, -2))
+            products = C[at] @ B[at].transpose(-1, -2)  # [c, b, g, l, l]
+            weights = decays.mul_(products.unsqueeze(3))
+            dx[at] = (weights.to(x.dtype).transpose(-1, -2) @ dy).transpose(3, 4)
+            d_products = d_weights.sum(3).to(C.dtype)
+            dC[at] = d_products @ B[at]
+            dB[at] = d_products.transpose(-1, -2) @ C[at]
+            d_logs = d_weights.mul_(products.unsqueeze(3))
+            da[at] = (d_logs.sum(-1) - d_logs.sum(-2)).transpose(3, 4)
+        return dC, dB, dx, da, None
+
+
+def _blocks(a: Tensor) -> Iterator[slice]:
+    """Chunks whose weights are held at a time."""
+    size = math.prod(a.shape[1:]) * a.shape[3]
+    limit = _AT_ONCE_GPU if device.is_cuda(a.device) else _AT_ONCE_CPU
+    step = max(1, limit // max(size, 1))
+    for start in range(0, a.shape[0], step):
+        yield slice(start, start + step)
+
+
+def _decays(a: Tensor, places: Tensor | None) -> Tensor:
+    """[c, b, g, l, r] -> exp(a_i - a_j) where j <= i, else 0: [c, b, g, r, l, l]."""
+    a = a.transpose(3, 4)
+    length = a.shape[-1]
+    later = torch.ones(length, length, dtype=torch.bool, device=a.device).triu_(1)
+    if places is not None:
+        apart = places[:, :, None] != places[:, None, :]
+        later = (later | apart)[:, None, None, None]
+    return (a[..., :, None] - a[..., None, :]).masked_fill_(later, -math.inf).exp_()
