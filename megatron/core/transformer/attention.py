@@ -28,6 +28,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass
+class CrossAttentionSubmodules:
+    """Slots of cross attention."""
+
+    linear_q: ModuleSpec | type | None = None
+    linear_kv: ModuleSpec | type | None = None
+    core_attention: ModuleSpec | type | None = None
+    linear_proj: ModuleSpec | type | None = None
+
+
+@dataclass
 class SelfAttentionSubmodules:
     """Slots of self attention."""
 
@@ -48,7 +58,7 @@ def layer_has_rope(config: TransformerConfig, layer_index: int) -> bool:
     return not skip[layer_index]
 
 
-class AttentionBase(MegatronModule, ABC):
+class AttentionBase(MegatronModule):
     """What kinds of attention share: core and output projection, heads divided over tp."""
 
     def __init__(
@@ -61,6 +71,7 @@ class AttentionBase(MegatronModule, ABC):
         pg_collection: ProcessGroupCollection,
         value_width: int,
         softmax_scale: float | None = None,
+        attention_type: str = "self",
     ) -> None:
         """``layer_number`` counts from 1 over the whole model; ``value_width`` is all heads'."""
         super().__init__(config)
@@ -73,7 +84,11 @@ class AttentionBase(MegatronModule, ABC):
             config=config,
             layer_number=layer_number,
             attn_mask_type=attn_mask_type,
-            offered={**self.offered, "attention_type": "self", "softmax_scale": softmax_scale},
+            offered={
+                **self.offered,
+                "attention_type": attention_type,
+                "softmax_scale": softmax_scale,
+            },
         )
         for flag, is_on, attribute, lack in (
             ("context-parallel-size", pg_collection.cp.size() > 1, "exchange", "knows no exchange"),
@@ -95,15 +110,47 @@ class AttentionBase(MegatronModule, ABC):
             offered=self.offered,
         )
 
+    def project_back(self, context: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the core gives, as hidden states and the bias that is still to be added."""
+        return self.linear_proj(context)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The core and what follows it; the core computed again in backward where that is asked."""
+
+        def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+            return self.core_attention(
+                q,
+                k,
+                v,
+                attention_mask,
+                attn_mask_type=self.attn_mask_type,
+                attention_bias=bias,
+                packed_seq_params=packed_seq_params,
+            )
+
+        if self.recomputes_core and self.training:
+            context = checkpoint(core, False, query, key, value, attention_bias)
+        else:
+            context = core(query, key, value, attention_bias)
+        return self.project_back(context)
+
+
+class SelfAttentionBase(AttentionBase, ABC):
+    """Attention of a sequence to itself."""
+
     @abstractmethod
     def queries_keys_values(
         self, hidden_states: Tensor, rotary: RotaryTable | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What the core takes of hidden states [s, b, h]."""
-
-    def project_back(self, context: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the core gives, as hidden states and the bias that is still to be added."""
-        return self.linear_proj(context)
 
     def forward(
         self,
@@ -119,26 +166,89 @@ class AttentionBase(MegatronModule, ABC):
         query, key, value = self.queries_keys_values(hidden_states, rotary_pos_emb)
         if inference_context is not None:
             key, value = inference_context.append(self.layer_number - 1, key, value)
+        return self.attend(query, key, value, attention_mask, attention_bias, packed_seq_params)
 
-        def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.core_attention(
-                q,
-                k,
-                v,
-                attention_mask,
-                attn_mask_type=self.attn_mask_type,
-                attention_bias=attention_bias,
-                packed_seq_params=packed_seq_params,
+
+class CrossAttention(AttentionBase):
+    """Queries of one sequence, keys and values of another, heads divided over the group.
+
+    The keys' and values' projection is interleaved by group: its key, its value, the next group.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: CrossAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.padding,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """``layer_number`` counts from 1 over the whole stack."""
+        width, groups = config.kv_channels, config.num_query_groups
+        query_width = config.num_attention_heads * width
+        if pg_collection.cp.size() > 1:
+            raise ConfigError(
+                f"--context-parallel-size {pg_collection.cp.size()}: attention to another sequence "
+                "needs all of it; use --context-parallel-size 1"
             )
+        super().__init__(
+            config,
+            submodules,
+            layer_number,
+            attn_mask_type,
+            pg_collection=pg_collection,
+            value_width=query_width,
+            attention_type="cross",
+        )
+        self.local_groups = share_of(groups, self.tp_group, "--num-query-groups")
+        self.head_dim = width
+        self.linear_q, self.linear_kv = (
+            build_module(
+                spec,
+                config.hidden_size,
+                columns,
+                config=config,
+                init_method=config.init_method,
+                bias=config.add_bias_linear,
+                offered=self.offered,
+            )
+            for spec, columns in (
+                (submodules.linear_q, query_width),
+                (submodules.linear_kv, 2 * groups * width),
+            )
+        )
 
-        if self.recomputes_core and self.training:
-            context = checkpoint(core, False, query, key, value)
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        key_value_states: Tensor,
+        inference_context: KVCache | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[q, b, h] and the other sequence [k, b, h] -> [q, b, h] and a bias, as `SelfAttention`.
+
+        ``attention_mask``, to [b, 1, q, k], is True where a key is hidden.
+        """
+        query, _ = self.linear_q(hidden_states)
+        if inference_context is None:
+            key, value = self.keys_values(key_value_states)
         else:
-            context = core(query, key, value)
-        return self.project_back(context)
+            key, value = inference_context.of_other_sequence(
+                self.layer_number - 1, lambda: self.keys_values(key_value_states)
+            )
+        query = query.view(*query.shape[:2], -1, self.head_dim)
+        return self.attend(query, key, value, attention_mask)
+
+    def keys_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """[k, b, h] -> 2 x [k, b, g/tp, d]"""
+        mixed, _ = self.linear_kv(states)
+        key, value = mixed.view(*mixed.shape[:2], self.local_groups, -1).chunk(2, -1)
+        return key, value
 
 
-class SelfAttention(AttentionBase):
+class SelfAttention(SelfAttentionBase):
     """Self attention with its heads divided over the tensor-parallel group."""
 
     def __init__(

@@ -66,7 +66,8 @@ class DotProductAttention(MegatronModule):
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softcap = config.attn_logit_softcapping
-        self.window = window_of_layer(config, layer_number - 1)
+        is_cross = attention_type == "cross"  # places in two sequences have no distance
+        self.window = None if is_cross else window_of_layer(config, layer_number - 1)
         self.exchange = exchange_of(config, layer_number - 1, pg_collection)
         scale = config.softmax_scale if softmax_scale is None else softmax_scale
         self.scale = 1 / math.sqrt(config.kv_channels) if scale is None else scale

@@ -6,6 +6,7 @@ Shapes: ``s`` new tokens, ``t`` tokens kept before, ``b`` sequences, ``g`` local
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -25,6 +26,12 @@ class KVCache(Protocol):
         Latent attention may keep its narrow vectors instead, and values of no width.
         ``num_tokens`` grows when the caller is done with all layers (`advance`), not here.
         """
+        ...
+
+    def of_other_sequence(
+        self, layer_index: int, project: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """What ``project`` gave when the layer first asked: keys and values of cross attention."""
         ...
 
     def advance(self, num_new_tokens: int) -> None:

@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.attention import AttentionBase
+from megatron.core.transformer.attention import SelfAttentionBase
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.rope import yarn_mscale
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -45,7 +45,7 @@ class MLASelfAttentionSubmodules:
     kv_layernorm: ModuleSpec | type | None = None
 
 
-class MLASelfAttention(AttentionBase):
+class MLASelfAttention(SelfAttentionBase):
     """Self attention with latent queries, keys and values."""
 
     def __init__(
@@ -113,7 +113,7 @@ class MLASelfAttention(AttentionBase):
         rotary_pos_emb: RotaryTable | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """See `AttentionBase.forward`."""
+        """See `SelfAttentionBase.forward`."""
         cache, around = inference_context, {"rotary_pos_emb": rotary_pos_emb, **more}
         if cache is None or not self.config.cache_mla_latents:
             more = {"inference_context": cache, **around}

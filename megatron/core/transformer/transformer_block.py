@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError
@@ -55,7 +56,9 @@ class TransformerBlock(MegatronModule):
         *,
         pg_collection: ProcessGroupCollection,
         vp_stage: int | None = None,
+        layer_indices: range | None = None,
     ) -> None:
+        """``layer_indices``: of this stage, where another than the config deals layers out."""
         super().__init__(config)
         self.pre_process, self.post_process = pre_process, post_process
         self.tp_group = pg_collection.tp
@@ -63,7 +66,7 @@ class TransformerBlock(MegatronModule):
         submodules = block_submodules(config, spec)
         specs = submodules.layer_specs or []
         pp_group = pg_collection.pp
-        self.layer_range = layer_range(
+        self.layer_range = layer_indices or layer_range(
             config, pp_rank=pp_group.rank(), num_ranks=pp_group.size(), vp_stage=vp_stage
         )
         if len(specs) == config.num_layers:
@@ -93,23 +96,27 @@ class TransformerBlock(MegatronModule):
         self,
         hidden_states: Tensor | None,
         attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
         *,
         inference_context: KVCache | None = None,
         rotary_pos_emb: RotaryTable | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]"""
+        """[s, b, h] -> [s, b, h]; ``context`` [k, b, h] is what cross attention attends to."""
         if not self.pre_process:
             hidden_states, self.input_tensor = self.input_tensor, None  # it is freed in backward
         assert hidden_states is not None, "a later stage needs set_input_tensor"
-        shared = {
+        shared: dict[str, Any] = {
             "attention_mask": attention_mask,
             "inference_context": inference_context,
             "rotary_pos_emb": rotary_pos_emb,
             "attention_bias": attention_bias,
             "packed_seq_params": packed_seq_params,
         }
+        if context is not None:
+            shared |= {"context": context, "context_mask": context_mask}
         if self.config.recompute_granularity == "full" and self.training:
             hidden_states = self._run_checkpointed(hidden_states, shared)
         else:
@@ -131,16 +138,19 @@ class TransformerBlock(MegatronModule):
             covered, size = min(size, end), 1
         else:
             covered = end
+        with_gradient = {k: x for k, x in shared.items() if torch.is_tensor(x) and x.requires_grad}
         for start in range(0, covered, size):
             stop = min(start + size, covered)
 
-            def chunk(x: Tensor, start: int = start, stop: int = stop) -> Tensor:
-                return self._run(x, shared, start, stop)
+            def chunk(x: Tensor, *rest: Tensor, start: int = start, stop: int = stop) -> Tensor:
+                again = dict(zip(with_gradient, rest, strict=True))
+                return self._run(x, shared | again, start, stop)
 
             hidden_states = checkpoint(
                 chunk,
                 config.distribute_saved_activations,
                 hidden_states,
+                *with_gradient.values(),
                 tp_group=self.tp_group,
             )
         return self._run(hidden_states, shared, covered, end)

@@ -5,7 +5,9 @@ Hidden states are [s, b, h], or [s/tp, b, h] between the parts under sequence pa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -37,6 +39,9 @@ class TransformerLayerSubmodules:
     self_attention: Any = IdentityOp
     self_attn_bda: Any = IdentityFuncOp
     post_self_attn_layernorm: Any = IdentityOp
+    pre_cross_attn_layernorm: Any = IdentityOp
+    cross_attention: Any = IdentityOp
+    cross_attn_bda: Any = IdentityFuncOp
     pre_mlp_layernorm: Any = IdentityOp
     mlp: Any = IdentityOp
     mlp_bda: Any = IdentityFuncOp
@@ -78,6 +83,12 @@ class TransformerLayer(MegatronModule):
         )
         self.self_attn_bda = build_module(submodules.self_attn_bda)
         self.post_self_attn_layernorm = norm(submodules.post_self_attn_layernorm)
+        self.pre_cross_attn_layernorm = norm(submodules.pre_cross_attn_layernorm)
+        self.cross_attention = build_module(
+            submodules.cross_attention, config=config, offered=offered
+        )
+        self.cross_attn_bda = build_module(submodules.cross_attn_bda)
+        self.has_cross_attention = not isinstance(self.cross_attention, IdentityOp)
         self.pre_mlp_layernorm = norm(submodules.pre_mlp_layernorm)
         self.mlp = build_module(submodules.mlp, config=config, offered=offered)
         self.mlp_bda = build_module(submodules.mlp_bda)
@@ -95,35 +106,46 @@ class TransformerLayer(MegatronModule):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         context: Tensor | None = None,
+        context_mask: Tensor | None = None,
         *,
         inference_context: KVCache | None = None,
         rotary_pos_emb: RotaryTable | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> [s, b, h]; ``context`` is handed on for the layers of an encoder-decoder."""
-        norm = _NormCall(self.input_layernorm, self.recomputes_norms and self.training)
-        normed = norm(hidden_states)
-        attended = self.self_attention(
-            normed,
-            attention_mask,
+        """[s, b, h] -> [s, b, h], and ``context``, what cross attention attends to, handed on."""
+        attend = partial(
+            self.self_attention,
+            attention_mask=attention_mask,
             inference_context=inference_context,
             rotary_pos_emb=rotary_pos_emb,
             attention_bias=attention_bias,
             packed_seq_params=packed_seq_params,
         )
-        norm.is_used_by(attended)
-        residual = self._residual(hidden_states, normed)
-        attended = _normed(self.post_self_attn_layernorm, attended)
-        hidden_states = self._add(self.self_attn_bda, attended, residual)
+        norms = self.input_layernorm, self.post_self_attn_layernorm
+        hidden_states = self._with(attend, hidden_states, norms, self.self_attn_bda)
+        if self.has_cross_attention:
+            attend = partial(
+                self.cross_attention,
+                attention_mask=context_mask,
+                key_value_states=context,
+                inference_context=inference_context,
+            )
+            norms = self.pre_cross_attn_layernorm, None
+            hidden_states = self._with(attend, hidden_states, norms, self.cross_attn_bda)
+        norms = self.pre_mlp_layernorm, self.post_mlp_layernorm
+        return self._with(self._run_mlp, hidden_states, norms, self.mlp_bda), context
 
-        norm = _NormCall(self.pre_mlp_layernorm, self.recomputes_norms and self.training)
-        normed = norm(hidden_states)
-        widened = self._run_mlp(normed)
-        norm.is_used_by(widened)
-        residual = self._residual(hidden_states, normed)
-        widened = _normed(self.post_mlp_layernorm, widened)
-        return self._add(self.mlp_bda, widened, residual), context
+    def _with(
+        self, part: Callable[[Tensor], WithBias], stream: Tensor, norms: tuple[Any, Any], bda: Any
+    ) -> Tensor:
+        """The residual stream with a part added; ``norms``: before and behind the part."""
+        norm = _NormCall(norms[0], self.recomputes_norms and self.training)
+        normed = norm(stream)
+        added = part(normed)
+        norm.is_used_by(added)
+        residual = self._residual(stream, normed)
+        return self._add(bda, _normed(norms[1], added), residual)
 
     def _run_mlp(self, normed: Tensor) -> WithBias:
         if self.recomputes_mlp and self.training:
@@ -174,7 +196,7 @@ class _NormCall:
 
 def _normed(norm: Any, x_with_bias: WithBias) -> WithBias:
     """``norm`` of the whole of what a part adds, its bias included."""
-    if isinstance(norm, IdentityOp):
+    if norm is None or isinstance(norm, IdentityOp):
         return x_with_bias
     x, bias = x_with_bias
     return norm(x if bias is None else x + bias), None

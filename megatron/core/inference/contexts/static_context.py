@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ class StaticInferenceContext:
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._other: dict[int, tuple[Tensor, Tensor]] = {}
         self._num_tokens = 0
 
     @property
@@ -38,6 +41,14 @@ class StaticInferenceContext:
         values[self._num_tokens : stop, :batch] = value
         return keys[:stop, :batch], values[:stop, :batch]
 
+    def of_other_sequence(
+        self, layer_index: int, project: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of another sequence, which a layer projects once."""
+        if layer_index not in self._other:
+            self._other[layer_index] = project()
+        return self._other[layer_index]
+
     def advance(self, num_new_tokens: int) -> None:
         """Count the tokens of a finished forward pass."""
         self._num_tokens += num_new_tokens
@@ -45,11 +56,13 @@ class StaticInferenceContext:
     @property
     def num_bytes(self) -> int:
         """Memory that is taken."""
-        return sum(x.nbytes for both in self._layers.values() for x in both)
+        kept = (*self._layers.values(), *self._other.values())
+        return sum(x.nbytes for both in kept for x in both)
 
     def reset(self) -> None:
-        """Forget all tokens, keep the memory."""
+        """Forget all tokens, keep the memory of a growing sequence."""
         self._num_tokens = 0
+        self._other.clear()
 
     def _memory(self, like: Tensor) -> Tensor:
         size = (self.max_sequence_length, self.max_batch_size, *like.shape[2:])

@@ -1,0 +1,86 @@
+"""T5's relative positions: a learned bias on attention scores for each bucket of distances.
+
+Near keys have buckets of their own, farther ones share theirs, in steps that grow with the
+logarithm of the distance (Raffel et al. 2020).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.core import device
+from megatron.core.param_info import ParamInfo
+from megatron.core.param_init import Init, new_parameter
+from megatron.core.tensor_parallel.layers import share_of
+
+
+def buckets_of(
+    distance: Tensor, *, bidirectional: bool, num_buckets: int, max_distance: int
+) -> Tensor:
+    """The bucket of each ``distance``, key minus query.  Later keys have half of the buckets.
+
+    Where attention is not ``bidirectional`` they are hidden, and count as distance 0.
+    """
+    if bidirectional:
+        num_buckets //= 2
+        half = torch.where(distance > 0, num_buckets, 0)
+        distance = distance.abs()
+    else:
+        half = torch.zeros_like(distance)
+        distance = (-distance).clamp(min=0)
+    num_exact = num_buckets // 2
+    ratio = torch.log(distance.clamp(min=1).float() / num_exact)
+    steps = ratio / math.log(max_distance / num_exact) * (num_buckets - num_exact)
+    shared = (num_exact + steps.long()).clamp(max=num_buckets - 1)
+    return half + torch.where(distance < num_exact, distance, shared)
+
+
+class RelativePositionEmbedding(nn.Module):
+    """A table [buckets, n], its heads divided over ``tp_group``, and the bias made of it."""
+
+    def __init__(
+        self,
+        bidirectional: bool,
+        init_method: Init,
+        num_attention_heads: int,
+        relative_attention_num_buckets: int = 32,
+        relative_attention_max_distance: int = 128,
+        *,
+        params_dtype: torch.dtype = torch.float32,
+        tp_group: ProcessGroup,
+    ) -> None:
+        super().__init__()
+        self.bidirectional = bidirectional
+        self.num_buckets = relative_attention_num_buckets
+        self.max_distance = relative_attention_max_distance
+        heads = share_of(num_attention_heads, tp_group, "--num-attention-heads")
+        info = ParamInfo(
+            global_shape=(self.num_buckets, num_attention_heads),
+            shard_dim=1,
+            shard_index=tp_group.rank(),
+            shard_count=tp_group.size(),
+            init=init_method.kind,
+            init_std=init_method.std,
+        )
+        self.relative_attention_bias = nn.Embedding(self.num_buckets, heads, device="meta")
+        self.relative_attention_bias.weight = new_parameter(
+            (self.num_buckets, heads), params_dtype, info
+        )
+
+    def forward(self, query_seq_length: int, key_seq_length: int, *, offset: int = 0) -> Tensor:
+        """[1, n/tp, q, k]; the first query stands at key ``offset``."""
+        last = offset + query_seq_length
+        distance = torch.arange(1 - last, key_seq_length - offset, device=device.current())
+        buckets = buckets_of(
+            distance,
+            bidirectional=self.bidirectional,
+            num_buckets=self.num_buckets,
+            max_distance=self.max_distance,
+        )
+        by_distance = self.relative_attention_bias(buckets).t()  # [n/tp, q + k - 1]
+        # A query sees a window of them, each later one a window that starts one further left.
+        return by_distance.unfold(1, key_seq_length, 1).flip(1).unsqueeze(0)
