@@ -15,10 +15,11 @@ from torch import Tensor
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.straggler import StragglerDetector
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
-from megatron.training.batch import load_batch
+from megatron.training.batch import next_batch
 from megatron.training.global_vars import get_run
-from megatron.training.gpt import build_gpt_datasets, build_gpt_model
+from megatron.training.models.datasets import build_datasets
+from megatron.training.models.gpt import apply_gpt
+from megatron.training.models.registry import build_stage
 from megatron.training.training import pretrain
 
 stimer = StragglerDetector()  # measures under --log-straggler
@@ -28,15 +29,8 @@ def model_provider(
     pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
 ) -> GPTModel:
     """This rank's stage of the model."""
-    run = get_run()
-    return build_gpt_model(
-        run.config,
-        vocab_size=run.tokenizer.vocab_size,
-        padded_vocab_size=run.padded_vocab_size,
-        groups=run.groups,
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
+    return build_stage(
+        get_run(), pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
     )
 
 
@@ -54,32 +48,15 @@ def forward_step(data_iterator: Iterator[Any] | None, model: GPTModel) -> tuple[
 
     Stages before the last return hidden states in their place.
     """
-    run = get_run()
-    run.timers("batch-generator", log_level=2).start()
-    with stimer(bdata=True):
-        batch = load_batch(
-            data_iterator,
-            run.config,
-            run.groups.tp,
-            is_first_stage=get_attr_wrapped_model(model, "pre_process"),
-            is_last_stage=get_attr_wrapped_model(model, "post_process"),
-        )
-        batch = get_batch_on_this_cp_rank(batch, run.groups.cp)
-    run.timers("batch-generator").stop()
+    batch = next_batch(get_run(), data_iterator, model)
     with stimer:
-        losses = model(
-            batch["tokens"],
-            batch["position_ids"],
-            batch["attention_mask"],
-            labels=batch["labels"],
-            loss_mask=batch["loss_mask"],
-        )
+        losses = apply_gpt(model, batch)
     return losses, partial(loss_func, batch["loss_mask"])
 
 
 def train_valid_test_datasets_provider(num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:
     """Train, validation and test set."""
-    return build_gpt_datasets(get_run(), num_samples)
+    return build_datasets(get_run(), num_samples)
 
 
 if __name__ == "__main__":
@@ -89,5 +66,5 @@ if __name__ == "__main__":
         model_provider,
         ModelType.encoder_or_decoder,
         forward_step,
-        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+        args_defaults={"model_kind": "gpt", "tokenizer_type": "GPT2BPETokenizer"},
     )

@@ -22,6 +22,7 @@ from megatron.core.config.errors import DataError
 from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.training.config.data import DataConfig
+from megatron.training.models.registry import kind_of
 from megatron.training.printing import print_rank_0
 from megatron.training.runtime import Runtime
 
@@ -125,9 +126,9 @@ def chunk_iterators(run: Runtime, loader: Any) -> Any:
 
 
 def _chunks_that_read(run: Runtime) -> list[bool]:
-    """The first stage needs tokens, the last labels; a mask that is more than causal all do."""
-    ends = (0, run.placement.num_stages - 1)
-    return [run.config.data.reset_attention_mask or stage in ends for stage in run.stages]
+    """Whether each chunk's stage needs anything of a micro-batch."""
+    table, num_stages = kind_of(run.config).batch, run.placement.num_stages
+    return [any(table(run.config, stage, num_stages).values()) for stage in run.stages]
 
 
 def make_loader(

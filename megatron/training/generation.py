@@ -11,9 +11,8 @@ import enum
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
-
-from torch import nn
 
 from megatron.core import device
 from megatron.core.inference.engines.static_engine import Generated, Generator, generate
@@ -24,10 +23,9 @@ from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.checkpointing.run_tensors import RunParts
 from megatron.training.config.run import RunConfig
-from megatron.training.gpt import build_gpt_model
 from megatron.training.initialize import shut_down, start
+from megatron.training.models.registry import build_stage
 from megatron.training.printing import is_rank0, world_size
-from megatron.training.runtime import Runtime
 from megatron.training.setup import build_model, setup_tokenizer
 from megatron.training.tokenizer import MissingToken
 
@@ -135,7 +133,7 @@ def open_writer(
     config = generation_config({**content.asked, **flags}, load, step=step, device_kind=device_kind)
     run = start(config)
     setup_tokenizer(run)
-    build_model(run, lambda **stage: _gpt(run, **stage), wrap=False)
+    build_model(run, partial(build_stage, run, parallel_output=False), wrap=False)
     load_run(config.checkpoint, RunParts(model_chunks=run.model_chunks, groups=run.groups))
     model = run.model_chunks[0].eval()
     generator = Generator(
@@ -187,17 +185,6 @@ def _as_parsed(default: Any, value: Any) -> Any:
     """A saved value as the parser would give it: JSON knows no enums."""
     is_name = isinstance(default, enum.Enum) and isinstance(value, str)
     return type(default).__members__.get(value, default) if is_name else value
-
-
-def _gpt(run: Runtime, **stage: Any) -> nn.Module:
-    return build_gpt_model(
-        run.config,
-        vocab_size=run.tokenizer.vocab_size,
-        padded_vocab_size=run.padded_vocab_size,
-        groups=run.groups,
-        parallel_output=False,
-        **stage,
-    )
 
 
 def _eod(tokenizer: Any) -> int | None:

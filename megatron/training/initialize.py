@@ -74,6 +74,7 @@ def configure(
     else:
         namespace = parsed_args
         apply_defaults(namespace, args_defaults or {})
+    _check_kind(namespace, args_defaults or {})
     if namespace.use_checkpoint_args and namespace.load is not None:
         apply_checkpoint_args(namespace)
     if namespace.check_only:
@@ -85,6 +86,16 @@ def configure(
     for warning in config.warnings:
         print_rank_0(f"WARNING: {warning}")
     return config
+
+
+def _check_kind(namespace: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """An entry script trains one kind of model.  Raises ConfigError for another one."""
+    kind = defaults.get("model_kind", namespace.model_kind)
+    if namespace.model_kind != kind:
+        raise ConfigError(
+            f"--model-kind {namespace.model_kind}: this program trains {kind}; use "
+            f"pretrain_{namespace.model_kind}.py, or leave the flag out"
+        )
 
 
 def start(config: RunConfig) -> Runtime:

@@ -12,6 +12,13 @@ from megatron.core.config.option import option
 class LanguageModelConfig:
     """What a language model has around its transformer."""
 
+    model_kind: str | None = option(
+        None,
+        "Which kind of model the flags describe; entry scripts set it, tools are told (default: "
+        "gpt).",
+        group="network size",
+        choices=("gpt",),
+    )
     encoder_num_layers: int | None = option(
         None,
         "Another name of --num-layers.",

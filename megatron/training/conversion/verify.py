@@ -20,7 +20,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.param_info import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection, make_grids
 from megatron.training.config.run import RunConfig
-from megatron.training.gpt import build_gpt_model
+from megatron.training.models.registry import build_model
 
 TOLERANCE = 1e-4  # of the largest logit, or of 1
 _PROMPTS, _LENGTH = 3, 16
@@ -93,7 +93,7 @@ def our_model(run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int
         fp16=False,
         perform_initialization=False,
     )
-    model = build_gpt_model(
+    model = build_model(
         replace(run, model=config),
         vocab_size=vocab_size,
         padded_vocab_size=vocab_size,

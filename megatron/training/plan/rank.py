@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,11 +43,10 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
-from megatron.training.batch import load_batch
+from megatron.training.batch import next_batch
 from megatron.training.config.run import RunConfig
-from megatron.training.gpt import build_gpt_model
 from megatron.training.groups import create_groups
+from megatron.training.models import registry
 from megatron.training.plan.cost import PassCost, RankCost, State
 from megatron.training.plan.tracing import Tracker, attention_without_memory, storage_bytes
 from megatron.training.runtime import Runtime
@@ -169,7 +168,7 @@ def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
         padded_vocab_size=padded_vocab_size,
     )
     sizes = {"vocab_size": padded_vocab_size, "padded_vocab_size": padded_vocab_size}
-    build_model(run, partial(build_gpt_model, config, groups=groups, **sizes))
+    build_model(run, partial(registry.build_model, config, groups=groups, **sizes))
     run.optimizer = get_megatron_optimizer(config.optimizer, run.model_chunks, pg_collection=groups)
     for _ in run.optimizer.named_state():
         pass  # the state is made when it is first asked for
@@ -237,7 +236,7 @@ class _Trial:
         is_deferred = model.defer_embedding_wgrad_compute and run.groups.pp.size() > 1
         executor = Executor(
             run.model_chunks,
-            [_micro_batches(run.config)] * len(run.model_chunks),
+            [_micro_batches(run.config, run.placement.num_stages)] * len(run.model_chunks),
             run.placement,
             run.groups.pp.rank(),
             StepTask(
@@ -273,37 +272,32 @@ class _Trial:
 
 
 def _forward_step(run: Runtime, data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
-    batch = load_batch(
-        data,
-        run.config,
-        run.groups.tp,
-        is_first_stage=get_attr_wrapped_model(model, "pre_process"),
-        is_last_stage=get_attr_wrapped_model(model, "post_process"),
-    )
-    batch = get_batch_on_this_cp_rank(batch, run.groups.cp)
-    losses = model(
-        batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
-    )
-    return losses, partial(_loss, batch["loss_mask"])
+    batch = next_batch(run, data, model)
+    return registry.kind_of(run.config).apply(model, batch), _loss
 
 
-def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    loss = torch.sum(losses.reshape(-1).float() * mask.reshape(-1).float())
-    return loss, mask.sum().to(torch.int), {}
+def _loss(output: Tensor | Sequence[Tensor | None]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Of what the last stage returns, with the memory that a loss over it takes."""
+    parts = [output] if isinstance(output, Tensor) else [x for x in output if x is not None]
+    losses = [part.reshape(-1).float() for part in parts]
+    masks = [torch.ones_like(part) for part in losses]
+    total = torch.stack([torch.sum(x * mask) for x, mask in zip(losses, masks, strict=True)]).sum()
+    return total, masks[0].sum().to(torch.int), {}
 
 
-def _micro_batches(config: RunConfig) -> Iterator[dict[str, Tensor]]:
-    b, s = config.training.micro_batch_size, config.data.seq_length
-    shapes: dict[str, tuple[tuple[Any, ...], torch.dtype]] = {
-        key: ((b, s), torch.int64) for key in ("tokens", "labels", "position_ids")
+def _micro_batches(config: RunConfig, num_stages: int) -> Iterator[dict[str, Tensor]]:
+    """All that the first and the last stage read."""
+    table = registry.kind_of(config).batch
+    needed = {
+        name: expected
+        for stage in range(num_stages)
+        for name, expected in table(config, stage, num_stages).items()
+        if expected is not None
     }
-    shapes["loss_mask"] = (b, s), torch.float32
-    if config.data.reset_attention_mask:
-        shapes["attention_mask"] = (b, 1, s, s), torch.bool
     while True:
         yield {
-            key: torch.empty(shape, dtype=dtype, device=device.current())
-            for key, (shape, dtype) in shapes.items()
+            name: torch.empty(expected.shape, dtype=expected.dtype, device=device.current())
+            for name, expected in needed.items()
         }
 
 

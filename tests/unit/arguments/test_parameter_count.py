@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron.training.arguments.parameter_count import layer_parameters, padded_vocab_size
-from megatron.training.gpt import build_gpt_model
+from megatron.training.models.gpt import build_gpt_model
 from tests.unit.arguments.commands import run_of
 from tests.unit.one_process import one_process_groups
 

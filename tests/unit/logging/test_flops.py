@@ -14,7 +14,7 @@ from megatron.training.flops import (
     mean_keys_per_query,
     num_floating_point_operations,
 )
-from megatron.training.gpt import build_gpt_model
+from megatron.training.models.gpt import build_gpt_model
 from tests.unit.callbacks.helpers import run_config
 from tests.unit.one_process import one_process_groups
 

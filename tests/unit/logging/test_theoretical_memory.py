@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.arguments.legacy import flat_values
-from megatron.training.gpt import build_gpt_model
+from megatron.training.models.gpt import build_gpt_model
 from megatron.training.theoretical_memory_usage import (
     activation_bytes,
     count_parameters,

@@ -105,9 +105,7 @@ class Experts(MegatronModule):
         parts = zip(self._in_order, rows.split(counts), weights.split(counts), strict=True)
         return torch.cat([expert(mine, weight) for expert, mine, weight in parts])
 
-    def _grouped(
-        self, rows: Tensor, groups: RowGroups, name: str
-    ) -> tuple[Tensor, Tensor | None]:
+    def _grouped(self, rows: Tensor, groups: RowGroups, name: str) -> tuple[Tensor, Tensor | None]:
         """Rows times the matrix ``name`` of their experts, and what bias each is still to get."""
         linears: list[Any] = [getattr(expert, name) for expert in self._in_order]
         result = grouped_linear(rows, groups, [linear.weight for linear in linears])

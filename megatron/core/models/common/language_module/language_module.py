@@ -1,4 +1,7 @@
-"""What language models share: the loss over a divided vocabulary, and tied embeddings."""
+"""What language models share: embedding, positions, output layer, the loss over a vocabulary.
+
+``s`` tokens, ``b`` sequences, ``h`` width, ``v`` vocabulary, ``x/tp`` this rank's share.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,232 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron.core.param_info import info_of, set_info
+from megatron.core import device
+from megatron.core.config.errors import ConfigError
+from megatron.core.fusions.rope import RotaryTable
+from megatron.core.models.common.embeddings.language_model_embedding import (
+    LanguageModelEmbedding,
+)
+from megatron.core.packed_seq_params import PackedSeqParams, position_in_sequence
+from megatron.core.param_info import info_of, name_parameters, set_info
+from megatron.core.param_init import initialize_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequence_share import held_tokens, row_lengths
 from megatron.core.tensor_parallel.cross_entropy import (
     true_columns,
     vocab_parallel_cross_entropy,
 )
-from megatron.core.tensor_parallel.layers import check_token_ids
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, check_token_ids
 from megatron.core.tensor_parallel.output_loss import linear_cross_entropy
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes
+from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.module import MegatronModule, before_reading
+from megatron.core.transformer.rope import RotaryEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import PaddedSize
 
 
 class LanguageModule(MegatronModule):
-    """Base of models that end in a vocabulary.
+    """Base of models that end in a vocabulary: one pipeline stage of such a model.
 
-    ``vocab_size`` is the padded one, ``num_tokens`` the true one: the rest never enters a softmax.
+    A model builds its parts and ends its construction with `name_and_fill`.
     """
 
+    embedding: LanguageModelEmbedding
+    output_layer: ColumnParallelLinear
+    has_embedding: bool  # also where it is a copy of the first stage's
+
     def __init__(
-        self, config: TransformerConfig, groups: ProcessGroupCollection, num_tokens: int | None
+        self,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        *,
+        vocab_size: int,
+        unpadded_vocab_size: int | None,
+        max_sequence_length: int,
+        position_embedding_type: str = "none",
+        position_types: tuple[str, ...] = (),
+        share_embeddings_and_output_weights: bool = False,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
     ) -> None:
+        """``vocab_size`` counts padding rows, ``unpadded_vocab_size`` does not.
+
+        Left out, the latter is what ``vocab_size`` remembers, else the same.  What is padding never
+        enters a softmax.  Raises ConfigError for a type that ``position_types`` does not name.
+        """
         super().__init__(config)
+        if position_embedding_type not in position_types:
+            raise ConfigError(
+                f"--position-embedding-type {position_embedding_type} is not one of "
+                f"{', '.join(position_types)}"
+            )
+        if unpadded_vocab_size is None and isinstance(vocab_size, PaddedSize):
+            unpadded_vocab_size = vocab_size.true_size
         self.pg_collection, self.tp_group = groups, groups.tp
-        self.num_tokens = num_tokens
+        self.vocab_size, self.num_tokens = vocab_size, unpadded_vocab_size
+        self.max_sequence_length = max_sequence_length
+        self.position_embedding_type = position_embedding_type
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.has_embedding = pre_process
+        self.rotary_pos_emb: RotaryEmbedding | None = None
+        self._has_seen_positions = False
+
+    # ---- building --------------------------------------------------------------------------
+
+    def build_embedding(
+        self, *, scatter_to_sequence_parallel: bool = True, is_shared: bool | None = None
+    ) -> LanguageModelEmbedding:
+        """Of words and positions; ``is_shared``: other stages have copies, as of tied ones."""
+        embedding = LanguageModelEmbedding(
+            self.config,
+            self.vocab_size,
+            self.max_sequence_length,
+            self.position_embedding_type,
+            tp_group=self.tp_group,
+            num_tokens=self.num_tokens,
+            scatter_to_sequence_parallel=scatter_to_sequence_parallel,
+        )
+        if self.share_embeddings_and_output_weights or is_shared:
+            weight = embedding.word_embeddings.weight
+            mark_as_shared_embedding(weight, is_copy=not self.pre_process)
+        return embedding
+
+    def build_output_layer(self, *, bias: bool = False) -> ColumnParallelLinear:
+        """Hidden states to logits; without a weight of its own where the embedding lends it."""
+        is_tied = self.share_embeddings_and_output_weights
+        layer = ColumnParallelLinear(
+            self.config.hidden_size,
+            self.vocab_size,
+            config=self.config,
+            init_method=self.config.embedding_init_method if is_tied else self.config.init_method,
+            tp_group=self.tp_group,
+            bias=bias,
+            skip_weight_param_allocation=is_tied and self.has_embedding,
+            unpadded_output_size=self.num_tokens,
+            is_embedding_or_output=True,
+        )
+        if is_tied and not self.has_embedding:
+            mark_as_shared_embedding(layer.weight, is_copy=True)
+        return layer
+
+    def name_and_fill(self, *stacks: str) -> None:
+        """Write the global names, and the values that the default random seed gives them.
+
+        ``stacks`` are the attributes that hold ``layers`` of a ``layer_range``.
+        """
+        rename = {
+            f"{stack}.layers.{i}.": f"{stack}.layers.{layer}."
+            for stack in stacks
+            for i, layer in enumerate(getattr(self, stack).layer_range)
+        }
+        if self.share_embeddings_and_output_weights:
+            rename["output_layer.weight"] = "embedding.word_embeddings.weight"
+        name_parameters(self, rename)
+        random = self.config.perform_initialization
+        initialize_parameters(self, torch.initial_seed(), random=random)
+
+    def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
+        """The word embedding of the first stage, or the last one's copy or output weight."""
+        if self.has_embedding:
+            return self.embedding.word_embeddings.weight
+        return self.output_layer.weight if self.post_process else None
+
+    def output_weight(self) -> Tensor | None:
+        """What is lent to the output layer; None where it has its own."""
+        is_tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if is_tied else None
+
+    # ---- positions -------------------------------------------------------------------------
+
+    def rotary_table(
+        self, num_tokens: int, offset: int = 0, packed: PackedSeqParams | None = None
+    ) -> RotaryTable | None:
+        """Angles of this rank's ``num_tokens`` tokens of a row; None for models without rope."""
+        if self.rotary_pos_emb is None:
+            return None
+        dtype, cp = self.config.params_dtype, self.pg_collection.cp
+        total = num_tokens * cp.size()
+        if packed is None and cp.size() == 1:
+            return self.rotary_pos_emb.table(num_tokens, offset, dtype)
+        held = self._held_tokens(num_tokens, packed)
+        if packed is not None:
+            held = position_in_sequence(packed.ends, total)[held]
+        return self.rotary_pos_emb.table_at(held, total, dtype)
+
+    def attention_bias(
+        self, num_tokens: int, offset: int, packed: PackedSeqParams | None
+    ) -> Tensor | None:
+        """What ALiBi adds to the scores of this rank's heads and tokens."""
+        if self.position_embedding_type != "alibi":
+            return None
+        slopes = alibi_slopes(self.config.num_attention_heads).to(device.current())
+        mine = slopes.chunk(self.tp_group.size())[self.tp_group.rank()]
+        queries = offset + self._held_tokens(num_tokens, packed)
+        return alibi_bias(mine, queries, offset + num_tokens * self.pg_collection.cp.size())
+
+    def _held_tokens(self, num_tokens: int, packed: PackedSeqParams | None) -> Tensor:
+        """Places in their row of the tokens of this context-parallel rank: [s/cp]."""
+        cp = self.pg_collection.cp
+        is_cut = packed is not None and cp.size() > 1
+        lengths = row_lengths(packed.lengths if is_cut else None, num_tokens * cp.size())
+        return held_tokens(lengths, cp.rank(), cp.size(), device.current())
+
+    def check_share(self, position_ids: Tensor | None, cache: KVCache | None) -> None:
+        """Raise ConfigError where a sequence is not, or cannot be, divided over cp ranks.
+
+        Positions are looked at once: that waits for the device.
+        """
+        cp = self.pg_collection.cp.size()
+        if cp == 1:
+            return
+        if cache is not None:
+            raise ConfigError("generation needs --context-parallel-size 1")
+        if self._has_seen_positions or position_ids is None:
+            return
+        self._has_seen_positions = True
+        length = position_ids.shape[1]
+        is_whole = bool((position_ids == torch.arange(length, device=position_ids.device)).all())
+        if is_whole and length * cp > self.max_sequence_length:
+            raise ConfigError(
+                f"--context-parallel-size {cp}: each rank was handed the positions 0 to "
+                f"{length - 1}, more than its share of {self.max_sequence_length}; cut the batch "
+                "by get_batch_on_this_cp_rank()"
+            )
+
+    def tokens_in_row(self, input_ids: Tensor | None, received: Tensor | None) -> int:
+        """Of each sequence, also where hidden states come cut along it from another stage."""
+        if input_ids is not None:
+            return input_ids.shape[1]
+        assert received is not None, "a later stage needs set_input_tensor"
+        cut = self.tp_group.size() if self.config.sequence_parallel else 1
+        return received.shape[0] * cut
+
+    # ---- the end ---------------------------------------------------------------------------
+
+    def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Hidden states [s, b, h], labels [b, s] -> loss of each token [b, s] in float32."""
+        layer, weight = self.output_layer, self.output_weight()
+        is_plain = type(layer) is ColumnParallelLinear and layer.bias is None
+        if is_plain and self.config.final_logit_softcapping is None:
+            before_reading(layer)
+            weight = layer.weight if weight is None else weight
+            return self.linear_and_loss(
+                hidden,
+                weight,
+                labels,
+                is_sequence_cut=layer.sequence_parallel,
+                is_own_weight=weight is layer.weight,
+            )
+        logits, _ = layer(hidden, weight, runtime_gather_output=False)
+        return self.compute_language_model_loss(labels, self.cap(logits))
+
+    def logits(self, hidden: Tensor, *, gather: bool) -> Tensor:
+        """Hidden states [s, b, h] -> [b, s, v], or [b, s, v/tp]: see `finish_logits`."""
+        logits, _ = self.output_layer(hidden, self.output_weight(), runtime_gather_output=gather)
+        return self.finish_logits(logits, is_gathered=gather)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """labels [b, s], logits [s, b, v/tp] -> loss of each token [b, s] in float32."""

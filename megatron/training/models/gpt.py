@@ -1,12 +1,12 @@
-"""GPT from a RunConfig: the model and its data sets."""
+"""GPT from a RunConfig: the model, its data sets, what a stage reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+import torch
+from torch import Tensor, nn
+
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -22,9 +22,8 @@ from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.training.config.run import RunConfig
-from megatron.training.data import get_blend_and_blend_per_split, reads_data
+from megatron.training.models.kind import Batch, BatchTable, Expected, ModelKind
 from megatron.training.runtime import Runtime
-from megatron.training.tokenizer.checks import check_data
 
 
 def build_gpt_model(
@@ -78,64 +77,55 @@ def gpt_layer_spec(config: RunConfig) -> Any:
     return get_gpt_layer_with_transformer_engine_spec(config=config.model)
 
 
-def gpt_dataset_config(run: Runtime) -> GPTDatasetConfig:
+def gpt_dataset_config(run: Runtime, **common: Any) -> GPTDatasetConfig:
     """How samples are cut from documents."""
     data = run.config.data
-    blend, blend_per_split = get_blend_and_blend_per_split(data)
     return GPTDatasetConfig(
-        random_seed=run.config.training.seed,
-        sequence_length=data.seq_length,
-        blend=blend,
-        blend_per_split=blend_per_split,
-        split=data.split,
-        multiple_validation_sets=run.config.validation.multiple_validation_sets,
-        full_validation=run.config.validation.full_validation,
-        num_dataset_builder_threads=data.num_dataset_builder_threads,
-        path_to_cache=data.data_cache_path,
-        mmap_bin_files=data.mmap_bin_files,
-        tokenizer=run.tokenizer,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=data.create_attention_mask_in_dataloader,
         object_storage_cache_path=data.object_storage_cache_path,
-        mid_level_dataset_surplus=data.mid_level_dataset_surplus,
+        **common,
     )
 
 
-def build_gpt_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:
-    """Train, validation and test set with at least ``num_samples`` samples each."""
-    if run.config.data.dataloader_type == "external":
-        raise ConfigError(
-            "--dataloader-type external is for programs that bring their own loaders, and this one "
-            "builds data sets: use single or cyclic"
-        )
-    config = gpt_dataset_config(run)
-    if run.is_rank_0 and not run.config.data.mock_data:
-        _check_data(run, config)
-    cls = MockGPTDataset if run.config.data.mock_data else GPTDataset
-    reads = reads_data(run)
-    builder = BlendedMegatronDatasetBuilder(cls, list(num_samples), lambda: reads, config)
-    train, valid, test = builder.build()
-    if train is None and reads and not run.config.validation.skip_train:
-        given = f"--split {config.split}" if config.split else "the data of each split"
-        raise DataError(f"{given} leaves nothing to train on: give training data, or --skip-train")
-    return train, valid, test
+def gpt_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
+    """tokens, labels, loss_mask, position_ids [b, s]; attention_mask [b, 1, s, s].
 
-
-def _check_data(run: Runtime, config: GPTDatasetConfig) -> None:
-    """On one rank: the data fits the tokenizer, the vocabulary and the flags that act on EOD."""
-    data = run.config.data
-    given = {
-        "--reset-position-ids": data.reset_position_ids,
-        "--reset-attention-mask": data.reset_attention_mask,
-        "--eod-mask-loss": data.eod_mask_loss,
+    The first stage needs tokens, the last labels; a mask that is causal and no more is left out:
+    attention is causal without it, and faster.
+    """
+    b, s = config.training.micro_batch_size, config.data.seq_length
+    has_mask = config.data.reset_attention_mask
+    is_first, is_last = stage == 0, stage == num_stages - 1
+    ids, weights = Expected(torch.int64, (b, s)), Expected(torch.float32, (b, s))
+    looks_ahead = is_last and config.model.mtp_num_layers is not None
+    return {
+        "tokens": ids if is_first or looks_ahead or has_mask else None,
+        "labels": ids if is_last or has_mask else None,
+        "loss_mask": weights if is_last or has_mask else None,
+        "attention_mask": Expected(torch.bool, (b, 1, s, s)) if has_mask else None,
+        "position_ids": ids if is_first or has_mask else None,
     }
-    blends = [config.blend] if config.blend is not None else config.blend_per_split or []
-    for prefix in {p: None for blend in blends if blend is not None for p in blend[0]}:
-        check_data(
-            GPTDataset.build_low_level_dataset(prefix, config),
-            run.tokenizer,
-            run.padded_vocab_size,
-            [flag for flag, is_given in given.items() if is_given],
-        )
+
+
+def apply_gpt(model: nn.Module, batch: Batch) -> Tensor:
+    """Token losses [b, s] on the last stage, hidden states on the others."""
+    losses: Tensor = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return losses
+
+
+GPT = ModelKind(
+    build=build_gpt_model,
+    datasets=(GPTDataset, MockGPTDataset),
+    dataset_config=gpt_dataset_config,
+    batch=gpt_batch,
+    apply=apply_gpt,
+)

@@ -1,0 +1,76 @@
+"""Rotary positions as a language model's flags describe them."""
+
+from __future__ import annotations
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.transformer.rope import RopeScaling, RotaryEmbedding, yarn_mscale
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def build_rotary(
+    config: TransformerConfig,
+    max_sequence_length: int,
+    *,
+    percent: float = 1.0,
+    base: float = 10000,
+    has_llama3_scaling: bool = False,
+    llama3_factor: float = 8.0,
+    interpolation_factor: float | None = None,
+) -> RotaryEmbedding:
+    """Angles for models with --position-embedding-type rope."""
+    return RotaryEmbedding(
+        _rotated_width(config),
+        percent,
+        config.rotary_interleaved or config.multi_latent_attention,
+        interpolation_factor,
+        base,
+        has_llama3_scaling,
+        llama3_factor,
+        scaling=_scaling(config, max_sequence_length),
+    )
+
+
+def _rotated_width(config: TransformerConfig) -> int:
+    """Channels of a head that may be rotated."""
+    return config.qk_pos_emb_head_dim if config.multi_latent_attention else config.kv_channels
+
+
+def _scaling(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:
+    if config.rope_type == "yarn" or (config.multi_latent_attention and config.rope_type is None):
+        return _yarn(config, max_sequence_length)
+    return None if config.multi_latent_attention else _longrope(config, max_sequence_length)
+
+
+def _yarn(c: TransformerConfig, max_sequence_length: int) -> RopeScaling:
+    """What latent attention has unless --rope-type says otherwise, and others if it says so."""
+    factor = c.rotary_scaling_factor
+    ratio = yarn_mscale(factor, c.mscale) / yarn_mscale(factor, c.mscale_all_dim)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_max_positions=c.yarn_original_max_position_embeddings or max_sequence_length,
+        beta_fast=32.0 if c.yarn_beta_fast is None else c.yarn_beta_fast,
+        beta_slow=1.0 if c.yarn_beta_slow is None else c.yarn_beta_slow,
+        round_correction_range=c.yarn_correction_range_round_to_int,
+        attention_factor=ratio,
+    )
+
+
+def _longrope(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:
+    """LongRoPE where the config has its factors."""
+    short, long = config.longrope_short_factor, config.longrope_long_factor
+    original = config.longrope_original_max_position_embeddings
+    if short is None and long is None:
+        return None
+    if short is None or long is None or original is None:
+        raise ConfigError(
+            "LongRoPE needs --longrope-short-factor, --longrope-long-factor and "
+            "--longrope-original-max-position-embeddings together"
+        )
+    return RopeScaling(
+        kind="longrope",
+        factor=max_sequence_length / original,
+        original_max_positions=original,
+        short_factors=short,
+        long_factors=long,
+    )

@@ -1,0 +1,1 @@
+"""The kinds of models that the entry scripts train."""

@@ -1,0 +1,45 @@
+"""What the application knows of one kind of model: one record, made in that kind's module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.training.config.run import RunConfig
+
+
+class Expected(NamedTuple):
+    """A tensor of a micro-batch."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+# Every tensor that a batch may have, in the order in which ranks exchange them; None: not needed.
+BatchTable = dict[str, Expected | None]
+Batch = Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKind:
+    """How a RunConfig becomes a model and its data.
+
+    ``build(config, *, vocab_size, padded_vocab_size, groups, pre_process, post_process, vp_stage,
+    parallel_output)`` gives one pipeline stage on the current device.  ``datasets`` are the class
+    that reads files and the one that makes samples up; ``dataset_config(run, **common)`` is their
+    config, where ``common`` are the arguments that all kinds share.  ``batch(config, stage,
+    num_stages)`` says what one stage reads, ``apply(model, batch)`` runs it: what it returns on the
+    last stage is for the loss function of the entry script.
+    """
+
+    build: Callable[..., nn.Module]
+    datasets: tuple[type[MegatronDataset], type[MegatronDataset]]
+    dataset_config: Callable[..., BlendedMegatronDatasetConfig]
+    batch: Callable[[RunConfig, int, int], BatchTable]
+    apply: Callable[[nn.Module, Batch], Any]
