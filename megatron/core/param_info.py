@@ -34,10 +34,11 @@ class FlatPart:
 class ParamInfo:
     """``global_shape`` is the shape in one process without vocabulary padding.
 
-    A parameter cut along ``shard_dim`` holds share ``shard_index`` of ``shard_count``.  With
-    ``num_blocks`` > 1 that dimension is made of equal blocks (the gate and the up half of a gated
-    MLP), each of which is cut alike: the local tensor is the shares of all blocks, one behind the
-    other.  Rows beyond ``global_shape`` (vocabulary padding) belong to nobody: they stay zero.
+    A parameter cut along ``shard_dim`` holds share ``shard_index`` of ``shard_count``.  That
+    dimension may be made of several ``blocks`` of these relative sizes, (1, 1) for the gate and the
+    up half of a gated MLP, each of which is cut alike: the local tensor is the shares of all
+    blocks, one behind the other.  Rows beyond ``global_shape`` (vocabulary padding) belong to
+    nobody: they stay zero.
     """
 
     global_shape: tuple[int, ...]
@@ -45,7 +46,7 @@ class ParamInfo:
     shard_dim: int | None = None  # None: every tensor-parallel rank holds all of it
     shard_index: int = 0
     shard_count: int = 1
-    num_blocks: int = 1
+    blocks: tuple[int, ...] = (1,)
     init: str = "zeros"  # zeros, ones, normal, xavier_uniform; "own": as its module has left it
     init_std: float = 0.0
     is_expert: bool = False  # reduced over expert data parallelism
@@ -66,13 +67,14 @@ class ParamInfo:
         dim = 0 if self.shard_dim is None else self.shard_dim
         if not local_shape:
             return
-        share = local_shape[dim] // self.num_blocks
-        block = share * self.shard_count
-        for b in range(self.num_blocks):
-            start = b * block + self.shard_index * share
+        local = 0
+        for block in self.blocks:
+            share = local_shape[dim] * block // sum(self.blocks)
+            start = local * self.shard_count + self.shard_index * share
             stop = min(start + share, self.global_shape[dim])
             if stop > start:
-                yield slice(b * share, b * share + stop - start), slice(start, stop)
+                yield slice(local, local + stop - start), slice(start, stop)
+            local += share
 
     def pieces(self, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Pairs (offset in the whole, view of ``tensor``) that cover all but padding.

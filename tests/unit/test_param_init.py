@@ -47,23 +47,28 @@ def plain_philox(counter: int, key: tuple[int, int]) -> list[int]:
 @pytest.mark.feature("Layouts: initial weights that depend on seed and name, never on the layout")
 @pytest.mark.parametrize("shape", [(8, 12), (6, 7), (10, 3), (4, 1)])
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_shards_put_together_are_the_whole(shape: tuple[int, int], dim: int, blocks: int) -> None:
-    shape = tuple(2 * blocks * n if d == dim else n for d, n in enumerate(shape))
+@pytest.mark.parametrize("blocks", [(1,), (1, 1), (4, 4, 1, 1, 2)])
+def test_shards_put_together_are_the_whole(
+    shape: tuple[int, int], dim: int, blocks: tuple[int, ...]
+) -> None:
+    sizes = [2 * shape[dim] * block for block in blocks]
+    shape = tuple(sum(sizes) if d == dim else n for d, n in enumerate(shape))
     whole = filled(normal(*shape), shape)
     assert not whole.isnan().any()
     for rank in range(2):
         local = tuple(n // 2 if d == dim else n for d, n in enumerate(shape))
-        info = normal(*shape, shard_dim=dim, shard_index=rank, shard_count=2, num_blocks=blocks)
+        info = normal(*shape, shard_dim=dim, shard_index=rank, shard_count=2, blocks=blocks)
         mine = filled(info, local)
-        expected = [part.chunk(2, dim)[rank] for part in whole.chunk(blocks, dim)]
+        expected = [part.chunk(2, dim)[rank] for part in whole.split(sizes, dim)]
         assert torch.equal(mine, torch.cat(expected, dim))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("init", ["normal", "ones"])
 def test_a_part_of_a_shard_is_drawn_alone(dim: int, init: str) -> None:
-    info = normal(10, 8, shard_dim=dim, shard_index=1, shard_count=2, num_blocks=2 - dim, init=init)
+    info = normal(
+        10, 8, shard_dim=dim, shard_index=1, shard_count=2, blocks=(1,) * (2 - dim), init=init
+    )
     share = (6, 8) if dim == 0 else (10, 4)  # six rows of twelve: two are padding
     whole = filled(info, share)
     for start, stop in ((0, 8), (8, 24), (3, 40), (40, 40)):

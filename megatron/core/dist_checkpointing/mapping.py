@@ -113,7 +113,7 @@ def from_param(
         dtype=dtype or tensor.dtype,
         pieces=tuple(Piece(offset, view) for offset, view in info.pieces(tensor.detach())),
         replica=replica,
-        cut=(dim, info.shard_count * info.num_blocks),
+        cut=(dim, info.shard_count * len(info.blocks)),
         is_flat=info.part is not None,
     )
 

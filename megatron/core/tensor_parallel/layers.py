@@ -149,11 +149,12 @@ class ColumnParallelLinear(nn.Module):
     """``y = x W^T + b`` with the outputs divided over ``tp_group``.
 
     Returns (y, bias): the bias is None unless ``skip_bias_add`` leaves its addition to the caller.
-    ``num_blocks`` tells how many equal matrices lie behind each other in the output (gate and up).
+    ``blocks`` are the relative heights of matrices that lie behind each other (gate and up), each
+    of which is divided.
     With ``skip_weight_param_allocation`` the caller passes the weight to every call.  With
     ``disable_grad_reduce`` the caller sums the input gradients of the ranks; under sequence
-    parallelism they are reduce-scattered all the same.  ``stride`` is the reference's word for
-    ``num_blocks``, ``tp_comm_buffer_name`` its name for a buffer of --tp-comm-overlap.
+    parallelism they are reduce-scattered all the same.  ``stride`` is the reference's number of
+    equal ``blocks``, ``tp_comm_buffer_name`` its name for a buffer of --tp-comm-overlap.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class ColumnParallelLinear(nn.Module):
         gather_output: bool = False,
         skip_bias_add: bool = False,
         skip_weight_param_allocation: bool = False,
-        num_blocks: int = 1,
+        blocks: tuple[int, ...] = (1,),
         unpadded_output_size: int | None = None,
         is_expert: bool = False,
         is_embedding_or_output: bool = False,
@@ -178,8 +179,9 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         del tp_comm_buffer_name
-        num_blocks *= stride
-        local_size = num_blocks * share_of(output_size // num_blocks, tp_group, "output size")
+        blocks = blocks * stride
+        sizes = [output_size * block // sum(blocks) for block in blocks]
+        local_size = sum(share_of(size, tp_group, "output size") for size in sizes)
         self.tp_group = tp_group
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
@@ -192,7 +194,7 @@ class ColumnParallelLinear(nn.Module):
             shard_dim=0,
             shard_index=tp_group.rank(),
             shard_count=tp_group.size(),
-            num_blocks=num_blocks,
+            blocks=blocks,
             init=init_method.kind,
             init_std=init_method.std,
             is_expert=is_expert,
@@ -208,7 +210,7 @@ class ColumnParallelLinear(nn.Module):
                 shard_dim=0,
                 shard_index=info.shard_index,
                 shard_count=info.shard_count,
-                num_blocks=num_blocks,
+                blocks=blocks,
                 is_expert=is_expert,
             )
             self.bias = new_parameter((local_size,), config.params_dtype, info)

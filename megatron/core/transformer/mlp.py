@@ -46,16 +46,16 @@ class MLP(MegatronModule):
         self.tp_group = tp_group
         input_size = input_size or config.hidden_size
         ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
-        num_blocks = 2 if config.gated_linear_unit else 1
+        blocks = (1, 1) if config.gated_linear_unit else (1,)
         common: dict[str, Any] = {
             "config": config,
             "bias": config.add_bias_linear,
-            "offered": {"tp_group": tp_group, "is_expert": is_expert, "num_blocks": num_blocks},
+            "offered": {"tp_group": tp_group, "is_expert": is_expert, "blocks": blocks},
         }
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
             input_size,
-            num_blocks * ffn_hidden_size,
+            len(blocks) * ffn_hidden_size,
             init_method=config.init_method,
             **common,
         )

@@ -45,7 +45,7 @@ def info(name: str, tp: int, rank: int) -> ParamInfo:
         shard_dim=dim,
         shard_index=rank,
         shard_count=tp,
-        num_blocks=blocks,
+        blocks=(1,) * blocks,
     )
 
 

@@ -115,7 +115,7 @@ class ForeignReader(CheckpointReader):
         if split_expert(name):
             tp = expert_tensor_degree(self.args)
         is_copy = name == OUTPUT and not self.args.get("untie_embeddings_and_output_weights")
-        dim, num_blocks = cut_of(name, self.args)
+        dim, blocks = cut_of(name, self.args)
         if is_copy or (dim is None and rank > 0):
             return
         shape = list(array.shape)
@@ -126,7 +126,7 @@ class ForeignReader(CheckpointReader):
             shard_dim=dim,
             shard_index=rank,
             shard_count=1 if dim is None else tp,
-            num_blocks=num_blocks,
+            blocks=blocks,
         )
         if not shape:
             self._add_rows(prefix + name, (), array)

@@ -77,10 +77,10 @@ OUTPUT = "output_layer.weight"
 
 
 class Cut(NamedTuple):
-    """The dimension that is cut (None: none is), and the equal blocks it is made of."""
+    """The dimension that is cut (None: none is), and the relative sizes of its blocks."""
 
     dim: int | None
-    num_blocks: int = 1
+    blocks: tuple[int, ...] = (1,)
 
 
 def our_name(name: str) -> str:
@@ -128,7 +128,7 @@ def cut_of(name: str, asked: Mapping[str, Any]) -> Cut:
     for pattern, dim in _CUT:
         if pattern.search(name):
             is_gated = _GATED.search(name) and any(map(asked.get, _GATED_FLAGS))
-            return Cut(dim, 2 if is_gated else 1)
+            return Cut(dim, (1, 1) if is_gated else (1,))
     return Cut(None)
 
 

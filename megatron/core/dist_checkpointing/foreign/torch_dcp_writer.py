@@ -63,7 +63,7 @@ def write_rank_files(
     file = DcpFile(folder, rank, 0, iteration)
     report = RankReport(tensors={}, files={})
     for tensor in tensors:
-        is_cut = in_halves and cut_of(split_state(tensor.key)[1], asked).num_blocks == 2
+        is_cut = in_halves and cut_of(split_state(tensor.key)[1], asked).blocks == (1, 1)
         for suffix, shape, boxes in _halves(tensor) if is_cut else [_whole(tensor)]:
             pieces = [
                 {**file.add(data.to(tensor.dtype)), "offset": offset, "shape": list(data.shape)}

@@ -212,12 +212,12 @@ class _Tree:
         if not name:
             return None
         stored = self.reader.tensors[prefix + name]
-        dim, num_blocks = cut_of(name, self.args)
+        dim, blocks = cut_of(name, self.args)
         count = expert_tensor_degree(self.args) if is_expert(name) else self.tp
         shape = list(stored.shape)
         if dim is None:
             return self.reader.read(prefix + name)
-        if shape[dim] % (count * num_blocks):
+        if shape[dim] % (count * len(blocks)):
             raise CheckpointError(
                 f"{name} of shape {shape} cannot be cut by --tensor-model-parallel-size {count}"
             )
@@ -227,7 +227,7 @@ class _Tree:
             shard_dim=dim,
             shard_index=tp % count,
             shard_count=count,
-            num_blocks=num_blocks,
+            blocks=blocks,
         )
         out = torch.empty(shape, dtype=stored.dtype)
         for offset, view in info.pieces(out):
