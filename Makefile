@@ -50,7 +50,8 @@ kill:
 
 bench:
 	@python=$$(tools/env.sh) && \
-	for file in $$(grep -l __main__ benchmarks/*.py); do echo $$file; $$python $$file || exit 1; done
+	for file in $$(grep -l __main__ benchmarks/*.py); do \
+		echo $$file; $$python -m benchmarks.$$(basename $$file .py) || exit 1; done
 
 tree:
 	@python=$$(tools/env.sh) && for page in tree features flags matrix; do $$python tools/$$page.py || exit 1; done

@@ -1,12 +1,12 @@
 """Do experts stay balanced, and are they worth it?  500 steps on text, one run a method.
 
-    python -m benchmarks.expert_balance FOLDER [--steps 500]
+    python -m benchmarks.expert_balance [--folder DIR] [--steps 500]
 
-FOLDER is what examples/quickstart.sh has made: a corpus of real text, its tokenizer and token
-files.  A GPT of 4 layers with 8 experts of which a token visits 2, under each method of balance,
-beside a dense one of equal active size.  The load of a layer is the tokens of its fullest expert
-over the mean, 1 when balanced and 4 when two experts have all; the figure shows the mean of the
-layers.  Prints the table and writes the figure, docs/expert_balance.svg.
+DIR is what examples/quickstart.sh has made: a corpus of real text, its tokenizer and token files;
+without it they are made again.  A GPT of 4 layers with 8 experts of which a token visits 2, under
+each method of balance, beside a dense one of equal active size.  The load of a layer is the tokens
+of its fullest expert over the mean, 1 when balanced and 4 when two experts have all; the figure
+shows the mean of the layers.  Prints the table and writes the figure, docs/expert_balance.svg.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -71,6 +72,24 @@ def command_line(folder: Path, steps: int, method: str) -> list[str]:
     return (common + METHODS[method]).split()
 
 
+def prepare(folder: Path) -> None:
+    """Corpus, tokenizer and token files, as examples/quickstart.sh makes them."""
+    tokenizer = f"--tokenizer-type GPT2BPETokenizer --vocab-file {folder}/tokenizer/vocab.json "
+    tokenizer += f"--merge-file {folder}/tokenizer/merges.txt --append-eod --workers 1"
+    train = f"tools/train_tokenizer.py --input {folder}/train.jsonl --vocab-size 4096"
+    commands = [
+        f"examples/quickstart/corpus.py {folder}",
+        f"{train} --output-dir {folder}/tokenizer",
+        *(
+            f"tools/preprocess_data.py --input {folder}/{part}.jsonl "
+            f"--output-prefix {folder}/{part} {tokenizer}"
+            for part in ("train", "valid")
+        ),
+    ]
+    for command in commands:
+        subprocess.run([sys.executable, *command.split()], check=True, cwd=ROOT)
+
+
 def work(found: Path) -> None:
     """One run, in a process of its own; the load of each step goes to ``found``."""
     counts: list[list[Tensor]] = []  # of each layer and micro-batch
@@ -115,7 +134,8 @@ def run(folder: Path, steps: int, method: str) -> tuple[list[float], float, floa
 def svg(loads: dict[str, list[float]], steps: int) -> str:
     """A line a method: the mean load of every ten steps."""
     width, height, left, top, highest = 760, 360, 50, 20, 4.0
-    x = [left + (width - left - 150) * (i + 0.5) / (steps // 10) for i in range(steps // 10)]
+    starts = range(0, steps, 10)
+    x = [left + (width - left - 150) * (i + 0.5) / len(starts) for i in range(len(starts))]
 
     def y(load: float) -> float:
         return top + (height - top - 40) * (highest - min(load, highest)) / (highest - 1.0)
@@ -130,7 +150,7 @@ def svg(loads: dict[str, list[float]], steps: int) -> str:
             f'stroke="#ddd"/><text x="{left - 15}" y="{y(load) + 4:.1f}">{load}</text>'
         )
     for i, (name, of_steps) in enumerate(loads.items()):
-        means = [mean(of_steps[s : s + 10]) for s in range(0, steps, 10)]
+        means = [mean(of_steps[s : s + 10]) for s in starts]
         points = " ".join(f"{a:.1f},{y(b):.1f}" for a, b in zip(x, means, strict=True))
         color = COLORS[name]
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>')
@@ -138,6 +158,28 @@ def svg(loads: dict[str, list[float]], steps: int) -> str:
     parts.append(f'<text x="{left}" y="{height - 8}">steps 1 to {steps}</text>')
     parts.append(f'<text x="4" y="{top - 6}">fullest expert / mean</text></svg>')
     return "\n".join(parts) + "\n"
+
+
+def compare(folder: Path, num_steps: int) -> None:
+    """Run every method; print the table and write the figure."""
+    loads: dict[str, list[float]] = {}
+    table = [
+        "| method | load, first 50 steps | last 50 | highest of the last 50 "
+        "| training loss, last tenth | validation loss |",
+        "|---|---|---|---|---|---|",
+    ]
+    for method in METHODS:
+        load, trained, valid = run(folder, num_steps, method)
+        row = f"| {method} | - | - | - "
+        if load:
+            loads[method] = load
+            last = load[-50:]
+            row = f"| {method} | {mean(load[:50]):.2f} | {mean(last):.2f} | {max(last):.2f} "
+        table.append(f"{row}| {trained:.4f} | {valid:.4f} |")
+        print(table[-1], flush=True)
+    docs = ROOT / "docs"
+    (docs / "expert_balance.svg").write_text(svg(loads, num_steps))
+    print("\n".join(table))
 
 
 def main() -> None:
@@ -148,27 +190,13 @@ def main() -> None:
         work(found)
         return
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("--folder", type=Path)
     parser.add_argument("--steps", type=int, default=500)
     args = parser.parse_args()
-    loads: dict[str, list[float]] = {}
-    table = [
-        "| method | load, first 50 steps | last 50 | highest of the last 50 "
-        "| training loss, last tenth | validation loss |",
-        "|---|---|---|---|---|---|",
-    ]
-    for method in METHODS:
-        load, trained, valid = run(args.folder.resolve(), args.steps, method)
-        row = f"| {method} | - | - | - "
-        if load:
-            loads[method] = load
-            last = load[-50:]
-            row = f"| {method} | {mean(load[:50]):.2f} | {mean(last):.2f} | {max(last):.2f} "
-        table.append(f"{row}| {trained:.4f} | {valid:.4f} |")
-        print(table[-1], flush=True)
-    docs = ROOT / "docs"
-    (docs / "expert_balance.svg").write_text(svg(loads, args.steps))
-    print("\n".join(table))
+    with tempfile.TemporaryDirectory() as scratch:
+        if args.folder is None:
+            prepare(Path(scratch))
+        compare((args.folder or Path(scratch)).resolve(), args.steps)
 
 
 if __name__ == "__main__":
