@@ -1,65 +1,128 @@
-"""Every launch script in examples/ gives a command line that the parser takes."""
+"""Every script in examples/: its command line, the config that it resolves to, its plan.
+
+    python -m tests.golden.test_examples     writes examples.json anew: read the difference
+
+`examples.json` has, for each script, the world it starts and every value of its resolved config
+that is not the default.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron.core.config.errors import ConfigError
-from megatron.training.arguments.parser import build_parser
+from megatron.training.arguments.check_only import check_only
+from megatron.training.arguments.config_file import resolved_values
+from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
+from megatron.training.arguments.sections import SECTIONS
+from megatron.training.config.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted(ROOT.glob("examples/*/*.sh"))
+GOLDEN = Path(__file__).parent / "examples.json"
+# Run by hand from beginning to end: test_quickstart.py knows what these call.
+WHOLE_WAYS = {"quickstart.sh"}
+SCRIPTS = sorted(
+    str(path.relative_to(ROOT / "examples"))
+    for path in ROOT.glob("examples/**/*.sh")
+    if path.name not in WHOLE_WAYS
+)
+
+SLOW_TO_PLAN = {"gpt_oss/train_gpt_oss_20b.sh"}  # sinks take attention apart into many blocks
 
 # Stands in for torchrun: writes the words it was given, a line each.
 RECORDER = '#!/bin/bash\nprintf "%s\\n" "$@" >"$RECORD"\n'
 
 
-def words_of(script: Path, tmp_path: Path, **environment: str) -> list[str]:
-    """The words behind pretrain_*.py when the script runs."""
-    recorder = tmp_path / "torchrun"
-    recorder.write_text(RECORDER)
-    recorder.chmod(0o755)
-    record = tmp_path / "words"
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, **environment, "PATH": path, "RECORD": str(record)}
-    subprocess.run(["bash", str(script)], check=True, env=env, cwd=ROOT)
-    words = record.read_text().splitlines()
-    entry = next(i for i, word in enumerate(words) if word.startswith("pretrain_"))
-    assert (ROOT / words[entry]).exists(), f"{script.name} runs {words[entry]}, which is not there"
-    return words[entry + 1 :]
+@dataclass(frozen=True)
+class Launch:
+    """What a script starts: so many processes of one program."""
+
+    world_size: int
+    entry: str
+    words: tuple[str, ...]
+
+    @classmethod
+    def of(cls, script: str, **environment: str) -> Launch:
+        """By running it."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "torchrun").write_text(RECORDER)
+            (folder / "torchrun").chmod(0o755)
+            path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+            environment |= {"PATH": path, "RECORD": str(folder / "words")}
+            command = ["bash", str(ROOT / "examples" / script)]
+            subprocess.run(command, check=True, env={**os.environ, **environment}, cwd=ROOT)
+            words = (folder / "words").read_text().splitlines()
+        at = next(i for i, word in enumerate(words) if word.startswith("pretrain_"))
+        of_launcher = dict(zip(words[:at], words[1:at], strict=False))
+        world_size = int(of_launcher["--nproc_per_node"]) * int(of_launcher.get("--nnodes", 1))
+        return cls(world_size, words[at], tuple(words[at + 1 :]))
+
+    def parse(self) -> Any:
+        """As the program does; raises ConfigError for what the parser does not take."""
+        return parse_args(argv=list(self.words), args_defaults=defaults_of(self.entry))
+
+    def resolve(self) -> RunConfig:
+        """The run on its own world."""
+        return resolve(self.parse(), self.world_size)
 
 
-def parse(words: list[str]):
-    parser = build_parser()
-    parsed, unknown = parser.parse_known_args(words)
-    assert parser.problems + unknown == []
-    return parsed
+def defaults_of(entry: str) -> dict[str, Any]:
+    """What the entry script itself gives to pretrain()."""
+    return {"tokenizer_type": "GPT2BPETokenizer"}
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_the_script_starts_or_is_refused_only_for_what_this_version_lacks(script, tmp_path):
-    world_size = 128 if "175b" in script.name else 8
-    problems = ""
-    try:
-        resolve(parse(words_of(script, tmp_path)), world_size)
-    except ConfigError as error:
-        problems = str(error)
-    assert all("not in this version" in line for line in problems.splitlines()[1:]), problems
+launch = cache(Launch.of)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_the_script_parses(script, tmp_path):
-    parsed = parse(words_of(script, tmp_path))
-    assert None not in (parsed.num_layers, parsed.save, parsed.micro_batch_size)
+def content(script: str) -> dict[str, Any]:
+    """The script's part of the golden file."""
+    started = launch(script)
+    found: dict[str, Any] = {"entry": started.entry, "world_size": started.world_size}
+    for section, values in resolved_values(started.resolve()).items():
+        for f in fields(SECTIONS[section]):
+            default = list(f.default) if isinstance(f.default, tuple) else f.default
+            if values[f.name] != default:
+                found[f"{section}.{f.name}"] = values[f.name]
+    return found
 
 
-def test_the_fp8_form_of_llama3_parses(tmp_path):
-    script = ROOT / "examples/llama/train_llama3_8b_h100.sh"
-    parsed = parse(words_of(script, tmp_path, FP8="1", TP_SIZE="2"))
+@pytest.mark.feature("Examples: launch scripts of known models, in Megatron-LM's spelling")
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_script_resolves_to_its_config(script: str) -> None:
+    assert content(script) == json.loads(GOLDEN.read_text())[script]
+
+
+def test_every_script_has_its_config_and_no_other_has() -> None:
+    assert list(json.loads(GOLDEN.read_text())) == SCRIPTS
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(s, marks=[pytest.mark.slow] * (s in SLOW_TO_PLAN)) for s in SCRIPTS],
+)
+def test_the_script_has_a_plan_at_its_world_size(script: str) -> None:
+    args, said = launch(script).parse(), []
+    args.check_world_size = launch(script).world_size
+    assert check_only(args, said.append) == 0, "\n".join(said)
+
+
+def test_the_fp8_form_of_llama3_parses() -> None:
+    parsed = Launch.of("llama/train_llama3_8b_h100.sh", FP8="1", TP_SIZE="2").parse()
     assert parsed.fp8 == "hybrid"
     assert parsed.sequence_parallel
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps({s: content(s) for s in SCRIPTS}, indent=1) + "\n")
+    sys.exit()

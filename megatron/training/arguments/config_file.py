@@ -33,16 +33,20 @@ _HEADINGS = ("language_model", "model_parallel")
 
 def write_config(run: RunConfig, path: str | os.PathLike[str]) -> None:
     """Write what ``run`` was asked for, complete, and what it resolved to, for people."""
-    resolved = {
-        name: {f.name: _plain(vars(vars(run)[name])[f.name]) for f in fields(cls)}
-        for name, cls in SECTIONS.items()
-    }
     content = {
         "_world_size": run.world_size,
         **{dest: _plain(value) for dest, value in run.asked.items()},
-        "_resolved": resolved,
+        "_resolved": resolved_values(run),
     }
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def resolved_values(run: RunConfig) -> dict[str, dict[str, Any]]:
+    """Every value of every section, as JSON has it."""
+    return {
+        name: {f.name: _plain(vars(vars(run)[name])[f.name]) for f in fields(cls)}
+        for name, cls in SECTIONS.items()
+    }
 
 
 def _plain(value: Any) -> Any:
