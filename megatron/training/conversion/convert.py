@@ -45,6 +45,7 @@ from megatron.training.conversion.family import Family
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.verify import compare_logits
 from megatron.training.generation import saved_namespace
+from megatron.training.models.registry import KINDS
 from megatron.training.state import TrainState
 from megatron.training.tokenizer import (
     MissingToken,
@@ -112,6 +113,8 @@ def convert(wanted: Wanted, say: Say = print) -> Path:
 def _from_hf(wanted: Wanted, say: Say) -> Source:
     config = hf_folder.read_config(wanted.source)
     model = hf.import_model(config, hf_folder.read_weights(wanted.source))
+    if model.shape.kind not in KINDS:
+        raise CheckpointError(f"{model.family.architecture} is not in this version")
     say(f"{wanted.source} is a {model.family.architecture} of {_count(model.tensors)} weights")
     args = vars(build_parser().parse_args([])) | args_of(model.shape) | _precision(_dtype_of(model))
     args |= _TO_RESOLVE | _tokenizer_args(wanted, model.shape)

@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion.shape import ModelShape
-from megatron.training.conversion.tensors import AHEAD, AHEAD_LAYER, LAYER, Rule, tensors_of
+from megatron.training.conversion.tensors import AHEAD, AHEAD_LAYER, Rule, tensors_of
 
 Config = Mapping[str, Any]  # config.json
-_IN_LAYER = re.compile(LAYER.replace(".", r"\.").format(r"(\d+)") + "(.*)")
+_IN_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.*)")
 _IN_AHEAD = re.compile(AHEAD.replace(".", r"\.").format(r"(\d+)") + "(.*)")
 _OF_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
@@ -29,10 +29,16 @@ class Field:
 class Family:
     """``outside`` and ``layer`` name their tensors by ours, ``layer`` behind ``layer_prefix``.
 
+    ``layer_prefix`` has {} for the number of the layer, and {stack} where there are an encoder and
+    a decoder; a key of ``layer`` that begins with one of these is of it alone.  ``elsewhere``: what
+    a tensor is whose place depends on the model, by its whole names, None for others.
     In names of experts ``{}`` stands for the number, in ours and in theirs.  ``ahead`` names those
     of a layer that predicts tokens further ahead, a layer of its own in theirs; ``copies`` what
-    such a layer repeats, by our name outside.  ``stacked``: ends of names of tensors that hold all
-    experts of a layer, of which ``name.3`` is number 3's in the tables.
+    such a layer repeats, by our name outside; ``repeats``: their names of what some files hold
+    once more -> ours.  ``spellings``: pieces of names in other files -> in theirs.  ``stacked``:
+    ends of names of tensors that hold all experts of a layer, of which ``name.3`` is number 3's in
+    the tables.  ``heads``: what names of ours begin with that a checkpoint may lack.  ``blank``:
+    theirs that only zeros may be in, and their shapes, as ours has no such tensor.
     ``always`` holds for every model of the family, whatever its config.json says.
     """
 
@@ -44,9 +50,19 @@ class Family:
     layer_prefix: str = "model.layers.{}."
     ahead: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
+    repeats: Mapping[str, str] = field(default_factory=dict)
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Callable[[str, ModelShape], str | Rule | None] = lambda name, shape: None
     stacked: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    blank: Callable[[ModelShape], Mapping[str, tuple[int, ...]]] = lambda shape: {}
     always: Mapping[str, Any] = field(default_factory=dict)
     no_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)  # ends of names of constant buffers
+
+    @property
+    def kind(self) -> str:
+        """Of its models."""
+        return str(self.always.get("kind", "gpt"))
 
     def shape(self, config: Config) -> ModelShape:
         """The model that config.json describes.  Raises CheckpointError for what is not here."""
@@ -75,27 +91,29 @@ class Family:
 
     def prefix_of_depth(self, depth: int, shape: ModelShape) -> str:
         """In front of their tensors of a layer that predicts ahead; behind the model's."""
-        return self.layer_prefix.format(shape.num_layers + depth)
+        return self.layer_prefix.format(shape.num_layers + depth, stack="decoder")
 
     def rules(self, shape: ModelShape) -> dict[str, Rule]:
         """Our global name -> rule, of every tensor of ``shape``.  Raises CheckpointError."""
-        out: dict[str, Rule] = {}
-        for name in tensors_of(shape):
-            prefix, tail, expert = "", name, ""
-            table: Mapping[str, str | Rule] = self.outside
-            if found := _IN_LAYER.fullmatch(name):
-                prefix, tail = self.layer_prefix.format(found[1]), found[2]
-                table = self.layer
-            elif found := _IN_AHEAD.fullmatch(name):
-                prefix, tail = self.prefix_of_depth(int(found[1]), shape), found[2]
-                table = self.layer if tail.startswith(AHEAD_LAYER) else self.ahead
-                tail = tail.removeprefix(AHEAD_LAYER)
-            if found := _OF_EXPERT.fullmatch(tail):
-                expert, tail = found[2], f"{found[1]}{{}}{found[3]}"
-            theirs = table.get(tail)
-            if theirs is None:
-                raise CheckpointError(f"{name} has no counterpart in {self.architecture}")
-            rule = Rule((theirs,)) if isinstance(theirs, str) else theirs
-            names = tuple(prefix + each.format(expert) for each in rule.theirs)
-            out[name] = replace(rule, theirs=names)
-        return out
+        return {name: self._rule(name, shape) for name in tensors_of(shape)}
+
+    def _rule(self, name: str, shape: ModelShape) -> Rule:
+        prefix, tail, expert = "", name, ""
+        table: Mapping[str, str | Rule] = self.outside
+        if found := _IN_LAYER.fullmatch(name):
+            prefix, tail = self.layer_prefix.format(found[2], stack=found[1]), found[3]
+            table = self.layer
+            tail = f"{found[1]}.{tail}" if f"{found[1]}.{tail}" in table else tail
+        elif found := _IN_AHEAD.fullmatch(name):
+            prefix, tail = self.prefix_of_depth(int(found[1]), shape), found[2]
+            table = self.layer if tail.startswith(AHEAD_LAYER) else self.ahead
+            tail = tail.removeprefix(AHEAD_LAYER)
+        if found := _OF_EXPERT.fullmatch(tail):
+            expert, tail = found[2], f"{found[1]}{{}}{found[3]}"
+        rule = table.get(tail)
+        if moved := self.elsewhere(name, shape):
+            prefix, rule = "", moved
+        if rule is None:
+            raise CheckpointError(f"{name} has no counterpart in {self.architecture}")
+        rule = Rule((rule,)) if isinstance(rule, str) else rule
+        return replace(rule, theirs=tuple(prefix + each.format(expert) for each in rule.theirs))

@@ -5,6 +5,7 @@ Nothing is read here but JSON: tensors are `LazyTensor`s, made when they are wri
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,10 +20,9 @@ from megatron.training.conversion.family import Config, Family
 from megatron.training.conversion.quantized import plain_numbers
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.stacked import Entries, stacked, unstacked
-from megatron.training.conversion.tensors import Rule, size_of, tensors_of
+from megatron.training.conversion.tensors import Rule, output_of, size_of, tensors_of
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-_OUTPUT = "output_layer.weight"
 _MANY = 100  # more than any two models differ in
 
 
@@ -34,6 +34,7 @@ class HFModel:
     config: Config
     shape: ModelShape
     tensors: Mapping[str, LazyTensor]
+    fresh: tuple[str, ...] = ()  # tensors that the folder has none of
 
 
 def family_of(config: Config) -> Family:
@@ -53,28 +54,64 @@ def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:
     """
     family = family_of(config)
     shape = _as_stored(family.shape(config), family, weights)
-    left = unstacked(plain_numbers(weights, config), family.stacked)
+    left = unstacked(plain_numbers(_respelled(weights, family), config), family.stacked)
     tensors: dict[str, LazyTensor] = {}
+    fresh: list[str] = []
     letters = tensors_of(shape)
     for name, rule in family.rules(shape).items():
+        size = size_of(letters[name], shape)
+        if name.startswith(family.heads) and not any(_find(left, t) for t in rule.theirs):
+            fresh.append(name)
+            tensors[name] = _fresh(name, size, next(iter(weights.values())).dtype)
+            continue
         parts = [_take(left, theirs, family) for theirs in rule.theirs]
-        tensors[name] = _joined(name, parts, rule, shape, size_of(letters[name], shape))
+        tensors[name] = _joined(name, parts, rule, shape, size)
     for again, ours in _copies(shape, family).items():
         _leave_out_copy(left, family, again, tensors[ours])
+    for name in family.blank(shape):
+        if _take(left, name, family).make().any():
+            raise CheckpointError(
+                f"{name} is not zero: a {family.architecture} with this config.json has no place"
+            )
     unused = [name for name in left if not name.endswith(family.no_weights)]
     if unused:
         raise CheckpointError(
             f"{len(unused)} tensors have no place in a {family.architecture} with this "
             f"config.json: {', '.join(unused[:3])}"
         )
-    return HFModel(family, config, shape, tensors)
+    return HFModel(family, config, shape, tensors, tuple(fresh))
+
+
+def _respelled(weights: Mapping[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
+    out: dict[str, LazyTensor] = {}
+    for name, tensor in weights.items():
+        for old, new in family.spellings.items():
+            name = name.replace(old, new)
+        out[name] = tensor
+    return out
+
+
+def _fresh(name: str, size: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
+    """Values to begin with, the same each time: of a head that nobody has trained."""
+
+    def make() -> Tensor:
+        if len(size) == 1:
+            return torch.full(size, float(name.endswith("norm.weight")), dtype=dtype)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        return torch.normal(0.0, 0.02, size, generator=generator).to(dtype)
+
+    return LazyTensor(name, dtype, size, make)
+
+
+def _find(left: Mapping[str, LazyTensor], name: str) -> str | None:
+    """``name`` as the file has it.  Some files leave out the model's own name."""
+    return next((s for s in (name, name.partition(".")[2]) if s in left), None)
 
 
 def _take(left: dict[str, LazyTensor], name: str, family: Family) -> LazyTensor:
-    """Remove a tensor from those that are left.  Some files leave out the model's own name."""
-    for spelling in (name, name.partition(".")[2]):
-        if spelling in left:
-            return left.pop(spelling)
+    """Remove a tensor from those that are left."""
+    if (spelling := _find(left, name)) is not None:
+        return left.pop(spelling)
     raise CheckpointError(f"the weights have no {name}, which a {family.architecture} needs")
 
 
@@ -116,22 +153,38 @@ def _meta(tensor: LazyTensor) -> Tensor:
 
 
 def _as_stored(shape: ModelShape, family: Family, weights: Mapping[str, LazyTensor]) -> ModelShape:
-    """Without layers that config.json names and nobody stored: those that predict ahead."""
+    """Without what config.json names and nobody stored: layers that predict ahead.
+
+    T5 is tied where its output layer is not there, or once more the embedding.
+    """
     first = family.prefix_of_depth(0, shape)
     if shape.mtp_num_layers and not any(name.startswith(first) for name in weights):
         return replace(shape, mtp_num_layers=None)
+    if shape.kind == "t5":
+        output, embedding = (weights.get(family.outside[n]) for n in (output_of(shape), _EMBEDDING))
+        is_own = output and embedding and not torch.equal(output.make(), embedding.make())
+        return replace(shape, is_tied=not is_own)
     return shape
 
 
 def _copies(shape: ModelShape, family: Family) -> dict[str, str]:
     """Their tensors that repeat another -> ours."""
-    output = _EMBEDDING if shape.is_tied else _OUTPUT
-    out = {family.outside[_OUTPUT]: _EMBEDDING} if shape.is_tied else {}
-    for depth in range(shape.mtp_num_layers or 0):
-        prefix = family.prefix_of_depth(depth, shape)
-        for ours, theirs in family.copies.items():
-            out[prefix + theirs] = output if ours == _OUTPUT else ours
-    return out
+    out = dict(family.repeats)
+    if shape.is_tied:
+        out[family.outside[output_of(shape)]] = _EMBEDDING
+    return out | _copies_ahead(shape, family)
+
+
+def _copies_ahead(shape: ModelShape, family: Family) -> dict[str, str]:
+    """Those of layers that predict ahead, which are always written."""
+    output = output_of(shape)
+    return {
+        family.prefix_of_depth(depth, shape) + theirs: (
+            _EMBEDDING if shape.is_tied and ours == output else ours
+        )
+        for depth in range(shape.mtp_num_layers or 0)
+        for ours, theirs in family.copies.items()
+    }
 
 
 def _leave_out_copy(
@@ -169,11 +222,14 @@ def export_model(
         for index, part in enumerate(rule.to_theirs(_meta(ours), shape)):
             made = partial(_part, make, index, len(rule.theirs))
             out.append(LazyTensor(rule.theirs[index], ours.dtype, tuple(part.shape), made))
-    for name, ours_name in _copies(shape, family).items():
-        if name != family.outside[_OUTPUT]:  # transformers ties by itself
-            size = size_of(letters[ours_name], shape)
-            whole = _without_padding(tensors[ours_name], size, is_cut=True)
-            out.append(replace(whole, name=name))
+    for name, ours_name in _copies_ahead(shape, family).items():
+        size = size_of(letters[ours_name], shape)
+        whole = _without_padding(tensors[ours_name], size, is_cut=True)
+        out.append(replace(whole, name=name))
+    for name, size in family.blank(shape).items():
+        out.append(
+            LazyTensor(name, out[0].dtype, size, partial(torch.zeros, size, dtype=out[0].dtype))
+        )
     return stacked(out, family.stacked)
 
 
@@ -210,7 +266,12 @@ def choose_family(shape: ModelShape, wanted: str | None, first: str | None = Non
     """
     if wanted is not None and wanted not in FAMILIES:
         raise CheckpointError(f"--family {wanted}: the families here are {', '.join(FAMILIES)}")
-    names = [wanted] if wanted else sorted(FAMILIES, key=lambda name: name != first)
+    alike = [name for name, family in FAMILIES.items() if family.kind == shape.kind]
+    if wanted is not None and wanted not in alike:
+        raise CheckpointError(
+            f"--family {wanted}: the families of a {shape.kind} are {', '.join(alike)}"
+        )
+    names = [wanted] if wanted else sorted(alike, key=lambda name: name != first)
     nearest: tuple[int, str] | None = None
     for family in map(FAMILIES.__getitem__, names):
         try:

@@ -1,4 +1,4 @@
-"""What a GPT computes, in words that do not depend on flags: what two descriptions compare.
+"""What a model computes, in words that do not depend on flags: what two descriptions compare.
 
 Flags say many things twice (`--swiglu` or an activation, a window everywhere or a list of
 layers); here each has one spelling, so that equal models have equal shapes.
@@ -22,11 +22,24 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.checkpointing.checkpoint_args import EXPERTS, LATENT, YARN
 from megatron.training.config.run import RunConfig
 
+ENDLESS = 2048  # stands for the longest sequence of a model whose positions do not end
+# What layers of a hybrid read, by their symbols, as it is said where there are none of them.
+_READ_BY: dict[str, dict[str, Any]] = {
+    "*": {
+        **{"num_attention_heads": 1, "num_query_groups": 1, "kv_channels": 1, "softmax_scale": 1.0},
+        **{"add_qkv_bias": False, "qk_norm": None},
+    },
+    "-": {"ffn_hidden_size": 0},
+    "-E": {"activation": "silu", "is_gated": True},
+    "*-E": {"add_bias_linear": False},
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A GPT.  Numbers are global, names those of our flags where there is one."""
+    """A model.  Numbers are global, names those of our flags where there is one."""
 
+    kind: str = "gpt"  # or bert, t5, mamba
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -39,7 +52,8 @@ class ModelShape:
     norm_epsilon: float = 1e-5
     apply_layernorm_1p: bool = False
     layer_norm_placement: str = "pre"
-    activation: str = "silu"  # or gelu, gelu_tanh, squared_relu, quick_gelu
+    apply_residual_connection_post_layernorm: bool = False
+    activation: str = "silu"  # or gelu, gelu_tanh, relu, squared_relu, quick_gelu
     is_gated: bool = True
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
@@ -89,15 +103,25 @@ class ModelShape:
     activation_func_clamp_value: float | None = None
     glu_linear_offset: float = 0.0
     mtp_num_layers: int | None = None
+    has_binary_head: bool = False  # of BERT, and two kinds of tokens
+    decoder_num_layers: int | None = None  # of T5, whose encoder has num_layers
+    relative_attention_num_buckets: int | None = None
+    relative_attention_max_distance: int | None = None
+    scale_decoder_output: bool = False  # what the output layer reads, by hidden_size**-0.5
+    pattern: str = ""  # of a hybrid: M a mixer, * attention, - an MLP, E experts
+    mamba_state_dim: int | None = None
+    mamba_head_dim: int | None = None
+    mamba_num_groups: int | None = None
+    mamba_num_heads: int | None = None
     moe_router_dtype: str | None = field(default=None, compare=False)
     attention_dropout: float = field(default=0.0, compare=False)
     hidden_dropout: float = field(default=0.0, compare=False)
-    others: tuple[str, ...] = ()  # flags of a model that is no plain GPT
+    others: tuple[str, ...] = ()  # flags of a model that no family has
 
     def __post_init__(self) -> None:
         """One spelling of what says the same."""
         fill = object.__setattr__
-        if all(self.expert_layers) and self.moe_ffn_hidden_size:
+        if self.expert_layers and all(self.expert_layers) and self.moe_ffn_hidden_size:
             fill(self, "ffn_hidden_size", self.moe_ffn_hidden_size)
         if self.moe_router_num_groups == self.moe_router_group_topk:  # no group is left out
             fill(self, "moe_router_num_groups", None)
@@ -109,6 +133,12 @@ class ModelShape:
             fill(self, "moe_router_group_score_topk", None)  # what it is if not given
         if self.moe_router_topk_scaling_factor == 1:
             fill(self, "moe_router_topk_scaling_factor", None)
+        if self.position_embedding_type == "relative" or set(self.pattern) == {"M"}:
+            fill(self, "max_position_embeddings", ENDLESS)
+        for symbols, values in _READ_BY.items():
+            if self.kind == "mamba" and not set(symbols) & set(self.pattern):
+                for name, value in values.items():
+                    fill(self, name, value)
 
     @property
     def dims(self) -> dict[str, int]:
@@ -135,13 +165,22 @@ class ModelShape:
             "X": expert * halves,
             "s": shared,
             "S": shared * halves,
-            "1": 1,
             "lq": self.q_lora_rank or 0,
             "lk": latent,
             "lkr": latent + (self.qk_pos_emb_head_dim or 0),
             "kv": heads * ((self.qk_head_dim or 0) + value),
             "o": heads * value,
+            "2k": 2 * key,
+            "b": self.relative_attention_num_buckets or 0,
+            **self._mamba_dims,
         }
+
+    @property
+    def _mamba_dims(self) -> dict[str, int]:
+        heads = self.mamba_num_heads or 0
+        inner = heads * (self.mamba_head_dim or 0)
+        convolved = inner + 2 * (self.mamba_num_groups or 0) * (self.mamba_state_dim or 0)
+        return {"m": heads, "i": inner, "c": convolved, "z": inner + convolved + heads, "w": 4}
 
     def differences(self, other: ModelShape) -> Iterator[str]:
         """One phrase for each value in which ``other`` differs."""

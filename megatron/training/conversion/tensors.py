@@ -1,15 +1,17 @@
-"""The tensors of a GPT under our global names, and how tensors of others are laid out in them.
+"""The tensors of a model under our global names, and how those of others are laid out in them.
 
 Letters of shapes: v vocabulary, p positions, h width, q and k rows of queries and of keys, qkv
-both with the values, n heads, d head width, f inner width of the MLP, F both halves of a gated
-one; e experts, x and X as f and F of an expert, s and S of the shared ones; of latent attention lq
-and lk the narrow vectors, lkr with the rotated part, kv and o rows of what is raised and of values.
+both with the values, 2k keys and values, n heads, d head width, f inner width of the MLP, F both
+halves of a gated one; e experts, x and X as f and F of an expert, s and S of the shared ones; of
+latent attention lq and lk the narrow vectors, lkr with the rotated part, kv and o rows of what is
+raised and of values; b buckets of distances; of a Mamba mixer i its inner width, m heads, c what
+is convolved over w tokens, z rows of the first matrix.  Numbers are themselves.
 A star marks the dimension that tensor parallelism cuts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +19,6 @@ from torch import Tensor
 
 from megatron.training.conversion.shape import ModelShape
 
-LAYER = "decoder.layers.{}."
 AHEAD = "mtp.layers.{}."  # layers that predict tokens further ahead
 AHEAD_LAYER = "transformer_layer."
 
@@ -26,8 +27,8 @@ AHEAD_LAYER = "transformer_layer."
 class Rule:
     """Which of their tensors make up one of ours: its rows are theirs, one after the other.
 
-    ``is_qkv``: theirs are all queries, all keys, all values, in one tensor or in three; ours go by
-    group of heads.  ``transposed``: their matrices are [in, out].
+    ``is_qkv``: theirs are all queries, all keys, all values, in one tensor or in three, or keys and
+    values in two; ours go by group of heads.  ``transposed``: their matrices are [in, out].
     ``by_turns``: a row of the gate and one of what it gates alternate in theirs.
     """
 
@@ -70,6 +71,7 @@ class Rule:
             groups = ours.unflatten(0, (shape.num_query_groups, -1))
             heads = shape.num_attention_heads // shape.num_query_groups
             sizes = [heads * shape.kv_channels, shape.kv_channels, shape.kv_channels]
+            sizes = sizes[1:] if len(self.theirs) == 2 else sizes
             parts = [part.flatten(0, 1) for part in groups.split(sizes, 1)]
             if len(self.theirs) == 1:
                 parts = [torch.cat(list(parts))]
@@ -80,47 +82,147 @@ class Rule:
 
 def tensors_of(shape: ModelShape) -> dict[str, tuple[str, ...]]:
     """Global name -> letters of the shape, of every tensor of the model."""
-    named = dict(_outside(shape))
-    for layer in range(shape.num_layers):
-        prefix = LAYER.format(layer)
-        named |= {prefix + name: letters for name, letters in _in_layer(shape, layer)}
-    for depth in range(shape.mtp_num_layers or 0):
-        named |= {AHEAD.format(depth) + name: letters for name, letters in _ahead(shape)}
-    return {name: tuple(letters.split()) for name, letters in named.items()}
+    return {name: tuple(letters.split()) for name, letters in _KINDS[shape.kind](shape)}
+
+
+def output_of(shape: ModelShape) -> str:
+    """The name of the output layer's weight, where it is not the word embedding."""
+    return "lm_head.output_layer.weight" if shape.kind == "t5" else "output_layer.weight"
 
 
 def size_of(letters: Sequence[str], shape: ModelShape) -> tuple[int, ...]:
     """The numbers that ``letters`` stand for."""
-    return tuple(shape.dims[letter.removeprefix("*")] for letter in letters)
+    plain = (letter.removeprefix("*") for letter in letters)
+    return tuple(int(each) if each.isdecimal() else shape.dims[each] for each in plain)
 
 
-def _outside(shape: ModelShape) -> Iterator[tuple[str, str]]:
+Named = Iterator[tuple[str, str]]
+
+
+def _gpt(shape: ModelShape) -> Named:
+    yield from _embedding(shape)
+    for layer in range(shape.num_layers):
+        yield from _within(f"decoder.layers.{layer}.", _in_layer(shape, layer))
+    yield from _norm("decoder.final_layernorm", "h", shape)
+    for depth in range(shape.mtp_num_layers or 0):
+        yield from _within(AHEAD.format(depth), _ahead(shape))
+    yield from _output(shape)
+
+
+def _bert(shape: ModelShape) -> Named:
+    yield from _embedding(shape)
+    if shape.has_binary_head:
+        yield "embedding.tokentype_embeddings.weight", "2 h"
+    for layer in range(shape.num_layers):
+        yield from _within(f"encoder.layers.{layer}.", _in_layer(shape, layer))
+    yield from _norm("encoder.final_layernorm", "h", shape)
+    yield from _matrix("lm_head.dense", "h h")
+    yield from _norm("lm_head.layer_norm", "h", shape)
+    yield "output_layer.bias", "*v"
+    yield from _output(shape)
+    if shape.has_binary_head:
+        yield from _matrix("pooler.dense", "h h")
+        yield from _matrix("binary_head", "2 h")
+
+
+def _t5(shape: ModelShape) -> Named:
+    yield from _embedding(shape)
+    stacks = {"encoder": shape.num_layers, "decoder": shape.decoder_num_layers or 0}
+    if shape.position_embedding_type == "relative":
+        for stack in stacks:
+            yield f"{stack}_relative_pos_emb.relative_attention_bias.weight", "b n"
+    for stack, count in stacks.items():
+        for layer in range(count):
+            prefix = f"{stack}.layers.{layer}."
+            yield from _within(prefix, _in_layer(shape, layer))
+            if stack == "decoder":
+                yield from _within(prefix, _cross_attention(shape))
+        yield from _norm(f"{stack}.final_layernorm", "h", shape)
+    yield from _output(shape)
+
+
+def _mamba(shape: ModelShape) -> Named:
+    yield from _embedding(shape)
+    for layer, symbol in enumerate(shape.pattern):
+        yield from _within(f"decoder.layers.{layer}.", _LAYERS_OF_PATTERN[symbol](shape))
+    yield from _norm("decoder.final_norm", "h", shape)
+    yield from _output(shape)
+
+
+_KINDS: dict[str, Callable[[ModelShape], Named]] = {
+    "gpt": _gpt,
+    "bert": _bert,
+    "t5": _t5,
+    "mamba": _mamba,
+}
+
+
+def _within(prefix: str, named: Named) -> Named:
+    return ((prefix + name, letters) for name, letters in named)
+
+
+def _embedding(shape: ModelShape) -> Named:
     yield "embedding.word_embeddings.weight", "*v h"
     if shape.position_embedding_type == "learned_absolute":
         yield "embedding.position_embeddings.weight", "p h"
-    yield from _norm("decoder.final_layernorm", "h", shape)
+
+
+def _output(shape: ModelShape) -> Named:
     if not shape.is_tied:
-        yield "output_layer.weight", "*v h"
+        yield output_of(shape), "*v h"
 
 
-def _in_layer(shape: ModelShape, layer: int) -> Iterator[tuple[str, str]]:
+def _in_layer(shape: ModelShape, layer: int) -> Named:
+    yield from _attention_part(shape)
+    yield from _mlp_part(shape, bool(shape.expert_layers) and shape.expert_layers[layer])
+
+
+def _attention_part(shape: ModelShape) -> Named:
     placement = shape.layer_norm_placement
     if placement != "post":
         yield from _norm("input_layernorm", "h", shape)
-        yield from _norm("pre_mlp_layernorm", "h", shape)
+    attention = _latent_attention if shape.multi_latent_attention else _attention
+    yield from _within("self_attention.", attention(shape))
     if placement != "pre":
         yield from _norm("post_self_attn_layernorm", "h", shape)
+
+
+def _mlp_part(shape: ModelShape, has_experts: bool = False) -> Named:
+    placement = shape.layer_norm_placement
+    if placement != "post":
+        yield from _norm("pre_mlp_layernorm", "h", shape)
+    yield from _within("mlp.", _experts(shape) if has_experts else _mlp("", "f", shape))
+    if placement != "pre":
         yield from _norm("post_mlp_layernorm", "h", shape)
-    attention = _latent_attention if shape.multi_latent_attention else _attention
-    for name, letters in attention(shape):
-        yield f"self_attention.{name}", letters
-    has_experts = bool(shape.expert_layers) and shape.expert_layers[layer]
-    mlp = _experts(shape) if has_experts else _mlp("", "f", shape)
-    for name, letters in mlp:
-        yield f"mlp.{name}", letters
 
 
-def _ahead(shape: ModelShape) -> Iterator[tuple[str, str]]:
+def _cross_attention(shape: ModelShape) -> Named:
+    yield from _norm("pre_cross_attn_layernorm", "h", shape)
+    for name, letters in (("q", "*q h"), ("kv", "*2k h"), ("proj", "h *q")):
+        yield f"cross_attention.linear_{name}.weight", letters
+        if shape.add_qkv_bias if name != "proj" else shape.add_bias_linear:
+            yield f"cross_attention.linear_{name}.bias", letters.split()[0]
+
+
+def _mixer(shape: ModelShape) -> Named:
+    yield from _norm("norm", "h", shape)
+    sizes = {
+        **{"in_proj.weight": "*z h", "conv1d.weight": "*c 1 w", "conv1d.bias": "*c"},
+        **{"A_log": "*m", "D": "*m", "dt_bias": "*m", "norm.weight": "*i"},
+        "out_proj.weight": "h *i",
+    }
+    yield from _within("mixer.", iter(sizes.items()))
+
+
+_LAYERS_OF_PATTERN: dict[str, Callable[[ModelShape], Named]] = {
+    "M": _mixer,
+    "*": _attention_part,
+    "-": _mlp_part,
+    "E": lambda shape: _mlp_part(shape, True),
+}
+
+
+def _ahead(shape: ModelShape) -> Named:
     for name in ("enorm", "hnorm"):
         yield from _norm(name, "h", shape)
     yield "eh_proj.weight", "h hh"
@@ -129,7 +231,7 @@ def _ahead(shape: ModelShape) -> Iterator[tuple[str, str]]:
     yield from _norm("final_layernorm", "h", shape)
 
 
-def _attention(shape: ModelShape) -> Iterator[tuple[str, str]]:
+def _attention(shape: ModelShape) -> Named:
     if shape.softmax_type == "learnable":
         yield "core_attention.softmax_offset", "*n"
     yield "linear_qkv.weight", "*qkv h"
@@ -146,7 +248,7 @@ def _attention(shape: ModelShape) -> Iterator[tuple[str, str]]:
         yield "linear_proj.bias", "h"
 
 
-def _latent_attention(shape: ModelShape) -> Iterator[tuple[str, str]]:
+def _latent_attention(shape: ModelShape) -> Named:
     if shape.q_lora_rank is None:
         yield "linear_q_proj.weight", "*q h"
     else:
@@ -163,7 +265,7 @@ def _latent_attention(shape: ModelShape) -> Iterator[tuple[str, str]]:
         yield "linear_proj.bias", "h"
 
 
-def _mlp(name: str, letter: str, shape: ModelShape) -> Iterator[tuple[str, str]]:
+def _mlp(name: str, letter: str, shape: ModelShape) -> Named:
     yield f"{name}linear_fc1.weight", f"*{letter.upper()} h"
     yield f"{name}linear_fc2.weight", f"h *{letter}"
     if shape.add_bias_linear:
@@ -171,7 +273,7 @@ def _mlp(name: str, letter: str, shape: ModelShape) -> Iterator[tuple[str, str]]
         yield f"{name}linear_fc2.bias", "h"
 
 
-def _experts(shape: ModelShape) -> Iterator[tuple[str, str]]:
+def _experts(shape: ModelShape) -> Named:
     yield "router.weight", "e h"
     if shape.add_bias_linear:
         yield "router.bias", "e"
@@ -185,7 +287,12 @@ def _experts(shape: ModelShape) -> Iterator[tuple[str, str]]:
             yield "shared_experts.gate_weight", "1 h"
 
 
-def _norm(name: str, letter: str, shape: ModelShape) -> Iterator[tuple[str, str]]:
+def _matrix(name: str, letters: str) -> Named:
+    yield f"{name}.weight", letters
+    yield f"{name}.bias", letters.split()[0]
+
+
+def _norm(name: str, letter: str, shape: ModelShape) -> Named:
     yield f"{name}.weight", letter
     if shape.normalization == "LayerNorm":
         yield f"{name}.bias", letter

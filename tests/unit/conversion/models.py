@@ -129,37 +129,102 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WITH_EXPERTS = tuple(CASES)[tuple(CASES).index("mixtral") :]
 
+# Of kinds other than GPT: class of the config, of the model, and what the config has.
+_BERT = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "layer_norm_eps": 1e-6},
+    **{"num_attention_heads": 4, "intermediate_size": 88, "max_position_embeddings": 64},
+    "pad_token_id": None,
+}
+_T5 = {
+    **{"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 16, "d_ff": 88, "num_heads": 4},
+    **{"num_layers": 2, "num_decoder_layers": 3, "relative_attention_num_buckets": 8},
+    **{"relative_attention_max_distance": 20, "decoder_start_token_id": 0, "pad_token_id": None},
+}
+_MAMBA = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "n_groups": 2, "chunk_size": 16},
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+}
+_NEMOTRON = {
+    **{**_MAMBA, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"intermediate_size": 88, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16},
+    "max_position_embeddings": 64,
+}
+_HYBRID_EXPERTS = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 24},
+    **{"moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 2.0},
+    **{"n_group": 4, "topk_group": 2},
+}
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("Bert", "ForPreTraining", _BERT),
+    "megatron bert": ("MegatronBert", "ForPreTraining", _BERT),
+    "t5": ("T5", "ForConditionalGeneration", _T5),
+    "t5 1.1": (
+        "T5",
+        "ForConditionalGeneration",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "mamba2": (
+        "Mamba2",
+        "ForCausalLM",
+        {**_MAMBA, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 16},
+    ),
+    "mamba2, tied": (
+        "Mamba2",
+        "ForCausalLM",
+        {
+            **{**_MAMBA, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "state_size": 8},
+            **{"n_groups": 1, "tie_word_embeddings": True},
+        },
+    ),
+    "nemotron-h": ("NemotronH", "ForCausalLM", {**_NEMOTRON, "hybrid_override_pattern": "M-M*-"}),
+    "nemotron-h, experts": (
+        "NemotronH",
+        "ForCausalLM",
+        {**_NEMOTRON, **_HYBRID_EXPERTS, "hybrid_override_pattern": "ME*E"},
+    ),
+}
+
 # Loaded here and not in a test: their modules set environment variables.
+_KINDS = {(kind, "LMHeadModel" if kind == "GPT2" else "ForCausalLM") for kind, _ in CASES.values()}
 CLASSES: dict[str, tuple[Any, Any]] = {
-    name: (
-        getattr(transformers, f"{name}Config"),
-        getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"),
-    )
-    for name in {kind for kind, _ in CASES.values()}
+    name: (getattr(transformers, f"{name}Config"), getattr(transformers, name + task))
+    for name, task in (*_KINDS, *((kind, task) for kind, task, _ in OTHERS.values()))
+}
+BERT_PARTS = {
+    task: getattr(transformers, f"Bert{task}")
+    for task in ("ForMaskedLM", "Model", "ForPreTraining")
 }
 AUTO = transformers.AutoModelForCausalLM
 
 
 def make(case: str, **changes: Any) -> Any:
     """The model of ``case``; norms, biases and matrices are large enough to count."""
-    name, own = CASES[case]
-    common = _COMMON
+    if case in OTHERS:
+        name, _, own = OTHERS[case]
+        common: dict[str, Any] = {}
+    else:
+        name, own = CASES[case]
+        common = _COMMON
     if name == "GPT2":
         ids = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
         common = {key: _COMMON[key] for key in ids}
     config_class, model_class = CLASSES[name]
     torch.manual_seed(3)
-    model = model_class(config_class(**common | own | changes)).eval()
-    with torch.no_grad():
-        for key, param in model.named_parameters():
-            if param.dim() == 1:
-                param.add_(0.1 * torch.randn_like(param))
-            elif "embed" not in key:
-                param.mul_(3)
-        for key, buffer in model.named_buffers():
-            if "e_score" in key:
-                buffer.normal_(0, 0.2)
-    return model
+    return grown(model_class(config_class(**common | own | changes)))
+
+
+@torch.no_grad()
+def grown(model: Any) -> Any:
+    """``model`` with values that are large enough to count, each another."""
+    for key, param in model.named_parameters():
+        if param.dim() == 1:
+            param.add_(0.1 * torch.randn_like(param))
+        elif "embed" not in key and key != "shared.weight":
+            param.mul_(3)
+    for key, buffer in model.named_buffers():
+        if "e_score" in key:
+            buffer.normal_(0, 0.2)
+    return model.eval()
 
 
 def write(folder: Path, case: str, **changes: Any) -> Any:

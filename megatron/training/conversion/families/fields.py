@@ -10,7 +10,7 @@ from megatron.training.conversion.family import Config, Field
 from megatron.training.conversion.shape import ModelShape
 
 REQUIRED = object()
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -25,8 +25,9 @@ def same(theirs: str, ours: str, default: Any = REQUIRED) -> Field:
     """One number under two names; ``default`` is their class's where config.json has none."""
 
     def read(config: Config) -> dict[str, Any]:
-        value = config.get(theirs, default)
-        if value is REQUIRED or value is None and default is REQUIRED:
+        value = config.get(theirs)
+        value = default if value is None else value
+        if value is REQUIRED:
             raise CheckpointError(f"config.json has no {theirs}")
         return {ours: value}
 
@@ -53,14 +54,14 @@ def activation(theirs: str, default: str, *others: str) -> Field:
     def read(config: Config) -> dict[str, Any]:
         found = [config[name] for name in (*others, theirs) if config.get(name)]
         name = found[0] if found else default
-        if name not in _ACTIVATIONS:
+        if name not in ACTIVATIONS:
             raise CheckpointError(f"config.json has {theirs} {name}, which is not built here")
-        return {"activation": _ACTIVATIONS[name]}
+        return {"activation": ACTIVATIONS[name]}
 
     def write(shape: ModelShape) -> dict[str, Any]:
-        if _ACTIVATIONS[default] == shape.activation:
+        if ACTIVATIONS[default] == shape.activation:
             return {theirs: default}
-        names = [name for name, ours in _ACTIVATIONS.items() if ours == shape.activation]
+        names = [name for name, ours in ACTIVATIONS.items() if ours == shape.activation]
         return {theirs: names[-1] if names else default}  # then it is not the family
 
     return Field(read, write)

@@ -28,7 +28,7 @@ _EXPERT = "mlp.experts.local_experts.{}."
 
 
 def _read_limit(config: Config) -> dict[str, Any]:
-    return {"activation_func_clamp_value": float(config.get("swiglu_limit", 7.0))}
+    return {"activation_func_clamp_value": float(config.get("swiglu_limit") or 7.0)}
 
 
 FAMILY = Family(

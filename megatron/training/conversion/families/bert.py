@@ -1,0 +1,130 @@
+"""BERT as it was published: norms behind the residual sum, which ours has in the next layer.
+
+Ours is equal with --apply-residual-connection-post-layernorm: the first layer's norm is that of
+their embeddings, the norm before each MLP stands in their attention, that before a later layer and
+the final one at the end of their layer before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.config.errors import CheckpointError
+from megatron.training.conversion.families.fields import activation, demand, same
+from megatron.training.conversion.family import Config, Family, Field
+from megatron.training.conversion.shape import ModelShape
+from megatron.training.conversion.tensors import Rule
+
+_MOVED = re.compile(r"encoder\.(?:layers\.(\d+)\.input|final)_layernorm\.(weight|bias)")
+_TOKEN_TYPES = "bert.embeddings.token_type_embeddings.weight"
+
+
+def _elsewhere(name: str, shape: ModelShape) -> str | None:
+    found = _MOVED.fullmatch(name)
+    if found is None:
+        return None
+    before = int(found[1] or shape.num_layers) - 1
+    where = f"encoder.layer.{before}.output" if before >= 0 else "embeddings"
+    return f"bert.{where}.LayerNorm.{found[2]}"
+
+
+def _read_types(config: Config) -> dict[str, Any]:
+    count = config.get("type_vocab_size", 2)
+    if count not in (1, 2):
+        raise CheckpointError(
+            f"config.json has type_vocab_size {count}: only 1 and 2 can be converted"
+        )
+    return {"has_binary_head": count == 2}
+
+
+def types(model: str, alone: str) -> Field:
+    """Kinds of tokens, which ours has together with the head for pairs of sentences."""
+
+    def write(shape: ModelShape) -> dict[str, Any]:
+        return {
+            "type_vocab_size": 1 + shape.has_binary_head,
+            "architectures": [model if shape.has_binary_head else alone],
+        }
+
+    return Field(_read_types, write)
+
+
+def no_types(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """One kind of tokens adds nothing."""
+    return {} if shape.has_binary_head else {_TOKEN_TYPES: (1, shape.hidden_size)}
+
+
+def both(ours: str, theirs: str) -> dict[str, str]:
+    """Weight and bias."""
+    return {f"{ours}.{kind}": f"{theirs}.{kind}" for kind in ("weight", "bias")}
+
+
+FIELDS = (
+    same("num_hidden_layers", "num_layers"),
+    same("hidden_size", "hidden_size"),
+    same("intermediate_size", "ffn_hidden_size"),
+    same("num_attention_heads", "num_attention_heads"),
+    same("max_position_embeddings", "max_position_embeddings"),
+    same("vocab_size", "vocab_size"),
+    same("layer_norm_eps", "norm_epsilon", 1e-12),
+    same("attention_probs_dropout_prob", "attention_dropout", 0.1),
+    same("hidden_dropout_prob", "hidden_dropout", 0.1),
+    activation("hidden_act", "gelu"),
+    demand("position_embedding_type", "absolute"),
+    demand("tie_word_embeddings", True),
+    demand("is_decoder", False),
+    demand("add_cross_attention", False),
+)
+ALWAYS: Mapping[str, Any] = {
+    "kind": "bert",
+    "normalization": "LayerNorm",
+    "is_gated": False,
+    "add_bias_linear": True,
+    "add_qkv_bias": True,
+    "position_embedding_type": "learned_absolute",
+    "is_tied": True,
+}
+OUTSIDE: Mapping[str, str] = {
+    "embedding.word_embeddings.weight": "bert.embeddings.word_embeddings.weight",
+    "embedding.position_embeddings.weight": "bert.embeddings.position_embeddings.weight",
+    "embedding.tokentype_embeddings.weight": _TOKEN_TYPES,
+    **both("lm_head.dense", "cls.predictions.transform.dense"),
+    **both("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
+    "output_layer.weight": "cls.predictions.decoder.weight",
+    "output_layer.bias": "cls.predictions.bias",
+    **both("pooler.dense", "bert.pooler.dense"),
+    **both("binary_head", "cls.seq_relationship"),
+}
+LAYER: Mapping[str, str | Rule] = {
+    **{
+        f"self_attention.linear_qkv.{kind}": Rule(
+            tuple(f"attention.self.{part}.{kind}" for part in ("query", "key", "value")),
+            is_qkv=True,
+        )
+        for kind in ("weight", "bias")
+    },
+    **both("self_attention.linear_proj", "attention.output.dense"),
+    **both("mlp.linear_fc1", "intermediate.dense"),
+    **both("mlp.linear_fc2", "output.dense"),
+}
+COMMON: Mapping[str, Any] = {
+    "outside": OUTSIDE,
+    "layer_prefix": "bert.encoder.layer.{}.",
+    "repeats": {"cls.predictions.decoder.bias": "output_layer.bias"},
+    "heads": ("lm_head.", "output_layer.", "pooler.", "binary_head."),
+    "blank": no_types,
+    "spellings": {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    "no_weights": ("embeddings.position_ids",),
+}
+
+FAMILY = Family(
+    model_type="bert",
+    architecture="BertForPreTraining",
+    always={**ALWAYS, "apply_residual_connection_post_layernorm": True},
+    fields=(*FIELDS, types("BertForPreTraining", "BertForMaskedLM")),
+    layer={**LAYER, **both("pre_mlp_layernorm", "attention.output.LayerNorm")},
+    elsewhere=_elsewhere,
+    **COMMON,
+)

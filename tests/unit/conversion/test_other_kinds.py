@@ -1,0 +1,133 @@
+"""BERT, T5, Mamba-2 and hybrids of Hugging Face come in, and go out bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.config.errors import CheckpointError
+from megatron.training.conversion import hf, hf_folder
+from tests.unit.conversion import models
+
+
+def read(folder: Path) -> hf.HFModel:
+    return hf.import_model(hf_folder.read_config(folder), hf_folder.read_weights(folder))
+
+
+def written(model: hf.HFModel) -> dict[str, torch.Tensor]:
+    made = hf.export_model(model.shape, model.tensors, model.family)
+    return {tensor.name: tensor.make() for tensor in made}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("case", models.OTHERS)
+def test_every_tensor_goes_back_to_where_it_came_from(case: str, tmp_path: Path) -> None:
+    models.write(tmp_path, case)
+    model = read(tmp_path)
+    assert not model.fresh
+    assert_same(written(model), models.weights(tmp_path))
+    family = hf.choose_family(model.shape, None)
+    assert family is model.family
+    with pytest.raises(CheckpointError, match=f"the families of a {model.shape.kind} are"):
+        hf.choose_family(model.shape, "llama")
+    assert family.shape(json.loads(json.dumps(family.config(model.shape)))) == model.shape
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "sentence"),
+    [
+        ("bert", {"hidden_act": "tanh"}, "hidden_act tanh, which is not built"),
+        ("bert", {"is_decoder": True}, "is_decoder True: only False"),
+        ("bert", {"position_embedding_type": "relative_key"}, "only absolute can be"),
+        ("bert", {"type_vocab_size": 3}, "type_vocab_size 3: only 1 and 2"),
+        ("megatron bert", {"tie_word_embeddings": False}, "tie_word_embeddings False: only True"),
+        ("t5", {"feed_forward_proj": "gated-tanh"}, "feed_forward_proj gated-tanh, which is not"),
+        ("t5", {"num_heads": None}, "config.json has no num_heads"),
+        ("mamba2", {"use_bias": True}, "use_bias True: only False"),
+        ("mamba2", {"time_step_limit": [0.0, 1.0]}, "only steps without limits"),
+        ("mamba2", {"expand": 3}, "expand 3, a width of 96: its heads are 64 wide"),
+        ("nemotron-h", {"layers_block_type": ["gru"]}, "layers .'gru'.: there are"),
+        ("nemotron-h", {"sliding_window": 5}, "sliding_window 5: only None"),
+        ("nemotron-h, experts", {"moe_latent_size": 8}, "moe_latent_size 8: only"),
+    ],
+)
+def test_settings_that_are_not_here_are_named(
+    case: str, changes: dict[str, Any], sentence: str
+) -> None:
+    config = models.make(case).config.to_dict() | changes
+    with pytest.raises(CheckpointError, match=sentence):
+        hf.family_of(config).shape(config)
+
+
+@pytest.mark.feature(
+    "Checkpoints: heads that a BERT of Hugging Face lacks get values to begin with, and are named"
+)
+@pytest.mark.parametrize(
+    ("task", "lacks"),
+    [
+        ("ForMaskedLM", {"binary_head", "pooler"}),
+        ("Model", {"binary_head", "lm_head", "output_layer"}),
+    ],
+)
+def test_heads_that_a_bert_lacks(task: str, lacks: set[str], tmp_path: Path) -> None:
+    models.grown(models.BERT_PARTS[task](models.make("bert").config)).save_pretrained(tmp_path)
+    model = read(tmp_path)
+    assert {name.partition(".")[0] for name in model.fresh} == lacks
+    found, there = written(model), models.weights(tmp_path)
+    there = {name if name in found else f"bert.{name}": values for name, values in there.items()}
+    assert_same({name: found[name] for name in there}, there)
+    assert len(found) == len(there) + len(model.fresh)
+    again = read(tmp_path).tensors
+    assert all(torch.equal(again[name].make(), model.tensors[name].make()) for name in model.fresh)
+    assert all(again[name].make().any() for name in model.fresh if name.endswith("weight"))
+
+
+def test_a_bert_without_pairs_of_sentences_has_one_kind_of_tokens(tmp_path: Path) -> None:
+    config = models.make("bert").config
+    config.type_vocab_size = 1
+    theirs = models.grown(models.BERT_PARTS["ForMaskedLM"](config))
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="token_type_embeddings.weight is not zero"):
+        read(tmp_path)
+    theirs.bert.embeddings.token_type_embeddings.weight.data.zero_()
+    theirs.save_pretrained(tmp_path)
+    model = read(tmp_path)
+    assert not model.shape.has_binary_head
+    assert_same(written(model), models.weights(tmp_path))
+    assert model.family.config(model.shape)["architectures"] == ["BertForMaskedLM"]
+
+
+def test_names_in_published_files_that_nobody_writes_now(tmp_path: Path) -> None:
+    models.write(tmp_path, "bert")
+    config, held = hf_folder.read_config(tmp_path), hf_folder.read_weights(tmp_path)
+    older = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    renamed = {}
+    for name, tensor in held.items():
+        for new, old in older.items():
+            name = name.replace(new, old)
+        renamed[name] = tensor
+    renamed["cls.predictions.decoder.weight"] = held["bert.embeddings.word_embeddings.weight"]
+    renamed["cls.predictions.decoder.bias"] = held["cls.predictions.bias"]
+    renamed["bert.embeddings.position_ids"] = held["bert.pooler.dense.bias"]
+    assert_same(written(hf.import_model(config, renamed)), models.weights(tmp_path))
+    renamed["cls.predictions.decoder.bias"] = held["bert.pooler.dense.bias"]
+    with pytest.raises(CheckpointError, match="decoder.bias differs from cls.predictions.bias"):
+        hf.import_model(config, renamed)
+
+
+def test_an_output_layer_of_its_own_makes_a_t5_untied(tmp_path: Path) -> None:
+    model = models.make("t5 1.1")
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(models.VOCABULARY, 32))
+    model.save_pretrained(tmp_path)
+    read_back = read(tmp_path)
+    assert not read_back.shape.is_tied
+    assert not read_back.shape.scale_decoder_output
+    assert_same(written(read_back), models.weights(tmp_path))
