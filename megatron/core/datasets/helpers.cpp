@@ -9,7 +9,9 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
+#include <random>
 #include <stdexcept>
 #include <vector>
 
@@ -73,6 +75,73 @@ py::array build_sample_idx(const Array<int32_t>& sizes, const Array<int32_t>& do
     if (!in_range) throw std::out_of_range("the document index names a document that is not there");
     if (row <= num_samples)
         throw std::invalid_argument("the documents hold fewer tokens than the epochs ask for");
+    return std::move(result);
+}
+
+// The longest sample asked for: mostly max_length, at times shorter.  One draw of the engine each.
+class TargetLengths {
+   public:
+    TargetLengths(int64_t max_length, double short_seq_prob, uint32_t seed)
+        : random_(seed),
+          max_length_(max_length),
+          ratio_(short_seq_prob > 0 ? std::llround(1.0 / short_seq_prob) : 0) {}
+
+    int64_t next() {
+        if (ratio_ == 0) return max_length_;
+        const int64_t drawn = random_();
+        return drawn % ratio_ == 0 ? 2 + drawn % (max_length_ - 1) : max_length_;
+    }
+
+   private:
+    std::mt19937 random_;
+    const int64_t max_length_, ratio_;
+};
+
+constexpr int32_t kLongestSentence = 512;  // a document with a longer one gives no samples
+
+// Rows (first sentence, sentence after the last, target length), shuffled: helpers.build_mapping.
+template <typename Id>
+py::array build_mapping(const Array<int64_t>& docs, const Array<int32_t>& sizes,
+                        int64_t num_epochs, int64_t max_num_samples, int64_t max_seq_length,
+                        double short_seq_prob, uint32_t seed, int64_t min_num_sent) {
+    using Row = std::array<Id, 3>;
+    std::vector<Row> rows;
+    const int64_t* first_of = docs.data();
+    const int32_t* size_of = sizes.data();
+    const int64_t num_documents = docs.size() - 1;
+    for (int64_t d = 0; d <= num_documents; ++d)
+        if (first_of[d] < (d ? first_of[d - 1] : 0) || first_of[d] > sizes.size())
+            throw std::out_of_range("the documents name a sentence that is not there");
+    {
+        py::gil_scoped_release release;
+        TargetLengths targets(max_seq_length, short_seq_prob, seed);
+        const auto is_long = [](int32_t size) { return size > kLongestSentence; };
+        for (int64_t epoch = 0; epoch < num_epochs; ++epoch) {
+            const int64_t before = static_cast<int64_t>(rows.size());
+            if (before >= max_num_samples) break;
+            for (int64_t d = 0; d < num_documents; ++d) {
+                const int64_t begin = first_of[d], end = first_of[d + 1];
+                if (end - begin < min_num_sent || std::any_of(size_of + begin, size_of + end, is_long))
+                    continue;
+                int64_t target = targets.next(), first = begin, length = 0;
+                for (int64_t next = begin + 1; next <= end; ++next) {
+                    length += size_of[next - 1];
+                    const bool is_full =
+                        length >= target && end - next > 1 && next - first >= min_num_sent;
+                    if (!is_full && next < end) continue;
+                    rows.push_back({Id(first), Id(next), Id(target)});
+                    target = targets.next();
+                    first = next;
+                    length = 0;
+                }
+            }
+            if (static_cast<int64_t>(rows.size()) == before) break;  // no epoch gives any
+        }
+        std::mt19937_64 random(uint64_t{seed} + 1);
+        for (size_t i = rows.size(); i > 1; --i) std::swap(rows[i - 1], rows[random() % i]);
+    }
+    Array<Id> result(std::vector<py::ssize_t>{static_cast<py::ssize_t>(rows.size()), 3});
+    if (!rows.empty()) std::copy_n(rows[0].data(), 3 * rows.size(), result.mutable_data());
     return std::move(result);
 }
 
@@ -231,6 +300,13 @@ PYBIND11_MODULE(helpers_cpp, m) {
     };
     sample_args("build_sample_idx_int32", &build_sample_idx<int32_t>);
     sample_args("build_sample_idx_int64", &build_sample_idx<int64_t>);
+    const auto mapping_args = [&](const char* name, auto function) {
+        m.def(name, function, py::arg("docs").noconvert(), py::arg("sizes").noconvert(),
+              py::arg("num_epochs"), py::arg("max_num_samples"), py::arg("max_seq_length"),
+              py::arg("short_seq_prob"), py::arg("seed"), py::arg("min_num_sent"));
+    };
+    mapping_args("build_mapping_uint32", &build_mapping<uint32_t>);
+    mapping_args("build_mapping_uint64", &build_mapping<uint64_t>);
     m.def("build_blending_indices", &build_blending_indices, py::arg("dataset_index").noconvert(),
           py::arg("dataset_sample_index").noconvert(), py::arg("weights"), py::arg("num_datasets"),
           py::arg("size"), py::arg("verbose") = false);

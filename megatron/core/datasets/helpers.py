@@ -25,8 +25,11 @@ _CPP = "megatron.core.datasets.helpers_cpp"
 def _compiled() -> ModuleType | None:
     reason = why_missing(_CPP)
     if reason is None:
-        logger.info("dataset indices are built by the compiled helper")
-        return importlib.import_module(_CPP)
+        module = importlib.import_module(_CPP)
+        if "build_mapping_uint32" in vars(module):
+            logger.info("dataset indices are built by the compiled helper")
+            return module
+        reason = f"{_CPP} is of an older version: python setup.py build_ext --inplace"
     logger.warning("dataset indices are built by numpy, some times slower: %s", reason)
     return None
 
@@ -61,6 +64,39 @@ def build_sample_idx(
         return helpers_numpy.build_sample_idx(*arguments, add_extra_token_to_sequence, dtype)
     build = cpp.build_sample_idx_int32 if is_small else cpp.build_sample_idx_int64
     built: np.ndarray = build(*arguments, int(add_extra_token_to_sequence))
+    return built
+
+
+def build_mapping(
+    docs: np.ndarray,
+    sizes: np.ndarray,
+    num_epochs: int,
+    max_num_samples: int,
+    max_seq_length: int,
+    short_seq_prob: float,
+    seed: int,
+    verbose: bool = False,
+    min_num_sent: int = 2,
+) -> np.ndarray:
+    """[n, 3] (first sentence, sentence after the last, target length) of samples, shuffled.
+
+    ``docs`` i64 [documents + 1]: first sentence of each; ``sizes`` i32: tokens of each sentence.
+    A sample ends with the sentence that reaches its target length or with the document, whose last
+    sentence is never left alone.  Whole epochs, until there are ``max_num_samples``.  Documents
+    with fewer than ``min_num_sent`` sentences, or one of more than 512 tokens, are left out.
+    uint32 where every sentence fits, else uint64.
+    """
+    if max_seq_length < 2:
+        raise ValueError("max_seq_length must be at least 2")
+    is_small = len(sizes) <= np.iinfo(np.uint32).max
+    docs = np.ascontiguousarray(docs, np.int64)
+    arguments = (docs, sizes, num_epochs, max_num_samples, max_seq_length, short_seq_prob, seed)
+    cpp = _compiled()
+    if cpp is None:
+        dtype = np.uint32 if is_small else np.uint64
+        return helpers_numpy.build_mapping(*arguments, min_num_sent, dtype)
+    build = cpp.build_mapping_uint32 if is_small else cpp.build_mapping_uint64
+    built: np.ndarray = build(*arguments, min_num_sent)
     return built
 
 

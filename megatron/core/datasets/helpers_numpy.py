@@ -5,9 +5,13 @@ Sample indices are built in pieces, so that memory stays a constant beyond the r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
+LONGEST_SENTENCE = 512  # tokens; a document with a longer one gives no samples of sentences
 _DOCUMENTS_AT_ONCE = 1 << 16  # the piece and its sums stay in the processor's cache
+_DRAWS_AT_ONCE = 4096
 
 
 def build_sample_idx(
@@ -52,6 +56,77 @@ def build_sample_idx(
     if row <= num_samples:
         raise ValueError("the documents hold fewer tokens than the epochs ask for")
     return result
+
+
+def build_mapping(
+    docs: np.ndarray,
+    sizes: np.ndarray,
+    num_epochs: int,
+    max_num_samples: int,
+    max_seq_length: int,
+    short_seq_prob: float,
+    seed: int,
+    min_num_sent: int,
+    dtype: type[np.unsignedinteger] = np.uint32,
+) -> np.ndarray:
+    """[n, 3]: first sentence, sentence after the last, and target length of each sample."""
+    if len(docs) and (docs[0] < 0 or docs[-1] > len(sizes) or (np.diff(docs) < 0).any()):
+        raise IndexError("the documents name a sentence that is not there")
+    targets = _target_lengths(max_seq_length, short_seq_prob, seed)
+    ends = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))  # tokens before each sentence
+    num_long = np.concatenate(([0], np.cumsum(sizes > LONGEST_SENTENCE)))
+    is_used = (np.diff(docs) >= min_num_sent) & (num_long[docs[1:]] == num_long[docs[:-1]])
+    documents = np.stack((docs[:-1], docs[1:]), 1)[is_used].tolist()
+    rows: list[tuple[int, int, int]] = []
+    for _ in range(num_epochs if documents else 0):
+        if len(rows) >= max_num_samples:
+            break
+        for first, end in documents:
+            target = next(targets)
+            while first < end:
+                reached = int(np.searchsorted(ends[first + 1 : end], ends[first] + target))
+                stop = max(first + reached + 1, first + min_num_sent)
+                stop = stop if end - stop > 1 else end
+                rows.append((first, stop, target))
+                first, target = stop, next(targets)
+    result = np.array(rows, dtype).reshape(-1, 3)
+    draws = _mersenne_twister_64(seed + 1)
+    order = list(range(len(rows)))
+    for i in range(len(rows) - 1, 0, -1):
+        other = next(draws) % (i + 1)
+        order[i], order[other] = order[other], order[i]
+    return result[order]
+
+
+def _target_lengths(longest: int, short_seq_prob: float, seed: int) -> Iterator[int]:
+    random = np.random.RandomState(seed)  # seeded with one number, the engine of C++
+    ratio = int(1.0 / short_seq_prob + 0.5) if short_seq_prob > 0 else 0
+    while True:
+        drawn = random.randint(0, 1 << 32, _DRAWS_AT_ONCE, np.uint32).astype(np.int64)
+        is_short = drawn % ratio == 0 if ratio else np.zeros(len(drawn), bool)
+        yield from np.where(is_short, 2 + drawn % (longest - 1), longest).tolist()
+
+
+def _mersenne_twister_64(seed: int) -> Iterator[int]:
+    """The numbers of MT19937-64, which numpy does not have."""
+    words = [seed]
+    for i in range(1, 312):
+        mixed = 6364136223846793005 * (words[-1] ^ (words[-1] >> 62)) + i
+        words.append(mixed & 0xFFFFFFFFFFFFFFFF)
+    state, low = np.array(words, np.uint64), np.uint64(0x7FFFFFFF)
+
+    def twisted(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        y = (left & ~low) | (right & low)
+        return (y >> np.uint64(1)) ^ (y & np.uint64(1)) * np.uint64(0xB5026F5AA96619E9)
+
+    while True:
+        old = state.copy()
+        state[:156] = old[156:] ^ twisted(old[:156], old[1:157])
+        state[156:] = state[:156] ^ twisted(old[156:], np.append(old[157:], state[0]))
+        y = state ^ (state >> np.uint64(29)) & np.uint64(0x5555555555555555)
+        y ^= (y << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
+        y ^= (y << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
+        yield from (y ^ (y >> np.uint64(43))).tolist()
 
 
 def build_blending_indices(

@@ -7,6 +7,7 @@ changes those rules, ``transformers`` builds it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -28,10 +29,16 @@ _COMMON_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
 
 
 class _HuggingFaceTokenizer(MegatronTokenizer):
-    """What the tokenizer's own files say, special tokens around the text included."""
+    """What the tokenizer's own files say, special tokens around the text included.
 
-    def __init__(self, pretrained_model_name_or_path: str, **options: Any) -> None:
-        super().__init__(pretrained_model_name_or_path, **options)
+    ``<extra_id_N>`` that the files do not have get ids behind theirs.
+    """
+
+    def __init__(
+        self, pretrained_model_name_or_path: str, vocab_extra_ids: int = 0, **options: Any
+    ) -> None:
+        asked = {"vocab_extra_ids": vocab_extra_ids} if vocab_extra_ids else {}
+        super().__init__(pretrained_model_name_or_path, **asked, **options)
         path = pretrained_model_name_or_path
         file, config = _local_files(path)
         plain = file is not None and not options and _is_plain(config)
@@ -49,11 +56,16 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
         if self._library is not None:  # files of sentence models cut and fill up by themselves
             self._library.no_truncation()
             self._library.no_padding()
+        extra = [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]
+        if self._wrapper is not None:
+            self._wrapper.add_tokens(extra, special_tokens=True)
+        else:
+            self._library.add_special_tokens(extra)
 
     @classmethod
     def build(cls, spec: TokenizerSpec) -> _HuggingFaceTokenizer:
-        """From the command line: --tokenizer-model, a directory, a file, or a name of the hub."""
-        return cls(spec.need("tokenizer_model"))
+        """From --tokenizer-model, a directory, a file or a name of the hub; --vocab-extra-ids."""
+        return cls(spec.need("tokenizer_model"), spec.vocab_extra_ids)
 
     def tokenize(self, text: str, **options: Any) -> list[int]:
         if self._wrapper is not None:
@@ -138,6 +150,12 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
     @property
     def mask(self) -> int:
         return self._role("mask", "MASK")
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int]:
+        """The ids of ``<extra_id_0>``, ``<extra_id_1>``, ... as far as there are any."""
+        names = map("<extra_id_{}>".format, itertools.count())
+        return [self.vocab[name] for name in itertools.takewhile(self.vocab.__contains__, names)]
 
     def _role(self, role: str, words: str) -> int:
         if role not in self._tokens:

@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.tokenizer import MissingToken, TokenizerSpec, create_tokenizer
+from megatron.training.tokenizer.huggingface import _HuggingFaceTokenizer
 
 TEXTS = ("Hello world", "", " \n\t x  y", "caf\u00e9 \u4f60 <|endoftext|> z")
 
@@ -122,3 +123,32 @@ def test_a_path_that_holds_no_tokenizer_is_an_error_with_the_flag(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match="tokenizer_config.json is no JSON"):
         create(tmp_path)
+
+
+def test_extra_ids_come_behind_the_files_own(bpe_dir, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    rules = with_template(bpe_dir, tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    spec = TokenizerSpec(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path), vocab_extra_ids=3
+    )
+    size = rules.get_vocab_size()
+    plain, wrapped = create_tokenizer(spec), _HuggingFaceTokenizer(str(tmp_path), 3, use_fast=True)
+    assert wrapped._wrapper.__class__.__module__.startswith(transformers.__name__)
+    for tokenizer in (plain, wrapped):
+        assert tokenizer.additional_special_tokens_ids == [size, size + 1, size + 2]
+        assert tokenizer.vocab_size == size + 3
+        assert tokenizer.tokenize("a <extra_id_1>")[-2:] == [size + 1, rules.token_to_id("</s>")]
+    assert plain.unique_identifiers["vocab_extra_ids"] == "3"
+    assert "vocab_extra_ids" not in create(tmp_path).unique_identifiers
+    assert create(tmp_path).additional_special_tokens_ids == []
+
+
+def test_extra_ids_that_the_files_have_keep_their_ids(bpe_dir, tmp_path):
+    rules = tokenizers.Tokenizer.from_file(str(bpe_dir / "tokenizer.json"))
+    rules.add_special_tokens(["<extra_id_1>", "<extra_id_0>"])  # T5's: from the end
+    rules.save(str(tmp_path / "tokenizer.json"))
+    size = rules.get_vocab_size()
+    assert _HuggingFaceTokenizer(str(tmp_path), 2).additional_special_tokens_ids == [
+        size - 1,
+        size - 2,
+    ]

@@ -1,0 +1,327 @@
+"""Samples made of whole sentences in which tokens are hidden: the base of the BERT and T5 sets.
+
+A document is a row of sentences (``preprocess_data.py --split-sentences``); splits are made of
+documents.  What a sample holds and hides depends on data, seed and sample number alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets import helpers
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.helpers_numpy import LONGEST_SENTENCE
+from megatron.core.datasets.index_cache import (
+    build_once,
+    load_array,
+    save_array,
+    warn_once,
+    write_atomically,
+)
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.masking import SpanLengths, Words
+from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
+from megatron.core.datasets.utils import Split
+
+logger = logging.getLogger(__name__)
+
+_MOST_EPOCHS = np.iinfo(np.int32).max - 1  # of samples: what is asked for ends the count before
+_MOST_SAMPLES = np.iinfo(np.int64).max - 1
+
+
+@dataclass(kw_only=True)
+class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
+    """How sentences become samples, and how much of them is hidden."""
+
+    masking_probability: float  # share of the tokens that is hidden
+    short_sequence_probability: float  # share of samples that are shorter than they could be
+    masking_max_ngram: int  # words that are hidden together, at most
+    masking_do_full_word: bool  # pieces that begin with ## share the fate of the word before
+    masking_do_permutation: bool  # as many tokens more change places, and are predicted too
+    masking_use_longer_ngrams: bool  # long n-grams are the likelier ones
+    masking_use_geometric_distribution: bool  # lengths of n-grams as SpanBERT draws them
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.masking_probability < 1:
+            raise ConfigError(f"--mask-prob {self.masking_probability} is not between 0 and 1")
+        if not 0 <= self.short_sequence_probability <= 1:
+            raise ConfigError(
+                f"--short-seq-prob {self.short_sequence_probability} is not between 0 and 1"
+            )
+        if self.masking_max_ngram < 1:
+            raise ConfigError(f"masking_max_ngram {self.masking_max_ngram}: it is 1 or more")
+        if self.masking_use_longer_ngrams and self.masking_use_geometric_distribution:
+            raise ConfigError(
+                "masking_use_longer_ngrams and masking_use_geometric_distribution are two rules "
+                "for the lengths of n-grams: give one of them"
+            )
+
+
+class MaskedWordPieceDataset(MegatronDataset):
+    """Samples of one split of an indexed dataset whose documents are rows of sentences.
+
+    ``dataset[None]`` is a sample without loss, for filling up batches.
+    """
+
+    config: MaskedWordPieceDatasetConfig
+    dataset: IndexedDataset
+    special_tokens: tuple[str, ...]  # that samples are made of, by their names in a tokenizer
+
+    def __init__(
+        self,
+        indexed_dataset: LowLevelDataset,
+        dataset_path: str | None,
+        indexed_indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: MaskedWordPieceDatasetConfig,
+    ) -> None:
+        super().__init__(
+            indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config
+        )
+        longest = config.sequence_length - self.num_special_tokens
+        if longest < 2:
+            raise ConfigError(
+                f"--seq-length {config.sequence_length} leaves {longest} tokens of text beside "
+                f"{self.num_special_tokens} special ones: give more"
+            )
+        self._longest_text = longest
+        self._vocab_size: int = config.tokenizer.vocab_size
+        self._num_text_ids: int = self._vocab_size  # of made-up data: what lies above is special
+        self._ids = {name: self._special_id(name) for name in self.special_tokens}
+        self._ngram_weights = SpanLengths(
+            longest=config.masking_max_ngram,
+            favours_long=config.masking_use_longer_ngrams,
+            is_geometric=config.masking_use_geometric_distribution,
+        ).weights()
+        self._continues = self._continuing_tokens() if config.masking_do_full_word else None
+        self.sample_index = self._build_sample_index(longest, self.min_sentences)
+
+    @property
+    def num_special_tokens(self) -> int:
+        """Tokens of a sample that are not text."""
+        return 2
+
+    @property
+    def min_sentences(self) -> int:
+        """Sentences of a sample, at least."""
+        return 1
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        return [
+            *MegatronDataset._key_config_attributes(),
+            "masking_probability",
+            "short_sequence_probability",
+            "masking_max_ngram",
+            "masking_do_full_word",
+            "masking_do_permutation",
+            "masking_use_longer_ngrams",
+            "masking_use_geometric_distribution",
+        ]
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
+        """Documents: splits are made of them."""
+        assert isinstance(low_level_dataset, IndexedDataset)
+        return len(low_level_dataset.document_indices) - 1
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: BlendedMegatronDatasetConfig
+    ) -> LowLevelDataset:
+        """Open the .bin/.idx pair."""
+        if dataset_path is None:
+            raise ConfigError(
+                "no data is named: give --data-path (or data of each split), or --mock-data"
+            )
+        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
+
+    def __len__(self) -> int:
+        return len(self.sample_index)
+
+    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+        number = 0 if idx is None else int(idx)
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        key = (self.config.random_seed * len(Split) + self.index_split.value, number)
+        random = np.random.Generator(np.random.Philox(key=np.array(key, np.uint64)))
+        sentences, target_length = self._sentences(number, random)
+        item = self._sample(sentences, target_length, random)
+        if idx is None:
+            item["loss_mask"] = np.zeros_like(item["loss_mask"])
+        return item
+
+    @abstractmethod
+    def _sample(
+        self, sentences: list[np.ndarray], target_length: int, random: np.random.Generator
+    ) -> dict[str, Any]:
+        """What the model reads of ``sentences``, of which ``target_length`` tokens may stay."""
+
+    def _special_id(self, name: str) -> int:
+        """ConfigError, which is an AttributeError too, where the tokenizer has none."""
+        return int(getattr(self.config.tokenizer, name))
+
+    def _sentences(self, number: int, random: np.random.Generator) -> tuple[list[np.ndarray], int]:
+        """The sentences of a sample, and how many of their tokens it may have."""
+        first, end, target_length = self.sample_index[number].tolist()
+        sentences = [self.dataset.get(i).astype(np.int64) for i in range(first, end)]
+        for i, tokens in enumerate(sentences):
+            if len(tokens) and tokens.view(np.uint64).max() >= self._vocab_size:
+                wrong = next(t for t in tokens.tolist() if not 0 <= t < self._vocab_size)
+                raise DataError(
+                    f"{self.dataset_path}.bin, sequence {first + i}: token id {wrong} lies outside "
+                    f"the vocabulary of {self._vocab_size}: train with the tokenizer that the data "
+                    "was preprocessed with"
+                )
+        return sentences, target_length
+
+    def _words(self, tokens: np.ndarray, sentence: np.ndarray) -> Words:
+        return Words.of(sentence, None if self._continues is None else self._continues[tokens])
+
+    def _num_hidden(self, num_tokens: int) -> int:
+        """How many of so many tokens of text are hidden: at least one."""
+        return max(1, round(num_tokens * self.config.masking_probability))
+
+    def _continuing_tokens(self) -> np.ndarray | None:
+        """bool [vocabulary]: tokens that continue a word; None if there are none."""
+        vocab = self.config.tokenizer.vocab.items()
+        ids = [index for token, index in vocab if token.startswith("##") and len(token) > 2]
+        continues = np.zeros(self._vocab_size, bool)
+        continues[ids] = True
+        return continues if ids else None
+
+    def _build_sample_index(
+        self, sequence_length: int, min_sentences_per_sample: int
+    ) -> np.ndarray:
+        """[n, 3] sentences and target length of each sample, from the cache or built.
+
+        ``helpers.build_mapping`` says how.  Not a collective: one process builds, others wait.
+        """
+        prefix = self._cache_prefix()
+
+        def load() -> np.ndarray | None:
+            return self._load_sample_index(prefix)
+
+        def build() -> np.ndarray:
+            low, high = int(self.indices[0]), int(self.indices[-1])
+            documents = self.dataset.document_indices[low : high + 2]
+            mapping = helpers.build_mapping(
+                documents,
+                self.dataset.sequence_lengths,
+                1 if self.num_samples is None else _MOST_EPOCHS,
+                _MOST_SAMPLES if self.num_samples is None else self.num_samples,
+                sequence_length,
+                self.config.short_sequence_probability,
+                self.config.random_seed,
+                False,
+                min_sentences_per_sample,
+            )
+            self._tell_of_unused(documents, min_sentences_per_sample, len(mapping))
+            save_array(f"{prefix}-sample_index.npy", mapping)
+            text = self.unique_description.encode("utf-8")
+            write_atomically(f"{prefix}-description.txt", lambda file: file.write(text))
+            return mapping
+
+        return build_once(prefix, load, build)
+
+    def _load_sample_index(self, prefix: str) -> np.ndarray | None:
+        try:
+            with open(f"{prefix}-description.txt", encoding="utf-8") as file:
+                is_same = file.read() == self.unique_description
+        except (OSError, ValueError):
+            return None
+        found = load_array(f"{prefix}-sample_index.npy")
+        if found is None:
+            return None
+        has_shape = found.ndim == 2 and found.shape[1] == 3 and len(found) > 0
+        if is_same and has_shape and found.dtype in (np.uint32, np.uint64):
+            low, high = self.dataset.document_indices[[self.indices[0], self.indices[-1] + 1]]
+            if low <= found[:, 0].min() and found[:, 1].max() <= high:
+                return found
+        warn_once(f"{prefix}-*.npy belong to other data and are built again")
+        return None
+
+    def _tell_of_unused(self, documents: np.ndarray, min_sentences: int, num_rows: int) -> None:
+        """Say how many documents give no sample; DataError if there is none that does."""
+        lengths = self.dataset.sequence_lengths
+        num_long = np.concatenate(([0], np.cumsum(lengths > LONGEST_SENTENCE)))[documents]
+        has_few, has_long = np.diff(documents) < min_sentences, np.diff(num_long) > 0
+        source = f"the {self.index_split.name} split of {self.dataset_path}"
+        unused = (
+            f"{int(has_few.sum())} of {len(has_few)} documents have fewer than {min_sentences} "
+            f"sentences, {int(has_long.sum())} have one of more than {LONGEST_SENTENCE} tokens"
+        )
+        cure = "preprocess the data with --split-sentences"
+        if num_rows == 0:
+            raise DataError(f"{source} gives no samples: {unused}; {cure}")
+        if (has_few | has_long).any():
+            logger.warning("%s: %s, and give no samples; %s", source, unused, cure)
+
+    def _cache_prefix(self) -> str:
+        name = type(self).__name__
+        directory = self.config.path_to_cache or os.path.join(
+            self.dataset.path_prefix, "cache", f"{name}_indices"
+        )
+        return os.path.join(directory, f"{self.unique_description_hash}-{name}")
+
+
+class CountingSentences(MaskedWordPieceDataset):
+    """Made-up samples that can be learned: each counts upwards from a random id.
+
+    A sample depends on seed, split and its number alone; it needs no file.
+    """
+
+    _SAMPLES_WITHOUT_REQUEST = 128
+    _SENTENCE_LENGTHS = (4, 32)
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
+        """Enough for every split to have a share."""
+        return 1_000_000
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: BlendedMegatronDatasetConfig
+    ) -> LowLevelDataset:
+        """Nothing to open."""
+        return deque[Any]()
+
+    def _build_sample_index(
+        self, sequence_length: int, min_sentences_per_sample: int
+    ) -> np.ndarray:
+        return np.empty((0, 3), np.uint32)
+
+    def __len__(self) -> int:
+        count = self.num_samples
+        return self._SAMPLES_WITHOUT_REQUEST if count is None else count
+
+    def _special_id(self, name: str) -> int:
+        try:
+            return super()._special_id(name)
+        except AttributeError:
+            return self._make_up_id()
+
+    def _make_up_id(self) -> int:
+        """The largest id that is still text; from now on it is not."""
+        self._num_text_ids -= 1
+        return self._num_text_ids
+
+    def _sentences(self, number: int, random: np.random.Generator) -> tuple[list[np.ndarray], int]:
+        target = self._longest_text
+        if random.random() < self.config.short_sequence_probability:
+            target = int(random.integers(2, target + 1))
+        sizes = random.integers(*self._SENTENCE_LENGTHS, target // 4 + 2)
+        num_sentences = int(np.searchsorted(np.cumsum(sizes), target)) + 1
+        ends = np.cumsum(sizes[: max(num_sentences, self.min_sentences)])
+        text = (random.integers(self._num_text_ids) + np.arange(ends[-1])) % self._num_text_ids
+        return np.split(text, ends[:-1]), target
