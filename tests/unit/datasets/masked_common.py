@@ -19,6 +19,7 @@ from megatron.core.datasets.t5_dataset import (
     T5MaskedWordPieceDatasetConfig,
 )
 from megatron.core.datasets.utils import Split
+from megatron.training.tokenizer.null import _NullTokenizer
 
 VOCAB_SIZE = 1000
 FIRST_CONTINUATION = 700  # from here on tokens continue a word
@@ -114,3 +115,12 @@ def t5_dataset(
     chosen = np.arange(len(low.document_indices) - 1, dtype=np.int32)
     config = t5_config(prefix, **changes)
     return T5MaskedWordPieceDataset(low, prefix, chosen, num_samples, Split.train, config)
+
+
+MOCK: dict[str, Any] = {"blend": None, "split": None, "tokenizer": _NullTokenizer(100)}
+
+
+def made_up(kind: Any, config: Any) -> Any:
+    """40 made-up training samples."""
+    source = kind.build_low_level_dataset(None, config)
+    return kind(source, None, np.arange(3, dtype=np.int32), 40, Split.train, config)

@@ -10,27 +10,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.datasets import helpers, helpers_numpy
+from megatron.core.datasets import helpers
 from megatron.core.datasets.bert_dataset import (
     BERTMaskedWordPieceDataset,
     MockBERTMaskedWordPieceDataset,
 )
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.masking import SpanLengths, Words, choose_spans, positions_of
-from megatron.core.datasets.t5_dataset import MockT5MaskedWordPieceDataset, T5MaskedWordPieceDataset
-from megatron.core.datasets.utils import Split
-from megatron.training.tokenizer.null import _NullTokenizer
 from tests.unit.datasets.masked_common import (
     FIRST_CONTINUATION,
+    MOCK,
     WordPieces,
     bert_config,
     bert_dataset,
     corpus,
-    t5_config,
+    made_up,
     t5_dataset,
     write_sentences,
 )
@@ -48,81 +44,6 @@ def text_of(item: dict[str, Any]) -> np.ndarray:
     """The tokens of a BERT sample before any was hidden, padding left out."""
     whole = np.where(item["labels"] >= 0, item["labels"], item["text"])
     return whole[item["padding_mask"] > 0]
-
-
-def original_of(item: dict[str, Any]) -> list[int]:
-    """The text of a T5 sample before spans were taken out."""
-    said: dict[int, list[int]] = {}
-    for token in item["labels"][item["loss_mask"] > 0][:-1].tolist():
-        if token in IDS.additional_special_tokens_ids:
-            said[token] = []
-        else:
-            said[list(said)[-1]].append(token)
-    whole: list[int] = []
-    for token in item["text_enc"][item["enc_mask"] > 0].tolist():
-        whole += said.get(token, [token])
-    return whole
-
-
-class TestMapping:
-    def test_compiled_rows_equal_those_of_numpy(self) -> None:
-        random = np.random.default_rng(0)
-        for _ in range(300):
-            counts = random.integers(0, 8, random.integers(0, 20))
-            docs = np.concatenate(([0], np.cumsum(counts)))
-            sizes = random.integers(0, random.integers(2, 600), docs[-1]).astype(np.int32)
-            request = (
-                docs,
-                sizes,
-                int(random.integers(1, 5)),
-                int(random.integers(1, 60)),
-                int(random.integers(2, 300)),
-                float(random.choice([0, 0.1, 0.3, 1.0])),
-                int(random.integers(1 << 32)),
-            )
-            least = int(random.integers(1, 3))
-            built = helpers.build_mapping(*request, False, least)
-            expected = helpers_numpy.build_mapping(*request, least)
-            assert built.dtype == expected.dtype == np.uint32
-            assert built.tolist() == expected.tolist(), request
-
-    def test_an_epoch_has_every_sentence_once_and_leaves_none_alone(self, prefix: str) -> None:
-        data = IndexedDataset(prefix)
-        rows = helpers.build_mapping(
-            data.document_indices, data.sequence_lengths, 1, 10**9, 61, 0.1, 7, False, 2
-        )
-        rows = rows[np.argsort(rows[:, 0])].astype(np.int64)
-        assert rows[0, 0] == 0
-        assert rows[-1, 1] == len(data)
-        assert (rows[1:, 0] == rows[:-1, 1]).all()
-        assert (rows[:, 1] - rows[:, 0] >= 2).all()
-        ends = set(data.document_indices.tolist())
-        sums = np.concatenate(([0], np.cumsum(data.sequence_lengths)))
-        for first, end, target in rows.tolist():
-            is_full = sums[end] - sums[first] >= target
-            assert is_full or end in ends
-            assert end - 1 == first + 1 or sums[end - 1] - sums[first] < target or end in ends
-
-    def test_short_targets_come_as_often_as_asked(self) -> None:
-        docs, sizes = np.arange(0, 40002, 2), np.full(40000, 9, np.int32)
-        rows = helpers.build_mapping(docs, sizes, 1, 10**9, 509, 0.1, 3, False, 2)
-        targets = rows[:, 2]
-        assert targets.min() >= 2
-        assert targets.max() == 509
-        assert abs((targets < 509).mean() - 0.1) < 0.01
-
-    def test_documents_with_a_sentence_above_512_tokens_are_left_out(self) -> None:
-        docs, sizes = np.array([0, 2, 4]), np.array([5, 513, 5, 512], np.int32)
-        rows = helpers.build_mapping(docs, sizes, 1, 10**9, 20, 0.0, 1, False, 1)
-        assert rows.tolist() == [[2, 4, 20]]
-
-    def test_a_binary_without_the_function_makes_way_for_numpy(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        monkeypatch.setattr(helpers.importlib, "import_module", lambda name: helpers_numpy)
-        monkeypatch.setattr(helpers, "why_missing", lambda name: None)
-        assert helpers._compiled.__wrapped__() is None
-        assert "python setup.py build_ext --inplace" in caplog.text
 
 
 class TestCache:
@@ -329,149 +250,6 @@ class TestBert:
             assert steps <= {1, 1 - 97}  # ids 97 to 100 are special
 
 
-@pytest.mark.feature("Data: T5 samples: spans of text taken out, a sentinel for each, in order")
-class TestT5:
-    def test_encoder_and_decoder_together_are_the_text(self, prefix: str) -> None:
-        made = t5_dataset(prefix)
-        data = IndexedDataset(prefix)
-        for i, (first, end, target) in enumerate(made.sample_index.tolist()):
-            item = made[i]
-            whole = np.concatenate([data[n] for n in range(first, end)])
-            assert original_of(item) == whole[:target].tolist()
-            assert item["truncated"] == int(len(whole) > target)
-
-    def test_sentinels_come_in_the_order_of_the_tokenizer(self, prefix: str) -> None:
-        backwards = WordPieces()
-        backwards.additional_special_tokens_ids = list(range(999, 959, -1))
-        made = t5_dataset(prefix, tokenizer=backwards)
-        for i in range(len(made)):
-            item = made[i]
-            for key in ("text_enc", "labels"):
-                found = item[key][item[key] >= 960].tolist()
-                assert found == backwards.additional_special_tokens_ids[: len(found)]
-                assert found
-
-    def test_the_decoder_reads_its_labels_one_step_late(self, prefix: str) -> None:
-        made = t5_dataset(prefix)
-        for i in range(len(made)):
-            item = made[i]
-            n = int(item["loss_mask"].sum())
-            assert item["text_dec"][0] == IDS.bos
-            assert item["text_dec"][1:n].tolist() == item["labels"][: n - 1].tolist()
-            assert item["labels"][n - 1] == IDS.eos
-            assert (item["labels"][n:] == -1).all()
-            assert (item["text_dec"][n:] == IDS.pad).all()
-            assert (
-                item["dec_mask"].tolist() == item["loss_mask"].tolist() == [1] * n + [0] * (48 - n)
-            )
-            assert (item["text_enc"] != IDS.pad).tolist() == (item["enc_mask"] > 0).tolist()
-
-    def test_the_rate_of_hidden_tokens_is_the_one_asked_for(self, prefix: str) -> None:
-        made = t5_dataset(prefix, masking_do_full_word=False)
-        for i in range(len(made)):
-            item = made[i]
-            num_text = len(original_of(item))
-            num_said = int((item["labels"] < 960).sum() - (item["loss_mask"] == 0).sum()) - 1
-            assert num_said == max(1, round(num_text * 0.15))
-
-    def test_a_short_decoder_hides_less(self, prefix: str) -> None:
-        made = t5_dataset(prefix, sequence_length_decoder=8)
-        used = [int(made[i]["loss_mask"].sum()) for i in range(len(made))]
-        assert max(used) == 8
-
-    def test_too_few_sentinels_are_told_with_the_cure(self, prefix: str) -> None:
-        few = WordPieces()
-        few.additional_special_tokens_ids = few.additional_special_tokens_ids[:3]
-        with pytest.raises(ConfigError, match=r"gives 3 sentinels.*--vocab-extra-ids 100"):
-            t5_dataset(prefix, tokenizer=few)
-
-    def test_a_tokenizer_without_bos_begins_with_padding(self, prefix: str) -> None:
-        class Published(WordPieces):
-            @property
-            def bos(self) -> int:  # type: ignore[override]
-                raise AttributeError("bos")
-
-        assert t5_dataset(prefix, tokenizer=Published())[0]["text_dec"][0] == IDS.pad
-
-    def test_made_up_samples_count_upwards(self) -> None:
-        made = made_up(MockT5MaskedWordPieceDataset, t5_config(**MOCK))
-        first = made._sentinels.min()
-        assert first == 100 - 3 - len(made._sentinels) + 1
-        for i in range(40):
-            item = made[i]
-            sentinels = set(item["labels"].tolist()) & set(range(first, 98))
-            assert len(sentinels) == int(
-                (item["text_enc"] >= first).sum() - (item["enc_mask"] == 0).sum()
-            )
-
-    def test_masks_hide_the_encoders_padding(self) -> None:
-        padding = torch.tensor([[1, 1, 0], [1, 1, 1]])
-        masks = T5MaskedWordPieceDataset.config_attention_mask(padding, padding, padding, padding)
-        assert masks[0].tolist() == [[[[False, False, True]]], [[[False] * 3]]]
-        assert masks[1] is None
-        assert masks[2] is masks[0]
-
-
-MOCK: dict[str, Any] = {"blend": None, "split": None, "tokenizer": _NullTokenizer(100)}
-
-
-def made_up(kind: Any, config: Any) -> Any:
-    """40 made-up training samples."""
-    source = kind.build_low_level_dataset(None, config)
-    return kind(source, None, np.arange(3, dtype=np.int32), 40, Split.train, config)
-
-
-class TestSpans:
-    def test_they_hide_whole_words_of_one_sentence_and_never_overlap(self) -> None:
-        random = np.random.default_rng(0)
-        for _ in range(200):
-            n = int(random.integers(2, 80))
-            sentence = np.sort(random.integers(-1, 6, n))
-            sentence = random.permutation(np.unique(sentence))[
-                np.unique(sentence, return_inverse=True)[1]
-            ]
-            continues = random.random(n) < 0.4
-            words = Words.of(sentence, continues)
-            weights = SpanLengths(longest=4, favours_long=True).weights()
-            budget = int(random.integers(1, n + 1))
-            spans = choose_spans(words, budget, weights, random)
-            hidden = positions_of(spans)
-            assert len(set(hidden.tolist())) == len(hidden) <= budget
-            assert spans == sorted(spans)
-            for first, end in spans:
-                assert len(set(sentence[first:end].tolist())) == 1
-                assert sentence[first] >= 0
-                for edge in (first, end):  # no word is cut
-                    if 0 < edge < n and sentence[edge] == sentence[edge - 1]:
-                        assert not continues[edge]
-
-    def test_one_word_each_fills_the_budget_exactly(self) -> None:
-        words = Words.of(np.zeros(50, np.int64), None)
-        random = np.random.default_rng(1)
-        for budget in (1, 7, 50):
-            spans = choose_spans(words, budget, SpanLengths(longest=3).weights(), random)
-            assert len(positions_of(spans)) == budget
-
-    def test_limits_on_spans_and_on_what_is_said_are_kept(self) -> None:
-        words = Words.of(np.zeros(200, np.int64), None)
-        random, weights = np.random.default_rng(2), SpanLengths(longest=3).weights()
-        assert len(choose_spans(words, 100, weights, random, most_spans=5)) == 5
-        spans = choose_spans(words, 100, weights, random, most_with_marks=30)
-        assert 28 <= len(spans) + len(positions_of(spans)) <= 30
-
-    def test_lengths_are_drawn_by_the_rule_asked_for(self) -> None:
-        assert SpanLengths(longest=3).weights() == pytest.approx([6 / 11, 3 / 11, 2 / 11])
-        longer = SpanLengths(longest=3, favours_long=True).weights()
-        assert longer == pytest.approx([2 / 11, 3 / 11, 6 / 11])
-        geometric = SpanLengths(longest=3, is_geometric=True).weights()
-        assert geometric == pytest.approx([0.2, 0.16, 0.64])
-        words = Words.of(np.zeros(100_000, np.int64), None)
-        random = np.random.default_rng(3)
-        spans = choose_spans(words, 9_000, SpanLengths(longest=3).weights(), random)
-        sizes = np.bincount([end - first for first, end in spans], minlength=4)[1:]
-        assert sizes / sizes.sum() == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.05)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -487,10 +265,3 @@ class TestSpans:
 def test_a_rule_that_hides_nothing_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         bert_config(**changes)
-
-
-def test_t5_config_names_what_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="--decoder-seq-length 2"):
-        t5_config(sequence_length_decoder=2)
-    with pytest.raises(ConfigError, match="masking_do_permutation"):
-        t5_config(masking_do_permutation=True)
