@@ -5,7 +5,7 @@
         --vocab-file tok/vocab.json --merge-file tok/merges.txt
 
 bpe writes ``vocab.json``, ``merges.txt`` and ``tokenizer.json``; sentencepiece writes
-``tokenizer.model`` and ``tokenizer.vocab``.
+``tokenizer.model`` and ``tokenizer.vocab``; wordpiece writes ``vocab.txt``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron.training.preprocess.train import (
     TrainingOptions,
     train_bpe,
     train_sentencepiece,
+    train_wordpiece,
 )
 
 
@@ -42,13 +43,16 @@ def get_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model-type",
-        choices=("bpe", "sentencepiece", "sentencepiece-unigram"),
+        choices=("bpe", "sentencepiece", "sentencepiece-unigram", "wordpiece", "wordpiece-cased"),
         default="bpe",
-        help="byte-level BPE as GPT-2's, or a SentencePiece model as Llama 2's (default: bpe)",
+        help="byte-level BPE as GPT-2's, a SentencePiece model as Llama 2's, or word pieces as "
+        "BERT's (default: bpe)",
     )
     group.add_argument("--vocab-size", type=int, required=True, help="ids, special ones included")
     group.add_argument(
-        "--special-tokens", nargs="*", default=[END_OF_TEXT], help="words that stay one id"
+        "--special-tokens",
+        nargs="*",
+        help="words that stay one id; wordpiece has BERT's besides",
     )
     group.add_argument(
         "--min-frequency", type=int, default=2, help="a pair seen less often is not merged (bpe)"
@@ -61,6 +65,9 @@ def get_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     args = get_parser().parse_args(argv)
+    is_wordpiece = args.model_type.startswith("wordpiece")
+    if args.special_tokens is None:
+        args.special_tokens = [] if is_wordpiece else [END_OF_TEXT]
     options = TrainingOptions(
         input=args.input,
         output_dir=args.output_dir,
@@ -72,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     if args.model_type == "bpe":
         written = train_bpe(options)
+    elif is_wordpiece:
+        written = train_wordpiece(options, lower_case=args.model_type == "wordpiece")
     else:
         kind = "unigram" if args.model_type.endswith("unigram") else "bpe"
         written = train_sentencepiece(options, kind)

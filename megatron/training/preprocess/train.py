@@ -18,6 +18,7 @@ from megatron.training.preprocess.inputs import (
 )
 
 END_OF_TEXT = "<|endoftext|>"
+OF_BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,27 @@ def train_bpe(options: TrainingOptions) -> list[str]:
     tokenizer_json = os.path.join(options.output_dir, "tokenizer.json")
     bpe.save(tokenizer_json)
     return [*bpe.model.save(options.output_dir), tokenizer_json]
+
+
+def train_wordpiece(options: TrainingOptions, *, lower_case: bool) -> list[str]:
+    """BERT's word pieces, its special tokens first: ``vocab.txt``; its path."""
+    library = require("tokenizers", "--model-type wordpiece")
+    wordpiece = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
+    wordpiece.normalizer = library.normalizers.BertNormalizer(lowercase=lower_case)
+    wordpiece.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+    trainer = library.trainers.WordPieceTrainer(
+        vocab_size=options.vocab_size,
+        min_frequency=options.min_frequency,
+        special_tokens=[*OF_BERT, *options.special_tokens],
+        show_progress=False,
+    )
+    wordpiece.train_from_iterator(texts_of(options), trainer)
+    pieces = wordpiece.get_vocab()
+    os.makedirs(options.output_dir, exist_ok=True)
+    vocab_txt = os.path.join(options.output_dir, "vocab.txt")
+    with open(vocab_txt, "w", encoding="utf-8") as file:
+        file.writelines(piece + "\n" for piece in sorted(pieces, key=pieces.__getitem__))
+    return [vocab_txt]
 
 
 def train_sentencepiece(options: TrainingOptions, model_type: str) -> list[str]:

@@ -52,6 +52,25 @@ def test_a_sentencepiece_model_is_written_and_loses_nothing(tmp_path, model_type
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
+@pytest.mark.parametrize("case", ["", "-cased"])
+def test_word_pieces_are_those_of_the_tokenizer_that_reads_them(tmp_path, case):
+    train(tmp_path / "tok", "--vocab-size", "400", "--model-type", f"wordpiece{case}")
+    tokenizer = create_tokenizer(
+        TokenizerSpec(
+            tokenizer_type=f"BertWordPiece{'Case' if case else 'LowerCase'}",
+            vocab_file=str(tmp_path / "tok" / "vocab.txt"),
+        )
+    )
+    assert tokenizer.vocab_size == 402, "and [BOS] and [EOS]"
+    assert [tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask] == [0, 2, 3, 4]
+    text = " ".join(corpus_texts()[7].split())
+    ids = tokenizer.tokenize(text)
+    assert tokenizer.vocab["[UNK]"] not in ids
+    assert len(ids) < len(text)
+    whole = tokenizer.detokenize(ids).replace(" ", "")
+    assert whole == (text if case else text.lower()).replace(" ", "")
+
+
 def test_only_the_first_bytes_are_learned_from_when_asked(tmp_path):
     source = tmp_path / "in.jsonl"
     lines = ["q" * 50] * 200_000 + ["z" * 50] * 1000
