@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# DeepSeek-V3, 671B with 37B active: pipeline parallel 16 in two rounds, tensor parallel 2, experts on
-# 64 ranks each for itself; run it on every node.
+# DeepSeek-V3, 671B with 37B active: tensor parallel 2, pipeline parallel 16 in two rounds, 64 ranks
+# share the experts of a layer; run it on every node.
 #
 #   NUM_NODES=128 NODE_RANK=$SLURM_NODEID MASTER_ADDR=node0 \
 #       bash examples/deepseek_v3/train_deepseek_v3.sh \

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Mixtral 8x7B: pipeline parallel 4, an expert of each layer on each of 8 ranks; run it on every node.
+# Mixtral 8x7B: pipeline parallel 4, one expert of a layer on each of 8 ranks; run it on every node.
 #
 #   NUM_NODES=4 NODE_RANK=$SLURM_NODEID MASTER_ADDR=node0 \
 #       bash examples/mixtral/train_mixtral_8x7b_distributed.sh \

@@ -29,8 +29,8 @@ from megatron.training.config.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "examples.json"
-# Run by hand from beginning to end: test_quickstart.py knows what these call.
-WHOLE_WAYS = {"quickstart.sh"}
+# Whole ways from text to a trained model, and what they share: test_quickstart.py runs them.
+WHOLE_WAYS = {"quickstart.sh", "common.sh"}
 SCRIPTS = sorted(
     str(path.relative_to(ROOT / "examples"))
     for path in ROOT.glob("examples/**/*.sh")
