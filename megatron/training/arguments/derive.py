@@ -158,6 +158,8 @@ def activation(ns: Namespace) -> Iterator[str]:
     ns.activation_func = F.gelu
     if ns.swiglu:
         ns.activation_func = F.silu
+    elif ns.relu:
+        ns.activation_func = F.relu
     elif ns.squared_relu:
         ns.activation_func = squared_relu
     elif ns.openai_gelu:
@@ -167,7 +169,7 @@ def activation(ns: Namespace) -> Iterator[str]:
     if not ns.add_bias_linear:
         ns.bias_gelu_fusion = False
     ns.bias_activation_fusion = ns.bias_swiglu_fusion if ns.swiglu else ns.bias_gelu_fusion
-    if ns.squared_relu or ns.openai_gelu or ns.geglu or ns.quick_geglu:
+    if ns.relu or ns.squared_relu or ns.openai_gelu or ns.geglu or ns.quick_geglu:
         ns.bias_activation_fusion = False
     yield from ()
 

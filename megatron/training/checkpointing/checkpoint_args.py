@@ -51,6 +51,9 @@ FORCED = (
     "num_query_groups",
     "group_query_attention",
     "position_embedding_type",
+    "relative_attention_num_buckets",
+    "relative_attention_max_distance",
+    "bert_binary_head",
     "add_position_embedding",
     "use_rotary_position_embeddings",
     "rotary_base",
@@ -58,9 +61,11 @@ FORCED = (
     "rotary_interleaved",
     "add_bias_linear",
     "add_qkv_bias",
+    "relu",
     "squared_relu",
     "swiglu",
     "openai_gelu",
+    "bias_gelu_fusion",
     "geglu",
     "quick_geglu",
     "activation_func_clamp_value",
@@ -97,6 +102,7 @@ FORCED = (
     "pad_vocab_in_loss",
     "tokenizer_type",
     "tiktoken_pattern",
+    "vocab_extra_ids",
     *EXPERTS,
     *LATENT,
     *YARN,
@@ -112,7 +118,12 @@ FORCED_PARALLEL = (
 )
 # Taken where the command line says nothing.
 IF_UNSET = (
+    "model_kind",
     "num_layers",
+    "encoder_num_layers",
+    "decoder_num_layers",
+    "encoder_seq_length",
+    "decoder_seq_length",
     "hidden_size",
     "ffn_hidden_size",
     "seq_length",
@@ -143,12 +154,23 @@ def apply_checkpoint_args(
         print_rank_0(f"{directory} holds no checkpoint: the command line is used as it is")
         return None
     asked = read_content(usable(choice.found)).asked
+    _check_kind(namespace, asked)
     for name in _forced(namespace, asked):
         _set(namespace, name, asked)
     for name in IF_UNSET:
         if vars(namespace).get(name) is None:
             _set(namespace, name, asked)
     return asked
+
+
+def _check_kind(namespace: argparse.Namespace, asked: Mapping[str, Any]) -> None:
+    """A model of another kind has other tensors.  What Megatron-LM wrote does not say its kind."""
+    stored, wanted = asked.get("model_kind"), vars(namespace).get("model_kind")
+    if stored is not None and wanted not in (None, stored):
+        raise ConfigError(
+            f"the checkpoint in --load is of kind {stored}, the command line builds {wanted}: use "
+            f"pretrain_{stored}.py, or another --load"
+        )
 
 
 def _forced(namespace: argparse.Namespace, asked: Mapping[str, Any]) -> Iterable[str]:

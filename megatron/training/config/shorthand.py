@@ -34,6 +34,11 @@ class ShorthandFlags:
         "GELU in its tanh approximation.",
         group="network size",
     )
+    relu: bool = option(
+        False,
+        "ReLU as activation of the MLP.",
+        group="network size",
+    )
     squared_relu: bool = option(
         False,
         "Squared ReLU as activation of the MLP.",

@@ -72,6 +72,7 @@ class ModelShape:
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     embedding_scale: float = 1.0
+    output_scale: float = 1.0  # of what the output layer reads
     is_tied: bool = False
     num_experts: int | None = None
     expert_layers: tuple[bool, ...] = ()  # whether each layer has experts
@@ -107,7 +108,6 @@ class ModelShape:
     decoder_num_layers: int | None = None  # of T5, whose encoder has num_layers
     relative_attention_num_buckets: int | None = None
     relative_attention_max_distance: int | None = None
-    scale_decoder_output: bool = False  # what the output layer reads, by hidden_size**-0.5
     pattern: str = ""  # of a hybrid: M a mixer, * attention, - an MLP, E experts
     mamba_state_dim: int | None = None
     mamba_head_dim: int | None = None
@@ -211,7 +211,7 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
     scale = m.embedding_scale
     heads = ("latent" if m.multi_latent_attention else "head") if m.qk_layernorm else None
     return ModelShape(
-        num_layers=m.num_layers,
+        kind=lm.model_kind or "gpt",
         hidden_size=m.hidden_size,
         ffn_hidden_size=m.ffn_hidden_size,
         num_attention_heads=m.num_attention_heads,
@@ -223,6 +223,7 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
         norm_epsilon=m.layernorm_epsilon,
         apply_layernorm_1p=m.layernorm_zero_centered_gamma,
         layer_norm_placement=m.layer_norm_placement,
+        apply_residual_connection_post_layernorm=m.apply_residual_connection_post_layernorm,
         activation=_activation(m),
         is_gated=m.gated_linear_unit,
         add_bias_linear=m.add_bias_linear,
@@ -243,10 +244,30 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
         hidden_dropout=m.hidden_dropout,
         others=tuple(_others(run)),
         **rotary,
+        **_of_kind(run),
         **_experts(m),
         **_latent(m),
         **(_yarn(m, lm.max_position_embeddings) if is_rope else {}),
     )
+
+
+_BUCKETS = ("relative_attention_num_buckets", "relative_attention_max_distance")
+_MIXER = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+
+
+def _of_kind(run: RunConfig) -> dict[str, Any]:
+    """How deep the model is, and what one kind alone has."""
+    m, lm = run.model, run.language_model
+    values: dict[str, Any] = {"num_layers": m.num_layers}
+    if lm.model_kind == "bert":
+        values["has_binary_head"] = lm.bert_binary_head
+    if lm.model_kind == "t5":
+        values |= {"num_layers": lm.encoder_num_layers, "decoder_num_layers": lm.decoder_num_layers}
+        if lm.position_embedding_type == "relative":
+            values |= {name: getattr(m, name) for name in _BUCKETS}
+    if lm.model_kind == "mamba":
+        values |= {name: getattr(m, name) for name in _MIXER}
+    return values
 
 
 def _experts(m: TransformerConfig) -> dict[str, Any]:
@@ -277,13 +298,23 @@ def args_of(shape: ModelShape) -> dict[str, Any]:
     same = (
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
         "max_position_embeddings normalization norm_epsilon apply_layernorm_1p "
-        "layer_norm_placement add_bias_linear add_qkv_bias position_embedding_type rotary_percent "
+        "layer_norm_placement apply_residual_connection_post_layernorm add_bias_linear "
+        "add_qkv_bias position_embedding_type rotary_percent "
         "rotary_interleaved rotary_seq_len_interpolation_factor longrope_short_factor "
         "longrope_long_factor longrope_original_max_position_embeddings softmax_scale "
         "attn_logit_softcapping final_logit_softcapping attention_dropout hidden_dropout "
         "softmax_type activation_func_clamp_value glu_linear_offset mtp_num_layers"
     ).split()
     values: dict[str, Any] = {name: getattr(shape, name) for name in same}
+    values["model_kind"] = shape.kind
+    if shape.kind == "bert":
+        values["bert_binary_head"] = shape.has_binary_head
+    if shape.kind == "t5":
+        values["encoder_num_layers"] = shape.num_layers
+        values |= {name: getattr(shape, name) for name in ("decoder_num_layers", *_BUCKETS)}
+    if shape.kind == "mamba":
+        values |= {name: getattr(shape, name) for name in _MIXER}
+        values["hybrid_override_pattern"] = shape.pattern
     seen = {window for window in shape.windows if window is not None}
     if len(seen) == 1:
         values["window_size"] = [*seen, 0]
@@ -311,6 +342,8 @@ def args_of(shape: ModelShape) -> dict[str, Any]:
         "geglu": shape.is_gated and shape.activation not in ("silu", "quick_gelu"),
         "quick_geglu": shape.activation == "quick_gelu",
         "openai_gelu": shape.activation == "gelu_tanh",
+        "bias_gelu_fusion": False,
+        "relu": shape.activation == "relu",
         "squared_relu": shape.activation == "squared_relu",
         "qk_layernorm": shape.qk_norm is not None,
         "qk_layernorm_full_width": shape.qk_norm == "wide",
@@ -322,7 +355,7 @@ def _activation(m: TransformerConfig) -> str:
     if m.activation_func is F.gelu:
         return "gelu_tanh" if m.bias_activation_fusion else "gelu"
     names = {openai_gelu: "gelu_tanh", squared_relu: "squared_relu", quick_gelu: "quick_gelu"}
-    return {F.silu: "silu", **names}[m.activation_func]
+    return {F.silu: "silu", F.relu: "relu", **names}[m.activation_func]
 
 
 def _window(m: TransformerConfig, layer: int) -> int | None:
@@ -345,8 +378,6 @@ def _others(run: RunConfig) -> Iterator[str]:
         yield "--heterogeneous-layers-config-path"
     if run.language_model.spec and run.language_model.spec[0] != "local":
         yield "--spec"
-    if m.apply_residual_connection_post_layernorm:
-        yield "--apply-residual-connection-post-layernorm"
     if m.qk_l2_norm:
         yield "--qk-l2-norm"
     if not all(layer_has_rope(m, layer) for layer in range(m.num_layers)):

@@ -68,6 +68,7 @@ def test_head_width_and_groups_follow_the_heads() -> None:
         ("--geglu --openai-gelu", openai_gelu, True),
         ("--quick-geglu", quick_gelu, True),
         ("--squared-relu", squared_relu, False),
+        ("--relu", F.relu, False),
         ("--openai-gelu", openai_gelu, False),
     ],
 )

@@ -12,6 +12,7 @@ from megatron.training.checkpointing.save import save_run
 from tests.unit.checkpointing.tiny_run import counters, make_parts, options
 
 SAVED = {
+    "model_kind": "bert",
     "num_layers": 2,
     "hidden_size": 64,
     "swiglu": True,
@@ -95,3 +96,12 @@ def test_a_damaged_checkpoint_is_named(root):
     (root / "iter_0000001" / "common.json").write_text("{}")
     with pytest.raises(CheckpointError, match="common.json has 2 bytes"):
         apply_checkpoint_args(namespace(root))
+
+
+def test_a_checkpoint_of_another_kind_is_refused(root):
+    ns = namespace(root)
+    apply_checkpoint_args(ns)
+    assert ns.model_kind == "bert"
+    sentence = "is of kind bert, the command line builds gpt: use pretrain_bert.py"
+    with pytest.raises(ConfigError, match=sentence):
+        apply_checkpoint_args(namespace(root, model_kind="gpt"))

@@ -129,5 +129,5 @@ def test_an_output_layer_of_its_own_makes_a_t5_untied(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     read_back = read(tmp_path)
     assert not read_back.shape.is_tied
-    assert not read_back.shape.scale_decoder_output
+    assert read_back.shape.output_scale == 1
     assert_same(written(read_back), models.weights(tmp_path))

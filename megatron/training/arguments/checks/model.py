@@ -34,7 +34,7 @@ def one_activation(run: RunConfig) -> Iterator[str]:
     a = run.asked
     gated = ("swiglu", "geglu", "quick_geglu")
     chosen = [f"--{name.replace('_', '-')}" for name in gated if a[name]]
-    chosen += ["--squared-relu"] if a["squared_relu"] else []
+    chosen += [flag for flag in ("--squared-relu", "--relu") if a[flag[2:].replace("-", "_")]]
     chosen += ["--openai-gelu"] if a["openai_gelu"] and chosen != ["--geglu"] else []
     if len(chosen) > 1:
         yield f"{' and '.join(chosen)} exclude each other: keep one"

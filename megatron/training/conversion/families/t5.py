@@ -25,7 +25,7 @@ def _read_mlp(config: Config) -> dict[str, Any]:
     found = config.get(_PROJ, "relu")
     name = found.removeprefix("gated-")
     name = "gelu_new" if found == "gated-gelu" else name
-    if name not in _ACTIVATIONS:
+    if name not in (ACTIVATIONS if found.startswith("gated-") else _ACTIVATIONS):
         raise CheckpointError(f"config.json has {_PROJ} {found}, which is not built here")
     return {"activation": _ACTIVATIONS[name], "is_gated": found.startswith("gated-")}
 
@@ -39,13 +39,13 @@ def _write_mlp(shape: ModelShape) -> dict[str, Any]:
 def _read_ends(config: Config) -> dict[str, Any]:
     is_tied = config.get("tie_word_embeddings", True)
     is_scaled = config.get("scale_decoder_outputs", is_tied)
-    return {"is_tied": is_tied, "scale_decoder_output": is_scaled}
+    return {"is_tied": is_tied, "output_scale": config["d_model"] ** -0.5 if is_scaled else 1.0}
 
 
 def _write_ends(shape: ModelShape) -> dict[str, Any]:
     return {
         "tie_word_embeddings": shape.is_tied,
-        "scale_decoder_outputs": shape.scale_decoder_output,
+        "scale_decoder_outputs": shape.output_scale != 1,
     }
 
 
