@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -167,6 +168,19 @@ def memory_stats() -> dict[str, float]:
         "max_reserved": torch.cuda.max_memory_reserved(),
         "allocated_count": stats.get("allocation.all.current", 0),
     }
+
+
+def total_memory(ranks_here: int = 1) -> int:
+    """Bytes of this process's device; of the host, its share with ``ranks_here`` processes."""
+    if _has_gpu():
+        return int(torch.cuda.get_device_properties(current()).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
+
+
+def forget_peak() -> None:
+    """``max_allocated`` counts from now on."""
+    if _has_gpu():
+        torch.cuda.reset_peak_memory_stats()
 
 
 def rng_state() -> torch.Tensor:

@@ -25,6 +25,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def ranks_here() -> int:
+    """Ranks on this host, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
 def is_rank0() -> bool:
     """Whether this is the first rank."""
     return rank() == 0

@@ -81,6 +81,9 @@ class TransformerBlock(MegatronModule):
             build_module(s, config=config, layer_number=i + 1, offered=offered)
             for i, s in zip(self.layer_range, specs, strict=True)
         )
+        # The first so many are computed again as a whole; adaptive recomputation changes it.
+        is_adaptive = config.recompute_granularity == "adaptive"
+        self.recomputed_layers = len(self.layers) if is_adaptive else None
         self.final_layernorm: nn.Module | None = None
         if post_process and post_layer_norm and submodules.layer_norm is not None:
             size, eps = config.hidden_size, config.layernorm_epsilon
@@ -117,7 +120,7 @@ class TransformerBlock(MegatronModule):
         }
         if context is not None:
             shared |= {"context": context, "context_mask": context_mask}
-        if self.config.recompute_granularity == "full" and self.training:
+        if self.config.recompute_granularity in ("full", "adaptive") and self.training:
             hidden_states = self._run_checkpointed(hidden_states, shared)
         else:
             hidden_states = self._run(hidden_states, shared, 0, len(self.layers))
@@ -134,7 +137,9 @@ class TransformerBlock(MegatronModule):
         """Keep the input of each chunk of layers; ``block`` covers the first layers only."""
         config, end = self.config, len(self.layers)
         size = config.recompute_num_layers or 1
-        if config.recompute_method == "block":
+        if self.recomputed_layers is not None:
+            covered = self.recomputed_layers
+        elif config.recompute_method == "block":
             covered, size = min(size, end), 1
         else:
             covered = end

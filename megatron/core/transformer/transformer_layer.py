@@ -94,9 +94,9 @@ class TransformerLayer(MegatronModule):
         self.mlp_bda = build_module(submodules.mlp_bda)
         self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
         # A norm's output that is the residual too cannot be dropped.
+        self.may_recompute_norms = not config.apply_residual_connection_post_layernorm
         self.recomputes_norms = (
-            "layernorm" in config.modules_to_recompute
-            and not config.apply_residual_connection_post_layernorm
+            self.may_recompute_norms and "layernorm" in config.modules_to_recompute
         )
         whole_mlp = "moe" if isinstance(self.mlp, MoELayer) else "mlp"
         self.recomputes_mlp = whole_mlp in config.modules_to_recompute

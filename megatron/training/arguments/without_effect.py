@@ -52,6 +52,11 @@ NEEDS = (
         lambda ns: ns.overlap_moe_expert_parallel_comm,
         ("delay_wgrad_compute",),
     ),
+    Need(
+        "--recompute-granularity adaptive",
+        lambda ns: ns.recompute_granularity == "adaptive",
+        ("memory_budget_fraction",),
+    ),
     Need("--use-rope-scaling", lambda ns: ns.use_rope_scaling, ("rope_scaling_factor",)),
     Need("--group-query-attention", lambda ns: ns.group_query_attention, ("num_query_groups",)),
     Need("--optimizer sgd", lambda ns: ns.optimizer == "sgd", ("sgd_momentum",)),

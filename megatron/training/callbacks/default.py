@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.training.arguments.legacy import flat_values
+from megatron.training.callbacks.adaptive_recompute import AdaptiveRecompute
 from megatron.training.callbacks.base import Callback, CallbackList
 from megatron.training.callbacks.checkpoint import CheckpointCallback
 from megatron.training.callbacks.console import ConsoleSink, ProgressBar, terminal
@@ -25,6 +26,7 @@ from megatron.training.callbacks.sync import TrainSync
 from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.wandb import WandbSink
 from megatron.training.config.resilience import ResilienceConfig
+from megatron.training.printing import ranks_here
 from megatron.training.runtime import Runtime
 from megatron.training.signals import catch_stop_signal
 
@@ -39,6 +41,9 @@ def _in_order(run: Runtime) -> Iterator[Callback]:
     if run.is_last_rank and (watched := terminal(config.logging.progress_bar)) is not None:
         yield ProgressBar(watched)  # goes away before anybody prints
     yield from _profilers(run)  # a profile shows the step, not what follows it
+    if config.model.recompute_granularity == "adaptive":
+        fraction, interval = config.model.memory_budget_fraction, config.logging.log_interval
+        yield AdaptiveRecompute(fraction, interval, ranks_here())
     if config.training.train_sync_interval:
         yield TrainSync(config.training.train_sync_interval)
     yield Metrics(_sinks(run), energy_meter() if config.logging.log_energy else None)

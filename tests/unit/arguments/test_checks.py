@@ -75,6 +75,7 @@ WHOLE_GRADIENTS = next(n.flags for n in NEEDS if n.words.startswith("whole gradi
 
 
 VALUES = {
+    "memory_budget_fraction": "0.5",
     "tiktoken_special_tokens": "a",
     "tiktoken_pattern": "v1",
     "lr_wsd_decay_style": "cosine",

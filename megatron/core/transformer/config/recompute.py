@@ -13,10 +13,10 @@ class RecomputeConfig:
 
     recompute_granularity: str | None = option(
         None,
-        "What backward computes again instead of keeping: whole layers (full) or costly "
-        "parts (selective).",
+        "What backward computes again instead of keeping: whole layers (full), costly parts "
+        "(selective), or as little as fits into --memory-budget-fraction (adaptive).",
         group="training",
-        choices=("full", "selective"),
+        choices=("full", "selective", "adaptive"),
     )
     distribute_saved_activations: bool = option(
         False,
@@ -41,6 +41,12 @@ class RecomputeConfig:
         "layernorm.",
         group="training",
         nargs="*",
+    )
+
+    memory_budget_fraction: float = option(
+        0.9,
+        "Share of the device's memory that adaptive recomputation may fill, 0 to 1.",
+        group="training",
     )
 
     @property

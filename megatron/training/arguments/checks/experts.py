@@ -187,7 +187,7 @@ def tokens_can_travel_beside_work(run: RunConfig) -> Iterator[str]:
         yield f"{flag} needs --expert-model-parallel-size above 1: else no token travels"
     if m.moe_token_dispatcher_type == "allgather":
         yield f"{flag} needs --moe-token-dispatcher-type alltoall or flex, not allgather"
-    if m.recompute_granularity == "full" or "moe" in m.modules_to_recompute:
+    if m.recompute_granularity in ("full", "adaptive") or "moe" in m.modules_to_recompute:
         yield f"{flag} excludes recomputing whole layers of experts: choose --recompute-modules"
     if (m.pipeline_schedule or "").startswith("zb"):
         yield f"{flag} and --pipeline-schedule {m.pipeline_schedule} exclude each other"

@@ -64,7 +64,17 @@ def saved_activations_are_cut_by_tensor_parallel(run: RunConfig) -> Iterator[str
         )
 
 
+def the_budget_is_a_share(run: RunConfig) -> Iterator[str]:
+    """Of the device's memory."""
+    if not 0 < run.model.memory_budget_fraction <= 1:
+        yield (
+            f"--memory-budget-fraction {run.model.memory_budget_fraction}: a share of the "
+            "memory is more than 0 and at most 1"
+        )
+
+
 CHECKS = (
+    the_budget_is_a_share,
     full_recompute_says_which_layers,
     selective_recompute_knows_its_modules,
     saved_activations_are_cut_by_tensor_parallel,

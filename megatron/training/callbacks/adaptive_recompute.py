@@ -1,0 +1,86 @@
+"""--recompute-granularity adaptive: measures the peak of each step, and lets layers keep more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import device
+from megatron.core.transformer.adaptive_recompute import SavedBytes, Search, apply
+from megatron.training.callbacks.base import Callback
+from megatron.training.printing import print_rank_0
+
+if TYPE_CHECKING:
+    from megatron.training.runtime import Runtime
+    from megatron.training.state import StepResult
+
+
+_GIB = 1 << 30
+
+
+class AdaptiveRecompute(Callback):
+    """Searches until it has settled; then looks once an interval whether the peak still fits.
+
+    Ranks decide alike, by the fullest of them.  The peak is that of the device; on a CPU, of what
+    autograd holds.
+    """
+
+    def __init__(self, budget_fraction: float, interval: int, ranks_here: int) -> None:
+        self._limit, self._interval = budget_fraction * device.total_memory(ranks_here), interval
+        self._meter = None if device.is_cuda() else SavedBytes()
+        self._is_metered = False
+
+    def on_train_start(self, run: Runtime) -> None:
+        self._blocks = [
+            module
+            for chunk in run.model_chunks
+            for module in chunk.modules()
+            if getattr(module, "recomputed_layers", None) is not None
+        ]
+        layers = sum(len(block.layers) for block in self._blocks)
+        self._search = Search(int(_largest(layers)), self._limit)
+        apply(self._blocks, self._search.kept)
+
+    def on_step_start(self, run: Runtime) -> None:
+        following = run.state.iteration + 1
+        self._is_metered = not self._search.is_settled or following % self._interval == 0
+        if not self._is_metered:
+            return
+        device.forget_peak()
+        if self._meter is not None:
+            self._meter.start()
+
+    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+        if not self._is_metered:
+            return
+        on_device = device.memory_stats()["max_allocated"]
+        taken = on_device if self._meter is None else self._meter.stop()
+        peak, was_settled = _largest(taken), self._search.is_settled
+        changed = self._search.observe(peak)
+        apply(self._blocks, self._search.kept)
+        if changed or self._search.is_settled > was_settled:
+            print_rank_0(self._found(peak))
+        if peak > self._search.limit and not any(self._search.kept.values()):
+            print_rank_0(
+                f"WARNING: with everything recomputed a step takes {peak / _GIB:.4f} GiB, more "
+                "than --memory-budget-fraction allows: use a smaller --micro-batch-size or more "
+                "model parallelism"
+            )
+
+    def _found(self, peak: float) -> str:
+        search = self._search
+        kept = ", ".join(f"{part} {count}" for part, count in search.kept.items())
+        return (
+            f"adaptive recomputation ({'settled' if search.is_settled else 'trying'}): peak "
+            f"{peak / _GIB:.4f} of {search.limit / _GIB:.4f} GiB; of {search.num_layers} layers a "
+            f"rank so many keep: {kept}"
+        )
+
+
+def _largest(value: float) -> float:
+    """Over all ranks.  Collective."""
+    number = torch.tensor(value, dtype=torch.float64, device=device.current())
+    dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    return float(number)
