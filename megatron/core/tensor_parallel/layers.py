@@ -313,23 +313,39 @@ class RowParallelLinear(nn.Module):
 
 
 class ReplicatedLinear(nn.Module):
-    """``y = x W^T``, computed alike on all tensor-parallel ranks that have the same tokens."""
+    """``y = x W^T + b``, computed alike on all tensor-parallel ranks that have the same tokens.
+
+    ``has_partial_gradient``: they have different ones; by default where the sequence is cut.
+    """
 
     def __init__(
-        self, input_size: int, output_size: int, *, config: LayerConfig, init_method: Init
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: LayerConfig,
+        init_method: Init,
+        bias: bool = False,
+        has_partial_gradient: bool | None = None,
     ) -> None:
         super().__init__()
+        if has_partial_gradient is None:
+            has_partial_gradient = config.sequence_parallel
         info = ParamInfo(
             global_shape=(output_size, input_size),
             init=init_method.kind,
             init_std=init_method.std,
-            sequence_parallel=config.sequence_parallel,
+            sequence_parallel=has_partial_gradient,
         )
         self.weight = new_parameter(info.global_shape, config.params_dtype, info)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            info = ParamInfo(global_shape=(output_size,), sequence_parallel=has_partial_gradient)
+            self.bias = new_parameter(info.global_shape, config.params_dtype, info)
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., i] -> [.., o]"""
-        return _linear(x, self.weight, None)
+        return _linear(x, self.weight, self.bias)
 
 
 def check_token_ids(token_ids: Tensor, num_tokens: int, *, may_ignore: bool = False) -> None:

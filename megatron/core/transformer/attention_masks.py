@@ -83,6 +83,8 @@ def visible_keys(
         return None, False
     if not has_more and right == 0 and num_queries == num_keys:
         return None, True
+    if left < 0 and right < 0 and packed is None and hidden is not None:
+        return ~hidden, False
     if first_query is None:
         mask = band(num_queries, num_keys, left, right, query.device)
     else:

@@ -1,8 +1,8 @@
-"""Words and learned positions -> the first hidden states.
+"""Words, learned positions and kinds of tokens -> the first hidden states.
 
 ``s`` tokens, ``b`` sequences, ``h`` width.  Under sequence parallelism each rank ends with its
-slice of the tokens: the words' partial sums are reduce-scattered, and positions are looked up for
-the slice alone.
+slice of the tokens: the words' partial sums are reduce-scattered, and all else is looked up for the
+slice alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector for each position."""
+    """A learned vector for each position, or each kind of token."""
 
     def __init__(self, config: TransformerConfig, num_positions: int, *, is_cut: bool) -> None:
         """``is_cut``: each tensor-parallel rank sees other tokens, so its gradient is partial."""
@@ -51,6 +51,7 @@ class LanguageModelEmbedding(MegatronModule):
         vocab_size: int,
         max_sequence_length: int,
         position_embedding_type: str = "learned_absolute",
+        num_tokentypes: int = 0,
         *,
         tp_group: ProcessGroup,
         num_tokens: int | None = None,
@@ -76,20 +77,36 @@ class LanguageModelEmbedding(MegatronModule):
             self.position_embeddings = PositionEmbedding(
                 config, max_sequence_length, is_cut=self.is_cut
             )
+        self.tokentype_embeddings: PositionEmbedding | None = None
+        if num_tokentypes > 0:
+            self.tokentype_embeddings = PositionEmbedding(
+                config, num_tokentypes, is_cut=self.is_cut
+            )
         scale = config.embedding_scale
         self.scale = math.sqrt(config.hidden_size) if scale == 0 else scale
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
-        """[b, s] ids and positions -> [s, b, h] (or [s/tp, b, h])"""
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        tokentype_ids: Tensor | None = None,
+    ) -> Tensor:
+        """[b, s] ids, positions and kinds -> [s, b, h] (or [s/tp, b, h])"""
         hidden = self.word_embeddings(input_ids if self.is_cut else input_ids.transpose(0, 1))
         if self.scale is not None:
             hidden = hidden * self.scale
-        if self.position_embeddings is not None:
-            assert position_ids is not None, "learned positions need position_ids"
-            ids = position_ids.transpose(0, 1)
+        tables = (
+            (self.position_embeddings, position_ids, "learned positions need position_ids"),
+            (self.tokentype_embeddings, tokentype_ids, "kinds of tokens need tokentype_ids"),
+        )
+        for table, ids, why in tables:
+            if table is None:
+                continue
+            assert ids is not None, why
+            ids = ids.transpose(0, 1)
             if self.is_cut:
                 ids = slice_of_first_dim(ids, self.tp_group)
-            hidden = hidden + self.position_embeddings(ids)
+            hidden = hidden + table(ids)
         hidden = hidden.contiguous()
         if self.config.fp32_residual_connection:
             hidden = hidden.float()

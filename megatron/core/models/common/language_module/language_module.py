@@ -86,14 +86,22 @@ class LanguageModule(MegatronModule):
     # ---- building --------------------------------------------------------------------------
 
     def build_embedding(
-        self, *, scatter_to_sequence_parallel: bool = True, is_shared: bool | None = None
+        self,
+        *,
+        num_tokentypes: int = 0,
+        scatter_to_sequence_parallel: bool = True,
+        is_shared: bool | None = None,
     ) -> LanguageModelEmbedding:
-        """Of words and positions; ``is_shared``: other stages have copies, as of tied ones."""
+        """Of words, positions and kinds of tokens.
+
+        ``is_shared``: other stages have copies of the words', as of tied ones.
+        """
         embedding = LanguageModelEmbedding(
             self.config,
             self.vocab_size,
             self.max_sequence_length,
             self.position_embedding_type,
+            num_tokentypes,
             tp_group=self.tp_group,
             num_tokens=self.num_tokens,
             scatter_to_sequence_parallel=scatter_to_sequence_parallel,

@@ -1,0 +1,3 @@
+"""BERT."""
+
+from .bert_model import BertModel as BertModel

@@ -1,0 +1,33 @@
+"""What BERT has between its last layer and the vocabulary."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.tensor_parallel.layers import ReplicatedLinear
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class BertLMHead(MegatronModule):
+    """dense, GELU and norm, computed alike on all tensor-parallel ranks."""
+
+    def __init__(self, hidden_size: int, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.dense = ReplicatedLinear(
+            hidden_size,
+            hidden_size,
+            config=config,
+            init_method=config.init_method,
+            bias=True,
+            has_partial_gradient=False,
+        )
+        self.layer_norm = Norm(
+            config, hidden_size, config.layernorm_epsilon, has_partial_gradient=False
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[.., h] -> [.., h]"""
+        return self.layer_norm(F.gelu(self.dense(hidden)))

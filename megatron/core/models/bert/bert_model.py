@@ -1,0 +1,198 @@
+"""BertModel: embedding, layers in which all tokens see each other, heads; or a stage's part of it.
+
+``s`` tokens, ``b`` sequences, ``h`` width, ``v`` vocabulary, ``k`` tokens to predict, ``x/tp`` this
+rank's share.  Behind its last layer a stage all-gathers a cut sequence; what follows is computed
+alike on all tensor-parallel ranks, but for the vocabulary, which they divide.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import device, parallel_state
+from megatron.core.config.errors import ConfigError
+from megatron.core.models.bert.bert_lm_head import BertLMHead
+from megatron.core.models.bert.pooler import Pooler, mean_of_text
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.models.common.positions import build_rotary
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ReplicatedLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+POSITION_TYPES = ("learned_absolute", "rope", "none")
+
+
+class BertModel(LanguageModule):
+    """An encoder that predicts hidden tokens, and whether two texts are in order."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        num_tokentypes: int,
+        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "learned_absolute",
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        add_binary_head: bool = True,
+        return_embeddings: bool = False,
+        vp_stage: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        rotary_base: float = 10000,
+        unpadded_vocab_size: int | None = None,
+    ) -> None:
+        """``vocab_size`` counts padding rows, ``unpadded_vocab_size`` does not.
+
+        ``return_embeddings`` replaces the heads by a mean over each text.
+        """
+        groups = parallel_state.current() if pg_collection is None else pg_collection
+        if groups.cp.size() > 1:
+            raise ConfigError(
+                f"--context-parallel-size {groups.cp.size()}: BERT does not divide sequences; use "
+                "--context-parallel-size 1"
+            )
+        super().__init__(
+            config,
+            groups,
+            vocab_size=vocab_size,
+            unpadded_vocab_size=unpadded_vocab_size,
+            max_sequence_length=max_sequence_length,
+            position_embedding_type=position_embedding_type,
+            position_types=POSITION_TYPES,
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+        )
+        self.fp16_lm_cross_entropy, self.parallel_output = fp16_lm_cross_entropy, parallel_output
+        self.add_binary_head, self.return_embeddings = add_binary_head, return_embeddings
+        if pre_process:
+            self.embedding = self.build_embedding(num_tokentypes=num_tokentypes)
+        if position_embedding_type == "rope":
+            self.rotary_pos_emb = build_rotary(
+                config,
+                max_sequence_length,
+                percent=rotary_percent,
+                base=rotary_base,
+                interpolation_factor=seq_len_interpolation_factor,
+            )
+        self.encoder = TransformerBlock(
+            config,
+            transformer_layer_spec,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=groups,
+            vp_stage=vp_stage,
+        )
+        if post_process:
+            self._build_heads()
+        self.name_and_fill("encoder")
+
+    def _build_heads(self) -> None:
+        config, h = self.config, self.config.hidden_size
+        self.lm_head = BertLMHead(h, config)
+        self.output_layer = self.build_output_layer(bias=True)
+        self.output_layer.sequence_parallel = False  # it is handed whole sequences
+        if self.add_binary_head:
+            self.pooler = Pooler(h, config)
+            self.binary_head = ReplicatedLinear(
+                h,
+                2,
+                config=config,
+                init_method=config.init_method,
+                bias=True,
+                has_partial_gradient=False,
+            )
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """What the previous stage computed."""
+        is_list = isinstance(input_tensor, list)
+        self.encoder.set_input_tensor(input_tensor[0] if is_list else input_tensor)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        tokentype_ids: Tensor | None = None,
+        lm_labels: Tensor | None = None,
+        inference_context: Any = None,
+    ) -> Any:
+        """Ids, kinds and labels [b, s] -> (losses [b, s], logits of the order [b, 2] or None).
+
+        ``attention_mask`` [b, s] is 1 for tokens and 0 for padding; None: there is no padding.  A
+        negative label is not predicted and costs nothing.  Without labels the first is the logits
+        of the vocabulary, [b, s, v] or, with ``parallel_output``, [b, s, v/tp].  With
+        ``return_embeddings`` there is one result, [b, h] float32.  Stages before the last return
+        hidden states.
+        """
+        assert inference_context is None, "BERT generates no text"
+        hidden: Tensor | None = None
+        if self.pre_process:
+            assert input_ids is not None, "the first stage needs ids"
+            places = torch.arange(input_ids.shape[1], device=input_ids.device)
+            hidden = self.embedding(input_ids, places.expand_as(input_ids), tokentype_ids)
+        num_tokens = self.tokens_in_row(input_ids, self.encoder.input_tensor)
+        hidden = self.encoder(
+            hidden, _hidden_keys(attention_mask), rotary_pos_emb=self.rotary_table(num_tokens)
+        )
+        if not self.post_process:
+            return hidden
+        if self.config.sequence_parallel and self.tp_group.size() > 1:
+            hidden = gather_from_sequence_parallel_region(hidden, False, group=self.tp_group)
+        if self.return_embeddings:
+            mask = (
+                hidden.new_ones(hidden.shape[1::-1]) if attention_mask is None else attention_mask
+            )
+            return mean_of_text(hidden, mask)
+        order = self.binary_head(self.pooler(hidden)) if self.add_binary_head else None
+        if lm_labels is None:
+            return self.logits(self.lm_head(hidden), gather=not self.parallel_output), order
+        return self.hidden_token_losses(hidden, lm_labels), order
+
+    def hidden_token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Hidden states [s, b, h], labels [b, s] -> losses [b, s] in float32.
+
+        Only the k tokens that have a label pass through the head and the vocabulary: equal to
+        `losses_of_all`, at k / (b s) of its cost.
+        """
+        rows = (labels >= 0).flatten().nonzero().squeeze(1)
+        chosen = hidden.transpose(0, 1).flatten(0, 1).index_select(0, rows).unsqueeze(1)
+        losses = self.losses_of_all(chosen, labels.flatten()[rows].unsqueeze(0))
+        whole = losses.new_zeros(labels.numel()).index_put((rows,), losses.squeeze(0))
+        return whole.view_as(labels)
+
+    def losses_of_all(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The same by the logits of all tokens."""
+        logits, _ = self.output_layer(
+            self.lm_head(hidden), self.output_weight(), runtime_gather_output=False
+        )
+        return self.compute_language_model_loss(labels, self.cap(logits))
+
+
+def _hidden_keys(attention_mask: Tensor | None) -> Tensor | None:
+    """[b, s], 1 for tokens -> bool [b, 1, 1, s], True for padding; None where there is none.
+
+    On a GPU nobody looks: that would wait for the device.
+    """
+    if attention_mask is None:
+        return None
+    is_padding = attention_mask < 0.5
+    if not device.is_cuda(is_padding.device) and not is_padding.any():
+        return None
+    return is_padding[:, None, None, :]

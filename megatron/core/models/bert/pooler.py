@@ -1,0 +1,42 @@
+"""One vector for a whole sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.tensor_parallel.layers import ReplicatedLinear
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class Pooler(MegatronModule):
+    """dense and tanh of the first token, computed alike on all tensor-parallel ranks."""
+
+    def __init__(self, hidden_size: int, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.dense = ReplicatedLinear(
+            hidden_size,
+            hidden_size,
+            config=config,
+            init_method=config.init_method,
+            bias=True,
+            has_partial_gradient=False,
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[s, b, h] -> [b, h]"""
+        return torch.tanh(self.dense(hidden[0]))
+
+
+def mean_of_text(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """The mean over the text of each sequence: [s, b, h] and [b, s] (1 = token) -> [b, h] float32.
+
+    The first token and the last ([CLS] and [SEP]) are no text, nor is padding.  A sequence without
+    text gives zeros.
+    """
+    place = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    lengths = attention_mask.long().sum(1, keepdim=True)
+    is_text = ((place > 0) & (place < lengths - 1)).float()
+    share = is_text / is_text.sum(1, keepdim=True).clamp(min=1)
+    return torch.einsum("sbh,bs->bh", hidden.float(), share)
