@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib
 import io
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
-import pretrain_gpt
 from megatron.core.enums import ModelType
 from megatron.training.training import pretrain
 from tests.ranks import run_ranks
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY = (
     "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
@@ -39,16 +42,32 @@ def run_gpt(
 
 
 def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
-    """pretrain_gpt.py's main on an initialised default group."""
-    with mock.patch("sys.argv", ["pretrain_gpt.py", *argv]):
-        provider = pretrain_gpt.train_valid_test_datasets_provider
+    """What pretrain_gpt.py does, or the entry script of --model-kind, on initialised groups."""
+    kind = argv[argv.index("--model-kind") + 1] if "--model-kind" in argv else "gpt"
+    entry = importlib.import_module(f"pretrain_{kind}")
+    with mock.patch("sys.argv", [f"pretrain_{kind}.py", *argv]):
         pretrain(
-            provider,
-            pretrain_gpt.model_provider,
+            entry.train_valid_test_datasets_provider,
+            entry.model_provider,
             ModelType.encoder_or_decoder,
-            pretrain_gpt.forward_step,
-            args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+            entry.forward_step,
+            args_defaults=defaults_of(f"pretrain_{kind}.py"),
         )
+
+
+@cache
+def defaults_of(entry: str) -> dict[str, Any]:
+    """The ``args_defaults`` that an entry script gives to `pretrain`."""
+    calls = ast.walk(ast.parse((ROOT / entry).read_text()))
+    (found,) = (
+        keyword.value
+        for call in calls
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+        if keyword.arg == "args_defaults"
+    )
+    defaults: dict[str, Any] = ast.literal_eval(found)
+    return defaults
 
 
 def run_gpt_in_virtual_ranks(

@@ -26,8 +26,8 @@ from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.sections import SECTIONS
 from megatron.training.config.run import RunConfig
+from tests.functional.runs import ROOT, defaults_of
 
-ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "examples.json"
 # Whole ways from text to a trained model, and what they share: test_quickstart.py runs them.
 WHOLE_WAYS = {"quickstart.sh", "common.sh"}
@@ -75,11 +75,6 @@ class Launch:
     def resolve(self) -> RunConfig:
         """The run on its own world."""
         return resolve(self.parse(), self.world_size)
-
-
-def defaults_of(entry: str) -> dict[str, Any]:
-    """What the entry script itself gives to pretrain()."""
-    return {"tokenizer_type": "GPT2BPETokenizer"}
 
 
 launch = cache(Launch.of)
