@@ -107,7 +107,7 @@ def test_a_run_keeps_what_fits_with_the_same_losses(tmp_path: Path, pp: int) -> 
     flags = "--num-layers 4 --train-iters 12 --hidden-dropout 0.1 --attention-dropout 0.1".split()
     flags += ["--pipeline-model-parallel-size", str(pp)]
     kind = "--recompute-granularity adaptive --memory-budget-fraction".split()
-    some_fit = 400_000 if pp == 1 else 330_000  # bytes
+    some_fit = 400_000 if pp == 1 else 500_000  # bytes
     budget = some_fit / device.total_memory()
     plain = losses(run_gpt(tmp_path / "plain", *flags, world_size=pp))
     argv = [*TINY, "--metrics-file", str(tmp_path / "m"), *flags, *kind, f"{budget:.6e}"]
