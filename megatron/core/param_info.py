@@ -47,8 +47,8 @@ class ParamInfo:
     shard_index: int = 0
     shard_count: int = 1
     blocks: tuple[int, ...] = (1,)
-    init: str = "zeros"  # zeros, ones, normal, xavier_uniform; "own": as its module has left it
-    init_std: float = 0.0
+    init: str = "zeros"  # a kind that param_init knows; "own": as its module has left it
+    init_std: float = 0.0  # of a uniform one the bound
     is_expert: bool = False  # reduced over expert data parallelism
     sequence_parallel: bool = False  # gradient is partial on each tensor-parallel rank
     is_embedding_or_output: bool = False  # takes --decoupled-lr

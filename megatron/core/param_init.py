@@ -2,8 +2,8 @@
 
 Element ``i`` of a parameter is lane ``i % 4`` of Philox-4x32-10 at counter ``i // 4`` under a key
 that is a hash of the seed and the name.  The integers are the same on every device; the normal
-variates made of them (Box-Muller in float64, then rounded to the parameter's dtype) are the same
-on one kind of device and within one unit in the last place between kinds.  A rank draws its own
+variates made of them (in float64, then rounded to the parameter's dtype) are the same on one kind
+of device and within one unit in the last place between kinds.  A rank draws its own
 shard only, and gets the numbers that one process would have at those places.
 """
 
@@ -144,14 +144,12 @@ def _distribute(words: tuple[Tensor, ...], info: ParamInfo) -> Tensor:
     """Four random words a counter -> four float64 variates a counter, in lane order."""
     out = torch.empty(*words[0].shape, 4, dtype=torch.float64, device=words[0].device)
     scale = 2.0**-32
-    if info.init == "xavier_uniform":
-        fan_out, fan_in = info.global_shape[0], math.prod(info.global_shape[1:])
-        bound = math.sqrt(6.0 / (fan_in + fan_out))
+    if info.init != "normal":
+        assert info.init in _QUANTILES, f"no way to draw {info.init!r}"
         for lane, word in enumerate(words):
-            torch.mul(word.double().add_(0.5), 2 * bound * scale, out=out[..., lane])
-        return out.sub_(bound)
-    assert info.init == "normal", f"no way to draw {info.init!r}"
-    for lane in (0, 2):
+            torch.mul(word.double().add_(0.5), scale, out=out[..., lane])
+        return _QUANTILES[info.init](out, info)
+    for lane in (0, 2):  # Box-Muller
         # word + 1/2 keeps the logarithm finite; the largest variate is 6.8 deviations
         radius = words[lane].double().add_(0.5).mul_(scale).log_().mul_(-2 * info.init_std**2)
         radius.sqrt_()
@@ -159,6 +157,37 @@ def _distribute(words: tuple[Tensor, ...], info: ParamInfo) -> Tensor:
         torch.mul(radius, angle.cos(), out=out[..., lane])
         torch.mul(radius, angle.sin_(), out=out[..., lane + 1])
     return out
+
+
+def _xavier(u: Tensor, info: ParamInfo) -> Tensor:
+    fan_out, fan_in = info.global_shape[0], math.prod(info.global_shape[1:])
+    bound = math.sqrt(6.0 / (fan_in + fan_out))
+    return u.mul_(2 * bound).sub_(bound)
+
+
+def _uniform(u: Tensor, info: ParamInfo) -> Tensor:
+    """Within ``init_std`` of zero."""
+    return u.mul_(2 * info.init_std).sub_(info.init_std)
+
+
+def _mamba_decay(u: Tensor, info: ParamInfo) -> Tensor:
+    """Of a Mamba layer: the logarithm of a rate of decay from 1 to 16."""
+    return u.mul_(15).add_(1).log_()
+
+
+def _mamba_step(u: Tensor, info: ParamInfo) -> Tensor:
+    """Of a Mamba layer: what softplus turns into a step from 0.001 to 0.1, even in logarithm."""
+    step = u.mul_(math.log(100)).add_(math.log(0.001)).exp_()
+    return step + torch.log(-torch.expm1(-step))
+
+
+# From numbers spread evenly over 0 to 1 to a parameter's.
+_QUANTILES = {
+    "xavier_uniform": _xavier,
+    "uniform": _uniform,
+    "mamba_decay": _mamba_decay,
+    "mamba_step": _mamba_step,
+}
 
 
 def philox(counters: Tensor, key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ Masks and biases have the rows of this rank's queries and columns for all keys i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Protocol
@@ -90,8 +91,7 @@ class Exchange:
             out = core.attend(*qkv, around)
         else:
             out = core.attend_in_ring(qkv, around, Ring(self.ring), lengths)
-        out = out[undo].unflatten(0, (self.heads.size(), -1))
-        return all_to_all_first_dim(out, self.heads).movedim(0, 2).flatten(2)
+        return tokens_for_heads(out, undo, self.heads)
 
     def _attend_to_all(
         self,
@@ -144,11 +144,7 @@ def _trade_heads(
     times = size // gcd(key.shape[2], size)  # so that every rank has the keys of its queries
     if times > 1:
         key, value = key.repeat_interleave(times, 2), value.repeat_interleave(times, 2)
-    parts = [x.unflatten(2, (size, -1)).movedim(2, 0) for x in (query, key, value)]
-    traded = all_to_all_first_dim(torch.cat([x.flatten(3) for x in parts], -1), heads)
-    widths = [x.shape[3] * x.shape[4] for x in parts]
-    mixed = traded.flatten(0, 1)[order].split(widths, -1)
-    query, key, value = (m.unflatten(-1, x.shape[3:]) for m, x in zip(mixed, parts, strict=True))
+    query, key, value = heads_for_tokens((query, key, value), order, heads)
 
     def rows_of_all(x: Tensor | None) -> Tensor | None:
         if x is None:
@@ -163,6 +159,26 @@ def _trade_heads(
         sink=None if around.sink is None else around.sink.chunk(size)[heads.rank()],
     )
     return undo, (query, key, value), around
+
+
+def heads_for_tokens(
+    tensors: Sequence[Tensor], order: Tensor, heads: ProcessGroup
+) -> tuple[Tensor, ...]:
+    """[s, b, n, d] each -> the tokens of all ranks, sorted by ``order``, of a share of the heads.
+
+    Widths and numbers of heads may differ: [s c, b, n/c, d].  Collective, also backward.
+    """
+    parts = [x.unflatten(2, (heads.size(), -1)).movedim(2, 0) for x in tensors]
+    traded = all_to_all_first_dim(torch.cat([x.flatten(3) for x in parts], -1), heads)
+    widths = [x.shape[3] * x.shape[4] for x in parts]
+    mixed = traded.flatten(0, 1)[order].split(widths, -1)
+    return tuple(m.unflatten(-1, x.shape[3:]) for m, x in zip(mixed, parts, strict=True))
+
+
+def tokens_for_heads(x: Tensor, undo: Tensor, heads: ProcessGroup) -> Tensor:
+    """The way back: [s c, b, n/c d] -> [s, b, n d].  Collective, also backward."""
+    traded = all_to_all_first_dim(x[undo].unflatten(0, (heads.size(), -1)), heads)
+    return traded.movedim(0, 2).flatten(2)
 
 
 def comm_type_of_layer(config: ModelParallelConfig, layer_index: int) -> str:

@@ -34,6 +34,14 @@ class KVCache(Protocol):
         """What ``project`` gave when the layer first asked: keys and values of cross attention."""
         ...
 
+    def recurrent_state(self, layer_index: int) -> tuple[Tensor, ...] | None:
+        """What a layer that carries a state along the sequence has kept; None before any token."""
+        ...
+
+    def keep_state(self, layer_index: int, state: tuple[Tensor, ...]) -> None:
+        """Keep it, in place of what was there."""
+        ...
+
     def advance(self, num_new_tokens: int) -> None:
         """Count the tokens of a finished forward pass."""
         ...

@@ -68,7 +68,8 @@ class TransformerConfig(
         """Initial values of a matrix that writes into the residual stream."""
         if self.init_method_xavier_uniform:
             return Init("xavier_uniform")
-        return Init("normal", self.init_method_std / math.sqrt(2 * self.num_layers))
+        parts = 1 if self.is_hybrid_model else 2  # of a layer that write into it
+        return Init("normal", self.init_method_std / math.sqrt(parts * self.num_layers))
 
     @property
     def embedding_init_method(self) -> Init:

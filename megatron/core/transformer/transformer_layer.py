@@ -49,7 +49,63 @@ class TransformerLayerSubmodules:
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
 
 
-class TransformerLayer(MegatronModule):
+class ResidualLayer(MegatronModule):
+    """Parts, each between norms, that are added to the residual stream one after the other."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        hidden_dropout: float | None,
+        *,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """``layer_number`` counts from 1 over the whole model."""
+        super().__init__(config)
+        self.layer_number = layer_number
+        self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
+        self.is_sequence_cut = config.sequence_parallel and pg_collection.tp.size() > 1
+        self.offered = {
+            "pg_collection": pg_collection,
+            "tp_group": pg_collection.tp,
+            "layer_number": layer_number,
+        }
+        # A norm's output that is the residual too cannot be dropped.
+        self.may_recompute_norms = not config.apply_residual_connection_post_layernorm
+        self.recomputes_norms = (
+            self.may_recompute_norms and "layernorm" in config.modules_to_recompute
+        )
+
+    def build_norm(self, spec: ModuleSpec | type) -> Any:
+        """A norm of hidden states."""
+        config = self.config
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        return build_module(spec, config=config, hidden_size=size, eps=eps)
+
+    def add_part(
+        self, part: Callable[[Tensor], WithBias], stream: Tensor, norms: tuple[Any, Any], bda: Any
+    ) -> Tensor:
+        """The residual stream with a part added; ``norms``: before and behind the part."""
+        norm = _NormCall(norms[0], self.recomputes_norms and self.training)
+        normed = norm(stream)
+        added = part(normed)
+        norm.is_used_by(added)
+        residual = self._residual(stream, normed)
+        return self._add(bda, _normed(norms[1], added), residual)
+
+    def _residual(self, stream: Tensor, normed: Tensor) -> Tensor:
+        residual = normed if self.config.apply_residual_connection_post_layernorm else stream
+        return residual.float() if self.config.fp32_residual_connection else residual
+
+    def _add(self, bda: Any, x_with_bias: WithBias, residual: Tensor) -> Tensor:
+        """The residual stream after a part; ranks drop other tokens where the sequence is cut."""
+        drops = self.training and self.hidden_dropout > 0
+        with fork_for_tokens(drops, is_sequence_cut=self.is_sequence_cut):
+            add = bda(self.training, self.config.bias_dropout_fusion)
+            return add(x_with_bias, residual, self.hidden_dropout)
+
+
+class TransformerLayer(ResidualLayer):
     """Self attention and MLP, each added to the residual stream."""
 
     def __init__(
@@ -62,21 +118,9 @@ class TransformerLayer(MegatronModule):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         """``layer_number`` counts from 1 over the whole model."""
-        super().__init__(config)
+        super().__init__(config, layer_number, hidden_dropout, pg_collection=pg_collection)
         _check_norms(config, submodules)
-        self.layer_number = layer_number
-        self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
-        self.is_sequence_cut = config.sequence_parallel and pg_collection.tp.size() > 1
-        offered = {
-            "pg_collection": pg_collection,
-            "tp_group": pg_collection.tp,
-            "layer_number": layer_number,
-        }
-
-        def norm(spec: ModuleSpec | type) -> Any:
-            size, eps = config.hidden_size, config.layernorm_epsilon
-            return build_module(spec, config=config, hidden_size=size, eps=eps)
-
+        norm, offered = self.build_norm, self.offered
         self.input_layernorm = norm(submodules.input_layernorm)
         self.self_attention = build_module(
             submodules.self_attention, config=config, offered=offered
@@ -93,11 +137,6 @@ class TransformerLayer(MegatronModule):
         self.mlp = build_module(submodules.mlp, config=config, offered=offered)
         self.mlp_bda = build_module(submodules.mlp_bda)
         self.post_mlp_layernorm = norm(submodules.post_mlp_layernorm)
-        # A norm's output that is the residual too cannot be dropped.
-        self.may_recompute_norms = not config.apply_residual_connection_post_layernorm
-        self.recomputes_norms = (
-            self.may_recompute_norms and "layernorm" in config.modules_to_recompute
-        )
         whole_mlp = "moe" if isinstance(self.mlp, MoELayer) else "mlp"
         self.recomputes_mlp = whole_mlp in config.modules_to_recompute
 
@@ -123,7 +162,7 @@ class TransformerLayer(MegatronModule):
             packed_seq_params=packed_seq_params,
         )
         norms = self.input_layernorm, self.post_self_attn_layernorm
-        hidden_states = self._with(attend, hidden_states, norms, self.self_attn_bda)
+        hidden_states = self.add_part(attend, hidden_states, norms, self.self_attn_bda)
         if self.has_cross_attention:
             attend = partial(
                 self.cross_attention,
@@ -132,36 +171,14 @@ class TransformerLayer(MegatronModule):
                 inference_context=inference_context,
             )
             norms = self.pre_cross_attn_layernorm, None
-            hidden_states = self._with(attend, hidden_states, norms, self.cross_attn_bda)
+            hidden_states = self.add_part(attend, hidden_states, norms, self.cross_attn_bda)
         norms = self.pre_mlp_layernorm, self.post_mlp_layernorm
-        return self._with(self._run_mlp, hidden_states, norms, self.mlp_bda), context
-
-    def _with(
-        self, part: Callable[[Tensor], WithBias], stream: Tensor, norms: tuple[Any, Any], bda: Any
-    ) -> Tensor:
-        """The residual stream with a part added; ``norms``: before and behind the part."""
-        norm = _NormCall(norms[0], self.recomputes_norms and self.training)
-        normed = norm(stream)
-        added = part(normed)
-        norm.is_used_by(added)
-        residual = self._residual(stream, normed)
-        return self._add(bda, _normed(norms[1], added), residual)
+        return self.add_part(self._run_mlp, hidden_states, norms, self.mlp_bda), context
 
     def _run_mlp(self, normed: Tensor) -> WithBias:
         if self.recomputes_mlp and self.training:
             return checkpoint(self.mlp, False, normed)
         return self.mlp(normed)
-
-    def _residual(self, stream: Tensor, normed: Tensor) -> Tensor:
-        residual = normed if self.config.apply_residual_connection_post_layernorm else stream
-        return residual.float() if self.config.fp32_residual_connection else residual
-
-    def _add(self, bda: Any, x_with_bias: WithBias, residual: Tensor) -> Tensor:
-        """The residual stream after a part; ranks drop other tokens where the sequence is cut."""
-        drops = self.training and self.hidden_dropout > 0
-        with fork_for_tokens(drops, is_sequence_cut=self.is_sequence_cut):
-            add = bda(self.training, self.config.bias_dropout_fusion)
-            return add(x_with_bias, residual, self.hidden_dropout)
 
 
 def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodules) -> None:

@@ -17,7 +17,7 @@ class LanguageModelConfig:
         "Which kind of model the flags describe; entry scripts set it, tools are told (default: "
         "gpt).",
         group="network size",
-        choices=("gpt",),
+        choices=("gpt", "mamba"),
     )
     encoder_num_layers: int | None = option(
         None,
@@ -107,17 +107,14 @@ class LanguageModelConfig:
         0.0,
         "Share of attention layers in a hybrid model.",
         group="experimental",
-        refused=states.HYBRID,
     )
     hybrid_mlp_ratio: float = option(
         0.0,
         "Share of MLP layers in a hybrid model.",
         group="experimental",
-        refused=states.HYBRID,
     )
     hybrid_override_pattern: str | None = option(
         None,
         "Kind of every layer of a hybrid model, such as M-M*-.",
         group="experimental",
-        refused=states.HYBRID,
     )

@@ -9,9 +9,10 @@ from torch import nn
 from megatron.training.config.run import RunConfig
 from megatron.training.models.gpt import GPT
 from megatron.training.models.kind import ModelKind
+from megatron.training.models.mamba import MAMBA
 from megatron.training.runtime import Runtime
 
-KINDS: dict[str, ModelKind] = {"gpt": GPT}
+KINDS: dict[str, ModelKind] = {"gpt": GPT, "mamba": MAMBA}
 
 
 def kind_of(config: RunConfig) -> ModelKind:

@@ -19,6 +19,7 @@ class StaticInferenceContext:
         self.max_sequence_length = max_sequence_length
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._other: dict[int, tuple[Tensor, Tensor]] = {}
+        self._states: dict[int, tuple[Tensor, ...]] = {}
         self._num_tokens = 0
 
     @property
@@ -49,6 +50,14 @@ class StaticInferenceContext:
             self._other[layer_index] = project()
         return self._other[layer_index]
 
+    def recurrent_state(self, layer_index: int) -> tuple[Tensor, ...] | None:
+        """What a layer kept of the tokens so far."""
+        return self._states.get(layer_index)
+
+    def keep_state(self, layer_index: int, state: tuple[Tensor, ...]) -> None:
+        """Replace it."""
+        self._states[layer_index] = state
+
     def advance(self, num_new_tokens: int) -> None:
         """Count the tokens of a finished forward pass."""
         self._num_tokens += num_new_tokens
@@ -56,13 +65,14 @@ class StaticInferenceContext:
     @property
     def num_bytes(self) -> int:
         """Memory that is taken."""
-        kept = (*self._layers.values(), *self._other.values())
-        return sum(x.nbytes for both in kept for x in both)
+        kept = (*self._layers.values(), *self._other.values(), *self._states.values())
+        return sum(x.nbytes for tensors in kept for x in tensors)
 
     def reset(self) -> None:
         """Forget all tokens, keep the memory of a growing sequence."""
         self._num_tokens = 0
         self._other.clear()
+        self._states.clear()
 
     def _memory(self, like: Tensor) -> Tensor:
         size = (self.max_sequence_length, self.max_batch_size, *like.shape[2:])

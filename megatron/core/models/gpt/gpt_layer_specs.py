@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.layer_layout import has_experts
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
@@ -124,6 +125,28 @@ def _experts() -> ModuleSpec:
     shared = ModuleSpec(module=SharedExpertMLP, submodules=matrices)
     return ModuleSpec(
         module=MoELayer, submodules=MoESubmodules(experts=matrices, shared_experts=shared)
+    )
+
+
+def without_attention(slots: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
+    """The slots of a layer that is an MLP alone."""
+    return replace(
+        slots,
+        input_layernorm=IdentityOp,
+        self_attention=IdentityOp,
+        self_attn_bda=IdentityFuncOp,
+        post_self_attn_layernorm=IdentityOp,
+    )
+
+
+def without_mlp(slots: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
+    """The slots of a layer that is attention alone."""
+    return replace(
+        slots,
+        pre_mlp_layernorm=IdentityOp,
+        mlp=IdentityOp,
+        mlp_bda=IdentityFuncOp,
+        post_mlp_layernorm=IdentityOp,
     )
 
 

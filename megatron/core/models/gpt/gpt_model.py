@@ -101,8 +101,7 @@ class GPTModel(LanguageModule):
                 llama3_factor=rope_scaling_factor,
                 interpolation_factor=seq_len_interpolation_factor,
             )
-        self.decoder = TransformerBlock(
-            config,
+        self.decoder = self.build_decoder(
             transformer_layer_spec,
             pre_process=pre_process,
             post_process=post_process,
@@ -115,6 +114,12 @@ class GPTModel(LanguageModule):
         if post_process:
             self.output_layer = self.build_output_layer()
         self.name_and_fill("decoder")
+
+    def build_decoder(
+        self, spec: ModuleSpec | TransformerBlockSubmodules, **arguments: Any
+    ) -> TransformerBlock:
+        """The stack of layers."""
+        return TransformerBlock(self.config, spec, **arguments)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """What the previous stage computed."""

@@ -176,31 +176,26 @@ class BaseConfig:
         128,
         "Width of the state of a Mamba layer.",
         group="experimental",
-        ignored=states.only_with("--is-hybrid-model"),
     )
     mamba_head_dim: int = option(
         64,
         "Width of a head of a Mamba layer.",
         group="experimental",
-        ignored=states.only_with("--is-hybrid-model"),
     )
     mamba_num_groups: int = option(
         8,
         "Groups of a Mamba layer that share state projections.",
         group="experimental",
-        ignored=states.only_with("--is-hybrid-model"),
     )
     mamba_num_heads: int | None = option(
         None,
-        "Heads of a Mamba layer.",
+        "Heads of a Mamba layer (default: twice the hidden size over their width).",
         group="experimental",
-        ignored=states.only_with("--is-hybrid-model"),
     )
     is_hybrid_model: bool = option(
         False,
-        "The model mixes Mamba and attention layers.",
+        "Start the matrices that write into the residual stream for one part a layer, not two.",
         group="experimental",
-        refused=states.HYBRID,
     )
     use_mamba_mem_eff_path: bool = option(
         True,
@@ -209,7 +204,7 @@ class BaseConfig:
         inverted=True,
         flag="--disable-mamba-mem-eff-path",
         dest="disable_mamba_mem_eff_path",
-        ignored=states.only_with("--is-hybrid-model"),
+        ignored=states.NO_KERNEL,
     )
     config_logger_dir: str = option(
         "",

@@ -129,12 +129,13 @@ class LanguageModule(MegatronModule):
             mark_as_shared_embedding(layer.weight, is_copy=True)
         return layer
 
-    def name_and_fill(self, *stacks: str) -> None:
+    def name_and_fill(self, *stacks: str, rename: dict[str, str] | None = None) -> None:
         """Write the global names, and the values that the default random seed gives them.
 
-        ``stacks`` are the attributes that hold ``layers`` of a ``layer_range``.
+        ``stacks`` are the attributes that hold ``layers`` of a ``layer_range``; ``rename`` maps
+        other prefixes of local names to global ones.
         """
-        rename = {
+        rename = (rename or {}) | {
             f"{stack}.layers.{i}.": f"{stack}.layers.{layer}."
             for stack in stacks
             for i, layer in enumerate(getattr(self, stack).layer_range)

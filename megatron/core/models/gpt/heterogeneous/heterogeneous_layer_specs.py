@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    without_attention,
+    without_mlp,
+)
 from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     FULL,
     LINEAR,
@@ -12,7 +16,6 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     layer_shapes,
 )
 from megatron.core.transformer.heterogeneous.linear_replacement import LinearReplacement
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,24 +40,12 @@ def _shaped(spec: ModuleSpec, shape: LayerShape) -> ModuleSpec:
     if shape.attention == LINEAR:
         slots = replace(slots, self_attention=LinearReplacement)
     elif shape.attention != FULL:
-        slots = replace(
-            slots,
-            input_layernorm=IdentityOp,
-            self_attention=IdentityOp,
-            self_attn_bda=IdentityFuncOp,
-            post_self_attn_layernorm=IdentityOp,
-        )
+        slots = without_attention(slots)
     if shape.mlp == FULL:
         mlp = replace(slots.mlp, params={"ffn_hidden_size": shape.ffn_hidden_size})
         slots = replace(slots, mlp=mlp)
     elif shape.mlp == LINEAR:
         slots = replace(slots, mlp=LinearReplacement)
     else:
-        slots = replace(
-            slots,
-            pre_mlp_layernorm=IdentityOp,
-            mlp=IdentityOp,
-            mlp_bda=IdentityFuncOp,
-            post_mlp_layernorm=IdentityOp,
-        )
+        slots = without_mlp(slots)
     return replace(spec, submodules=slots)

@@ -1,0 +1,3 @@
+"""Models of Mamba layers, alone or among attention, MLP and expert layers."""
+
+from megatron.core.models.mamba.mamba_model import MambaModel as MambaModel

@@ -1,0 +1,43 @@
+"""Which class fills which slot of the layers of a Mamba stack."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    without_attention,
+    without_mlp,
+)
+from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def get_mamba_stack_spec(config: TransformerConfig | None = None) -> ModuleSpec:
+    """Layers of plain torch; what is particular about attention is read from ``config``."""
+    dense = get_gpt_layer_local_spec(config=config)
+    sparse = get_gpt_layer_local_spec(num_experts=1, config=config)  # any number: the config's
+    projections = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    layers = MambaStackSubmodules(
+        mamba_layer=ModuleSpec(
+            module=MambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm=Norm,
+                mixer=ModuleSpec(module=MambaMixer, submodules=projections),
+                mamba_bda=get_bias_dropout_add,
+            ),
+        ),
+        attention_layer=replace(dense, submodules=without_mlp(dense.submodules)),
+        mlp_layer=replace(dense, submodules=without_attention(dense.submodules)),
+        moe_layer=replace(sparse, submodules=without_attention(sparse.submodules)),
+    )
+    return ModuleSpec(module=MambaStack, submodules=layers)
+
+
+mamba_stack_spec = get_mamba_stack_spec()  # as scripts and --spec name it

@@ -1,0 +1,81 @@
+"""MambaModel: a decoder-only language model whose layers are those of a Mamba stack."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class MambaModel(GPTModel):
+    """Embedding, a Mamba or hybrid stack, output layer; called as a `GPTModel` is."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        mamba_stack_spec: ModuleSpec,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        hybrid_attention_ratio: float = 0.0,
+        hybrid_mlp_ratio: float = 0.0,
+        hybrid_override_pattern: str | None = None,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "none",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        scatter_embedding_sequence_parallel: bool = True,
+        seq_len_interpolation_factor: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
+        **of_gpt: Any,
+    ) -> None:
+        """See `layer_pattern` for the pattern, `GPTModel` for everything else.
+
+        Positions are for attention layers, which need none: a Mamba layer knows the order.
+        """
+        pattern = {
+            "hybrid_attention_ratio": hybrid_attention_ratio,
+            "hybrid_mlp_ratio": hybrid_mlp_ratio,
+            "hybrid_override_pattern": hybrid_override_pattern,
+        }
+        super().__init__(
+            config,
+            replace(mamba_stack_spec, params={**mamba_stack_spec.params, **pattern}),
+            vocab_size,
+            max_sequence_length,
+            pre_process,
+            post_process,
+            fp16_lm_cross_entropy,
+            parallel_output,
+            share_embeddings_and_output_weights,
+            position_embedding_type,
+            rotary_percent,
+            rotary_base,
+            scatter_embedding_sequence_parallel=scatter_embedding_sequence_parallel,
+            seq_len_interpolation_factor=seq_len_interpolation_factor,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+            **of_gpt,
+        )
+
+    def build_decoder(
+        self, spec: ModuleSpec | TransformerBlockSubmodules, **arguments: Any
+    ) -> TransformerBlock:
+        stack: TransformerBlock = build_module(spec, config=self.config, **arguments)
+        return stack
+
+    def name_and_fill(self, *stacks: str, rename: dict[str, str] | None = None) -> None:
+        final = {"decoder.final_layernorm.": "decoder.final_norm."}
+        super().name_and_fill(*stacks, rename=final | (rename or {}))

@@ -1,0 +1,84 @@
+"""A stack of Mamba, attention, MLP and expert layers, or the part of it that a stage holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_hybrid_layer_allocation import (
+    ATTENTION,
+    EXPERTS,
+    KINDS,
+    MAMBA,
+    MLP,
+    layer_pattern,
+)
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MambaStackSubmodules:
+    """The layer of each kind."""
+
+    mamba_layer: ModuleSpec | type = IdentityOp
+    attention_layer: ModuleSpec | type = IdentityOp
+    mlp_layer: ModuleSpec | type = IdentityOp
+    moe_layer: ModuleSpec | type = IdentityOp
+
+
+class MambaStack(TransformerBlock):
+    """Layers as the pattern says; the last stage ends with a norm."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MambaStackSubmodules,
+        residual_in_fp32: bool = False,
+        pre_process: bool = True,
+        hybrid_attention_ratio: float = 0.0,
+        hybrid_mlp_ratio: float = 0.0,
+        hybrid_override_pattern: str | None = None,
+        post_layer_norm: bool = True,
+        post_process: bool = True,
+        *,
+        pg_collection: ProcessGroupCollection,
+        vp_stage: int | None = None,
+    ) -> None:
+        """See `layer_pattern` for the pattern; the config says the residual's precision."""
+        del residual_in_fp32
+        pattern = layer_pattern(
+            config.num_layers, hybrid_attention_ratio, hybrid_mlp_ratio, hybrid_override_pattern
+        )
+        super().__init__(
+            config,
+            TransformerBlockSubmodules([_layer_of(submodules, p) for p in pattern], Norm),
+            post_layer_norm=post_layer_norm,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+        )
+
+
+def _layer_of(submodules: MambaStackSubmodules, letter: str) -> Any:
+    layers = {
+        MAMBA: submodules.mamba_layer,
+        ATTENTION: submodules.attention_layer,
+        MLP: submodules.mlp_layer,
+        EXPERTS: submodules.moe_layer,
+    }
+    if layers[letter] is IdentityOp:
+        raise ConfigError(
+            f"the pattern asks for {KINDS[letter]} layers, {letter}, and the spec of the stack has "
+            "none: fill that slot of MambaStackSubmodules"
+        )
+    return layers[letter]

@@ -1,0 +1,219 @@
+"""The Mamba-2 mixer: projection, short convolution, state-space scan, gated norm, projection.
+
+``s`` tokens, ``b`` sequences, ``h`` width of the model, ``i`` inner width, ``n`` heads of width
+``p`` (i = n p), ``g`` groups of heads that share B and C, ``d`` state width; ``x/tp`` this rank's
+share.  The projection gives z [i], x [i], B [g d], C [g d] and dt [n], one behind the other, each
+divided over the tensor-parallel ranks.
+
+Where context-parallel ranks share a sequence, they trade its tokens for heads before the
+convolution and back after the scan: an all-to-all each, also in backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.fusions.rms_norm import rms_norm
+from megatron.core.packed_seq_params import PackedSeqParams, sequence_index
+from megatron.core.param_info import ParamInfo
+from megatron.core.param_init import new_parameter
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.sequence_share import order_of_gathered, row_lengths
+from megatron.core.ssm.causal_conv import causal_conv
+from megatron.core.ssm.mixer_shape import mixer_problems, mixer_shape
+from megatron.core.ssm.scan import chunked_scan
+from megatron.core.transformer.context_parallel import heads_for_tokens, tokens_for_heads
+from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class MambaMixerSubmodules:
+    """Slots of the mixer."""
+
+    in_proj: ModuleSpec | type | None = None
+    out_proj: ModuleSpec | type | None = None
+
+
+class MambaMixer(MegatronModule):
+    """A Mamba-2 mixer, its heads divided over the tensor-parallel group."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MambaMixerSubmodules,
+        d_model: int,
+        layer_number: int = 1,
+        *,
+        expand: int = 2,
+        d_conv: int = 4,
+        chunk_size: int = 64,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        """``layer_number`` counts from 1 over the whole model; ``expand``: i over h."""
+        super().__init__(config)
+        for problem in mixer_problems(config):
+            raise ConfigError(problem)
+        self.layer_number, self.chunk_size = layer_number, chunk_size
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        shape, tp = mixer_shape(config, expand, d_conv), self.tp_group.size()
+        self.head_dim, self.state_dim = shape.head_dim, shape.state_dim
+        self.num_heads, self.num_groups = shape.num_heads // tp, shape.num_groups // tp
+        self.inner, self.convolved = shape.inner // tp, [n // tp for n in shape.convolved]
+        offered = {"tp_group": self.tp_group}
+        self.in_proj = build_module(
+            submodules.in_proj,
+            d_model,
+            sum(shape.projected),
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            blocks=shape.projected,
+            offered=offered,
+        )
+        heads = (shape.num_heads,)
+        self.conv1d = CausalConv(self, shape.convolved, d_conv)
+        self.A_log = self._sharded(heads, init="mamba_decay")
+        self.D = self._sharded(heads, init="ones")
+        self.dt_bias = self._sharded(heads, init="mamba_step")
+        self.norm = GatedNorm(
+            self._sharded((shape.inner,), init="ones"), self.num_groups, config.layernorm_epsilon
+        )
+        self.out_proj = build_module(
+            submodules.out_proj,
+            shape.inner,
+            d_model,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            offered=offered,
+        )
+
+    def _sharded(self, shape: tuple[int, ...], **info: Any) -> nn.Parameter:
+        """A parameter whose first dimension is cut over the tensor-parallel ranks."""
+        tp = self.tp_group
+        record = ParamInfo(
+            global_shape=shape, shard_dim=0, shard_index=tp.rank(), shard_count=tp.size(), **info
+        )
+        return new_parameter((shape[0] // tp.size(), *shape[1:]), self.config.params_dtype, record)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        inference_context: KVCache | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s, b, h] -> [s, b, h], and None for a bias that is still to be added."""
+        mixed, _ = self.in_proj(hidden_states)
+        z, xbc, dt = mixed.split([self.inner, sum(self.convolved), self.num_heads], -1)
+        num_tokens = mixed.shape[0] * self.cp_group.size()
+        lengths = row_lengths(packed_seq_params and packed_seq_params.lengths, num_tokens)
+        sequence = None
+        if len(lengths) > 1:
+            sequence = sequence_index(packed_seq_params.ends, num_tokens)
+        if self.cp_group.size() == 1:
+            y = self._scan(xbc, dt, sequence, inference_context)
+        else:
+            ranks = tuple(range(self.cp_group.size()))
+            order, undo = order_of_gathered(lengths, ranks, len(ranks), mixed.device)
+            y = self._scan(*self._heads_for_tokens(xbc, dt, order), sequence)
+            y = tokens_for_heads(y, undo, self.cp_group)
+        return self.out_proj(self.norm(y, z))
+
+    def _scan(
+        self, xbc: Tensor, dt: Tensor, sequence: Tensor | None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Whole sequences of this rank's heads: x B C [s, b, ..], dt [s, b, n] -> [s, b, i]."""
+        layer = self.layer_number - 1
+        kept = None if cache is None else cache.recurrent_state(layer)
+        before, state = kept or (None, None)
+        weight, bias = map(self._own_channels, (self.conv1d.weight, self.conv1d.bias))
+        xbc, before = causal_conv(xbc, weight, bias, before=before, sequence=sequence)
+        wide = torch.promote_types(dt.dtype, torch.float32)
+        rates, skip, offset = (
+            self._own_heads(p).to(wide) for p in (self.A_log, self.D, self.dt_bias)
+        )
+        heads = dt.shape[-1]
+        groups = (xbc.shape[-1] - heads * self.head_dim) // (2 * self.state_dim)
+        x, *both = xbc.split([heads * self.head_dim, *[groups * self.state_dim] * 2], -1)
+        B, C = (m.unflatten(-1, (groups, self.state_dim)) for m in both)
+        y, state = chunked_scan(
+            x.unflatten(-1, (heads, self.head_dim)),
+            F.softplus(dt.to(wide) + offset),
+            -torch.exp(rates),
+            B,
+            C,
+            D=skip,
+            state=state,
+            sequence=sequence,
+            chunk_size=self.chunk_size,
+        )
+        if cache is not None:
+            cache.keep_state(layer, (before, state))
+        return y.flatten(2)
+
+    # ---- shares of a context-parallel rank -------------------------------------------------
+
+    def _heads_for_tokens(self, xbc: Tensor, dt: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+        """All tokens of a share of the heads, with the groups that those use."""
+        x, B, C = self._by_heads(xbc, -1)
+        x, B, C, dt = heads_for_tokens((x, B, C, dt.unsqueeze(-1)), order, self.cp_group)
+        return torch.cat([x.flatten(2), B.flatten(2), C.flatten(2)], -1), dt.squeeze(-1)
+
+    def _own_channels(self, param: Tensor) -> Tensor:
+        """Of a parameter of x, B and C the channels of this rank's heads and their groups."""
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        if size == 1:
+            return param
+        parts = self._by_heads(param, 0)
+        return torch.cat([part.chunk(size)[rank].flatten(0, 1) for part in parts])
+
+    def _own_heads(self, param: Tensor) -> Tensor:
+        return param.chunk(self.cp_group.size())[self.cp_group.rank()]
+
+    def _by_heads(self, mixed: Tensor, dim: int) -> list[Tensor]:
+        """x in heads, B and C in groups along ``dim``; groups stand once for each rank in need."""
+        x, *both = mixed.split(self.convolved, dim)
+        size = self.cp_group.size()
+        times = size // gcd(self.num_groups, size)
+        groups = (m.unflatten(dim, (self.num_groups, -1)) for m in both)
+        at = dim % mixed.dim()
+        return [
+            x.unflatten(dim, (self.num_heads, -1)),
+            *(m.repeat_interleave(times, at) if times > 1 else m for m in groups),
+        ]
+
+
+class CausalConv(nn.Module):
+    """Weight [c/tp, 1, w] and bias [c/tp] of a convolution of x, B and C."""
+
+    def __init__(self, mixer: MambaMixer, channels: tuple[int, ...], width: int) -> None:
+        super().__init__()
+        like: dict[str, Any] = {"blocks": channels, "init": "uniform", "init_std": width**-0.5}
+        self.weight = mixer._sharded((sum(channels), 1, width), **like)
+        self.bias = mixer._sharded((sum(channels),), **like)
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of y silu(z), each group by itself, with the weight of all: [i/tp]."""
+
+    def __init__(self, weight: nn.Parameter, num_groups: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.num_groups, self.eps = weight, num_groups, eps
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        """2 x [s, b, i/tp] -> [s, b, i/tp]"""
+        groups = (y * F.silu(z)).chunk(self.num_groups, -1)
+        weights = self.weight.chunk(self.num_groups)
+        normed = [rms_norm(x, w, self.eps) for x, w in zip(groups, weights, strict=True)]
+        return normed[0] if len(normed) == 1 else torch.cat(normed, -1)

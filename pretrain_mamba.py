@@ -1,0 +1,22 @@
+"""Pretrain Mamba and hybrid models: samples, batches and loss are GPT's, the model is another."""
+
+from __future__ import annotations
+
+import megatron.training.early_stop_signal  # noqa: F401  (before the imports that take seconds)
+
+# isort: split
+from megatron.core.enums import ModelType
+from megatron.training.training import pretrain
+from pretrain_gpt import forward_step as forward_step
+from pretrain_gpt import loss_func as loss_func
+from pretrain_gpt import model_provider, train_valid_test_datasets_provider
+
+if __name__ == "__main__":
+    train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+    pretrain(
+        train_valid_test_datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        args_defaults={"model_kind": "mamba", "tokenizer_type": "GPT2BPETokenizer"},
+    )
