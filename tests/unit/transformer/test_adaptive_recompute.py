@@ -108,7 +108,7 @@ def test_a_run_keeps_what_fits_with_the_same_losses(tmp_path: Path, pp: int) -> 
     flags += ["--pipeline-model-parallel-size", str(pp)]
     kind = "--recompute-granularity adaptive --memory-budget-fraction".split()
     some_fit = 400_000 if pp == 1 else 500_000  # bytes
-    budget = some_fit / device.total_memory()
+    budget = some_fit / device.total_memory(ranks_here=pp)
     plain = losses(run_gpt(tmp_path / "plain", *flags, world_size=pp))
     argv = [*TINY, "--metrics-file", str(tmp_path / "m"), *flags, *kind, f"{budget:.6e}"]
     said = run_ranks(train_and_tell, pp, argv)[0]
