@@ -116,11 +116,15 @@ def _from_hf(wanted: Wanted, say: Say) -> Source:
     if model.shape.kind not in KINDS:
         raise CheckpointError(f"{model.family.architecture} is not in this version")
     say(f"{wanted.source} is a {model.family.architecture} of {_count(model.tensors)} weights")
+    if model.fresh:
+        heads = ", ".join(dict.fromkeys(name.partition(".")[0] for name in model.fresh))
+        say(f"the weights have no {heads}: these get values to begin with")
     args = vars(build_parser().parse_args([])) | args_of(model.shape) | _precision(_dtype_of(model))
     args |= _TO_RESOLVE | _tokenizer_args(wanted, model.shape)
     if wanted.verify:
         run = run_config(args)
-        say(compare_logits(wanted.source, run, model.tensors, model.shape.vocab_size))
+        size = model.shape.vocab_size
+        say(compare_logits(wanted.source, run, model.tensors, size, model.fresh))
     return Source(tensors=model.tensors, args=args, common={}, layout={}, beside=wanted.source)
 
 

@@ -53,7 +53,7 @@ def test_a_family_in_and_out(case: str, tmp_path: Path) -> None:
     assert content.folder.name == "release"
     run = run_config(content.asked)
     stored = read_source(Wanted(source=ours, target=back, format=HF))
-    found = our_logits(run, stored.tensors, models.VOCABULARY, ids)
+    (found,) = our_logits(run, stored.tensors, models.VOCABULARY, ids)
     torch.testing.assert_close(found, expected, **tolerances.LOGITS)
 
     # With the config.json that it came with, and with one that is made from our arguments.
