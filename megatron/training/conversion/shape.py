@@ -14,6 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
+from megatron.core.ssm.mamba_hybrid_layer_allocation import layer_pattern
 from megatron.core.transformer.attention import layer_has_rope
 from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
@@ -29,7 +30,7 @@ _READ_BY: dict[str, dict[str, Any]] = {
         **{"num_attention_heads": 1, "num_query_groups": 1, "kv_channels": 1, "softmax_scale": 1.0},
         **{"add_qkv_bias": False, "qk_norm": None},
     },
-    "-": {"ffn_hidden_size": 0},
+    "-": {"ffn_hidden_size": 1},
     "-E": {"activation": "silu", "is_gated": True},
     "*-E": {"add_bias_linear": False},
 }
@@ -244,8 +245,8 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
         hidden_dropout=m.hidden_dropout,
         others=tuple(_others(run)),
         **rotary,
-        **_of_kind(run),
         **_experts(m),
+        **_of_kind(run),
         **_latent(m),
         **(_yarn(m, lm.max_position_embeddings) if is_rope else {}),
     )
@@ -259,6 +260,8 @@ def _of_kind(run: RunConfig) -> dict[str, Any]:
     """How deep the model is, and what one kind alone has."""
     m, lm = run.model, run.language_model
     values: dict[str, Any] = {"num_layers": m.num_layers}
+    if m.num_moe_experts is not None and lm.model_kind != "mamba":
+        values["expert_layers"] = tuple(has_experts(m, layer) for layer in range(m.num_layers))
     if lm.model_kind == "bert":
         values["has_binary_head"] = lm.bert_binary_head
     if lm.model_kind == "t5":
@@ -267,6 +270,9 @@ def _of_kind(run: RunConfig) -> dict[str, Any]:
             values |= {name: getattr(m, name) for name in _BUCKETS}
     if lm.model_kind == "mamba":
         values |= {name: getattr(m, name) for name in _MIXER}
+        values["mamba_num_heads"] = m.mamba_num_heads or 2 * m.hidden_size // m.mamba_head_dim
+        ratios = lm.hybrid_attention_ratio, lm.hybrid_mlp_ratio
+        values["pattern"] = layer_pattern(m.num_layers, *ratios, lm.hybrid_override_pattern)
     return values
 
 
@@ -274,8 +280,7 @@ def _experts(m: TransformerConfig) -> dict[str, Any]:
     if m.num_moe_experts is None:
         return {}
     values = {name: getattr(m, name) for name in EXPERTS if name != "num_experts"}
-    layers = tuple(has_experts(m, layer) for layer in range(m.num_layers))
-    return values | {"num_experts": m.num_moe_experts, "expert_layers": layers}
+    return values | {"num_experts": m.num_moe_experts}
 
 
 def _latent(m: TransformerConfig) -> dict[str, Any]:
@@ -322,7 +327,8 @@ def args_of(shape: ModelShape) -> dict[str, Any]:
             values["window_attn_skip_freq"] = [int(w is not None) for w in shape.windows]
     if shape.num_experts is not None:
         values |= {name: getattr(shape, name) for name in EXPERTS}
-        values["moe_layer_freq"] = [int(is_one) for is_one in shape.expert_layers]
+        if shape.expert_layers:
+            values["moe_layer_freq"] = [int(is_one) for is_one in shape.expert_layers]
     if shape.multi_latent_attention:
         values |= {name: getattr(shape, name) for name in LATENT}
     if shape.rotary_scaling_factor != 1:

@@ -10,6 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.param_info import info_of
+from megatron.training.config.run import RunConfig
+from megatron.training.conversion import hf, hf_folder
+from megatron.training.conversion.verify import our_outputs, their_outputs
+
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -217,6 +222,8 @@ def make(case: str, **changes: Any) -> Any:
 def grown(model: Any) -> Any:
     """``model`` with values that are large enough to count, each another."""
     for key, param in model.named_parameters():
+        if key.endswith("dt_bias"):
+            param.fill_(-3)  # with long steps nothing is kept, and their gradients are noise
         if param.dim() == 1:
             param.add_(0.1 * torch.randn_like(param))
         elif "embed" not in key and key != "shared.weight":
@@ -256,11 +263,33 @@ def logits_of(folder: Path, ids: Tensor) -> tuple[Tensor, str]:
     return model.eval()(ids, use_cache=False).logits, "\n".join(heard)
 
 
-def gradients_of(model: Any, ids: Tensor, factor: Tensor, folder: Path) -> None:
-    """Save the gradients of sum(logits * factor) in the place of the weights, under their names."""
+def outputs_of(model: Any, run: RunConfig, ids: Tensor) -> list[Tensor]:
+    """What the model of `transformers` answers, computed plainly."""
     model.set_attn_implementation("eager")
-    model.float()
-    (model(ids, use_cache=False).logits * factor).sum().backward()
+    return list(their_outputs(model.float(), run, ids))
+
+
+def assert_gradients_agree(
+    mine: torch.nn.Module, theirs: Any, run: RunConfig, ids: Tensor, folder: Path
+) -> None:
+    """Of sum(outputs * random factors); ``folder`` is for theirs, under their names."""
+    answers = list(our_outputs(mine, run, ids)), outputs_of(theirs, run, ids)
+    factors = [torch.randn(each.shape) for each in answers[0]]
+    for of_one in answers:
+        sum((a * f).sum() for a, f in zip(of_one, factors, strict=True)).backward()
+    _save_gradients(theirs, folder)
+    read = hf_folder.read_weights(folder)
+    expected = hf.import_model(hf_folder.read_config(folder), read).tensors
+    wanted = {info_of(p).name or name: p.grad for name, p in mine.named_parameters()}
+    made = {name: expected[name].make() for name in wanted}
+    smallest = 1e-6 * sum(float(grad.norm()) ** 2 for grad in made.values()) ** 0.5
+    for name, grad in made.items():
+        apart = float((wanted[name] - grad).norm())
+        assert apart <= 1e-4 * max(float(grad.norm()), smallest), name
+
+
+def _save_gradients(model: Any, folder: Path) -> None:
+    """In the place of the weights."""
     with torch.no_grad():
         for param in model.parameters():
             param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.param_info import info_of
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.conversion import hf, hf_folder
+from megatron.training.conversion import hf
 from megatron.training.conversion.convert import (
     BESIDE,
     HF,
@@ -79,20 +78,9 @@ def test_gradients_of_experts_and_latent_attention_are_theirs(case: str, tmp_pat
     model = models.write(theirs, case)
     convert(Wanted(source=theirs, target=ours, format=OURS, verify=False), quiet)
     stored = read_source(Wanted(source=ours, target=ours, format=OURS))
-    mine = our_model(run_config(open_checkpoint(ours).asked), stored.tensors, models.VOCABULARY)
-    ids = models.prompts()
-    factor = torch.randn(*ids.shape, models.VOCABULARY)
-    logits = mine(ids, torch.arange(ids.shape[1]).expand_as(ids), None)
-    (logits * factor).sum().backward()
-    models.gradients_of(model, ids, factor, gradients)
-    read = hf_folder.read_weights(gradients)
-    expected = hf.import_model(hf_folder.read_config(gradients), read).tensors
-    wanted = {info_of(p).name or name: p.grad for name, p in mine.named_parameters()}
-    made = {name: expected[name].make() for name in wanted}
-    smallest = 1e-6 * sum(float(grad.norm()) ** 2 for grad in made.values()) ** 0.5
-    for name, grad in made.items():
-        apart = float((wanted[name] - grad).norm())
-        assert apart <= 1e-4 * max(float(grad.norm()), smallest), name
+    run = run_config(open_checkpoint(ours).asked)
+    mine = our_model(run, stored.tensors, models.VOCABULARY)
+    models.assert_gradients_agree(mine, model, run, models.prompts(), gradients)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
-from megatron.training.conversion.families.fields import activation, demand, same
+from megatron.training.conversion.families.fields import demand, same
 from megatron.training.conversion.family import Config, Family, Field
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule
@@ -71,7 +71,7 @@ FIELDS = (
     same("layer_norm_eps", "norm_epsilon", 1e-12),
     same("attention_probs_dropout_prob", "attention_dropout", 0.1),
     same("hidden_dropout_prob", "hidden_dropout", 0.1),
-    activation("hidden_act", "gelu"),
+    demand("hidden_act", "gelu"),  # the head of ours has no other
     demand("position_embedding_type", "absolute"),
     demand("tie_word_embeddings", True),
     demand("is_decoder", False),
@@ -80,6 +80,7 @@ FIELDS = (
 ALWAYS: Mapping[str, Any] = {
     "kind": "bert",
     "normalization": "LayerNorm",
+    "activation": "gelu",
     "is_gated": False,
     "add_bias_linear": True,
     "add_qkv_bias": True,
