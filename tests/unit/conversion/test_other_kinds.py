@@ -26,7 +26,6 @@ from megatron.training.models.registry import KINDS
 from tests import tolerances
 from tests.unit.conversion import models
 
-
 READY = [
     case
     for case in models.OTHERS
