@@ -26,9 +26,7 @@ train pretrain_gpt.py \
     --min-lr 3e-4 \
     --no-create-attention-mask-in-dataloader
 
-say "loss"
-"$python" examples/quickstart/unigram.py "$out/train_text_document" "$out/valid_text_document" \
-    "$out/train.log"
+compare gpt
 
 say "text"
 "$python" tools/text_generation_cli.py --load "$out/checkpoints" --num-tokens 80 \

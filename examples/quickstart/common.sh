@@ -77,31 +77,39 @@ train() {
 }
 
 train_once() {
-    "$python" "$1" \
-        --transformer-impl local \
-        --attention-dropout 0 \
-        --hidden-dropout 0 \
-        --train-iters "$train_iters" \
-        --lr-decay-style cosine \
-        --lr-warmup-iters 20 \
-        --weight-decay 0.1 \
-        --adam-beta2 0.95 \
-        --clip-grad 1.0 \
-        "${tokenizer[@]}" \
-        "${data[@]}" \
-        --data-cache-path "$out/cache" \
-        --num-workers 1 \
-        --log-interval 20 \
-        --log-throughput \
-        --eval-interval $((train_iters / 4)) \
-        --eval-iters 10 \
-        --save "$out/checkpoints" \
-        --load "$out/checkpoints" \
-        --save-interval "$train_iters" \
-        --tensorboard-dir "$out/tensorboard" \
-        --log-validation-ppl-to-tensorboard \
-        "${@:2}" 2>&1 | tee -a "$out/train.log" |
+    flags=(
+        --transformer-impl local
+        --attention-dropout 0
+        --hidden-dropout 0
+        --train-iters "$train_iters"
+        --lr-decay-style cosine
+        --lr-warmup-iters 20
+        --weight-decay 0.1
+        --adam-beta2 0.95
+        --clip-grad 1.0
+        "${tokenizer[@]}"
+        "${data[@]}"
+        --data-cache-path "$out/cache"
+        --num-workers 1
+        --log-interval 20
+        --log-throughput
+        --eval-interval $((train_iters / 4))
+        --eval-iters 10
+        --save "$out/checkpoints"
+        --load "$out/checkpoints"
+        --save-interval "$train_iters"
+        --tensorboard-dir "$out/tensorboard"
+        --log-validation-ppl-to-tensorboard
+        "${@:2}"
+    )
+    "$python" "$1" "${flags[@]}" 2>&1 | tee -a "$out/train.log" |
         sed -u '/-- arguments --/,/-- end of arguments --/d'
+}
+
+# compare KIND: the loss beside that of a model without context.
+compare() {
+    say "loss"
+    "$python" examples/quickstart/unigram.py "$out/train.log" --model-kind "$1" "${flags[@]}"
 }
 
 finish() {

@@ -1,39 +1,60 @@
 """What a model without any context would reach: the unigram loss of the validation data.
 
-    python examples/quickstart/unigram.py TRAIN_PREFIX VALID_PREFIX LOG
+    python examples/quickstart/unigram.py LOG FLAGS OF THE RUN
 
-Prints it beside the last validation loss in the log of a training run, both in nats a token, and
-ends with 1 unless training is ahead by half a nat.
+Counts the tokens that the samples of the run ask for (the next, the hidden, those of the hidden
+spans), with one more of every token, and prints the mean -log p of those of the validation samples
+beside the last validation loss in the run's log, both in nats a token.  Ends with 1 unless training
+is ahead by half a nat.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import math
 import re
 import sys
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.training import setup
+from megatron.training.data import train_valid_test_num_samples
+from megatron.training.initialize import configure, start
+from megatron.training.models.datasets import build_datasets
+from megatron.training.models.registry import build_stage
 
 CLEAR_LEAD = 0.5  # nats a token
 
 
 def main() -> int:
     """Compare and print; the exit code."""
-    train_prefix, valid_prefix, log = sys.argv[1:]
-    unigram = unigram_loss(tokens_of(train_prefix), tokens_of(valid_prefix))
-    model = last_validation_loss(Path(log).read_text())
+    log, *flags = sys.argv[1:]
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = start(configure(argv=flags))
+        run.train_iters = run.config.training.train_iters
+        setup.setup_tokenizer(run)
+        setup.build_model(run, partial(build_stage, run))  # its stages say what is read
+        train, valid, _ = build_datasets(run, train_valid_test_num_samples(run))
+    unigram = unigram_loss(asked_for(train), asked_for(valid))
+    losses = last_validation_losses(Path(log).read_text())
     print(f"validation loss of a unigram model: {unigram:.3f} nats a token")
-    print(f"validation loss of the trained GPT: {model:.3f} nats a token")
-    return 0 if model < unigram - CLEAR_LEAD else 1
+    print(f"validation loss of the trained model: {losses['lm']:.3f} nats a token")
+    if "sop" in losses:
+        print(f"order of sentences: {losses['sop']:.3f}; a coin has {math.log(2):.3f}")
+    return 0 if losses["lm"] < unigram - CLEAR_LEAD else 1
 
 
-def tokens_of(prefix: str) -> np.ndarray:
-    """All tokens of an indexed dataset in one row."""
-    return np.concatenate(list(IndexedDataset(prefix)))
+def asked_for(samples: Iterable[Mapping[str, Any]]) -> np.ndarray:
+    """The labels that count, of all samples in one row."""
+    rows = ((np.asarray(s["labels"]), np.asarray(s["loss_mask"])) for s in samples)
+    return np.concatenate([labels[mask > 0] for labels, mask in rows])
 
 
 def unigram_loss(train: np.ndarray, valid: np.ndarray) -> float:
@@ -43,9 +64,10 @@ def unigram_loss(train: np.ndarray, valid: np.ndarray) -> float:
     return float(-log_p[valid].mean())
 
 
-def last_validation_loss(log: str) -> float:
-    """The number in the last ``validation loss`` line of a console log."""
-    return float(re.findall(r"validation loss at .*? lm loss value: (\S+)", log)[-1])
+def last_validation_losses(log: str) -> dict[str, float]:
+    """The numbers in the last ``validation loss`` line of a console log, by name."""
+    line = re.findall(r"validation loss at .*", log)[-1]
+    return {name: float(value) for name, value in re.findall(r"(\w+) loss value: (\S+)", line)}
 
 
 if __name__ == "__main__":

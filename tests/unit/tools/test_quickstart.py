@@ -7,17 +7,15 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from examples.quickstart import corpus, unigram
-from megatron.training.arguments.parser import build_parser
+from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from tools import preprocess_data, text_generation_cli
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.functional.runs import ROOT, defaults_of
+from tools import preprocess_data, text_generation_cli, train_tokenizer
 
 # Stands in for python: notes what it is asked to run, a line a command.
 RECORDER = """#!{python}
@@ -27,15 +25,27 @@ with open({record!r}, "a") as record:
 """
 
 
+WAYS = {  # what each trains
+    script.relative_to(ROOT / "examples").parts[0].removesuffix("quickstart.sh") or "gpt": script
+    for script in ROOT.glob("examples/**/quickstart.sh")
+}
+
+
+@pytest.fixture(scope="module", params=sorted(WAYS))
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of model."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+def commands(kind: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     """What the script runs, in order."""
     folder = tmp_path_factory.mktemp("quickstart")
     record, recorder = folder / "record", folder / "python"
     recorder.write_text(RECORDER.format(python=sys.executable, record=str(record)))
     recorder.chmod(0o755)
     env = {**os.environ, "PYTHON": str(recorder)}
-    script = ["bash", str(ROOT / "examples/quickstart.sh"), str(folder / "out")]
+    script = ["bash", str(WAYS[kind]), str(folder / "out")]
     subprocess.run(script, check=True, env=env, capture_output=True)
     return [json.loads(line) for line in record.read_text().splitlines()]
 
@@ -44,20 +54,26 @@ def words_of(commands: list[list[str]], program: str) -> list[list[str]]:
     return [words[1:] for words in commands if words[0] == program]
 
 
-def test_it_trains_halfway_and_goes_on_with_the_same_command(commands):
-    first, second = words_of(commands, "pretrain_gpt.py")
+def test_it_trains_halfway_and_goes_on_with_the_same_command(commands, kind):
+    first, second = words_of(commands, f"pretrain_{kind}.py")
     assert first == [*second, "--exit-interval", first[-1]]
-    parsed = build_parser().parse_args(first)
+    parsed = parse_args(argv=first, args_defaults=defaults_of(f"pretrain_{kind}.py"))
     assert parsed.exit_interval * 2 == parsed.train_iters
     assert parsed.save == parsed.load
-    assert resolve(parsed, 1).training.train_iters == parsed.train_iters
+    run = resolve(parsed, 1)
+    assert run.training.train_iters == parsed.train_iters
+    assert [w for w in run.warnings if "without effect" in w] == []
+    (compared,) = words_of(commands, "examples/quickstart/unigram.py")
+    assert compared[1:] == ["--model-kind", kind, *second]
 
 
 def test_every_tool_it_calls_takes_its_flags(commands):
     for words in words_of(commands, "tools/preprocess_data.py"):
         preprocess_data.get_parser().parse_args(words)
-    (words,) = words_of(commands, "tools/text_generation_cli.py")
-    text_generation_cli.build_parser().parse_args(words)
+    for words in words_of(commands, "tools/train_tokenizer.py"):
+        train_tokenizer.get_parser().parse_args(words)
+    for words in words_of(commands, "tools/text_generation_cli.py"):
+        text_generation_cli.build_parser().parse_args(words)
 
 
 def test_every_program_it_calls_exists(commands):
@@ -101,4 +117,14 @@ def test_the_unigram_loss_is_the_cross_entropy_of_counts_plus_one():
 def test_the_last_validation_line_of_a_log_counts():
     line = " validation loss at iteration {} | lm loss value: {} | lm loss PPL: 1.0E+00 | \n"
     log = line.format(10, "5.5E+00") + "---\n" + line.format("20 on validation set", "4.25E+00")
-    assert unigram.last_validation_loss(log) == 4.25
+    assert unigram.last_validation_losses(log) == {"lm": 4.25}
+    both = log + line.format(30, "3.5E+00 | sop loss value: 6.5E-01")
+    assert unigram.last_validation_losses(both) == {"lm": 3.5, "sop": 0.65}
+
+
+def test_only_labels_that_count_are_counted():
+    samples = [
+        {"labels": np.array([3, 4, -1]), "loss_mask": np.array([1.0, 1.0, 0.0])},
+        {"labels": np.array([5, 6]), "loss_mask": np.array([0, 1])},
+    ]
+    assert unigram.asked_for(samples).tolist() == [3, 4, 6]
