@@ -138,6 +138,12 @@ class ModelParallelConfig:
         "Stages that the layers are divided into.",
         group="distributed",
     )
+    encoder_pipeline_model_parallel_size: int = option(
+        0,
+        "How many of the pipeline stages, the first ones, hold the encoder of an encoder-decoder "
+        "model; the others hold its decoder.",
+        group="distributed",
+    )
     decoder_first_pipeline_num_layers: int | None = option(
         None,
         "Layers of the first pipeline stage.",

@@ -185,7 +185,7 @@ def get_embedding_group() -> ProcessGroup:
 
 
 def get_position_embedding_group() -> ProcessGroup:
-    """The stage that holds the position embedding."""
+    """The stages that hold the position embedding."""
     return current().pos_embd
 
 

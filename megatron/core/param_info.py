@@ -52,10 +52,17 @@ class ParamInfo:
     is_expert: bool = False  # reduced over expert data parallelism
     sequence_parallel: bool = False  # gradient is partial on each tensor-parallel rank
     is_embedding_or_output: bool = False  # takes --decoupled-lr
-    is_shared_embedding: bool = False  # word embedding that the output layer uses too
+    # The group (of `ProcessGroupCollection`) whose stages hold a copy each and sum its gradients;
+    # embd: word embedding that the output layer uses too.
+    shared_over: str | None = None
     is_duplicate: bool = False  # a copy of a parameter that another rank counts
     part: FlatPart | None = None  # None: this rank holds all of its tensor-parallel share
     dtype: torch.dtype | None = None  # that layers see, where the parameter is kept in another
+
+    @property
+    def is_shared_embedding(self) -> bool:
+        """Whether it is a word embedding that the output layer uses too."""
+        return self.shared_over == "embd"
 
     @property
     def counts_once_per_tp_group(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -61,8 +61,11 @@ class ProcessGroupCollection:
     intra_expt_dp: ProcessGroup  # the same of expt_dp
     inter_dist_opt: ProcessGroup  # ranks that own the same shares, one in each instance
     intra_dist_opt: ProcessGroup  # all ranks of this instance, over the whole model
-    embd: ProcessGroup  # first and last stage, which share the word embedding; else this rank
-    pos_embd: ProcessGroup  # the first stage alone; else this rank
+    # Stages that hold the word embedding: first and last, and first of a decoder behind an encoder;
+    # else this rank.
+    embd: ProcessGroup
+    pos_embd: ProcessGroup  # those of them that look tokens up; else this rank
+    stack: ProcessGroup  # stages of an encoder, or of the decoder behind it; else pp
     world: ProcessGroup
     dense_grid: RankGrid
     expert_grid: RankGrid
@@ -101,6 +104,8 @@ class ProcessGroupCollection:
                 return (large or parts)[0]
         elif name in _WHOLE:
             return getattr(self, _WHOLE[name])
+        elif name == "stack":
+            return self.pp
         elif name == "expt_tp":
             return self.tp
         elif name == "dp" and "dp_cp" in self.__dict__ and self.cp.size() == 1:
@@ -205,14 +210,15 @@ def create_process_groups(
     timeout: timedelta | None = None,
     context_levels: Sequence[int] | None = None,
     num_distributed_optimizer_instances: int = 1,
+    encoder_stages: int = 0,
     only_mine: bool = False,
 ) -> ProcessGroupCollection:
     """Create all groups on all ranks.  Collective: every rank calls it with the same arguments.
 
     Groups with equal members are created once and shared.  ``context_levels`` are the sizes of
-    ``cp_inner`` and ``cp_outer``.  ``only_mine`` leaves out the groups of others, which only a
-    back end without other ranks allows.  Raises ValueError when the replicas cannot be cut into the
-    instances.
+    ``cp_inner`` and ``cp_outer``; ``encoder_stages`` come before those of a decoder.  ``only_mine``
+    leaves out the groups of others, which only a back end without other ranks allows.  Raises
+    ValueError when the replicas cannot be cut into the instances.
     """
     shards = optimizer_shards(dense, num_distributed_optimizer_instances)
     expert_shards = optimizer_shards(expert, num_distributed_optimizer_instances)
@@ -269,8 +275,9 @@ def create_process_groups(
             "inter_dist_opt", (same for blocks in shards for same in zip(*blocks, strict=True))
         ),
         intra_dist_opt=mine_of("intra_dist_opt", instances),
-        embd=mine_of("embd", (g for pipeline in pipelines for g in _ends_together(pipeline))),
-        pos_embd=mine_of("pos_embd", ([rank] for pipeline in pipelines for rank in pipeline)),
+        embd=mine_of("embd", _together(pipelines, {0, encoder_stages, len(pipelines[0]) - 1})),
+        pos_embd=mine_of("pos_embd", _together(pipelines, {0, encoder_stages})),
+        stack=mine_of("stack", _halves(pipelines, encoder_stages)),
         world=mine(dense, *dense.sizes),
         dense_grid=dense,
         expert_grid=expert,
@@ -300,11 +307,16 @@ def _union_by_instance(shards: Sequence[Sequence[Sequence[int]]]) -> list[list[i
     return [sorted(r for block in blocks for r in block) for blocks in zip(*shards, strict=True)]
 
 
-def _ends_together(pipeline: Sequence[int]) -> list[list[int]]:
-    """First and last stage in one group, each stage between them in one of its own."""
-    if len(pipeline) == 1:
-        return [list(pipeline)]
-    return [[pipeline[0], pipeline[-1]], *([rank] for rank in pipeline[1:-1])]
+def _together(pipelines: Sequence[Sequence[int]], stages: Set[int]) -> Iterator[Sequence[int]]:
+    """``stages`` of each pipeline in one group, each of its others in one of its own."""
+    for pipeline in pipelines:
+        yield [rank for stage, rank in enumerate(pipeline) if stage in stages]
+        yield from ([rank] for stage, rank in enumerate(pipeline) if stage not in stages)
+
+
+def _halves(pipelines: Sequence[Sequence[int]], first: int) -> Iterator[Sequence[int]]:
+    """The ``first`` stages of each pipeline, and the others."""
+    yield from (half for p in pipelines for half in (p[:first], p[first:]) if half)
 
 
 def _new_group(ranks: Sequence[int], timeout: timedelta | None, name: str) -> ProcessGroup:

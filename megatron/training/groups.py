@@ -37,5 +37,6 @@ def create_groups(config: RunConfig, *, only_mine: bool = False) -> ProcessGroup
         timeout=timedelta(minutes=config.distributed.distributed_timeout_minutes),
         context_levels=config.model.hierarchical_context_parallel_sizes,
         num_distributed_optimizer_instances=num_instances(config.ddp),
+        encoder_stages=config.model.encoder_pipeline_model_parallel_size,
         only_mine=only_mine,
     )

@@ -46,7 +46,7 @@ class Model(TinyModel):
         embedding = self.embedding.weight
         set_info(
             embedding,
-            ParamInfo(global_shape=(13, 8), is_shared_embedding=True, is_embedding_or_output=True),
+            ParamInfo(global_shape=(13, 8), shared_over="embd", is_embedding_or_output=True),
         )
 
     def forward(self, tokens: Tensor) -> Tensor:

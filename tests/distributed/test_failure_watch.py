@@ -131,7 +131,7 @@ def _exchange_between_stages(rank: int, world_size: int, folder: str) -> None:
     pipeline = dist.new_group([0, 1], timeout=timedelta(seconds=1), group_desc="pp")
     _speak_into(folder, rank)
     with failure_watch(poll_s=0.05, timeout_s=1):
-        mailbox = Mailbox(Placement(2), pipeline, StepHooks(), shape=(2,), dtype=torch.float32)
+        mailbox = Mailbox(Placement(2), pipeline, StepHooks(), shapes=[(2,)], dtype=torch.float32)
         if rank == 0:
             transfer = Transfer("activation", 17, 0, 1)
             mailbox.put(transfer, torch.ones(2))

@@ -182,7 +182,7 @@ class DistributedDataParallel(DataParallelBase):
         info = info_of(param)
         grad_dtype = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else param.dtype
         key = BufferKey(param.dtype, grad_dtype, info.is_expert)
-        return ParamSize(param.numel(), key, is_alone=info.is_shared_embedding)
+        return ParamSize(param.numel(), key, is_alone=info.shared_over is not None)
 
     def _make_buffers(self, plan: BufferPlan, params: list[tuple[str, nn.Parameter]]) -> None:
         key, group = plan.key, self._group(plan.key.is_expert)

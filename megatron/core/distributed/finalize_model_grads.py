@@ -1,8 +1,9 @@
 """What is summed after the last micro-batch, before the optimizer sees the gradients.
 
 Order of collectives: the buckets over data-parallel ranks; then the gradients that are partial on
-each tensor-parallel rank, over tp, one collective per dtype; then that of a tied embedding over
-embd; then, for a loss per token, the number of tokens over pp and over dp_cp.
+each tensor-parallel rank, over tp, one collective per dtype; then those of parameters that several
+stages hold (embd, pos_embd, stack); then, for a loss per token, the number of tokens over pp and
+over dp_cp.
 """
 
 from __future__ import annotations
@@ -65,24 +66,30 @@ def sum_partial_gradients(
 
 
 def sum_tied_gradients(model: Sequence[DataParallelBase], groups: ProcessGroupCollection) -> None:
-    """Give both copies of a tied embedding the sum of their gradients.
+    """Give all copies of a parameter that several stages hold the sum of their gradients.
 
-    Collective over embd, unless both lie on this rank or neither does.  Of a sharded embedding a
-    rank owns the same part on the first and on the last stage: it has a bucket of its own.
+    Collective over the group that each such parameter names, unless several copies lie on this
+    rank: then all of them do.  Of a sharded copy a rank owns the same part on every stage: it has a
+    bucket of its own.
     """
-    grads: dict[nn.Parameter, Tensor] = {}
+    copies: dict[tuple[str, str], dict[nn.Parameter, Tensor]] = {}
     for chunk in model:
         for param, grad in chunk.reduced_gradients():
-            if info_of(param).is_shared_embedding:
+            info = info_of(param)
+            if info.shared_over is not None:
                 if grad is None:
                     grad = param.grad = torch.zeros_like(param)
-                grads[param] = grad
-    copies = list(grads.values())
-    if len(copies) == 2:
-        copies[0].add_(copies[1])
-        copies[1].copy_(copies[0])
-    elif copies and groups.embd.size() > 1:
-        dist.all_reduce(copies[0], group=groups.embd)
+                # All stages come to the groups in this order.
+                copies.setdefault((info.shared_over, info.name), {})[param] = grad
+    for (name, _), held in sorted(copies.items(), key=lambda item: item[0]):
+        first, *others = held.values()
+        for other in others:
+            first.add_(other)
+        for other in others:
+            other.copy_(first)
+        group = getattr(groups, name)
+        if not others and group.size() > 1:
+            dist.all_reduce(first, group=group)
 
 
 def total_tokens(num_tokens: Tensor, groups: ProcessGroupCollection) -> Tensor:

@@ -57,7 +57,6 @@ def forward_backward(
     one entry per micro-batch, on the ranks that hold the loss; nothing on the others.
     ``first_val_step`` False means that weights have not changed since the last call.
     """
-    del decoder_seq_length
     if adjust_tensor_shapes_fn is not None:
         raise ConfigError("adjust_tensor_shapes_fn: stages send hidden states alone; leave it out")
     groups, chunks = groups or parallel_state.current(), _listed(model)
@@ -80,7 +79,8 @@ def forward_backward(
         in_pairs=config.overlap_moe_expert_parallel_comm,
         delays_weights=config.delay_wgrad_compute,
     )
-    mailbox = _mailbox(config, groups, placement, hooks, (seq_length, micro_batch_size))
+    tokens = seq_length, decoder_seq_length or 0, micro_batch_size
+    mailbox = _mailbox(config, groups, placement, hooks, tokens)
     data = _listed(data_iterator)
     executor = Executor(chunks, data, placement, rank, task, mailbox)
     if hooks.first_microbatch_func is not None and not (forward_only and first_val_step is False):
@@ -132,31 +132,43 @@ def _mailbox(
     groups: ProcessGroupCollection,
     placement: Placement,
     hooks: StepHooks,
-    tokens: tuple[int, int],
+    tokens: tuple[int, int, int],
 ) -> Mailbox | None:
-    """``tokens``: the sequence length and the micro-batch size; None without stages."""
+    """``tokens``: as of `messages_of`; None without stages."""
     if placement.num_stages == 1:
         return None
-    shape, dtype = message_of(config, groups, tokens)
+    shapes, dtype = messages_of(config, groups, tokens, placement.num_stages)
     return Mailbox(
         placement,
         groups.pp,
         hooks,
-        shape=shape,
+        shapes=shapes,
         dtype=dtype,
         waits_at_once=not config.overlap_p2p_comm,
     )
 
 
-def message_of(
-    config: Any, groups: ProcessGroupCollection, tokens: tuple[int, int]
-) -> tuple[tuple[int, int, int], torch.dtype]:
-    """Shape and dtype of what stages hand each other; ``tokens``: as in a micro-batch."""
-    seq_length, micro_batch_size = tokens
+def messages_of(
+    config: Any, groups: ProcessGroupCollection, tokens: tuple[int, int, int], num_stages: int
+) -> tuple[list[tuple[int, int, int]], torch.dtype]:
+    """Shapes and dtype of what each stage but the last hands on.
+
+    ``tokens``: of a sequence, of a decoder's sequence, and sequences in a micro-batch.  Behind an
+    encoder its output travels along, in front of the decoder's hidden states.
+    """
+    seq_length, decoder_seq_length, micro_batch_size = tokens
     cut = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    encoder_stages = config.encoder_pipeline_model_parallel_size or num_stages
     in_fp32 = config.fp32_residual_connection
     return (
-        (seq_length // cut, micro_batch_size, config.hidden_size),
+        [
+            (
+                (seq_length + (decoder_seq_length if stage >= encoder_stages else 0)) // cut,
+                micro_batch_size,
+                config.hidden_size,
+            )
+            for stage in range(num_stages - 1)
+        ],
         torch.float32 if in_fp32 else config.pipeline_dtype or config.params_dtype,
     )
 

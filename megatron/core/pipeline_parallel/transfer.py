@@ -9,7 +9,7 @@ operation over pp.  Transfers between two ranks are matched by order, not by tag
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,10 @@ _WORDS = {"activation": "forward", "gradient": "backward"}
 
 
 class Mailbox:
-    """The tensors of one step between stages, all of one ``shape`` and ``dtype``."""
+    """The tensors of one step between stages, all of one ``dtype``.
+
+    ``shapes[i]`` is what stage i and the next hand each other.
+    """
 
     def __init__(
         self,
@@ -33,12 +36,12 @@ class Mailbox:
         pp_group: ProcessGroup,
         hooks: StepHooks,
         *,
-        shape: tuple[int, ...],
+        shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
         waits_at_once: bool = False,
     ) -> None:
         self.placement, self.pp_group, self.hooks = placement, pp_group, hooks
-        self.shape, self.dtype, self.waits_at_once = shape, dtype, waits_at_once
+        self.shapes, self.dtype, self.waits_at_once = shapes, dtype, waits_at_once
         self._tensors: dict[Transfer, Tensor] = {}  # to be sent, or arrived
         self._arriving: dict[Transfer, Any] = {}  # what to wait for
         self._leaving: list[Any] = []  # what to wait for before `_held` may go
@@ -46,9 +49,10 @@ class Mailbox:
 
     def put(self, transfer: Transfer, tensor: Tensor) -> None:
         """Leave what ``transfer`` is to carry."""
-        assert (tuple(tensor.shape), tensor.dtype) == (self.shape, self.dtype), (
+        shape = self._shape(transfer)
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, self.dtype), (
             f"stage {transfer.source} made {tuple(tensor.shape)} of {tensor.dtype}, "
-            f"stage {transfer.target} expects {self.shape} of {self.dtype}"
+            f"stage {transfer.target} expects {shape} of {self.dtype}"
         )
         self._tensors[transfer] = tensor.detach()
 
@@ -58,8 +62,8 @@ class Mailbox:
             _wait(self._leaving)
             sent = [self._tensors.pop(transfer).contiguous() for transfer in exchange.sends]
             received = [
-                torch.empty(self.shape, dtype=self.dtype, device=device.current())
-                for _ in exchange.receives
+                torch.empty(self._shape(transfer), dtype=self.dtype, device=device.current())
+                for transfer in exchange.receives
             ]
             waiting.name_transfers(
                 f"{transfer.kind} of microbatch {transfer.microbatch}"
@@ -93,6 +97,9 @@ class Mailbox:
         _wait(self._leaving)
         self._held = []
         assert not self._tensors, f"never taken: {', '.join(map(str, self._tensors))}"
+
+    def _shape(self, transfer: Transfer) -> tuple[int, ...]:
+        return tuple(self.shapes[min(transfer.source, transfer.target)])
 
     def _operations(
         self, operation: Any, tensors: Iterable[Tensor], stages: Iterable[int]

@@ -29,6 +29,26 @@ def layer_range(
     return layer_ranges(config, num_ranks)[placement.stage(pp_rank, vp_stage or 0)]
 
 
+def stacked_ranges(
+    depths: tuple[int, int], encoder_ranks: int, *, pp_rank: int, num_ranks: int
+) -> tuple[range | None, range | None]:
+    """Layers of an encoder and of the decoder behind it on one rank; None: it has no part of it.
+
+    Each is dealt out as evenly as it goes, earlier ranks first.
+
+    >>> [stacked_ranges((2, 5), 1, pp_rank=rank, num_ranks=3)[1] for rank in range(3)]
+    [None, range(0, 3), range(3, 5)]
+    """
+    if num_ranks == 1:
+        return range(depths[0]), range(depths[1])
+    is_behind = pp_rank >= encoder_ranks
+    depth = depths[is_behind]
+    stage = pp_rank - encoder_ranks if is_behind else pp_rank
+    num_stages = num_ranks - encoder_ranks if is_behind else encoder_ranks
+    begin, end = (-(-depth * s // num_stages) for s in (stage, stage + 1))
+    return (None, range(begin, end)) if is_behind else (range(begin, end), None)
+
+
 @lru_cache(maxsize=8)
 def layer_ranges(config: TransformerConfig, num_ranks: int) -> tuple[range, ...]:
     """The layers of each virtual stage.  Raises ConfigError where the flags leave no way."""

@@ -66,9 +66,11 @@ class TransformerBlock(MegatronModule):
         submodules = block_submodules(config, spec)
         specs = submodules.layer_specs or []
         pp_group = pg_collection.pp
-        self.layer_range = layer_indices or layer_range(
-            config, pp_rank=pp_group.rank(), num_ranks=pp_group.size(), vp_stage=vp_stage
-        )
+        if layer_indices is None:
+            layer_indices = layer_range(
+                config, pp_rank=pp_group.rank(), num_ranks=pp_group.size(), vp_stage=vp_stage
+            )
+        self.layer_range = layer_indices
         if len(specs) == config.num_layers:
             specs = [specs[i] for i in self.layer_range]
         if len(specs) != len(self.layer_range):

@@ -79,10 +79,12 @@ def nothing_asked(ns: Namespace) -> Iterator[str]:
 
 
 def depth(ns: Namespace) -> Iterator[str]:
-    """--num-layers and --encoder-num-layers name the same number."""
+    """--num-layers and --encoder-num-layers name the same number; a decoder is as deep."""
     if ns.num_layers is None:
         ns.num_layers = ns.encoder_num_layers
     ns.encoder_num_layers = ns.num_layers
+    if ns.model_kind == "t5" and ns.decoder_num_layers is None:
+        ns.decoder_num_layers = ns.num_layers
     yield from ()
 
 
@@ -133,8 +135,12 @@ def sequence_lengths(ns: Namespace) -> Iterator[str]:
     if ns.seq_length is None:
         ns.seq_length = ns.encoder_seq_length
     ns.encoder_seq_length = ns.seq_length
+    if ns.model_kind == "t5" and ns.decoder_seq_length is None:
+        ns.decoder_seq_length = ns.seq_length
     if ns.max_position_embeddings is None:
-        ns.max_position_embeddings = ns.seq_length
+        ns.max_position_embeddings = ns.seq_length and max(
+            ns.seq_length, ns.decoder_seq_length or 0
+        )
     yield from ()
 
 

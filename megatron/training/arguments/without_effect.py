@@ -43,6 +43,21 @@ NEEDS = (
         ("reset_position_ids",),
     ),
     Need(
+        "--position-embedding-type relative",
+        lambda ns: ns.position_embedding_type == "relative",
+        ("relative_attention_num_buckets", "relative_attention_max_distance"),
+    ),
+    Need(
+        "pretrain_bert.py or pretrain_t5.py",
+        lambda ns: ns.model_kind in ("bert", "t5"),
+        ("mask_prob", "short_seq_prob"),
+    ),
+    Need(
+        "pretrain_t5.py (--model-kind t5)",
+        lambda ns: ns.model_kind == "t5",
+        ("decoder_num_layers", "decoder_seq_length", "encoder_pipeline_model_parallel_size"),
+    ),
+    Need(
         "--mtp-num-layers",
         lambda ns: ns.mtp_num_layers is not None,
         ("mtp_loss_scaling_factor",),
@@ -165,6 +180,7 @@ NEEDS = (
             "align_grad_reduce",
             "pipeline_schedule",
             "pipeline_split",
+            "encoder_pipeline_model_parallel_size",
             "account_for_embedding_in_pipeline_split",
             "account_for_loss_in_pipeline_split",
             "defer_embedding_wgrad_compute",

@@ -81,12 +81,13 @@ class DataConfig:
     )
     encoder_seq_length: int | None = option(
         None,
-        "Another name of --seq-length.",
+        "Another name of --seq-length: tokens of an encoder's sample.",
         group="data and dataloader",
     )
     decoder_seq_length: int | None = option(
         None,
-        "Tokens of a decoder's sample in an encoder-decoder model.",
+        "Tokens of a decoder's sample in an encoder-decoder model; as many as the encoder's if not "
+        "given.",
         group="data and dataloader",
     )
     retriever_seq_length: int = option(
@@ -105,13 +106,11 @@ class DataConfig:
         0.15,
         "Share of tokens that masked training hides.",
         group="data and dataloader",
-        ignored="only masked models such as BERT read it",
     )
     short_seq_prob: float = option(
         0.1,
         "Share of shortened samples in masked training.",
         group="data and dataloader",
-        ignored="only masked models such as BERT read it",
     )
     num_workers: int = option(
         2,

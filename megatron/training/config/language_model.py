@@ -17,18 +17,18 @@ class LanguageModelConfig:
         "Which kind of model the flags describe; entry scripts set it, tools are told (default: "
         "gpt).",
         group="network size",
-        choices=("gpt", "mamba"),
+        choices=("gpt", "mamba", "t5"),
     )
     encoder_num_layers: int | None = option(
         None,
-        "Another name of --num-layers.",
+        "Another name of --num-layers: of both halves of T5, unless its decoder has a depth of its "
+        "own.",
         group="network size",
     )
     decoder_num_layers: int | None = option(
         None,
-        "Decoder layers of an encoder-decoder model.",
+        "Decoder layers of an encoder-decoder model; as many as its encoder has if not given.",
         group="network size",
-        refused=states.ENCODER_DECODER,
     )
     max_position_embeddings: int | None = option(
         None,
@@ -38,10 +38,11 @@ class LanguageModelConfig:
     position_embedding_type: str = option(
         "learned_absolute",
         "How positions enter: learned_absolute (a table), rope (rotation of queries and "
-        "keys), yarn (rope with --rope-type yarn), alibi (a slope on the scores) or none.",
+        "keys), yarn (rope with --rope-type yarn), relative (T5's learned bias on the scores), "
+        "alibi (a slope on the scores) or none.",
         group="network size",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none", "alibi"),
-        refused_values={"mrope": states.MULTIMODAL, "relative": states.ENCODER_DECODER},
+        refused_values={"mrope": states.MULTIMODAL},
     )
     rotary_base: int = option(
         10000,

@@ -10,9 +10,10 @@ from megatron.training.config.run import RunConfig
 from megatron.training.models.gpt import GPT
 from megatron.training.models.kind import ModelKind
 from megatron.training.models.mamba import MAMBA
+from megatron.training.models.t5 import T5
 from megatron.training.runtime import Runtime
 
-KINDS: dict[str, ModelKind] = {"gpt": GPT, "mamba": MAMBA}
+KINDS: dict[str, ModelKind] = {"gpt": GPT, "mamba": MAMBA, "t5": T5}
 
 
 def kind_of(config: RunConfig) -> ModelKind:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 from unittest import mock
 
@@ -33,7 +34,7 @@ from megatron.core.param_info import local_part
 from megatron.core.pipeline_parallel.executor import Executor, StepTask
 from megatron.core.pipeline_parallel.microbatch import LossRule
 from megatron.core.pipeline_parallel.plan import Transfer, Work
-from megatron.core.pipeline_parallel.schedules import message_of
+from megatron.core.pipeline_parallel.schedules import messages_of
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -145,7 +146,7 @@ class _Neighbours(Mailbox):
         self.handed_on = tensor.detach()
 
     def take(self, transfer: Transfer) -> Tensor:
-        message = torch.empty(self.shape, dtype=self.dtype, device=device.current())
+        message = torch.empty(self._shape(transfer), dtype=self.dtype, device=device.current())
         self.received += storage_bytes([message])
         return message
 
@@ -178,9 +179,10 @@ def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
 def _cost(run: Runtime) -> RankCost:
     """Try every pass, then the optimizer's step."""
     tracker = Tracker([*_parameters(run), *_buffers(run), *_optimizer_tensors(run)])
-    tokens = run.config.data.seq_length, run.config.training.micro_batch_size
-    shape, dtype = message_of(run.config.model, run.groups, tokens)
-    trial = _Trial(run, tracker, shape, dtype)
+    data, num_stages = run.config.data, run.placement.num_stages
+    tokens = data.seq_length, data.decoder_seq_length or 0, run.config.training.micro_batch_size
+    shapes, dtype = messages_of(run.config.model, run.groups, tokens, num_stages)
+    trial = _Trial(run, tracker, shapes, dtype)
     with tracker:
         passes = {
             (kind, chunk): cost
@@ -204,7 +206,7 @@ def _cost(run: Runtime) -> RankCost:
         ),
         num_parameters=sum(local_part(p).numel() for p in _parameters(run)),
         passes=passes,
-        message=torch.Size(shape).numel() * dtype.itemsize,
+        message=max(map(prod, shapes), default=0) * dtype.itemsize,
         lasting=lasting,
         step_peak=step.peak,
         step_sent=step.sent,
@@ -216,10 +218,10 @@ class _Trial:
     """Sends micro-batches through one chunk at a time."""
 
     def __init__(
-        self, run: Runtime, tracker: Tracker, shape: tuple[int, int, int], dtype: torch.dtype
+        self, run: Runtime, tracker: Tracker, shapes: list[tuple[int, int, int]], dtype: torch.dtype
     ) -> None:
         self.run, self.tracker = run, tracker
-        self.shape, self.dtype = shape, dtype
+        self.shapes, self.dtype = shapes, dtype
 
     def passes(self, chunk: int) -> dict[str, PassCost]:
         """What the passes of a micro-batch through ``chunk`` take, which is not the step's last.
@@ -229,7 +231,7 @@ class _Trial:
         run = self.run
         model = run.config.model
         neighbours = _Neighbours(
-            run.placement, run.groups.pp, StepHooks(), shape=self.shape, dtype=self.dtype
+            run.placement, run.groups.pp, StepHooks(), shapes=self.shapes, dtype=self.dtype
         )
         has_weight = model.pipeline_schedule is not None and model.pipeline_schedule[:2] == "zb"
         kinds = ["forward", "backward", "weight"] if has_weight else ["forward", "backward"]

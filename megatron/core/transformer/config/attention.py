@@ -43,13 +43,11 @@ class AttentionConfig:
         32,
         "Buckets of distances with --position-embedding-type relative.",
         group="network size",
-        ignored=states.only_with("--position-embedding-type relative"),
     )
     relative_attention_max_distance: int = option(
         128,
         "Distance in tokens from which relative positions share a bucket.",
         group="network size",
-        ignored=states.only_with("--position-embedding-type relative"),
     )
     rotary_interleaved: bool = option(
         False,

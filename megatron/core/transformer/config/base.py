@@ -61,6 +61,12 @@ class BaseConfig:
         "Factor on the word embeddings; 0 means the square root of the hidden size.",
         group="network size",
     )
+    output_scale: float | None = option(
+        None,
+        "Factor on what the output layer reads; 0 means one over the square root of the hidden "
+        "size.",
+        group="network size",
+    )
     final_logit_softcapping: float | None = option(
         None,
         "Squash the output logits smoothly into plus or minus this value.",

@@ -96,7 +96,8 @@ def sequence_fits_sequence_parallel(run: RunConfig) -> Iterator[str]:
 
 def layers_fit_the_pipeline(run: RunConfig) -> Iterator[str]:
     """Every layer is on one stage, and no flag says otherwise."""
-    if run.model.num_layers and run.model.pipeline_model_parallel_size >= 1:
+    is_one_stack = run.language_model.model_kind != "t5"  # its own rule is in encoder_decoder.py
+    if is_one_stack and run.model.num_layers and run.model.pipeline_model_parallel_size >= 1:
         yield from layout_problems(run.model, run.model.pipeline_model_parallel_size)
 
 

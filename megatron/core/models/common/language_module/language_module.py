@@ -226,6 +226,7 @@ class LanguageModule(MegatronModule):
 
     def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Hidden states [s, b, h], labels [b, s] -> loss of each token [b, s] in float32."""
+        hidden = self._scaled(hidden)
         layer, weight = self.output_layer, self.output_weight()
         is_plain = type(layer) is ColumnParallelLinear and layer.bias is None
         if is_plain and self.config.final_logit_softcapping is None:
@@ -243,8 +244,16 @@ class LanguageModule(MegatronModule):
 
     def logits(self, hidden: Tensor, *, gather: bool) -> Tensor:
         """Hidden states [s, b, h] -> [b, s, v], or [b, s, v/tp]: see `finish_logits`."""
-        logits, _ = self.output_layer(hidden, self.output_weight(), runtime_gather_output=gather)
+        hidden, weight = self._scaled(hidden), self.output_weight()
+        logits, _ = self.output_layer(hidden, weight, runtime_gather_output=gather)
         return self.finish_logits(logits, is_gathered=gather)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """What the output layer reads."""
+        scale = self.config.output_scale
+        if scale is None:
+            return hidden
+        return hidden * (self.config.hidden_size**-0.5 if scale == 0 else scale)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """labels [b, s], logits [s, b, v/tp] -> loss of each token [b, s] in float32."""
@@ -304,6 +313,9 @@ class LanguageModule(MegatronModule):
         return logits if limit is None else limit * torch.tanh(logits / limit)
 
 
-def mark_as_shared_embedding(weight: nn.Parameter, *, is_copy: bool) -> None:
-    """Say that ``weight`` is word embedding and output layer, or the last stage's copy of it."""
-    set_info(weight, replace(info_of(weight), is_duplicate=is_copy, is_shared_embedding=True))
+def mark_as_shared_embedding(weight: nn.Parameter, *, is_copy: bool, over: str = "embd") -> None:
+    """Say that the stages of group ``over`` hold ``weight``, and whether this is the first's copy.
+
+    embd: it is word embedding and output layer.
+    """
+    set_info(weight, replace(info_of(weight), is_duplicate=is_copy, shared_over=over))

@@ -1,0 +1,307 @@
+"""T5Model: one word embedding, an encoder, a decoder that attends to its output, an output layer.
+
+Or the part of them that a pipeline stage holds: the first stages have the encoder, the others the
+decoder.  What an encoder's stage hands on is hidden states [s, b, h]; what a decoder's stage hands
+on is the encoder's output and, behind it, its own hidden states, so that backward brings the
+gradient of the output from all stages that use it.
+
+``s`` tokens of the encoder, ``t`` of the decoder, ``b`` sequences, ``h`` width, ``v`` vocabulary,
+``x/tp`` this rank's share.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import device, parallel_state
+from megatron.core.config.errors import ConfigError
+from megatron.core.models.common.embeddings.relative_pos_embedding import (
+    RelativePositionEmbedding,
+)
+from megatron.core.models.common.language_module.language_module import (
+    LanguageModule,
+    mark_as_shared_embedding,
+)
+from megatron.core.models.common.positions import build_rotary
+from megatron.core.param_info import info_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention_masks import band
+from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.layer_layout import stacked_ranges
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_HEAD = {f"output_layer.{part}": f"lm_head.output_layer.{part}" for part in ("weight", "bias")}
+POSITION_TYPES = ("learned_absolute", "rope", "relative", "none")
+
+
+class T5Model(LanguageModule):
+    """An encoder-decoder language model."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        encoder_config: TransformerConfig,
+        transformer_encoder_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        transformer_decoder_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "learned_absolute",
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        relative_attention_num_buckets: int = 32,
+        relative_attention_max_distance: int = 128,
+        add_encoder: bool = True,
+        add_decoder: bool = True,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        unpadded_vocab_size: int | None = None,
+    ) -> None:
+        """``config`` is the decoder's; it and ``encoder_config`` differ in depth alone.
+
+        ``add_encoder`` False leaves a decoder, which is handed hidden states of an encoder.
+        """
+        groups = parallel_state.current() if pg_collection is None else pg_collection
+        super().__init__(
+            config,
+            groups,
+            vocab_size=vocab_size,
+            unpadded_vocab_size=unpadded_vocab_size,
+            max_sequence_length=max_sequence_length,
+            position_embedding_type=position_embedding_type,
+            position_types=POSITION_TYPES,
+            share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+            pre_process=pre_process,
+            post_process=post_process,
+        )
+        self.fp16_lm_cross_entropy, self.parallel_output = fp16_lm_cross_entropy, parallel_output
+        self.encoder_stages = _encoder_stages(config, groups.pp.size())
+        self.input_tensor: Tensor | None = None
+        self.looks_up = groups.pp.rank() in (0, self.encoder_stages)
+        self.has_embedding = self.looks_up
+        if self.looks_up:
+            self.embedding = self._build_shared_embedding()
+        if position_embedding_type == "rope":
+            self.rotary_pos_emb = build_rotary(
+                config,
+                max_sequence_length,
+                percent=rotary_percent,
+                base=rotary_base,
+                has_llama3_scaling=rope_scaling,
+                llama3_factor=rope_scaling_factor,
+                interpolation_factor=seq_len_interpolation_factor,
+            )
+        buckets = relative_attention_num_buckets, relative_attention_max_distance
+        depths = encoder_config.num_layers, config.num_layers
+        in_encoder, in_decoder = stacked_ranges(
+            depths, self.encoder_stages, pp_rank=groups.pp.rank(), num_ranks=groups.pp.size()
+        )
+        self.encoder: TransformerBlock | None = None
+        self.decoder: TransformerBlock | None = None
+        if add_encoder and in_encoder is not None:
+            spec = transformer_encoder_layer_spec
+            self.encoder = self._build_stack(encoder_config, spec, in_encoder)
+            self.encoder_relative_pos_emb = self._build_bias(buckets, bidirectional=True)
+        if add_decoder and in_decoder is not None:
+            self.decoder = self._build_stack(config, transformer_decoder_layer_spec, in_decoder)
+            self.decoder_relative_pos_emb = self._build_bias(buckets, bidirectional=False)
+        if post_process and self.decoder is not None:
+            has_bias = share_embeddings_and_output_weights and config.add_bias_linear
+            self.output_layer = self.build_output_layer(bias=has_bias)
+        built = [name for name in ("encoder", "decoder") if getattr(self, name) is not None]
+        self.name_and_fill(*built, rename=_HEAD)
+
+    def _build_shared_embedding(self) -> nn.Module:
+        """Of both sequences: the encoder's first stage has it, and the decoder's."""
+        embedding = self.build_embedding()
+        if self.pg_collection.pp.size() > 1:
+            for param in embedding.parameters():
+                if info_of(param).shared_over is None:
+                    mark_as_shared_embedding(param, is_copy=not self.pre_process, over="pos_embd")
+        return embedding
+
+    def _build_stack(
+        self,
+        config: TransformerConfig,
+        spec: ModuleSpec | TransformerBlockSubmodules,
+        layers: range,
+    ) -> TransformerBlock:
+        return TransformerBlock(
+            config,
+            spec,
+            pre_process=self.looks_up,
+            post_process=layers.stop == config.num_layers,
+            pg_collection=self.pg_collection,
+            layer_indices=layers,
+        )
+
+    def _build_bias(
+        self, buckets: tuple[int, int], *, bidirectional: bool
+    ) -> RelativePositionEmbedding | None:
+        """All layers of a stack use one table, so each of its stages has a copy."""
+        if self.position_embedding_type != "relative":
+            return None
+        config, pp = self.config, self.pg_collection.pp
+        table = RelativePositionEmbedding(
+            bidirectional,
+            config.init_method,
+            config.num_attention_heads,
+            *buckets,
+            params_dtype=config.params_dtype,
+            tp_group=self.tp_group,
+        )
+        if pp.size() > 1:
+            weight = table.relative_attention_bias.weight
+            mark_as_shared_embedding(weight, is_copy=not self.looks_up, over="stack")
+        return table
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
+        """What the previous stage computed."""
+        is_list = isinstance(input_tensor, list)
+        self.input_tensor = input_tensor[0] if is_list else input_tensor
+
+    def forward(
+        self,
+        encoder_input_ids: Tensor | None,
+        decoder_input_ids: Tensor | None,
+        encoder_attn_mask: Tensor | None = None,
+        decoder_attn_mask: Tensor | None = None,
+        encoder_decoder_attn_mask: Tensor | None = None,
+        lm_labels: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        output_encoder_hidden_only: bool = False,
+        inference_context: KVCache | None = None,
+        *,
+        runtime_gather_output: bool | None = None,
+    ) -> Tensor:
+        """ids [b, s] and [b, t] -> loss of each token [b, t], or logits [b, t, v].
+
+        Masks are True where a key is hidden: [b, keys], or to [b, 1, queries, keys]; the decoder is
+        causal without one.  Logits are divided over ranks, [b, t, v/tp], unless gathering is asked
+        for here or by ``parallel_output``; with ``inference_context`` they are gathered and those
+        of the last token.  ``encoder_hidden_states`` stand in for the encoder.  Every stage but the
+        last returns what the next one needs, and all of a half need that half's ids.
+        """
+        received, self.input_tensor = self.input_tensor, None  # it is freed in backward
+        context, hidden = encoder_hidden_states, None
+        if self.encoder is not None and context is None:
+            context = self._encode(encoder_input_ids, encoder_attn_mask, received)
+            if self.decoder is None or output_encoder_hidden_only:
+                return self._as_message(context)
+        elif received is not None:
+            context, hidden = self._taken_apart(received, decoder_input_ids)
+        assert context is not None, "a decoder needs the output of an encoder"
+        masks = decoder_attn_mask, encoder_decoder_attn_mask
+        hidden = self._decode(decoder_input_ids, hidden, context, masks, inference_context)
+        if not self.post_process:
+            return self._as_message(torch.cat([context, hidden]))
+        if lm_labels is not None:
+            return self.token_losses(hidden, lm_labels)
+        gather = runtime_gather_output
+        if inference_context is not None:
+            hidden, gather = hidden[-1:], True
+        return self.logits(hidden, gather=not self.parallel_output if gather is None else gather)
+
+    def _encode(self, ids: Tensor | None, mask: Tensor | None, received: Tensor | None) -> Tensor:
+        """[b, s] -> [s, b, h]"""
+        assert self.encoder is not None, "called where it is"
+        length = self.tokens_in_row(ids, received)
+        table = self.encoder_relative_pos_emb
+        if received is not None:
+            self.encoder.set_input_tensor(received)
+        return self.encoder(
+            self._embedded(ids, 0),
+            _needed(mask, is_causal=False),
+            rotary_pos_emb=self.rotary_table(length),
+            attention_bias=None if table is None else table(length, length),
+        )
+
+    def _decode(
+        self,
+        ids: Tensor | None,
+        received: Tensor | None,
+        context: Tensor,
+        masks: tuple[Tensor | None, Tensor | None],
+        cache: KVCache | None,
+    ) -> Tensor:
+        """[b, t] -> [t, b, h]"""
+        assert self.decoder is not None, "called where it is"
+        length = self.tokens_in_row(ids, received)
+        offset = 0 if cache is None else cache.num_tokens
+        table = self.decoder_relative_pos_emb
+        if received is not None:
+            self.decoder.set_input_tensor(received)
+        return self.decoder(
+            self._embedded(ids, offset),
+            _needed(masks[0], is_causal=True),
+            context=context.to(self.config.params_dtype),
+            context_mask=_needed(masks[1], is_causal=False),
+            inference_context=cache,
+            rotary_pos_emb=self.rotary_table(length, offset),
+            attention_bias=None if table is None else table(length, offset + length, offset=offset),
+        )
+
+    def _embedded(self, ids: Tensor | None, offset: int) -> Tensor | None:
+        """The first hidden states, on a stage that makes them."""
+        if not self.looks_up:
+            return None
+        assert ids is not None, "the first stage of a half needs its ids"
+        positions = torch.arange(offset, offset + ids.shape[1], device=ids.device)
+        return self.embedding(ids, positions.expand_as(ids))
+
+    def _as_message(self, states: Tensor) -> Tensor:
+        """Stages hand each other one dtype."""
+        return states.float() if self.config.fp32_residual_connection else states
+
+    def _taken_apart(self, received: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The encoder's output, and the decoder's hidden states behind it."""
+        if self.looks_up:
+            return received, None
+        assert ids is not None, "a later stage of the decoder needs its ids, for their number"
+        cut = self.tp_group.size() if self.config.sequence_parallel else 1
+        length = ids.shape[1] // cut
+        context, hidden = received.split([received.shape[0] - length, length])
+        return context, hidden
+
+
+def _encoder_stages(config: TransformerConfig, num_stages: int) -> int:
+    """Pipeline stages that hold the encoder; 0 where one holds everything."""
+    encoder_stages = config.encoder_pipeline_model_parallel_size
+    if num_stages > 1 and not 0 < encoder_stages < num_stages:
+        raise ConfigError(
+            f"--encoder-pipeline-model-parallel-size {encoder_stages}: of "
+            f"--pipeline-model-parallel-size {num_stages} stages of T5 at least one and not all "
+            f"hold the encoder, give 1 to {num_stages - 1}"
+        )
+    return encoder_stages if num_stages > 1 else 0
+
+
+def _needed(mask: Tensor | None, *, is_causal: bool) -> Tensor | None:
+    """``mask`` to [b, 1, queries, keys], or None where it hides no more than causality does.
+
+    A query that would see nothing, which is padding, sees everything: nothing is no mean.
+    """
+    if mask is None:
+        return None
+    while mask.dim() < 4:
+        mask = mask.unsqueeze(1)
+    if not (device.is_cuda() or mask.is_meta):  # there the question would wait for the device
+        queries, keys = mask.shape[-2:]
+        size = keys if queries == 1 else queries
+        seen = band(size, keys, -1, 0, mask.device) if is_causal else mask.new_ones(1)
+        if not bool((mask & seen).any()):
+            return None
+    return mask & ~mask.all(-1, keepdim=True)

@@ -1,0 +1,125 @@
+"""T5 from a RunConfig: the model, its data sets, what a stage reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.datasets.t5_dataset import (
+    MockT5MaskedWordPieceDataset,
+    T5MaskedWordPieceDataset,
+    T5MaskedWordPieceDatasetConfig,
+)
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.T5.t5_spec import (
+    get_t5_decoder_with_local_block_spec,
+    get_t5_encoder_with_local_block_spec,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.config.run import RunConfig
+from megatron.training.models.kind import Batch, BatchTable, Expected, ModelKind
+from megatron.training.runtime import Runtime
+
+
+def build_t5_model(
+    config: RunConfig,
+    *,
+    vocab_size: int,
+    padded_vocab_size: int,
+    groups: ProcessGroupCollection | None = None,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    parallel_output: bool = True,
+) -> T5Model:
+    """One pipeline stage of the T5 that ``config`` describes, on the current device."""
+    assert vp_stage is None, "the checks refuse virtual stages"
+    lm, encoder = config.language_model, config.model
+    decoder = replace(encoder, num_layers=lm.decoder_num_layers)
+    return T5Model(
+        config=decoder,
+        encoder_config=encoder,
+        transformer_encoder_layer_spec=get_t5_encoder_with_local_block_spec(encoder.num_layers),
+        transformer_decoder_layer_spec=get_t5_decoder_with_local_block_spec(decoder.num_layers),
+        vocab_size=padded_vocab_size,
+        unpadded_vocab_size=None if lm.pad_vocab_in_loss else vocab_size,
+        max_sequence_length=lm.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=lm.fp16_lm_cross_entropy,
+        parallel_output=parallel_output,
+        share_embeddings_and_output_weights=not lm.untie_embeddings_and_output_weights,
+        position_embedding_type=lm.position_embedding_type,
+        rotary_percent=lm.rotary_percent,
+        rotary_base=lm.rotary_base,
+        rope_scaling=lm.use_rope_scaling,
+        rope_scaling_factor=lm.rope_scaling_factor,
+        seq_len_interpolation_factor=lm.rotary_seq_len_interpolation_factor,
+        relative_attention_num_buckets=encoder.relative_attention_num_buckets,
+        relative_attention_max_distance=encoder.relative_attention_max_distance,
+        pg_collection=groups,
+    )
+
+
+def t5_dataset_config(run: Runtime, **common: Any) -> T5MaskedWordPieceDatasetConfig:
+    """How sentences become a text with spans missing, and the spans."""
+    data = run.config.data
+    assert data.decoder_seq_length is not None, "it follows from --seq-length"
+    return T5MaskedWordPieceDatasetConfig(
+        sequence_length_decoder=data.decoder_seq_length,
+        masking_probability=data.mask_prob,
+        short_sequence_probability=data.short_seq_prob,
+        masking_max_ngram=10,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=True,
+        **common,
+    )
+
+
+def t5_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
+    """text_enc, enc_mask [b, s]; text_dec, labels, loss_mask [b, t].  All are int64.
+
+    The decoder's own padding comes last, where causality hides it.
+    """
+    data, b = config.data, config.training.micro_batch_size
+    first_decoder = config.model.encoder_pipeline_model_parallel_size if num_stages > 1 else 0
+    source = Expected(torch.int64, (b, data.seq_length))
+    target = Expected(torch.int64, (b, data.decoder_seq_length))
+    is_last = stage == num_stages - 1
+    return {
+        "text_enc": source if stage == 0 else None,
+        "enc_mask": source,
+        "text_dec": target if stage >= first_decoder else None,
+        "labels": target if is_last else None,
+        "loss_mask": target if is_last else None,
+    }
+
+
+def apply_t5(model: nn.Module, batch: Batch) -> Tensor:
+    """Token losses [b, t] on the last stage, hidden states on the others."""
+    mask = batch["enc_mask"]
+    assert mask is not None, "every stage reads it"
+    padding = mask == 0
+    losses: Tensor = model(
+        batch["text_enc"],
+        batch["text_dec"],
+        padding,
+        None,
+        padding,
+        lm_labels=batch["labels"],
+    )
+    return losses
+
+
+T5 = ModelKind(
+    build=build_t5_model,
+    datasets=(T5MaskedWordPieceDataset, MockT5MaskedWordPieceDataset),
+    dataset_config=t5_dataset_config,
+    batch=t5_batch,
+    apply=apply_t5,
+)

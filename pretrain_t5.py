@@ -1,0 +1,48 @@
+"""Pretrain T5: a micro-batch; model, data sets and the loss's mean are those of other kinds."""
+
+from __future__ import annotations
+
+import megatron.training.early_stop_signal  # noqa: F401  (before the imports that take seconds)
+
+# isort: split
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core.enums import ModelType
+from megatron.core.models.T5 import T5Model
+from megatron.training.batch import next_batch
+from megatron.training.global_vars import get_run
+from megatron.training.models.registry import build_stage
+from megatron.training.models.t5 import apply_t5
+from megatron.training.training import pretrain
+from pretrain_gpt import loss_func, stimer, train_valid_test_datasets_provider
+
+
+def model_provider(pre_process: bool = True, post_process: bool = True) -> T5Model:
+    """This rank's stage of the model."""
+    return build_stage(get_run(), pre_process=pre_process, post_process=post_process)
+
+
+def forward_step(data_iterator: Iterator[Any] | None, model: T5Model) -> tuple[Tensor, Any]:
+    """Token losses of one micro-batch, and the function that turns them into the loss.
+
+    Stages before the last return hidden states in their place.
+    """
+    batch = next_batch(get_run(), data_iterator, model)
+    with stimer:
+        losses = apply_t5(model, batch)
+    return losses, partial(loss_func, batch["loss_mask"])
+
+
+if __name__ == "__main__":
+    train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+    pretrain(
+        train_valid_test_datasets_provider,
+        model_provider,
+        ModelType.encoder_and_decoder,
+        forward_step,
+        args_defaults={"model_kind": "t5", "tokenizer_type": "BertWordPieceLowerCase"},
+    )
