@@ -17,6 +17,7 @@ from megatron.training.arguments.resolve import assemble
 from megatron.training.config.run import RunConfig
 
 _MIB = 2**20
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +47,16 @@ def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCoun
 
 
 def weight_and_optimizer_bytes(config: RunConfig, padded_vocab_size: int) -> float:
-    """Bytes on the most loaded rank: 16-bit weight, fp32 gradient, main weight and two moments.
+    """Bytes on the most loaded rank: 16-bit weight, gradient, main weight and two moments.
 
-    The distributed optimizer divides the last three over the replicas.
+    The distributed optimizer divides the last three over the replicas.  Of a main weight in fp32
+    a precision-aware one keeps what the 16-bit weight lacks.
     """
-    per_parameter = (
-        6 + 12 / config.data_parallel_size if config.optimizer.use_distributed_optimizer else 18
-    )
+    o = config.optimizer
+    main = 2 if o.use_precision_aware_optimizer else 4
+    state = main + _BYTES[o.exp_avg_dtype] + _BYTES[o.exp_avg_sq_dtype]
+    shares = config.data_parallel_size if o.use_distributed_optimizer else 1
+    per_parameter = 2 + _BYTES[o.main_grads_dtype] + state / shares
     return count_parameters(config, padded_vocab_size).most_loaded_shard * per_parameter
 
 

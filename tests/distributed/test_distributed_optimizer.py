@@ -32,6 +32,11 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 BUCKETS = {"bucket_size": 100, **OVERLAP}
 AHEAD = {"overlap_param_gather_with_optimizer_step": True}
 SHARDED = {"use_distributed_optimizer": True}
+IN_16_BITS = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+}
 FP16 = {"initial_loss_scale": 4096.0, "loss_scale_window": 2}
 
 
@@ -143,6 +148,7 @@ def train(
         (3, torch.float32, {"decoupled_lr": 0.1}, {"average_in_collective": True, **OVERLAP}),
         (2, torch.bfloat16, {}, {"grad_reduce_in_fp32": False, **BUCKETS}),
         (2, torch.float32, {}, {"pad_buckets_for_high_nccl_busbw": True}),
+        (4, torch.bfloat16, IN_16_BITS, {"grad_reduce_in_fp32": False, **BUCKETS}),
     ],
 )
 def test_weights_are_bit_for_bit_those_of_the_plain_optimizer(

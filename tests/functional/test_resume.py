@@ -35,6 +35,10 @@ KINDS = {
         2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 "
         "--async-save"
     ),
+    "state-in-fewer-bits": (
+        2, "--use-distributed-optimizer --bf16 --use-precision-aware-optimizer "
+        "--main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8"
+    ),
     "zero-3": (2, f"{SHARD} optim_grads_params"),
     "ramp-up": (1, "--rampup-batch-size 2 2 24 --global-batch-size 6 --train-samples 90"),
     "decoupled-lr": (

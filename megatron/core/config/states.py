@@ -14,9 +14,6 @@ def only_with(flag: str) -> str:
 
 # ---- refused: not in this version ----------------------------------------------------------
 OFFLOAD = "keeping the optimizer in host memory is not in this version; drop the flag"
-LOW_PRECISION_STATE = (
-    "optimizer state below fp32 is not in this version; drop the flag: state stays fp32"
-)
 FP8 = "fp8 is not in this version; use --bf16"
 CUDA_GRAPHS = "CUDA graphs are not in this version; drop the flag"
 TP_OVERLAP = (

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,12 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.collectives import all_gather_json, on_wire
 from megatron.core.dist_checkpointing.folders import published
 from megatron.core.dist_checkpointing.local import SAVE
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, weights_then_state
+from megatron.core.dist_checkpointing.mapping import (
+    LazyPiece,
+    Piece,
+    ShardedTensor,
+    weights_then_state,
+)
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, bytes_of
 from megatron.core.dist_checkpointing.serialization import together
@@ -100,14 +107,12 @@ def load_local(
                 offered[key, DTYPE_NAMES[stored.dtype], piece.offset, piece.shape] = reader
     for part in weights_then_state(tensors):
         wanted = {
-            (t.key, DTYPE_NAMES[t.dtype], p.offset, p.shape): (t, p.data)
-            for t in part
-            for p in t.pieces
+            (t.key, DTYPE_NAMES[t.dtype], p.offset, p.shape): (t, p) for t in part for p in t.pieces
         }
         error: CheckpointError | None = None
         try:
             for box in wanted.keys() & offered.keys():
-                offered[box].read_box(box[0], box[2], wanted[box][1])
+                wanted[box][1].fill(partial(offered[box].read_box, box[0], box[2]))
         except CheckpointError as problem:
             error = problem
         together(error, group)
@@ -122,7 +127,7 @@ def load_local(
 @torch.no_grad()
 def _send_and_receive(
     offered: Mapping[Box, CheckpointReader],
-    missing: Mapping[Box, tuple[ShardedTensor, torch.Tensor]],
+    missing: Mapping[Box, tuple[ShardedTensor, Piece | LazyPiece]],
     group: ProcessGroup,
 ) -> None:
     """Each box that a rank lacks, from a rank that has it."""
@@ -150,11 +155,12 @@ def _send_and_receive(
             data = torch.frombuffer(bytearray(bytes_of(values)), dtype=torch.uint8)
             dist.send(on_wire(data, group), group=group, group_dst=rank)
         elif me == rank:
-            tensor, view = missing[box]
+            tensor, piece = missing[box]
             count = prod(box[3]) * tensor.dtype.itemsize
             got = on_wire(torch.empty(count, dtype=torch.uint8), group)
             dist.recv(got, group=group, group_src=giver)
-            view.copy_(got.view(tensor.dtype).view(box[3]))
+            values = got.view(tensor.dtype).view(box[3])
+            piece.fill(methodcaller("copy_", values))
 
 
 def _content(readers: Mapping[int, CheckpointReader], group: ProcessGroup) -> LocalContent:

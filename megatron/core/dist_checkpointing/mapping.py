@@ -7,9 +7,11 @@ records serve both ways: saving reads the views, loading fills them.  Nothing he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,19 +34,47 @@ class Piece:
         """Extent of the box, the same in local and in global coordinates."""
         return tuple(self.data.shape)
 
+    def fill(self, read: Callable[[Tensor], object]) -> None:
+        """Let ``read`` write the values."""
+        read(self.data)
+
+
+class Packed(Protocol):
+    """Numbers that lie in memory in another form than a tensor of fp32."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def read(self) -> Tensor:
+        """All of them, in fp32."""
+
+    def write(self, values: Tensor) -> None:
+        """Replace all of them."""
+
 
 @dataclass(frozen=True, eq=False)
 class LazyPiece:
-    """A box whose values are made each time they are asked for: when they are written."""
+    """A box whose values are made each time they are asked for: when they are written.
+
+    ``put`` takes values that were read, where a box can be loaded.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
+    put: Callable[[Tensor], None] | None = None
 
     @property
     def data(self) -> Tensor:
         """The values, made now."""
         return self.make()
+
+    def fill(self, read: Callable[[Tensor], object]) -> None:
+        """Let ``read`` write the values, and take them."""
+        assert self.put is not None, "a box of a file that is converted is not loaded"
+        values = self.data
+        read(values)
+        self.put(values)
 
 
 @dataclass(frozen=True)
@@ -89,7 +119,7 @@ class ShardedTensor:
 def from_param(
     key: str,
     info: ParamInfo,
-    tensor: Tensor,
+    tensor: Tensor | Packed,
     replica: Replica | None = Replica(),
     *,
     dtype: torch.dtype | None = None,
@@ -110,12 +140,33 @@ def from_param(
     return ShardedTensor(
         key=key,
         global_shape=tuple(info.global_shape),
-        dtype=dtype or tensor.dtype,
-        pieces=tuple(Piece(offset, view) for offset, view in info.pieces(tensor.detach())),
+        dtype=dtype or (tensor.dtype if isinstance(tensor, Tensor) else torch.float32),
+        pieces=tuple(_pieces(info, tensor)),
         replica=replica,
         cut=(dim, info.shard_count * len(info.blocks)),
         is_flat=info.part is not None,
     )
+
+
+def _pieces(info: ParamInfo, tensor: Tensor | Packed) -> Iterator[Piece | LazyPiece]:
+    """Views; of what is packed one box at a time is made, with the tensor it is part of."""
+    if isinstance(tensor, Tensor):
+        yield from (Piece(offset, view) for offset, view in info.pieces(tensor.detach()))
+        return
+    packed = tensor
+
+    def boxes(whole: Tensor) -> list[Tensor]:
+        return [view for _, view in info.pieces(whole)]
+
+    def put(number: int, values: Tensor) -> None:
+        whole = packed.read()
+        boxes(whole)[number].copy_(values)
+        packed.write(whole)
+
+    places = info.pieces(torch.empty(packed.shape, device="meta"))
+    for number, (offset, box) in enumerate(places):
+        make = partial(lambda n: boxes(packed.read())[n], number)
+        yield LazyPiece(offset, tuple(box.shape), make, partial(put, number))
 
 
 def from_flat_range(

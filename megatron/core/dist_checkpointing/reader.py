@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -136,7 +137,7 @@ class CheckpointReader:
         if problem:
             raise CheckpointError(f"{self.folder}: {problem}")
         for piece in wanted.pieces:
-            self.read_box(wanted.key, piece.offset, piece.data)
+            piece.fill(partial(self.read_box, wanted.key, piece.offset))
 
     @torch.no_grad()
     def read_box(self, key: str, offset: tuple[int, ...], out: Tensor) -> None:

@@ -1,8 +1,12 @@
-"""What the optimizer updates: fp32 main parameters beside 16-bit ones, others directly."""
+"""What the optimizer updates: fp32 main parameters beside 16-bit ones, others directly.
+
+Under --use-precision-aware-optimizer 16-bit ones are updated directly too: what makes them whole
+is part of the update rule's state (`kept_state`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -49,14 +53,13 @@ class OptimizedParam:
         return _part_of(local_part(self.model.detach()), self.part)
 
     def hand_over_gradient(self) -> Tensor:
-        """Make the summed gradient ``main.grad``, in main's dtype; returns it.
+        """Make the summed gradient ``main.grad``; returns it.
 
         No gradient counts as zero: whether a parameter decays must not depend on the layout.
         """
         grad = gradient_of(self.model)
         grad = torch.zeros_like(local_part(self.model)) if grad is None else grad
-        grad = _part_of(grad, self.part)
-        self.main.grad = grad if grad.dtype == self.main.dtype else grad.to(self.main.dtype)
+        self.main.grad = _part_of(grad, self.part)
         return self.main.grad
 
 
@@ -64,16 +67,18 @@ def optimized_params(
     names: dict[nn.Parameter, str],
     groups: Sequence[dict[str, Any]],
     parts: Mapping[nn.Parameter, Part] | None = None,
+    directly: Collection[torch.dtype] = (),
 ) -> tuple[list[OptimizedParam], list[dict[str, Any]]]:
     """One record per parameter, and ``groups`` with what is updated in place of the parameters.
 
     ``parts``: what this rank updates, and nothing of parameters that are not among them.
+    ``directly``: 16-bit formats that have no fp32 main parameter beside them.
     """
     params: list[OptimizedParam] = []
     main_groups: list[dict[str, Any]] = []
     for group in groups:
         records = [
-            _record(names[p], p, None if parts is None else parts[p])
+            _record(names[p], p, None if parts is None else parts[p], directly)
             for p in group["params"]
             if parts is None or p in parts
         ]
@@ -82,13 +87,19 @@ def optimized_params(
     return params, main_groups
 
 
-def _record(name: str, param: nn.Parameter, part: Part | None) -> OptimizedParam:
+def _record(
+    name: str, param: nn.Parameter, part: Part | None, directly: Collection[torch.dtype]
+) -> OptimizedParam:
     local, info = local_part(param), info_of(param)
     values = _part_of(local.detach(), part)
-    if param.dtype in _HALF:
+    is_half = param.dtype in _HALF
+    if is_half and param.dtype not in directly:
         main = nn.Parameter(values.float())
     else:
-        main = param if part is None and local is param else nn.Parameter(values)
+        is_same = part is None and local is param and not is_half
+        main = param if is_same else nn.Parameter(values)
+    if main is not param:
+        main.grad_dtype = None  # gradients come in the buffer's format
     if part is not None:
         held = info.part.start if info.part else 0
         whole, start = tuple(param.shape), held + part.start

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, global_norm
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
+from megatron.core.optimizer.kept_state import Kept
 from megatron.core.optimizer.mixed_precision import (
     Part,
     copy_main_to_model,
@@ -59,7 +60,7 @@ class MegatronOptimizer:
         self.grad_scaler = grad_scaler
         self.check_for_nan = check_for_nan
         self.timers: Timers | None = None
-        self.params, main_groups = optimized_params(names, param_groups, parts)
+        self.params, main_groups = optimized_params(names, param_groups, parts, _directly(config))
         if any(p.info.part is not None for p in self.params):
             self.is_sharded = True
         self.rule = make_update_rule(config, main_groups)
@@ -114,11 +115,17 @@ class MegatronOptimizer:
     def reload_model_params(self) -> None:
         """Start from the model's parameters, where a checkpoint brought no optimizer state."""
         copy_model_to_main(self.params)
+        for p in self.params:
+            main = self.rule.state_of(p.main).get("main")
+            if isinstance(main, Kept):
+                main.write(p.model_values.float())
 
     def named_state(
         self, *, every_main: bool = False
-    ) -> Iterator[tuple[str, ParamInfo, dict[str, Tensor]]]:
+    ) -> Iterator[tuple[str, ParamInfo, dict[str, Tensor | Kept]]]:
         """Each parameter's layout-free name, its record and its state: live, writable tensors.
+
+        Or what reads and writes like one, in fp32, where the state is kept in less.
 
         "fp32_param" where layers see another dtype than is updated (``every_main``: of every
         parameter), and the update rule's
@@ -126,9 +133,11 @@ class MegatronOptimizer:
         the first update.  After writing them call `load_scalar_state`.
         """
         for p in self.params:
-            state = {k: tensor for k, tensor in self.rule.state_of(p.main).items() if k != "step"}
-            is_fp32 = every_main or p.has_main or p.info.dtype is not None
-            yield p.name, p.info, {"fp32_param": p.main.data, **state} if is_fp32 else state
+            state = {k: kept for k, kept in self.rule.state_of(p.main).items() if k != "step"}
+            main = state.pop("main", None)
+            if main is None and (every_main or p.has_main or p.info.dtype is not None):
+                main = p.main.data
+            yield p.name, p.info, state if main is None else {"fp32_param": main, **state}
 
     def _update(self, divisor: float) -> None:
         """Step by the gradients over ``divisor``, and let the model have the result."""
@@ -146,9 +155,8 @@ class MegatronOptimizer:
 
         The groups are for other programs: a run takes its own from the command line.
         """
-        steps = [float(s["step"]) for s in self.rule.state.values() if "step" in s]
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        state: dict[str, Any] = {"step": max(steps, default=0.0), "param_groups": groups}
+        state: dict[str, Any] = {"step": self.rule.steps_done, "param_groups": groups}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
         return state
@@ -158,10 +166,7 @@ class MegatronOptimizer:
 
         Collective where parameters are divided over ranks.
         """
-        for p in self.params:
-            own = self.rule.state_of(p.main)
-            if "step" in own:
-                own["step"].fill_(state["step"])
+        self.rule.steps_done = state["step"]
         self.load_scaler_state(state.get("grad_scaler"))
         self._publish()
 
@@ -187,9 +192,9 @@ class MegatronOptimizer:
         if mains and "fp32_from_fp16_params" in state_dict:
             flat = [main for group in state_dict["fp32_from_fp16_params"] for main in group]
             torch._foreach_copy_(mains, flat)
-            self._publish()
         else:
-            self.reload_model_params()
+            copy_model_to_main(self.params)
+        self._publish()
 
     def load_scaler_state(self, state_dict: dict[str, Any] | None) -> None:
         """Continue the loss scale, where the run has one and the checkpoint brought one."""
@@ -221,3 +226,11 @@ class MegatronOptimizer:
             yield
         finally:
             timer.stop()
+
+
+def _directly(config: OptimizerConfig) -> tuple[torch.dtype, ...]:
+    """Formats of parameters that the rule updates without an fp32 one beside them."""
+    if not config.use_precision_aware_optimizer:
+        return ()
+    is_whole = config.main_params_dtype == "fp32"  # 16 bits beside 16 of bf16; not of fp16
+    return (torch.bfloat16,) if is_whole else (torch.bfloat16, torch.float16)

@@ -159,37 +159,32 @@ class OptimizerConfig:
     )
     use_precision_aware_optimizer: bool = option(
         False,
-        "Let the optimizer keep its state below fp32.",
+        "Keep optimizer state in fewer bits: of main parameters the 16 that bf16 weights lack.",
         group="experimental",
-        refused=states.LOW_PRECISION_STATE,
     )
     main_grads_dtype: str = option(
         "fp32",
         "Number format of main gradients.",
         group="experimental",
         choices=("fp32", "bf16"),
-        refused=states.LOW_PRECISION_STATE,
     )
     main_params_dtype: str = option(
         "fp32",
         "Number format of main parameters.",
         group="experimental",
         choices=("fp32", "fp16"),
-        refused=states.LOW_PRECISION_STATE,
     )
     exp_avg_dtype: str = option(
         "fp32",
         "Number format of Adam's mean of gradients.",
         group="experimental",
         choices=("fp32", "fp16", "bf16", "fp8"),
-        refused=states.LOW_PRECISION_STATE,
     )
     exp_avg_sq_dtype: str = option(
         "fp32",
         "Number format of Adam's mean of squared gradients.",
         group="experimental",
         choices=("fp32", "fp16", "bf16", "fp8"),
-        refused=states.LOW_PRECISION_STATE,
     )
     # What scripts say of the model once more; the parameters' own dtypes decide.
     fp16: bool = False

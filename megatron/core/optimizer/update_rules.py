@@ -14,19 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.optimizer.kept_state import DTYPES, Beside, Kept, Rounded, Split, stretches
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-State = dict[str, Tensor]
+State = dict[str, Tensor | Kept]
 
 
 class UpdateRule(ABC):
-    """Parameters in groups, and the state that belongs to each."""
+    """Parameters in groups, and the state that belongs to each.
 
-    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+    A 16-bit parameter is updated through "main" of its state.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
+        self.config = config
         self.param_groups = list(groups)
         self.state: dict[nn.Parameter, State] = {}
-        # Steps that all parameters of a device have taken, for rules that ask.
-        self._steps: dict[torch.device, Tensor] = {}
+        # Steps that all parameters of a device have taken.
+        devices = {param.device for param in self._params()}
+        self._steps = {d: torch.zeros((), dtype=torch.float32, device=d) for d in devices}
 
     @abstractmethod
     def new_state(self, param: nn.Parameter) -> State:
@@ -36,18 +42,40 @@ class UpdateRule(ABC):
     def update(
         self,
         params: list[Tensor],
-        states: list[State],
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
         *,
         group: dict[str, Any],
         grad_scale: Tensor | None,
     ) -> None:
-        """Step ``params`` of one device and dtype by their gradients over ``grad_scale``."""
+        """Step ``params`` of one device and dtype by ``grads`` over ``grad_scale``."""
 
     def state_of(self, param: nn.Parameter) -> State:
         """State of ``param``, made if its first update is still to come."""
         if param not in self.state:
             self.state[param] = self.new_state(param)
+            if param.dtype is torch.bfloat16 and self.config.main_params_dtype == "fp32":
+                self.state[param]["main"] = Split(param.detach())
+            elif param.dtype in (torch.bfloat16, torch.float16):
+                dtype = DTYPES[self.config.main_params_dtype]
+                self.state[param]["main"] = Beside(param.detach(), dtype)
         return self.state[param]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that the state made so far is kept in."""
+        for state in self.state.values():
+            for kept in state.values():
+                yield from (kept,) if isinstance(kept, Tensor) else kept.tensors
+
+    @property
+    def steps_done(self) -> float:
+        """Updates so far."""
+        return max((float(steps) for steps in self._steps.values()), default=0.0)
+
+    @steps_done.setter
+    def steps_done(self, count: float) -> None:
+        for steps in self._steps.values():
+            steps.fill_(count)
 
     def begin_step(self) -> None:
         """Count a step, before all or some parameters are updated."""
@@ -63,14 +91,23 @@ class UpdateRule(ABC):
         for group in self.param_groups:
             for params in _alike(p for p in group["params"] if only is None or p in only):
                 states = [self.state_of(param) for param in params]
-                scale = torch.tensor(divisor, device=params[0].device) if divisor != 1.0 else None
-                self.update(list(params), states, group=group, grad_scale=scale)
+                where = params[0].device
+                scale = torch.tensor(divisor, device=where) if divisor != 1.0 else None
+                for part in stretches(params, _gradients(params), states, self._steps[where]):
+                    self.update(part.values, part.grads, part.states, group=group, grad_scale=scale)
+                    part.put_back()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim writes it: parameters are numbered through the groups."""
         index = {param: i for i, param in enumerate(self._params())}
         return {
-            "state": {index[param]: state for param, state in self.state.items()},
+            "steps_done": self.steps_done,
+            "state": {
+                index[param]: {
+                    k: s if isinstance(s, Tensor) else s.read() for k, s in state.items()
+                }
+                for param, state in self.state.items()
+            },
             "param_groups": [
                 {**group, "params": [index[p] for p in group["params"]]}
                 for group in self.param_groups
@@ -89,12 +126,14 @@ class UpdateRule(ABC):
             raise CheckpointError(
                 f"the checkpoint's optimizer groups have {found} parameters, this run's {wanted}"
             )
+        self.steps_done = state_dict.get("steps_done", 0.0)
         params = list(self._params())
         for index, saved in state_dict["state"].items():
-            for key, tensor in self.state_of(params[index]).items():
+            for key, kept in self.state_of(params[index]).items():
                 if key not in saved:
                     raise CheckpointError(f"the checkpoint's optimizer state has no entry {key!r}")
-                tensor.copy_(torch.as_tensor(saved[key]))
+                values = torch.as_tensor(saved[key])
+                kept.copy_(values) if isinstance(kept, Tensor) else kept.write(values)
 
     def _params(self) -> Iterator[nn.Parameter]:
         for group in self.param_groups:
@@ -105,29 +144,28 @@ class AdamW(UpdateRule):
     """Adam with decoupled weight decay."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
-        betas = (config.adam_beta1, config.adam_beta2)
-        super().__init__([{"betas": betas, "eps": config.adam_eps, **group} for group in groups])
-        devices = {param.device for param in self._params()}
-        self._steps = {d: torch.zeros((), dtype=torch.float32, device=d) for d in devices}
+        own = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+        super().__init__([{**own, **group} for group in groups], config)
 
     def new_state(self, param: nn.Parameter) -> State:
         return {
             "step": self._steps[param.device],
-            "exp_avg": torch.zeros_like(param),
-            "exp_avg_sq": torch.zeros_like(param),
+            "exp_avg": _zeros(param, self.config.exp_avg_dtype),
+            "exp_avg_sq": _zeros(param, self.config.exp_avg_sq_dtype, is_square=True),
         }
 
     def update(
         self,
         params: list[Tensor],
-        states: list[State],
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
         *,
         group: dict[str, Any],
         grad_scale: Tensor | None,
     ) -> None:
         torch._fused_adamw_(
             params,
-            _gradients(params),
+            grads,
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -147,23 +185,24 @@ class SGD(UpdateRule):
     """Gradient descent with momentum; weight decay is part of the gradient."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
-        super().__init__([{"momentum": config.sgd_momentum, **group} for group in groups])
+        super().__init__([{"momentum": config.sgd_momentum, **group} for group in groups], config)
         self.has_momentum = config.sgd_momentum != 0.0
 
     def new_state(self, param: nn.Parameter) -> State:
-        return {"momentum_buffer": torch.zeros_like(param)} if self.has_momentum else {}
+        return {"momentum_buffer": _zeros(param)} if self.has_momentum else {}
 
     def update(
         self,
         params: list[Tensor],
-        states: list[State],
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
         *,
         group: dict[str, Any],
         grad_scale: Tensor | None,
     ) -> None:
         torch._fused_sgd_(
             params,
-            _gradients(params),
+            grads,
             [state["momentum_buffer"] for state in states if self.has_momentum],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
@@ -176,7 +215,14 @@ class SGD(UpdateRule):
         )
 
 
-def _gradients(params: list[Tensor]) -> list[Tensor]:
+def _zeros(param: Tensor, dtype: str = "fp32", *, is_square: bool = False) -> Tensor | Kept:
+    """State like ``param``, in its own format or in fewer bits."""
+    if dtype != "fp32":
+        return Rounded(param, DTYPES[dtype], is_square=is_square)
+    return torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
+
+
+def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
     grads = [p.grad for p in params if p.grad is not None]
     assert len(grads) == len(params), "a parameter is updated without a gradient"
     return grads

@@ -81,6 +81,15 @@ NEEDS = (
         ("adam_beta1", "adam_beta2", "adam_eps"),
     ),
     Need(
+        "16 bits beside --bf16 weights to keep, or a format of fewer bits than fp32",
+        lambda ns: (
+            (ns.bf16 and not is_fully_sharded(ns))
+            or {ns.main_grads_dtype, ns.main_params_dtype, ns.exp_avg_dtype, ns.exp_avg_sq_dtype}
+            != {"fp32"}
+        ),
+        ("use_precision_aware_optimizer",),
+    ),
+    Need(
         "--use-distributed-optimizer",
         lambda ns: ns.use_distributed_optimizer or is_fully_sharded(ns),
         (

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import (
     OPTIMIZER_PREFIX,
+    Packed,
     ShardedTensor,
     from_param,
     replica_of,
@@ -39,8 +40,8 @@ class CheckpointableOptimizer(Protocol):
 
     def named_state(
         self, *, every_main: bool = False
-    ) -> Iterable[tuple[str, ParamInfo, Mapping[str, Tensor]]]:
-        """Per parameter: global name, record, live state tensors of its local shape."""
+    ) -> Iterable[tuple[str, ParamInfo, Mapping[str, Tensor | Packed]]]:
+        """Per parameter: global name, record, live state of its local shape."""
 
     def scalar_state(self) -> dict[str, Any]:
         """Steps, loss scale and whatever else is one value for all ranks, as JSON."""
@@ -107,7 +108,7 @@ def optimizer_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedT
 
 def _named_state(
     optimizer: CheckpointableOptimizer, padded: bool
-) -> Iterable[tuple[str, ParamInfo, Mapping[str, Tensor]]]:
+) -> Iterable[tuple[str, ParamInfo, Mapping[str, Tensor | Packed]]]:
     """Megatron-LM's distributed optimizer has main parameters of fp32 weights too."""
     if padded and optimizer.is_sharded:
         return optimizer.named_state(every_main=True)

@@ -334,9 +334,7 @@ def _own_gradients(run: Runtime) -> list[Tensor]:
 
 
 def _optimizer_tensors(run: Runtime) -> list[Tensor]:
-    optimizer = run.optimizer
-    states = [tensor for state in optimizer.rule.state.values() for tensor in state.values()]
-    return [*states, *(p.main for p in optimizer.params)]
+    return [*run.optimizer.rule.tensors(), *(p.main for p in run.optimizer.params)]
 
 
 def _bytes_besides(known: Iterable[Tensor], tensors: Iterable[Tensor]) -> int:

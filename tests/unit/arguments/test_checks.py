@@ -98,6 +98,7 @@ VALUES = {
     "non_persistent_local_ckpt_algo": "atomic",
 }
 SWITCHES = {
+    "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
     "moe_grouped_gemm": "--moe-grouped-gemm",
     "cache_mla_latents": "--cache-mla-latents",
     "rotary_interleaved": "--rotary-interleaved",

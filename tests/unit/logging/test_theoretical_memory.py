@@ -52,6 +52,14 @@ def test_the_distributed_optimizer_divides_its_share() -> None:
     assert shared / whole == (6 + 12 / 4) / 18
 
 
+def test_fewer_bits_are_counted() -> None:
+    words = "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16"
+    whole, config = run_config("--bf16"), run_config(words)
+    halved = run_config(f"{words} --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8")
+    bytes_of = [weight_and_optimizer_bytes(c, 512) for c in (whole, config, halved)]
+    assert [size / bytes_of[0] * 18 for size in bytes_of] == [18, 14, 9]
+
+
 def test_selective_recomputation_keeps_34_bytes_per_token_width_and_layer() -> None:
     config = run_config(
         "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective", 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.training.config.run import RunConfig
 
 
@@ -31,6 +32,42 @@ def bf16_reduction_needs_bf16(run: RunConfig) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 needs --bf16: add it or drop the flag"
 
 
+def state_formats_have_their_optimizer(run: RunConfig) -> Iterator[str]:
+    """Fewer bits are asked for by a flag of their own, and moments are Adam's."""
+    o = run.optimizer
+    moments = {"--exp-avg-dtype": o.exp_avg_dtype, "--exp-avg-sq-dtype": o.exp_avg_sq_dtype}
+    formats = {
+        "--main-grads-dtype": o.main_grads_dtype,
+        "--main-params-dtype": o.main_params_dtype,
+        **moments,
+    }
+    for flag, dtype in formats.items():
+        if dtype != "fp32" and not o.use_precision_aware_optimizer:
+            yield f"{flag} {dtype} needs --use-precision-aware-optimizer: add it"
+    for flag, dtype in moments.items():
+        if dtype != "fp32" and o.optimizer == "sgd":
+            yield f"{flag} {dtype} is of --optimizer adam: {o.optimizer} has no such state, drop it"
+
+
+def main_formats_fit_the_weights(run: RunConfig) -> Iterator[str]:
+    """There are main parameters beside 16-bit weights, and bf16 gradients of bf16 weights."""
+    o, main = run.optimizer, run.optimizer.main_params_dtype
+    if main != "fp32" and not (run.model.bf16 or run.model.fp16):
+        yield f"--main-params-dtype {main} needs --bf16 or --fp16: fp32 weights are all there is"
+    if main != "fp32" and is_fully_sharded(run.ddp):
+        yield (
+            f"--main-params-dtype {main}: parameters that are sharded are kept in fp32 alone; "
+            "drop the flag"
+        )
+    if o.main_grads_dtype != "fp32" and not run.model.bf16:
+        yield f"--main-grads-dtype {o.main_grads_dtype} needs --bf16: add it or drop the flag"
+    if o.main_grads_dtype != "fp32" and run.ddp.grad_reduce_in_fp32:
+        yield (
+            f"--main-grads-dtype {o.main_grads_dtype} and --accumulate-allreduce-grads-in-fp32 "
+            "exclude each other: keep one"
+        )
+
+
 def loss_scale_can_work(run: RunConfig) -> Iterator[str]:
     """A constant scale is positive, an adaptive one starts above its floor."""
     o = run.optimizer
@@ -48,5 +85,7 @@ CHECKS = (
     fp16_loss_needs_fp16,
     fp32_residual_needs_half_precision,
     bf16_reduction_needs_bf16,
+    state_formats_have_their_optimizer,
+    main_formats_fit_the_weights,
     loss_scale_can_work,
 )
