@@ -80,7 +80,7 @@ def nothing_asked(ns: Namespace) -> Iterator[str]:
 
 
 def depth(ns: Namespace) -> Iterator[str]:
-    """--num-layers and --encoder-num-layers name one number; a pattern and a decoder have it too."""
+    """--num-layers and --encoder-num-layers name one number, which a pattern or decoder has."""
     if ns.num_layers is None:
         ns.num_layers = ns.encoder_num_layers
     pattern = ns.hybrid_override_pattern if ns.model_kind == "mamba" else None
