@@ -1,33 +1,33 @@
 """Model FLOPs: what a step computes by the mathematics of the model, not what the device executes.
 
 Counted are matrix multiplications (two operations per multiply-add), forward once and backward
-twice.  Recomputation, norms, softmax and the optimizer are not.
+twice; of a Mamba layer also its convolution, and its scan as a recurrence.  Recomputation, norms,
+softmax and the optimizer are not.
 
-Two counts exist.  They differ in attention alone:
-- `num_floating_point_operations` is Megatron-LM's formula, behind "throughput per GPU": a query
-  meets half of the sequence.
+Two counts exist:
+- `num_floating_point_operations` is Megatron-LM's, behind "throughput per GPU": a causal query
+  meets half of the sequence, and every token of BERT the vocabulary.
 - `causal_model_flops` is behind "MFU": query i meets exactly the i + 1 keys that the causal mask
-  leaves, fewer under a sliding window.
+  leaves, fewer under a sliding window; and only BERT's hidden tokens meet the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.core.ssm.mixer_shape import mixer_shape
 from megatron.core.transformer.attention_masks import window_of_layer
-from megatron.core.transformer.heterogeneous.heterogeneous_config import (
-    FULL,
-    LINEAR,
-    LayerShape,
-    layer_shapes,
-)
-from megatron.core.transformer.layer_layout import has_experts
+from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments.model_layers import Layer, kind_of, layers_of
 from megatron.training.config.run import RunConfig
 
 FORWARD_AND_BACKWARD = 3
 MULTIPLY_ADD = 2
+_SCALE = FORWARD_AND_BACKWARD * MULTIPLY_ADD
+
+Keys = Callable[[int, int], float]  # of a layer and a length: what a causal query meets on average
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class ModelFlops:
     """FLOPs of training on one batch, split by where they arise."""
 
     linear: float  # products with weights: projections, MLP, logits
-    attention: float  # queries with keys, and scores with values
+    attention: float  # queries with keys, scores with values; convolutions and scans
 
     @property
     def total(self) -> float:
@@ -47,36 +47,32 @@ def num_floating_point_operations(
     config: RunConfig, batch_size: int, padded_vocab_size: int
 ) -> float:
     """FLOPs of a step on ``batch_size`` samples by Megatron-LM's formula."""
-    seq_length = _seq_length(config)
-    keys = [seq_length / 2] * (config.model.num_layers + _num_ahead(config.model))
-    return _model_flops(config.model, batch_size * seq_length, padded_vocab_size, keys).total
+    return _flops(config, batch_size, padded_vocab_size, lambda layer, length: length / 2, 1).total
 
 
 def causal_model_flops(config: RunConfig, batch_size: int, padded_vocab_size: int) -> ModelFlops:
     """FLOPs of a step on ``batch_size`` samples with attention counted under its mask."""
-    num_tokens = batch_size * _seq_length(config)
-    return _model_flops(config.model, num_tokens, padded_vocab_size, _causal_keys(config))
+    hidden_share = config.data.mask_prob if kind_of(config) == "bert" else 1
+    return _flops(config, batch_size, padded_vocab_size, _keys_of(config.model), hidden_share)
 
 
 def layer_flops(config: RunConfig) -> list[float]:
-    """FLOPs of each layer for one token, attention counted under its mask.
+    """FLOPs of each layer for one of the sample's tokens, attention counted under its mask.
 
     Behind the decoder's stand those of tokens ahead, without their projections.
     """
-    scale = FORWARD_AND_BACKWARD * MULTIPLY_ADD
+    keys, length = _keys_of(config.model), _seq_length(config)
     return [
-        scale * (config.model.hidden_size * columns + 2 * heads_width * keys)
-        for columns, heads_width, keys in _layer_widths(config.model, _causal_keys(config))
+        _SCALE * sum(_multiply_adds(config, layer, i, keys)) / length
+        for i, layer in enumerate(layers_of(config))
     ]
 
 
-def _causal_keys(config: RunConfig) -> list[float]:
-    """Keys that a query meets on average in each layer."""
-    keys = [
-        mean_keys_per_query(_seq_length(config), _keys_in_window(config.model, layer_index))
-        for layer_index in range(config.model.num_layers)
-    ]
-    return keys + keys[-1:] * _num_ahead(config.model)
+def _keys_of(model: TransformerConfig) -> Keys:
+    def keys(layer_index: int, length: int) -> float:
+        return mean_keys_per_query(length, _keys_in_window(model, layer_index))
+
+    return keys
 
 
 def mean_keys_per_query(seq_length: int, window: int | None = None) -> float:
@@ -87,59 +83,78 @@ def mean_keys_per_query(seq_length: int, window: int | None = None) -> float:
 
 
 def _keys_in_window(model: TransformerConfig, layer_index: int) -> int | None:
-    """Keys before a query, and the query's own, that its window holds; None without a limit."""
-    window = window_of_layer(model, layer_index)
+    """Keys before a query, and the query's own, that its window holds; None without a limit.
+
+    Layers of tokens ahead are like the decoder's last.
+    """
+    window = window_of_layer(model, min(layer_index, model.num_layers - 1))
     return None if window is None or window[0] < 0 else window[0] + 1
 
 
-def _model_flops(
-    model: TransformerConfig,
-    num_tokens: int,
-    padded_vocab_size: int,
-    keys_per_query: Iterable[float],  # one number per layer
+def _flops(
+    config: RunConfig, batch_size: int, padded_vocab_size: int, keys: Keys, hidden_share: float
 ) -> ModelFlops:
-    layers = list(_layer_widths(model, keys_per_query))
-    columns = padded_vocab_size + sum(columns for columns, _, _ in layers)
-    columns += _num_ahead(model) * (padded_vocab_size + 2 * model.hidden_size)
-    scores = sum(heads_width * keys for _, heads_width, keys in layers)
-    scale = FORWARD_AND_BACKWARD * MULTIPLY_ADD * num_tokens
+    """``hidden_share`` of BERT's tokens meet the vocabulary."""
+    parts = [_multiply_adds(config, layer, i, keys) for i, layer in enumerate(layers_of(config))]
+    linear = sum(linear for linear, _ in parts) + _heads(config, padded_vocab_size, hidden_share)
+    scale = _SCALE * batch_size
     return ModelFlops(
-        linear=float(scale * model.hidden_size * columns), attention=float(scale * 2 * scores)
+        linear=float(scale * linear), attention=float(scale * sum(mixing for _, mixing in parts))
     )
 
 
-def _layer_widths(
-    model: TransformerConfig, keys_per_query: Iterable[float]
-) -> Iterator[tuple[float, int, float]]:
-    """Of each layer: columns of its matrices of h rows, width of its heads, keys per query.
+def _heads(config: RunConfig, padded_vocab_size: int, hidden_share: float) -> float:
+    """Multiply-adds behind the layers for one sample, and the projections of tokens ahead."""
+    model, hidden, length = config.model, config.model.hidden_size, _seq_length(config)
+    kind = kind_of(config)
+    if kind == "bert":
+        order = hidden * (hidden + 2) if config.language_model.bert_binary_head else 0
+        return hidden_share * length * hidden * (hidden + padded_vocab_size) + order
+    if kind == "t5":
+        return (config.data.decoder_seq_length or 0) * hidden * padded_vocab_size
+    ahead = model.mtp_num_layers or 0
+    columns = padded_vocab_size + ahead * (padded_vocab_size + 2 * hidden)
+    return length * hidden * columns
 
-    Per token and full layer, with h = hidden, a = heads, g = query groups, d = kv channels:
-    q and output projection 2*h*a*d, k and v 2*h*g*d, MLP 2 or (gated) 3 times h*ffn,
-    scores and their product with the values 2*a*d*keys; per token h*vocabulary.  A part that is
-    replaced by one matrix has h*h, an absent one nothing.  Layers of tokens ahead, each like the
-    last of the decoder, add a projection 2*h*h and h*vocabulary.
+
+def _multiply_adds(
+    config: RunConfig, layer: Layer, layer_index: int, keys: Keys
+) -> tuple[float, float]:
+    """Of one sample, forward: in products with weights, and between tokens.
+
+    Per token of a full layer, with h = hidden, a = heads, g = query groups, d = kv channels:
+    q and output projection 2*h*a*d, k and v 2*h*g*d, MLP 2 or (gated) 3 times h*ffn, scores and
+    their product with the values 2*a*d*keys.  A part that is replaced by one matrix has h*h, an
+    absent one nothing.  Keys and values of cross attention are those of the encoder's tokens.
     """
+    model, source = config.model, _seq_length(config)
+    tokens = source
+    if layer.has_cross_attention:
+        tokens = config.data.decoder_seq_length or 0
+    hidden, groups_width = model.hidden_size, model.num_query_groups * model.kv_channels
     heads_width = model.num_attention_heads * model.kv_channels
-    latent = _latent_columns(model) if model.multi_latent_attention else None
-    if latent is not None:  # the mean of those of keys and of values
+    full: float = 2 * (heads_width + groups_width)
+    if model.multi_latent_attention:  # the mean of the widths of keys and of values
+        full = _latent_columns(model)
         heads_width = model.num_attention_heads * (model.kv_channels + model.v_head_dim) // 2
-    groups_width = model.num_query_groups * model.kv_channels
-    mlp_matrices = 3 if model.gated_linear_unit else 2
-    alike = LayerShape(FULL, FULL, model.ffn_hidden_size)
-    shapes = list(layer_shapes(model) or [alike] * model.num_layers)
-    shapes += shapes[-1:] * _num_ahead(model)
-    for layer_index, (shape, keys) in enumerate(zip(shapes, keys_per_query, strict=True)):
-        full = 2 * heads_width + 2 * groups_width if latent is None else latent
-        attention = {FULL: full, LINEAR: model.hidden_size}
-        mlp = {FULL: mlp_matrices * (shape.ffn_hidden_size or 0), LINEAR: model.hidden_size}
-        if has_experts(model, layer_index):
-            mlp[FULL] = _expert_columns(model)
-        columns = attention.get(shape.attention, 0) + mlp.get(shape.mlp, 0)
-        yield columns, heads_width, keys if shape.attention == FULL else 0.0
-
-
-def _num_ahead(model: TransformerConfig) -> int:
-    return model.mtp_num_layers or 0
+    mlp = {FULL: (3 if model.gated_linear_unit else 2) * layer.ffn_hidden_size, LINEAR: hidden}
+    if layer.has_experts:
+        mlp[FULL] = _expert_columns(model)
+    columns = {FULL: full, LINEAR: hidden}.get(layer.attention, 0) + mlp.get(layer.mlp, 0)
+    linear, mixing = float(tokens * hidden * columns), 0.0
+    if layer.attention == FULL:
+        sees_all = layer.is_encoder or kind_of(config) == "bert"
+        met = tokens if sees_all else keys(layer_index, tokens)
+        mixing += tokens * 2 * heads_width * met
+    if layer.has_cross_attention:
+        linear += 2 * hidden * (tokens * heads_width + source * groups_width)
+        mixing += tokens * 2 * heads_width * source
+    if layer.has_mixer:
+        shape = mixer_shape(model)
+        matrices = hidden * (sum(shape.projected) + shape.inner)
+        linear += tokens * matrices
+        mixing += tokens * (shape.flops_per_token / MULTIPLY_ADD - matrices)
+    return linear, mixing
 
 
 def _latent_columns(model: TransformerConfig) -> float:

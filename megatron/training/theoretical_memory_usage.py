@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.sequence_share import local_sequence_length
-from megatron.training.arguments.parameter_count import layer_parameters
+from megatron.training.arguments.parameter_count import head_parameters, layer_parameters
 from megatron.training.arguments.resolve import assemble
 from megatron.training.config.run import RunConfig
 
@@ -31,19 +31,24 @@ class ParameterCount:
 
 def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCount:
     """Parameters by formula; positions that are learned are not counted."""
-    model = config.model
-    undivided = replace(model, tensor_model_parallel_size=1)
-    final_norm = model.hidden_size * (2 if model.normalization == "LayerNorm" else 1)
-    layers = layer_parameters(undivided) + final_norm
-    embedding = model.hidden_size * padded_vocab_size
+    whole, of_rank = (_undivided(config, keep_experts=keep) for keep in (False, True))
+    embedding = config.model.hidden_size * padded_vocab_size
     num_embeddings = 2 if config.language_model.untie_embeddings_and_output_weights else 1
-    pp, tp = model.pipeline_model_parallel_size, model.tensor_model_parallel_size
+    pp, tp = config.model.pipeline_model_parallel_size, config.model.tensor_model_parallel_size
     on_first_stage = embedding * (num_embeddings if pp == 1 else 1)
+    rest = head_parameters(whole, padded_vocab_size)
     return ParameterCount(
-        layers=layers,
+        layers=layer_parameters(whole) + rest,
         embeddings=num_embeddings * embedding,
-        most_loaded_shard=(layers / pp + on_first_stage) / tp,
+        most_loaded_shard=((layer_parameters(of_rank) + rest) / pp + on_first_stage) / tp,
     )
+
+
+def _undivided(config: RunConfig, *, keep_experts: bool) -> RunConfig:
+    sizes = {"tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
+    if not keep_experts:
+        sizes["expert_model_parallel_size"] = 1
+    return replace(config, model=replace(config.model, **sizes))
 
 
 def weight_and_optimizer_bytes(config: RunConfig, padded_vocab_size: int) -> float:

@@ -1,15 +1,11 @@
-"""How many parameters a GPT has on one tensor-parallel rank: arithmetic on the configuration."""
+"""How many parameters a model has on one tensor-parallel rank: arithmetic on the configuration."""
 
 from __future__ import annotations
 
-from megatron.core.transformer.heterogeneous.heterogeneous_config import (
-    FULL,
-    LINEAR,
-    LayerShape,
-    layer_shapes,
-)
-from megatron.core.transformer.layer_layout import has_experts
+from megatron.core.ssm.mixer_shape import mixer_shape
+from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments.model_layers import Layer, kind_of, layers_of
 from megatron.training.config.run import RunConfig
 
 
@@ -26,17 +22,40 @@ def padded_vocab_size(run: RunConfig) -> int | None:
     return -(-size // multiple) * multiple
 
 
-def layer_parameters(m: TransformerConfig) -> int:
+def layer_parameters(run: RunConfig) -> int:
     """Parameters of all layers on one tensor-parallel rank, with those of tokens ahead."""
-    alike = LayerShape(FULL, FULL, m.ffn_hidden_size)
-    shapes, num_ahead = list(layer_shapes(m) or [alike] * m.num_layers), m.mtp_num_layers or 0
-    shapes += shapes[-1:] * num_ahead
+    m = run.model
     joining = 2 * m.hidden_size**2 + 3 * m.hidden_size * _parameters_per_channel(m)
-    return num_ahead * joining + sum(
-        _attention_parameters(m, s.attention)
-        + (_expert_parameters(m) if has_experts(m, i) else _mlp_parameters(m, s))
-        for i, s in enumerate(shapes)
-    )
+    layers = sum(_layer_parameters(m, layer) for layer in layers_of(run))
+    return (m.mtp_num_layers or 0) * joining + layers
+
+
+def head_parameters(run: RunConfig, padded_vocab_size: int) -> int:
+    """What is neither layer nor word or position embedding, on one tensor-parallel rank."""
+    m = run.model
+    hidden, tp = m.hidden_size, m.tensor_model_parallel_size
+    norm = hidden * _parameters_per_channel(m)
+    kind = kind_of(run)
+    if kind == "bert":
+        has_order = run.language_model.bert_binary_head
+        order = 2 * hidden + hidden * (hidden + 1) + 2 * (hidden + 1) if has_order else 0
+        return norm + hidden * (hidden + 1) + norm + padded_vocab_size // tp + order
+    if kind == "t5":
+        has_bias = run.language_model.position_embedding_type == "relative"
+        bias = m.relative_attention_num_buckets * m.num_attention_heads // tp if has_bias else 0
+        return 2 * (norm + bias) + padded_vocab_size // tp
+    return norm
+
+
+def _layer_parameters(m: TransformerConfig, layer: Layer) -> int:
+    total = _attention_parameters(m, layer.attention)
+    total += _expert_parameters(m) if layer.has_experts else _mlp_parameters(m, layer)
+    if layer.has_cross_attention:
+        total += _attention_parameters(m, FULL)
+    if layer.has_mixer:
+        shape = mixer_shape(m)
+        total += shape.num_parameters // m.tensor_model_parallel_size + _norms_of_part(m)
+    return total
 
 
 def _attention_parameters(m: TransformerConfig, kind: str) -> int:
@@ -73,11 +92,11 @@ def _latent_parameters(m: TransformerConfig) -> int:
     return kv + raised + down + out + norms * _parameters_per_channel(m)
 
 
-def _mlp_parameters(m: TransformerConfig, shape: LayerShape) -> int:
-    if shape.mlp != FULL:
-        return _replaced(m, shape.mlp)
-    width = shape.ffn_hidden_size or 0
-    return _mlp_matrices(m, width, m.tensor_model_parallel_size) + _norms_of_part(m)
+def _mlp_parameters(m: TransformerConfig, layer: Layer) -> int:
+    if layer.mlp != FULL:
+        return _replaced(m, layer.mlp)
+    matrices = _mlp_matrices(m, layer.ffn_hidden_size, m.tensor_model_parallel_size)
+    return matrices + _norms_of_part(m)
 
 
 def _mlp_matrices(m: TransformerConfig, width: int, tp: int) -> int:

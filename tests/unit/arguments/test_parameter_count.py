@@ -8,6 +8,8 @@ import pytest
 
 from megatron.training.arguments.parameter_count import layer_parameters, padded_vocab_size
 from megatron.training.models.gpt import build_gpt_model
+from megatron.training.models.registry import build_model
+from megatron.training.theoretical_memory_usage import count_parameters
 from tests.unit.arguments.commands import run_of
 from tests.unit.one_process import one_process_groups
 
@@ -45,7 +47,26 @@ def test_the_estimate_is_exact_on_one_rank(words: str) -> None:
     )
     parts = [model.decoder.layers] if model.mtp is None else [model.decoder.layers, model.mtp]
     counted = sum(p.numel() for part in parts for p in part.parameters())
-    assert layer_parameters(run.model) == counted
+    assert layer_parameters(run) == counted
+
+
+OTHERS = [
+    "--model-kind mamba --hybrid-override-pattern M*-M --mamba-num-groups 1",
+    "--model-kind mamba --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-"
+    "dim 8 --normalization RMSNorm --untie-embeddings-and-output-weights --disable-bias-linear",
+    "--model-kind mamba --num-experts 4 --hybrid-override-pattern ME*E --mamba-num-groups 2 "
+    "--swiglu",
+]
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_the_estimate_of_other_kinds_is_exact_on_one_rank(words: str) -> None:
+    run = run_of(f"{words} --position-embedding-type none")
+    sizes = {"vocab_size": 128, "padded_vocab_size": 128}
+    model = build_model(run, groups=one_process_groups(), **sizes)
+    counted = sum(p.numel() for p in model.parameters())
+    count = count_parameters(run, 128)
+    assert count.layers + count.embeddings == counted == count.most_loaded_shard
 
 
 def test_padding_follows_tensor_parallelism_unless_given() -> None:
@@ -54,8 +75,8 @@ def test_padding_follows_tensor_parallelism_unless_given() -> None:
 
 
 def test_tensor_parallel_ranks_share_the_matrices() -> None:
-    whole = layer_parameters(run_of().model)
-    half = layer_parameters(run_of("--tensor-model-parallel-size 2", world_size=2).model)
+    whole = layer_parameters(run_of())
+    half = layer_parameters(run_of("--tensor-model-parallel-size 2", world_size=2))
     model = run_of().model
     # Norms, and biases behind row-parallel products, are whole on every rank.
     shared = model.num_layers * (4 + 2) * model.hidden_size

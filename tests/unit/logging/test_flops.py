@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.training.config.run import RunConfig
 from megatron.training.device_peak import device_peak, known_peak
 from megatron.training.flops import (
     causal_model_flops,
     mean_keys_per_query,
     num_floating_point_operations,
 )
-from megatron.training.models.gpt import build_gpt_model
+from megatron.training.models.registry import build_model, kind_of
 from tests.unit.callbacks.helpers import run_config
 from tests.unit.one_process import one_process_groups
 
@@ -62,28 +64,64 @@ def test_layers_with_a_sliding_window_count_fewer_keys() -> None:
     assert unlimited.attention == whole.attention
 
 
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
+    """What torch counts in a step: products with weights, and batches of products."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the counter would set it
+
+    def count(config: RunConfig, vocab: int, **batch: torch.Tensor) -> tuple[int, int]:
+        sizes = {"vocab_size": vocab, "padded_vocab_size": vocab}
+        model = build_model(config, groups=one_process_groups(), **sizes)
+        table = kind_of(config).batch(config, 0, 1)
+        with FlopCounterMode(display=False) as counter:
+            out = kind_of(config).apply(model, {**dict.fromkeys(table), **batch})
+            losses = [out] if isinstance(out, torch.Tensor) else [x for x in out if x is not None]
+            torch.stack([x.sum() for x in losses]).sum().backward()
+        found = counter.get_flop_counts()["Global"].items()
+        between = sum(n for op, n in found if "bmm" in str(op))
+        return sum(n for _, n in found) - between, between
+
+    return count
+
+
 @pytest.mark.feature("Logging: tokens/s and MFU, from FLOPs that torch's counter confirms")
 @pytest.mark.parametrize("more", ["", "--mtp-num-layers 2 --position-embedding-type rope"])
-def test_torchs_counter_agrees_on_a_plain_gpt(
-    more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # the counter would set it
+def test_torchs_counter_agrees_on_a_plain_gpt(more: str, counted) -> None:
     config = run_config(f"{PLAIN} --num-layers 3 --seq-length 48 {more}")
     vocab, batch, seq = 256, 2, 48
-    gpt = build_gpt_model(
-        config, vocab_size=vocab, padded_vocab_size=vocab, groups=one_process_groups()
-    )
     tokens = torch.zeros(batch, seq, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter:
-        gpt(tokens, torch.arange(seq).expand(batch, seq), None, labels=tokens).sum().backward()
-    counted = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
-    counted_attention = sum(n for op, n in counted.items() if "bmm" in op)
-    counted_linear = sum(n for op, n in counted.items() if "bmm" not in op)
+    places = torch.arange(seq).expand(batch, seq)
+    counted_linear, counted_attention = counted(
+        config, vocab, tokens=tokens, labels=tokens, position_ids=places
+    )
     flops = causal_model_flops(config, batch, vocab)
     assert flops.linear == pytest.approx(counted_linear, rel=0.01)
     # The plain path multiplies the whole square; the mask leaves (s + 1) / 2 keys of s.
     assert flops.attention == pytest.approx(counted_attention * (seq + 1) / 2 / seq, rel=0.01)
     assert flops.total == flops.linear + flops.attention
+
+
+def test_torchs_counter_and_a_hand_count_agree_on_a_hybrid(counted) -> None:
+    config = run_config(
+        "--model-kind mamba --transformer-impl local --attention-backend unfused --num-layers 5 "
+        "--hybrid-override-pattern M*M-M --mamba-num-groups 2 --mamba-head-dim 16 "
+        "--mamba-state-dim 8 --seq-length 48 --position-embedding-type none"
+    )
+    vocab, batch, seq, hidden, inner, state, groups, heads = 256, 2, 48, 32, 64, 8, 2, 4
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    places = torch.arange(seq).expand(batch, seq)
+    linear, _ = counted(config, vocab, tokens=tokens, labels=tokens, position_ids=places)
+    flops = causal_model_flops(config, batch, vocab)
+    mixer = hidden * (2 * inner + 2 * groups * state + heads) + hidden * inner
+    attention, mlp = 4 * hidden * hidden, 8 * hidden * hidden
+    by_hand = 6 * batch * seq * (3 * mixer + attention + mlp + hidden * vocab)
+    assert flops.linear == by_hand == pytest.approx(linear, rel=0.01)
+    convolution, scan = 4 * (inner + 2 * groups * state), 3 * inner * state
+    scores = 2 * hidden * mean_keys_per_query(seq)
+    assert flops.attention == 6 * batch * seq * (3 * (convolution + scan) + scores)
+    assert num_floating_point_operations(config, batch, vocab) == flops.total + (
+        6 * batch * seq * 2 * hidden * (seq / 2 - mean_keys_per_query(seq))
+    )
 
 
 def test_a_gpu_is_known_by_a_part_of_its_name() -> None:
