@@ -22,7 +22,7 @@ from megatron.core.datasets.gpt_dataset import MockGPTDataset
 from megatron.core.optimizer import optimizer as optimizers
 from megatron.core.param_info import ParamInfo, info_of, local_part
 from megatron.core.transformer.moe import router
-from megatron.training import batch, loop
+from megatron.training import loop
 from tests import tolerances
 from tests.functional.runs import train_gpt
 from tests.ranks import run_ranks
@@ -262,7 +262,6 @@ def _in_float64() -> Iterator[None]:
         mock.patch.object(torch, "_fused_adamw_", step_adamw),
         mock.patch.object(torch, "_fused_sgd_", step_sgd),
         mock.patch.object(Tensor, "float", Tensor.double),
-        mock.patch.dict(batch._DTYPES, loss_mask=torch.float64),
         mock.patch.dict(router._DTYPES, fp32=torch.float64),
     ):
         torch.set_default_dtype(torch.float64)

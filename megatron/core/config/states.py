@@ -25,7 +25,6 @@ IN_MEMORY = (
     "use --non-persistent-ckpt-type local with --replication"
 )
 ZARR = "zarr is a format of the past, which Megatron-LM does not write either: use torch_dist"
-ENCODER_DECODER = "BERT and T5 are not in this version; drop the flag"
 RETRO = "retrieval-augmented models are not in this version; drop the flag"
 SERVING = "dynamic batching is not in this version; drop the flag"
 MULTIMODAL = "models of images and text are not in this version; drop the flag"

@@ -58,6 +58,19 @@ NEEDS = (
         ("decoder_num_layers", "decoder_seq_length", "encoder_pipeline_model_parallel_size"),
     ),
     Need(
+        "pretrain_bert.py (--model-kind bert)",
+        lambda ns: ns.model_kind == "bert",
+        ("bert_binary_head",),
+    ),
+    Need(
+        "--tokenizer-type BertWordPiece..., SentencePieceTokenizer or HuggingFaceTokenizer",
+        lambda ns: (
+            str(ns.tokenizer_type).startswith("BertWordPiece")
+            or ns.tokenizer_type in ("SentencePieceTokenizer", "HuggingFaceTokenizer")
+        ),
+        ("vocab_extra_ids",),
+    ),
+    Need(
         "--mtp-num-layers",
         lambda ns: ns.mtp_num_layers is not None,
         ("mtp_loss_scaling_factor",),
@@ -71,19 +84,6 @@ NEEDS = (
         "--recompute-granularity adaptive",
         lambda ns: ns.recompute_granularity == "adaptive",
         ("memory_budget_fraction",),
-    ),
-    Need(
-        "--model-kind mamba, which pretrain_mamba.py sets",
-        lambda ns: ns.model_kind == "mamba",
-        (
-            "mamba_state_dim",
-            "mamba_head_dim",
-            "mamba_num_groups",
-            "mamba_num_heads",
-            "hybrid_attention_ratio",
-            "hybrid_mlp_ratio",
-            "hybrid_override_pattern",
-        ),
     ),
     Need("--use-rope-scaling", lambda ns: ns.use_rope_scaling, ("rope_scaling_factor",)),
     Need("--group-query-attention", lambda ns: ns.group_query_attention, ("num_query_groups",)),

@@ -109,7 +109,7 @@ class DataConfig:
     )
     short_seq_prob: float = option(
         0.1,
-        "Share of shortened samples in masked training.",
+        "Share of samples of masked training that are shorter than they could be.",
         group="data and dataloader",
     )
     num_workers: int = option(

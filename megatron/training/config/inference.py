@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from megatron.core.config import states
 from megatron.core.config.option import option
 
+_EMBEDDINGS = "training writes no vectors of texts: tools/bert_embedding.py does"
+
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
@@ -28,14 +30,14 @@ class InferenceConfig:
         False,
         "Return embeddings of BERT instead of a loss.",
         group="inference",
-        refused=states.ENCODER_DECODER,
+        ignored=_EMBEDDINGS,
     )
     bert_embedder_type: str = option(
         "megatron",
         "Which BERT embeds passages.",
         group="inference",
         choices=("megatron", "huggingface"),
-        ignored=states.only_with("--output-bert-embeddings"),
+        ignored=_EMBEDDINGS,
     )
     inference_max_requests: int = option(
         8,

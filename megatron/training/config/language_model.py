@@ -17,7 +17,7 @@ class LanguageModelConfig:
         "Which kind of model the flags describe; entry scripts set it, tools are told (default: "
         "gpt).",
         group="network size",
-        choices=("gpt", "mamba", "t5"),
+        choices=("gpt", "bert", "mamba", "t5"),
     )
     encoder_num_layers: int | None = option(
         None,
@@ -85,7 +85,6 @@ class LanguageModelConfig:
         "Train BERT without its next-sentence head.",
         group="network size",
         flag="--bert-no-binary-head",
-        refused=states.ENCODER_DECODER,
     )
     untie_embeddings_and_output_weights: bool = option(
         False,
@@ -116,7 +115,6 @@ class LanguageModelConfig:
     )
     hybrid_override_pattern: str | None = option(
         None,
-        "A letter for each layer: M for Mamba, * for attention, - for an MLP, E for experts.",
-        aliases=("--hybrid-layer-pattern",),
+        "Kind of every layer of a hybrid model, such as M-M*-.",
         group="experimental",
     )

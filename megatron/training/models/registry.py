@@ -7,13 +7,14 @@ from typing import Any
 from torch import nn
 
 from megatron.training.config.run import RunConfig
+from megatron.training.models.bert import BERT
 from megatron.training.models.gpt import GPT
 from megatron.training.models.kind import ModelKind
 from megatron.training.models.mamba import MAMBA
 from megatron.training.models.t5 import T5
 from megatron.training.runtime import Runtime
 
-KINDS: dict[str, ModelKind] = {"gpt": GPT, "mamba": MAMBA, "t5": T5}
+KINDS: dict[str, ModelKind] = {"gpt": GPT, "bert": BERT, "mamba": MAMBA, "t5": T5}
 
 
 def kind_of(config: RunConfig) -> ModelKind:

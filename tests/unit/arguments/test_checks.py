@@ -75,6 +75,8 @@ WHOLE_GRADIENTS = next(n.flags for n in NEEDS if n.words.startswith("whole gradi
 
 
 VALUES = {
+    "mask_prob": "0.5",
+    "short_seq_prob": "0.5",
     "memory_budget_fraction": "0.5",
     "tiktoken_special_tokens": "a",
     "tiktoken_pattern": "v1",
@@ -87,9 +89,6 @@ VALUES = {
     "hierarchical_context_parallel_sizes": "1 1",
     "pipeline_schedule": "1f1b",
     "pipeline_split": "auto",
-    "hybrid_attention_ratio": "0.5",
-    "hybrid_mlp_ratio": "0.5",
-    "hybrid_override_pattern": "MM",
     "moe_layer_freq": "2",
     "rope_type": "rope",
     "moe_router_dtype": "fp32",
@@ -102,6 +101,7 @@ VALUES = {
 }
 SWITCHES = {
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
+    "bert_binary_head": "--bert-no-binary-head",
     "moe_grouped_gemm": "--moe-grouped-gemm",
     "cache_mla_latents": "--cache-mla-latents",
     "rotary_interleaved": "--rotary-interleaved",

@@ -1,0 +1,116 @@
+"""BERT from a RunConfig: the model, its data sets, what a stage reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.datasets.bert_dataset import (
+    BERTMaskedWordPieceDataset,
+    BERTMaskedWordPieceDatasetConfig,
+    MockBERTMaskedWordPieceDataset,
+)
+from megatron.core.models.bert.bert_layer_specs import (
+    get_bert_layer_local_spec,
+    get_bert_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.config.run import RunConfig
+from megatron.training.models.kind import Batch, BatchTable, Expected, ModelKind
+from megatron.training.runtime import Runtime
+
+
+def build_bert_model(
+    config: RunConfig,
+    *,
+    vocab_size: int,
+    padded_vocab_size: int,
+    groups: ProcessGroupCollection | None = None,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    parallel_output: bool = True,
+    return_embeddings: bool = False,
+) -> BertModel:
+    """One pipeline stage of the BERT that ``config`` describes, on the current device."""
+    lm = config.language_model
+    is_local = config.model.transformer_impl == "local"
+    spec = get_bert_layer_local_spec if is_local else get_bert_layer_with_transformer_engine_spec
+    return BertModel(
+        config=config.model,
+        num_tokentypes=2 if lm.bert_binary_head else 0,
+        transformer_layer_spec=spec(config.model),
+        vocab_size=padded_vocab_size,
+        unpadded_vocab_size=None if lm.pad_vocab_in_loss else vocab_size,
+        max_sequence_length=lm.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=lm.fp16_lm_cross_entropy,
+        parallel_output=parallel_output,
+        share_embeddings_and_output_weights=not lm.untie_embeddings_and_output_weights,
+        position_embedding_type=lm.position_embedding_type,
+        rotary_percent=lm.rotary_percent,
+        rotary_base=lm.rotary_base,
+        seq_len_interpolation_factor=lm.rotary_seq_len_interpolation_factor,
+        add_binary_head=lm.bert_binary_head,
+        return_embeddings=return_embeddings,
+        pg_collection=groups,
+        vp_stage=vp_stage,
+    )
+
+
+def bert_dataset_config(run: Runtime, **common: Any) -> BERTMaskedWordPieceDatasetConfig:
+    """How much is hidden: the rest of the rules are the reference's."""
+    return BERTMaskedWordPieceDatasetConfig(
+        masking_probability=run.config.data.mask_prob,
+        short_sequence_probability=run.config.data.short_seq_prob,
+        masking_max_ngram=3,
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        masking_use_geometric_distribution=False,
+        classification_head=run.config.language_model.bert_binary_head,
+        **common,
+    )
+
+
+def bert_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
+    """text, types, labels, loss_mask, padding_mask [b, s]; is_random [b].
+
+    The first stage needs tokens, the last labels, and all which keys are padding.
+    """
+    b, s = config.training.micro_batch_size, config.data.seq_length
+    has_head = config.language_model.bert_binary_head
+    is_first, is_last = stage == 0, stage == num_stages - 1
+    tokens, sequences = Expected(torch.int64, (b, s)), Expected(torch.int64, (b,))
+    return {
+        "text": tokens if is_first else None,
+        "types": tokens if is_first and has_head else None,
+        "labels": tokens if is_last else None,
+        "loss_mask": tokens if is_last else None,
+        "padding_mask": tokens,
+        "is_random": sequences if is_last and has_head else None,
+    }
+
+
+def apply_bert(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None] | Tensor:
+    """Token losses [b, s] and logits of the order [b, 2]; hidden states before the last stage."""
+    result: tuple[Tensor, Tensor | None] | Tensor = model(
+        batch["text"],
+        batch["padding_mask"],
+        tokentype_ids=batch["types"],
+        lm_labels=batch["labels"],
+    )
+    return result
+
+
+BERT = ModelKind(
+    build=build_bert_model,
+    datasets=(BERTMaskedWordPieceDataset, MockBERTMaskedWordPieceDataset),
+    dataset_config=bert_dataset_config,
+    batch=bert_batch,
+    apply=apply_bert,
+)

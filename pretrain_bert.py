@@ -1,0 +1,68 @@
+"""Pretrain BERT: the model, a micro-batch and the two losses; everything else is `pretrain`."""
+
+from __future__ import annotations
+
+import megatron.training.early_stop_signal  # noqa: F401  (before the imports that take seconds)
+
+# isort: split
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.enums import ModelType
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.straggler import StragglerDetector
+from megatron.training.batch import next_batch
+from megatron.training.global_vars import get_run
+from megatron.training.models.bert import apply_bert
+from megatron.training.training import pretrain
+from pretrain_gpt import model_provider, train_valid_test_datasets_provider
+
+stimer = StragglerDetector()  # measures under --log-straggler
+
+
+def loss_func(
+    loss_mask: Tensor, sentence_order: Tensor | None, output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The sum over hidden tokens, their number, and what is logged.
+
+    The order of sentences adds the mean over the samples, which counts once a micro-batch.
+    """
+    losses, order = output
+    mask = loss_mask.reshape(-1).float()
+    loss, num_tokens = torch.sum(losses.reshape(-1).float() * mask), mask.sum()
+    reported = {"lm loss": torch.stack([loss.detach(), num_tokens])}
+    if order is not None:
+        assert sentence_order is not None, "the binary head needs is_random"
+        is_real = (loss_mask.sum(1) > 0).float()  # samples that fill a batch up bear no loss
+        sums = F.cross_entropy(order.float(), sentence_order, reduction="none") @ is_real
+        num_samples = is_real.sum()
+        loss = loss + sums / num_samples.clamp(min=1) * num_tokens
+        reported["sop loss"] = torch.stack([sums.detach(), num_samples])
+    return loss, num_tokens.to(torch.int), reported
+
+
+def forward_step(data_iterator: Iterator[Any] | None, model: BertModel) -> tuple[Any, Any]:
+    """What the model says of one micro-batch, and the function that turns it into the loss.
+
+    Stages before the last return hidden states in its place.
+    """
+    batch = next_batch(get_run(), data_iterator, model)
+    with stimer:
+        output = apply_bert(model, batch)
+    return output, partial(loss_func, batch["loss_mask"], batch["is_random"])
+
+
+if __name__ == "__main__":
+    train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+    pretrain(
+        train_valid_test_datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        args_defaults={"model_kind": "bert", "tokenizer_type": "BertWordPieceLowerCase"},
+    )
