@@ -244,6 +244,73 @@ def test_experts_are_written_in_any_format_and_read_again(tmp_path: Path, more: 
         assert "decoder.layers.0.mlp.experts.linear_fc1.weight1" in names
 
 
+COMMON = (
+    "--train-iters 1 --eval-iters 0 --bf16 --save-interval 1 --tensor-model-parallel-size 2 "
+    "--use-distributed-optimizer"
+)
+KINDS = {
+    "bert": ("--pipeline-model-parallel-size 2 --apply-residual-connection-post-layernorm"),
+    "t5": (
+        "--encoder-num-layers 2 --decoder-num-layers 3 --encoder-seq-length 32 "
+        "--decoder-seq-length 16 --vocab-extra-ids 10"
+    ),
+    "mamba": (
+        "--num-layers 4 --hybrid-override-pattern M*-M --mamba-head-dim 8 --mamba-num-groups 2 "
+        "--mamba-state-dim 8 --position-embedding-type none --pipeline-model-parallel-size 2"
+    ),
+}
+
+
+@pytest.mark.feature("Checkpoints: BERT, T5 and hybrids in torch_dist, torch and torch_dcp")
+@pytest.mark.parametrize("model", KINDS)
+def test_other_kinds_are_written_in_any_format_and_read_again(tmp_path: Path, model: str) -> None:
+    own, flags = tmp_path / "own", ["--model-kind", model, *COMMON.split(), *KINDS[model].split()]
+    run_gpt(tmp_path / "run", *flags, "--save", str(own), world_size=4)
+    expected = all_tensors(own / "iter_0000001")
+    dist = ["--save", str(tmp_path / "torch_dist"), "--ckpt-format", "torch_dist"]
+    run_gpt(tmp_path / "run", *flags, *dist, world_size=4)
+    formats = ["torch_dist", "torch", "torch_dcp", "fsdp_dtensor"]
+    for kind in formats[1:]:
+        convert(Wanted(source=own, target=tmp_path / kind, format=kind), [].append)
+    for kind in formats:
+        found = all_tensors(tmp_path / kind / "iter_0000001")
+        assert found.keys() == expected.keys(), kind
+        for key, values in expected.items():
+            rows = values.shape[0] if values.dim() else None
+            assert torch.equal(found[key][:rows], values), (kind, key)
+    index = DcpIndex(tmp_path / "torch_dist/iter_0000001", MappedFile)
+    names = {key for key in index.tensors if not key.startswith("optimizer.")}
+    assert REFERENCE_NAMES[model] <= names
+
+
+# Some names that Megatron-LM gives: stacked where layers are alike, a mixer in blocks.
+REFERENCE_NAMES = {
+    "bert": {
+        "encoder.layers.mlp.linear_fc1.layer_norm_weight",
+        "embedding.tokentype_embeddings.weight",
+        "encoder.final_layernorm.bias",
+        "lm_head.dense.weight",
+        "output_layer.bias",
+        "binary_head.weight",
+        "pooler.dense.bias",
+    },
+    "t5": {
+        "encoder.layers.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.pre_cross_attn_layernorm.weight",
+        "decoder.layers.cross_attention.linear_kv.weight",
+        "lm_head.output_layer.bias",
+    },
+    "mamba": {
+        "decoder.layers.0.mixer.in_proj.layer_norm_weight",
+        *(f"decoder.layers.3.mixer.in_proj.weight.{block}" for block in ("z", "x", "B", "C", "dt")),
+        "decoder.layers.3.mixer.conv1d.bias.B",
+        "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.2.mlp.linear_fc1.layer_norm_weight",
+        "decoder.final_norm.weight",
+    },
+}
+
+
 @pytest.mark.feature("Checkpoints: another model's, or a damaged one, is refused by one sentence")
 def test_what_does_not_fit_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
     folder = unpack(tmp_path, "gpt_torch_dist")

@@ -169,6 +169,22 @@ def _pieces(info: ParamInfo, tensor: Tensor | Packed) -> Iterator[Piece | LazyPi
         yield LazyPiece(offset, tuple(box.shape), make, partial(put, number))
 
 
+def split_rows(tensor: ShardedTensor, sizes: Sequence[int]) -> Iterator[ShardedTensor]:
+    """What this rank holds of the first ``sizes[0]`` rows, of those behind them, and so on."""
+    held = [(piece.offset, piece.data) for piece in tensor.pieces]
+    first = 0
+    for size in sizes:
+        pieces = []
+        for offset, data in held:
+            low, high = max(offset[0], first), min(offset[0] + data.shape[0], first + size)
+            if low < high:
+                rows = data.narrow(0, low - offset[0], high - low)
+                pieces.append(Piece((low - first, *offset[1:]), rows))
+        shape = (size, *tensor.global_shape[1:])
+        yield replace(tensor, global_shape=shape, pieces=tuple(pieces))
+        first += size
+
+
 def from_flat_range(
     key: str, info: ParamInfo, local_shape: Sequence[int], start: int, flat: Tensor
 ) -> ShardedTensor:

@@ -81,6 +81,7 @@ FORCED = (
     "apply_residual_connection_post_layernorm",
     "layer_norm_placement",
     "embedding_scale",
+    "output_scale",
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "softmax_scale",

@@ -45,7 +45,6 @@ from megatron.training.conversion.family import Family
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.verify import compare_logits
 from megatron.training.generation import saved_namespace
-from megatron.training.models.registry import KINDS
 from megatron.training.state import TrainState
 from megatron.training.tokenizer import (
     MissingToken,
@@ -57,7 +56,7 @@ from megatron.training.tokenizer import (
 HF = "hf"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BESIDE = "huggingface"  # folder beside our checkpoints: config.json, tokenizer, generation config
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _ALWAYS_FP32 = ".router.expert_bias"
 _EMBEDDING = "embedding.word_embeddings.weight"
 # What shapes a model beside the flags of --use-checkpoint-args, and what any run needs.
@@ -113,8 +112,6 @@ def convert(wanted: Wanted, say: Say = print) -> Path:
 def _from_hf(wanted: Wanted, say: Say) -> Source:
     config = hf_folder.read_config(wanted.source)
     model = hf.import_model(config, hf_folder.read_weights(wanted.source))
-    if model.shape.kind not in KINDS:
-        raise CheckpointError(f"{model.family.architecture} is not in this version")
     say(f"{wanted.source} is a {model.family.architecture} of {_count(model.tensors)} weights")
     if model.fresh:
         heads = ", ".join(dict.fromkeys(name.partition(".")[0] for name in model.fresh))
@@ -247,9 +244,9 @@ def _for_megatron(source: Source) -> Source:
 
 
 def _padded(tensor: LazyTensor, rows: int) -> LazyTensor:
-    missing = rows - tensor.shape[0]
     shape = (rows, *tensor.shape[1:])
-    return replace(tensor, shape=shape, make=lambda: F.pad(tensor.make(), (0, 0, 0, missing)))
+    behind = [0, 0] * (len(shape) - 1) + [0, rows - tensor.shape[0]]
+    return replace(tensor, shape=shape, make=lambda: F.pad(tensor.make(), behind))
 
 
 def _record(tensor: LazyTensor) -> ShardedTensor:

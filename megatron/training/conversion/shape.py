@@ -236,6 +236,7 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
         attn_logit_softcapping=m.attn_logit_softcapping,
         final_logit_softcapping=m.final_logit_softcapping,
         embedding_scale=1.0 if scale is None else scale or math.sqrt(m.hidden_size),
+        output_scale=1.0 if m.output_scale is None else m.output_scale or m.hidden_size**-0.5,
         softmax_type=m.softmax_type,
         activation_func_clamp_value=m.activation_func_clamp_value,
         glu_linear_offset=m.glu_linear_offset,
@@ -338,6 +339,9 @@ def args_of(shape: ModelShape) -> dict[str, Any]:
     is_scaled_by_root = shape.embedding_scale == math.sqrt(shape.hidden_size)
     if shape.embedding_scale != 1:
         values["embedding_scale"] = 0.0 if is_scaled_by_root else shape.embedding_scale
+    if shape.output_scale != 1:
+        is_root = shape.output_scale == shape.hidden_size**-0.5
+        values["output_scale"] = 0.0 if is_root else shape.output_scale
     return values | {
         "seq_length": shape.max_position_embeddings,
         "group_query_attention": shape.num_query_groups != shape.num_attention_heads,

@@ -139,6 +139,8 @@ def _t5(shape: ModelShape) -> Named:
                 yield from _within(prefix, _cross_attention(shape))
         yield from _norm(f"{stack}.final_layernorm", "h", shape)
     yield from _output(shape)
+    if shape.is_tied and shape.add_bias_linear:
+        yield "lm_head.output_layer.bias", "*v"
 
 
 def _mamba(shape: ModelShape) -> Named:

@@ -57,14 +57,14 @@ def compare_logits(
     prompts = torch.randint(0, vocab_size, (_PROMPTS, length), generator=generator)
     theirs = _their_logits(hf_folder, run, prompts)
     ours = our_logits(run, tensors, vocab_size, prompts)
-    for mine, other in zip(ours if not fresh else ours[:1], theirs, strict=False):
-        apart = float((mine - other).abs().max())
-        largest = max(1.0, float(other.abs().max()))
-        if not apart <= TOLERANCE * largest:
-            raise CheckpointError(
-                f"the logits of both forms differ by {apart:.3g}, the largest is {largest:.3g}: "
-                "this conversion is wrong and is not kept; please report it with config.json"
-            )
+    pairs = list(zip(ours if not fresh else ours[:1], theirs, strict=False))
+    apart = max(float((mine - other).abs().max()) for mine, other in pairs)
+    largest = max(1.0, *(float(other.abs().max()) for _, other in pairs))
+    if not apart <= TOLERANCE * largest:
+        raise CheckpointError(
+            f"the logits of both forms differ by {apart:.3g}, the largest is {largest:.3g}: "
+            "this conversion is wrong and is not kept; please report it with config.json"
+        )
     return f"the logits of {_PROMPTS} prompts agree within {apart:.2g} (the largest {largest:.3g})"
 
 

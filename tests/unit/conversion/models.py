@@ -226,8 +226,11 @@ def grown(model: Any) -> Any:
             param.fill_(-3)  # with long steps nothing is kept, and their gradients are noise
         if param.dim() == 1:
             param.add_(0.1 * torch.randn_like(param))
+        elif key.startswith("bert.embeddings"):
+            param.mul_(10)
         elif "embed" not in key and key != "shared.weight":
-            param.mul_(3)
+            is_large = key.endswith(".q.weight") or "wi_" in key  # T5 does not scale scores
+            param.mul_(0.3 if is_large else 3)
     for key, buffer in model.named_buffers():
         if "e_score" in key:
             buffer.normal_(0, 0.2)

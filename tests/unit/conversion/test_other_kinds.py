@@ -22,15 +22,8 @@ from megatron.training.conversion.convert import (
     run_config,
 )
 from megatron.training.conversion.verify import our_logits, our_model
-from megatron.training.models.registry import KINDS
 from tests import tolerances
 from tests.unit.conversion import models
-
-READY = [
-    case
-    for case in models.OTHERS
-    if case.startswith(tuple(KINDS)) or (case.startswith("nemotron") and "mamba" in KINDS)
-]
 
 
 def read(folder: Path) -> hf.HFModel:
@@ -58,7 +51,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     "Checkpoints: BERT, Megatron-BERT, T5 (original and 1.1), Mamba-2 and Nemotron-H from and to "
     "Hugging Face, bit for bit"
 )
-@pytest.mark.parametrize("case", READY)
+@pytest.mark.parametrize("case", models.OTHERS)
 def test_a_family_in_and_out(case: str, tmp_path: Path) -> None:
     theirs, ours, back, again = (tmp_path / name for name in ("theirs", "ours", "back", "again"))
     model = models.write(theirs, case)

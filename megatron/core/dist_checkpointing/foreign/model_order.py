@@ -1,4 +1,4 @@
-"""The order in which the modules of Megatron-LM register the parameters of a GPT.  No torch."""
+"""The order in which the modules of Megatron-LM register the parameters of a model.  No torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from megatron.core.dist_checkpointing.foreign.names import (
 )
 
 _SHARED = "embedding.word_embeddings.weight"
-_BEFORE = (_SHARED, "embedding.position_embeddings.weight", "embedding.tokentype_embeddings.weight")
-_AFTER = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias")
+_EMBEDDINGS = (
+    _SHARED,
+    "embedding.position_embeddings.weight",
+    "embedding.tokentype_embeddings.weight",
+    "encoder_relative_pos_emb.relative_attention_bias.weight",
+    "decoder_relative_pos_emb.relative_attention_bias.weight",
+)
 _STATE = "_extra_state"
 
 
@@ -35,22 +40,32 @@ def ordered_names(
     if layers is None:
         layers = sorted({layer[1] for layer in map(split_layer, stored) if layer})
     if is_first:
-        yield from ((name, name) for name in _BEFORE if name in stored)
-    for local, number in enumerate(layers):
-        places = f"decoder.layers.{local}.", f"decoder.layers.{number}."
-        yield from _of_layer(stored, asked, places, _in_layer(number, asked, experts))
+        yield from ((name, name) for name in _EMBEDDINGS if name in stored)
+    for stack in ("encoder", "decoder"):
+        for local, number in enumerate(layers):
+            places = f"{stack}.layers.{local}.", f"{stack}.layers.{number}."
+            yield from _of_layer(stored, asked, places, _in_layer(number, asked, experts))
+        if is_last:
+            norms = (f"{stack}.final_{norm}" for norm in ("layernorm", "norm"))
+            yield from _present(stored, *(pair for norm in norms for pair in _norm(norm)))
     if is_last:
-        yield from ((name, name) for name in _AFTER if name in stored)
         # With stages, Megatron-LM repeats the embedding for those that predict ahead: not written.
         for depth in range(int(asked.get("mtp_num_layers") or 0) if is_first else 0):
             place = f"mtp.layers.{depth}."
             tails = _ahead(int(asked["num_layers"]) - 1, asked, experts)
             yield from _of_layer(stored, asked, (place, place), tails)
-        if OUTPUT in stored:
-            yield OUTPUT, OUTPUT
+        yield from _present(stored, *_linear("lm_head.dense"), *_norm("lm_head.layer_norm"))
+        yield from _present(stored, (OUTPUT, OUTPUT))
         if not is_first and OUTPUT not in stored:
             yield OUTPUT, _SHARED
         yield f"output_layer.{_STATE}", ""
+        biases = "output_layer.bias", f"lm_head.{OUTPUT}", "lm_head.output_layer.bias"
+        yield from _present(stored, *((name, name) for name in biases))
+        yield from _present(stored, *_linear("binary_head"), *_linear("pooler.dense"))
+
+
+def _present(stored: Collection[str], *pairs: tuple[str, str]) -> Iterator[tuple[str, str]]:
+    return (pair for pair in pairs if pair[1] in stored)
 
 
 def _of_layer(
@@ -87,6 +102,7 @@ def _in_layer(
 ) -> Iterator[tuple[str, str]]:
     """(tail of a name in a file, tail of ours); of a state, that of the weight it goes with."""
     is_fused = _is_fused(asked)
+    yield from _mixer(is_fused)
     yield _SINK, _SINK
     is_latent = bool(asked.get("multi_latent_attention"))
     first, projection = _norm("input_layernorm"), _matrix("self_attention.linear_proj")
@@ -95,6 +111,9 @@ def _in_layer(
     for part in _latent_attention(is_fused) if is_latent else _ATTENTION:
         kind = _norm if part.endswith("norm") else _matrix
         yield from kind(f"self_attention.{part}")
+    yield from _norm("pre_cross_attn_layernorm")
+    for part in ("proj", "q", "kv"):
+        yield from _matrix(f"cross_attention.linear_{part}")
     yield from _norm("pre_mlp_layernorm")
     if not has_experts(number, asked):
         yield from (*_matrix("mlp.linear_fc1"), *_matrix("mlp.linear_fc2"))
@@ -105,6 +124,14 @@ def _in_layer(
     yield "mlp.shared_experts.gate_weight", "mlp.shared_experts.gate_weight"
     for matrix in _MATRICES:
         yield from _matrix(f"mlp.shared_experts.{matrix}")
+
+
+def _mixer(is_fused: bool) -> Iterator[tuple[str, str]]:
+    yield from ((f"mixer.{name}",) * 2 for name in ("dt_bias", "A_log", "D"))
+    norm, inside = _norm("norm"), _linear("mixer.conv1d")
+    first = (*norm, *_matrix("mixer.in_proj")) if is_fused else _matrix("mixer.in_proj")
+    yield from (*first, *inside, *_norm("mixer.norm"), *_matrix("mixer.out_proj"))
+    yield from () if is_fused else norm
 
 
 _SINK = "self_attention.core_attention.softmax_offset"
@@ -140,6 +167,11 @@ def _of_experts(experts: Sequence[int], *, is_grouped: bool) -> Iterator[tuple[s
         if experts:
             first = f"mlp.experts.local_experts.{experts[0]}.{matrix}.weight"
             yield f"mlp.experts.{matrix}.{_STATE}", first
+
+
+def _linear(name: str) -> tuple[tuple[str, str], ...]:
+    """A matrix, or a convolution, that never keeps a state."""
+    return _norm(name)
 
 
 def _norm(name: str) -> tuple[tuple[str, str], ...]:

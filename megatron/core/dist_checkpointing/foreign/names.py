@@ -7,8 +7,10 @@ Experts: in `torch_dist` all are one tensor ``mlp.experts.experts.linear_fc1.wei
 global number as a dimension behind that of the layer, or a tensor each with the number behind the
 second ``experts``.  In per-rank files they count from 0 on each rank: ``local_experts.N.linear_fc1
 .weight`` (sequential), ``linear_fc1.weightN`` (grouped), or ``weight1`` and ``weight2``, all of a
-rank in one and transposed (older grouped).  No fixture has experts: what is said of them, and of
-latent attention, is inferred from public descriptions of core_v0.14, not compared with its files.
+rank in one and transposed (older grouped).  Layers of a hybrid are not stacked, and matrices of a
+mixer are cut in blocks, which `torch_dist` holds as a tensor each.  No fixture has experts, latent
+attention, mixers, an encoder or its heads: what is said of them is inferred from public
+descriptions of core_v0.14, not compared with its files.
 
 ``asked`` is everywhere the command line of the run, dest -> value.
 """
@@ -26,8 +28,8 @@ _RENAMES = tuple(
         # Models before core.
         (r"^language_model\.embedding\.", "embedding."),
         (r"^language_model\.output_layer\.", "output_layer."),
+        (r"^language_model\.(encoder|transformer)\.final_norm\.", "decoder.final_layernorm."),
         (r"^language_model\.(encoder|transformer)\.", "decoder."),
-        (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
         (r"\.input_norm\.", ".input_layernorm."),
         (r"\.attention\.", ".self_attention."),
         (r"\.query_key_value\.", ".linear_qkv."),
@@ -38,6 +40,7 @@ _RENAMES = tuple(
         # Norms that Transformer Engine keeps in the linear layer after them.
         (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
         (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
+        (r"\.mixer\.in_proj\.layer_norm_(weight|bias)$", r".norm.\1"),
         (r"\.linear_(q|kv)_up_proj\.layer_norm_(weight|bias)$", r".\1_layernorm.\2"),
         # Experts.
         (r"\.experts\.experts\.(\d+)\.", r".experts.local_experts.\1."),
@@ -48,10 +51,11 @@ _RENAMES = tuple(
     )
 )
 # Norms backwards: the names of layers that keep the norm before them.
-_INPUT, _MLP, _LATENT = (
+_INPUT, _MIXER, _MLP, _LATENT = (
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1"),
+        (r"(\.layers\.\d+)\.norm\.(weight|bias)$", r"\1.mixer.in_proj.layer_norm_\2"),
         (r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1"),
         (r"\.(q|kv)_layernorm\.(weight|bias)$", r".linear_\1_up_proj.layer_norm_\2"),
     )
@@ -62,11 +66,17 @@ _CUT = (
     (re.compile(r"\.(linear_qkv|linear_q|linear_kv|linear_fc1|eh_proj)\.(weight|bias)$"), 0),
     (re.compile(r"\.linear_(q|q_up|kv_up)_proj\.(weight|bias)$"), 0),
     (re.compile(r"\.core_attention\.softmax_offset$"), 0),
-    (re.compile(r"\.(linear_proj|linear_fc2)\.weight$"), 1),
+    (re.compile(r"\.mixer\.(A_log|D|dt_bias|norm\.weight)$"), 0),
+    (re.compile(r"\.(linear_proj|linear_fc2|mixer\.out_proj)\.weight$"), 1),
 )
 _VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$")
 _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _GATED_FLAGS = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
+# Tail of a name -> what lies behind each other in it: gate, input, two projections, steps.
+_BLOCKS = {
+    ".mixer.in_proj.weight": ("z", "x", "B", "C", "dt"),
+    **dict.fromkeys((".mixer.conv1d.weight", ".mixer.conv1d.bias"), ("x", "B", "C")),
+}
 _NARROW = re.compile(r"\.linear_(q|kv)_down_proj\.")
 _EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(.*)$")
 _BUFFER = re.compile(r"\.expert_bias$")
@@ -98,7 +108,7 @@ def fused_name(name: str, asked: Mapping[str, Any]) -> str:
     is_latent = bool(asked.get("multi_latent_attention"))
     layer = split_layer(name)
     number = layer[1] if layer else int(asked.get("num_layers") or 1) - 1  # ahead: as the last one
-    rules = [_LATENT if is_latent else _INPUT]
+    rules = [_LATENT if is_latent else _INPUT, _MIXER]
     if not has_experts(number, asked):
         rules.append(_MLP)
     for pattern, replacement in rules:
@@ -108,16 +118,23 @@ def fused_name(name: str, asked: Mapping[str, Any]) -> str:
 
 def has_experts(layer: int, asked: Mapping[str, Any]) -> bool:
     """Whether a layer of the whole model has experts."""
+    if is_hybrid(asked):
+        return str(asked.get("hybrid_override_pattern") or "")[layer : layer + 1] == "E"
     freq = asked.get("moe_layer_freq") or 1
     if not asked.get("num_experts"):
         return False
     return layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
 
 
+def is_hybrid(asked: Mapping[str, Any]) -> bool:
+    """Whether layers are of several kinds, or mixers."""
+    return asked.get("model_kind") == "mamba"
+
+
 def layers_are_alike(asked: Mapping[str, Any]) -> bool:
     """Whether Megatron-LM stacks the layers of such a model in `torch_dist`."""
     freq = asked.get("moe_layer_freq") or 1
-    is_mixed = bool(asked.get("num_experts")) and freq != 1
+    is_mixed = is_hybrid(asked) or (bool(asked.get("num_experts")) and freq != 1)
     return not is_mixed and not asked.get("heterogeneous_layers_config_path")
 
 
@@ -125,11 +142,36 @@ def cut_of(name: str, asked: Mapping[str, Any]) -> Cut:
     """How tensor parallelism cuts the tensor of our ``name``."""
     if _NARROW.search(name) and asked.get("transformer_impl") == "local":
         return Cut(0)
+    if blocks := blocks_of(name, asked):
+        return Cut(0, tuple(blocks.values()))
     for pattern, dim in _CUT:
         if pattern.search(name):
             is_gated = _GATED.search(name) and any(map(asked.get, _GATED_FLAGS))
             return Cut(dim, (1, 1) if is_gated else (1,))
     return Cut(None)
+
+
+def blocks_of(name: str, asked: Mapping[str, Any]) -> dict[str, int]:
+    """Name and rows of what lies behind each other in a tensor of a mixer; empty for others."""
+    tail = next((tail for tail in _BLOCKS if name.endswith(tail)), None)
+    if tail is None:
+        return {}
+    width, of_states = int(asked["mamba_head_dim"]), int(asked["mamba_num_groups"])
+    of_states *= int(asked["mamba_state_dim"])
+    heads = int(asked.get("mamba_num_heads") or 2 * int(asked["hidden_size"]) // width)
+    rows = {"z": heads * width, "x": heads * width, "B": of_states, "C": of_states, "dt": heads}
+    return {block: rows[block] for block in _BLOCKS[tail]}
+
+
+def split_block(name: str) -> tuple[str, str]:
+    """The name of the tensor of a mixer, and which block of it this is (empty: all of it).
+
+    >>> split_block("decoder.layers.0.mixer.in_proj.weight.dt")
+    ('decoder.layers.0.mixer.in_proj.weight', 'dt')
+    """
+    whole, _, block = name.rpartition(".")
+    is_one = any(whole.endswith(tail) and block in blocks for tail, blocks in _BLOCKS.items())
+    return (whole, block) if is_one else (name, "")
 
 
 def is_expert(name: str) -> bool:

@@ -34,7 +34,9 @@ def reference_values(common: Mapping[str, Any]) -> dict[str, Any]:
     asked = json.loads(json.dumps(common["args"]))  # no classes of ours
     args = {name: _restored(name, value) for name, value in asked.items()}
     args |= {name: value for name, value in counters.items() if name in args}
-    args |= {"iteration": 0, "model_type": _enum(ModelType.encoder_or_decoder)}
+    is_both = args.get("model_kind") == "t5"
+    kind = ModelType.encoder_and_decoder if is_both else ModelType.encoder_or_decoder
+    args |= {"iteration": 0, "model_type": _enum(kind)}
     args |= dict.fromkeys(("do_train", "do_valid", "do_test"), True)
     values = {
         "args": argparse.Namespace(**args),

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.foreign.reference_values import (
 )
 from megatron.core.dist_checkpointing.format import Format, RankReport, check_written_once
 from megatron.core.dist_checkpointing.manifest import FileEntry
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, split_rows
 
 _RNG = "rng_state"
 _HALVES = ("_w", "_v")
@@ -64,40 +64,23 @@ def write_rank_files(
     report = RankReport(tensors={}, files={})
     for tensor in tensors:
         is_cut = in_halves and cut_of(split_state(tensor.key)[1], asked).blocks == (1, 1)
-        for suffix, shape, boxes in _halves(tensor) if is_cut else [_whole(tensor)]:
+        parts = iter([tensor])
+        if is_cut:
+            parts = split_rows(tensor, [tensor.global_shape[0] // 2] * 2)
+        for suffix, part in zip(_HALVES if is_cut else ("",), parts, strict=True):
             pieces = [
-                {**file.add(data.to(tensor.dtype)), "offset": offset, "shape": list(data.shape)}
-                for offset, data in boxes
+                {**file.add(p.data.to(part.dtype)), "offset": list(p.offset), "shape": [*p.shape]}
+                for p in part.pieces
             ]
             report.tensors[tensor.key + suffix] = {
-                "shape": shape,
-                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(part.global_shape),
+                "dtype": str(part.dtype).removeprefix("torch."),
                 "pieces": pieces,
             }
     if rank_state is not None:
         report.tensors[_RNG] = dict(rank_state[_RNG])
     report.files[file.name] = asdict(file.close())
     return report
-
-
-_Part = tuple[str, list[int], list[tuple[list[int], Tensor]]]  # suffix, shape, offsets and values
-
-
-def _whole(tensor: ShardedTensor) -> _Part:
-    return "", list(tensor.global_shape), [(list(p.offset), p.data) for p in tensor.pieces]
-
-
-def _halves(tensor: ShardedTensor) -> Iterator[_Part]:
-    size = tensor.global_shape[0] // 2
-    for number, suffix in enumerate(_HALVES):
-        boxes = []
-        for piece in tensor.pieces:
-            first = piece.offset[0]
-            low, high = max(first, number * size), min(first + piece.shape[0], (number + 1) * size)
-            if low < high:
-                rows = piece.data.narrow(0, low - first, high - low)
-                boxes.append(([low - number * size, *piece.offset[1:]], rows))
-        yield suffix, [size, *tensor.global_shape[1:]], boxes
 
 
 def complete(

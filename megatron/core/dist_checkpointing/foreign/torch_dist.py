@@ -9,7 +9,7 @@ shape [X/x, Y/y, x*y], and its real shape stands beside.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import prod
@@ -32,9 +32,11 @@ from megatron.core.dist_checkpointing.foreign.foreign_reader import (
 from megatron.core.dist_checkpointing.foreign.model_order import ordered_names
 from megatron.core.dist_checkpointing.foreign.names import (
     OUTPUT,
+    blocks_of,
     cut_of,
     is_buffer,
     our_name,
+    split_block,
     split_stack,
     split_state,
 )
@@ -57,7 +59,7 @@ class TorchDistReader(ForeignReader):
             raise CheckpointDamaged(f"{folder / COMMON_FILE} is damaged: it holds no dictionary")
         self._index = DcpIndex(folder, self._map)
         for key, tensor in self._index.tensors.items():
-            for name, piece in _pieces(key, tensor):
+            for name, piece in _pieces(key, tensor, self.args):
                 self._add(name, tensor.dtype, piece)
         self._add_gathered()
         self._finish()
@@ -137,16 +139,24 @@ def _share(found: tuple[torch.dtype, Sequence[ForeignPiece]], dim: int | None, t
     return _Share(tuple(shape), dtype)
 
 
-def _pieces(key: str, tensor: DcpTensor) -> Iterator[tuple[str, ForeignPiece]]:
+def _pieces(
+    key: str, tensor: DcpTensor, asked: Mapping[str, Any]
+) -> Iterator[tuple[str, ForeignPiece]]:
     """The boxes of a stored tensor under our keys."""
     prefix, name = split_state(key)
     half = _HALVES.get(name[-2:])
-    pattern, dims = _numbered(name if half is None else name[:-2])
+    name, block = split_block(name if half is None else name[:-2])
+    pattern, dims = _numbered(name)
+    first = 0  # row of the tensor that the stored one begins with
+    if half:
+        first = (tensor.unflattened or tensor.shape)[dims]
+    elif block:
+        blocks = blocks_of(name, asked)
+        first = sum(list(blocks.values())[: list(blocks).index(block)])
     for chunk in tensor.chunks:
         for offset, shape, array in _boxes(tensor, chunk):
-            if half:
-                whole = tensor.unflattened or tensor.shape
-                offset = (*offset[:dims], offset[dims] + whole[dims], *offset[dims + 1 :])
+            if first:
+                offset = (*offset[:dims], offset[dims] + first, *offset[dims + 1 :])
             for place in product(*map(range, shape[:dims])):
                 numbers = map(sum, zip(place, offset, strict=False))
                 own = our_name(pattern.format(*numbers))

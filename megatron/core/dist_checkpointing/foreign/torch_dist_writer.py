@@ -1,6 +1,6 @@
 """Writes format ``torch_dist`` as Megatron-LM core_v0.14 does: its keys, shapes and offsets.
 
-Layers are stacked, unless some have experts and some have none.  Experts of a layer are stacked
+Layers are stacked, unless they are of several kinds.  Experts of a layer are stacked
 too (`names`).  The state that a distributed optimizer
 divides is written as stretches of flattened shares (see `torch_dist`); vocabulary padding is
 written too.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     layout_of,
 )
 from megatron.core.dist_checkpointing.foreign.names import (
+    blocks_of,
     fused_name,
     layers_are_alike,
     split_expert,
@@ -45,7 +46,7 @@ from megatron.core.dist_checkpointing.foreign.reference_values import (
 )
 from megatron.core.dist_checkpointing.format import Format, RankReport, check_written_once
 from megatron.core.dist_checkpointing.manifest import MANIFEST, FileEntry, adopt_file, write_text
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, split_rows
 from megatron.core.rank_grid import RankGrid
 
 _BACKENDS = {
@@ -56,7 +57,7 @@ _BACKENDS = {
 }
 _RNG = "rng_state"
 # Matrices of Megatron-LM that may keep a state of their own beside the weights.
-_MATRIX = re.compile(r"((?:decoder|mtp)\.layers\..*\b(?:linear_\w+|eh_proj))\.weight$")
+_MATRIX = re.compile(r"((?:\w+coder|mtp)\.layers\..*\b(?:linear_\w+|\w+_proj))\.weight(?:\.z)?$")
 
 
 def write_rank_files(
@@ -73,7 +74,7 @@ def write_rank_files(
     del attempt
     file = DcpFile(folder, rank, 0, iteration)
     report = RankReport(tensors={}, files={})
-    for tensor in tensors:
+    for tensor in (part for whole in tensors for part in _in_blocks(whole, asked)):
         key, stack = _reference_key(tensor.key, asked)
         is_plain = not stack and len(tensor.global_shape) < 2  # stretches of it are boxes
         is_flat = tensor.is_flat and key.startswith(STATE_PREFIX) and not is_plain
@@ -189,6 +190,18 @@ def _rng_shards(common: Mapping[str, Any]) -> dict[str, str]:
         for p in range(pp)
         for t in range(tp)
     }
+
+
+def _in_blocks(tensor: ShardedTensor, asked: Mapping[str, Any]) -> Iterator[ShardedTensor]:
+    """A tensor for each block of one of a mixer; others as they are."""
+    blocks = blocks_of(split_state(tensor.key)[1], asked)
+    if not blocks:
+        yield tensor
+        return
+    parts = split_rows(tensor, list(blocks.values()))
+    for block, part in zip(blocks, parts, strict=True):
+        cut = (0, tensor.cut[1] // len(blocks))
+        yield replace(part, key=f"{tensor.key}.{block}", cut=cut)
 
 
 def _reference_key(key: str, asked: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:

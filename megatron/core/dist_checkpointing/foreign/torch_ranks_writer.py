@@ -149,6 +149,11 @@ class _Tree:
 
     def check_names(self) -> None:
         """Raise CheckpointError unless every weight has a place in some file."""
+        if self.pp > 1 and self.args.get("model_kind") == "t5":
+            raise CheckpointError(
+                f"format torch has no files for the {self.pp} stages of a T5: use --ckpt-format "
+                "torch_dist, or convert for one stage"
+            )
         stages = range(self.pp * self._num_chunks())
         every = range(int(self.args.get("num_experts") or 0))
         placed = {n for s in stages for _, n in self._names(s % self.pp, s // self.pp, every)}
@@ -198,10 +203,12 @@ class _Tree:
 
     def _layers(self, stage: int, num_stages: int) -> Sequence[int]:
         """The layers of a virtual stage: as the run had them, else equally many on each."""
+        found = {layer[1] for layer in map(split_layer, self.reader.tensors) if layer}
+        if num_stages == 1:
+            return sorted(found)
         given = self.common.get("stages")
         if given:
             return given[stage]  # type: ignore[no-any-return]
-        found = {layer[1] for layer in map(split_layer, self.reader.tensors) if layer}
         if len(found) % num_stages:
             raise CheckpointError(f"{len(found)} layers cannot be dealt out to {num_stages} stages")
         size = len(found) // num_stages
@@ -217,7 +224,7 @@ class _Tree:
         shape = list(stored.shape)
         if dim is None:
             return self.reader.read(prefix + name)
-        if shape[dim] % (count * len(blocks)):
+        if any(shape[dim] * block // sum(blocks) % count for block in blocks):
             raise CheckpointError(
                 f"{name} of shape {shape} cannot be cut by --tensor-model-parallel-size {count}"
             )
