@@ -44,6 +44,9 @@ KINDS = {
     "decoupled-lr": (
         1, "--decoupled-lr 4e-3 --decoupled-min-lr 1e-4 --untie-embeddings-and-output-weights"
     ),
+    "bert": (
+        2, f"--model-kind bert {DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel"
+    ),
     "experts": (
         2, "--num-experts 4 --expert-model-parallel-size 2 --moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --disable-bias-linear --async-save"

@@ -261,11 +261,12 @@ class MaskedWordPieceDataset(MegatronDataset):
             f"{int(has_few.sum())} of {len(has_few)} documents have fewer than {min_sentences} "
             f"sentences, {int(has_long.sum())} have one of more than {LONGEST_SENTENCE} tokens"
         )
-        cure = "preprocess the data with --split-sentences"
+        share = (has_few | has_long).mean()
+        cure = "; preprocess the data with --split-sentences" if share > 0.5 else ""
         if num_rows == 0:
-            raise DataError(f"{source} gives no samples: {unused}; {cure}")
-        if (has_few | has_long).any():
-            logger.warning("%s: %s, and give no samples; %s", source, unused, cure)
+            raise DataError(f"{source} gives no samples: {unused}{cure}")
+        if share > 0:
+            logger.warning("%s: %s, and give no samples%s", source, unused, cure)
 
     def _cache_prefix(self) -> str:
         name = type(self).__name__
@@ -276,7 +277,7 @@ class MaskedWordPieceDataset(MegatronDataset):
 
 
 class CountingSentences(MaskedWordPieceDataset):
-    """Made-up samples that can be learned: each counts upwards from a random id.
+    """Made-up samples that can be learned: each counts upwards from a random id, often a low one.
 
     A sample depends on seed, split and its number alone; it needs no file.
     """
@@ -323,5 +324,6 @@ class CountingSentences(MaskedWordPieceDataset):
         sizes = random.integers(*self._SENTENCE_LENGTHS, target // 4 + 2)
         num_sentences = int(np.searchsorted(np.cumsum(sizes), target)) + 1
         ends = np.cumsum(sizes[: max(num_sentences, self.min_sentences)])
-        text = (random.integers(self._num_text_ids) + np.arange(ends[-1])) % self._num_text_ids
+        first = int(self._num_text_ids * random.random() ** 4)
+        text = (first + np.arange(ends[-1])) % self._num_text_ids
         return np.split(text, ends[:-1]), target
