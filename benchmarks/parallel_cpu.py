@@ -141,7 +141,7 @@ def serve(
         mock.patch("sys.argv", ["pretrain_gpt.py", *argv]),
         mock.patch("megatron.training.loop.train_step", Measured(pipe)),
         mock.patch(
-            "megatron.core.tensor_parallel.layers._start_reduction",
+            "megatron.core.tensor_parallel.linear._start_reduction",
             _sum_at_once if name == _TP_WAITS else start_reduction,
         ),
     ):

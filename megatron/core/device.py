@@ -115,6 +115,14 @@ def sums_half_products_in_fp32() -> bool:
     return bool((total == 17).all())
 
 
+@functools.cache
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether products of 8-bit matrices are fast on ``device``; a CPU only knows them."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def synchronize() -> None:
     """Wait until the device has done all queued work."""
     if _has_gpu():

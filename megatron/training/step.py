@@ -23,6 +23,7 @@ from megatron.core.optimizer.clip_grads import calc_params_l2_norm
 from megatron.core.param_info import local_part
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
+from megatron.core.tensor_parallel.quantized_linear import update_amax_histories
 from megatron.core.transformer.moe.expert_bias import update_expert_biases
 from megatron.training.added_losses import added_losses
 from megatron.training.checkpointing.run_tensors import RunParts
@@ -173,6 +174,7 @@ def _finalize(run: Runtime, chunks: Sequence[Any], num_tokens: Tensor | None) ->
     """What follows the last backward pass.  Collective over all ranks."""
     finalize_model_grads(chunks, num_tokens, run.groups)
     update_expert_biases(chunks, run.groups, run.config.model.moe_router_bias_update_rate)
+    update_amax_histories(chunks, run.groups)
 
 
 def reduce_losses(

@@ -14,7 +14,7 @@ def only_with(flag: str) -> str:
 
 # ---- refused: not in this version ----------------------------------------------------------
 OFFLOAD = "keeping the optimizer in host memory is not in this version; drop the flag"
-FP8 = "fp8 is not in this version; use --bf16"
+FP8_GATHER = "weights are gathered in bf16 in this version; drop the flag"
 CUDA_GRAPHS = "CUDA graphs are not in this version; drop the flag"
 TP_OVERLAP = (
     "overlap of tensor-parallel communication through Transformer Engine's buffers is not in this "
@@ -50,3 +50,4 @@ NO_KERNEL = "kernels are chosen by what runs here; the result does not depend on
 OLD_SPELLING = "the reference does nothing with it either"
 ONE_LOGGER = "nothing is ever reported to one logger here"
 ALWAYS_SO = "it is always so here"
+EVERY_STEP = "fp8 scaling factors are renewed in every step, as there"

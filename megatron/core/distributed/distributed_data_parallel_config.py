@@ -129,7 +129,7 @@ class DistributedDataParallelConfig:
         False,
         "Keep transposed fp8 weights between passes.",
         group="distributed",
-        ignored=states.only_with("--fp8-format"),
+        ignored="fp8 weights are kept once, and transposed where a product needs that",
     )
     enable_full_sharding_in_hsdp: bool = option(
         False,

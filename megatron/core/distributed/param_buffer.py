@@ -37,10 +37,11 @@ class ParamBucket:
             self._work = all_gather_single(self.data, share, group=self.group, async_op=True)
 
     def finish(self) -> None:
-        """Wait until all shares are here."""
+        """Wait until all shares are here; copies that are made of weights go by their versions."""
         if self._work is not None:
             self._work.wait()
             self._work = None
+        torch.autograd.graph.increment_version(self.params)
 
 
 class ParamBuffer:

@@ -149,6 +149,8 @@ class MegatronOptimizer:
     def _publish(self) -> None:
         """Let the model have what was updated.  Collective where parameters are divided."""
         copy_main_to_model(self.params)
+        # An update in place by a fused kernel leaves the version, which copies of weights go by.
+        torch.autograd.graph.increment_version([p.model for p in self.params])
 
     def scalar_state(self) -> dict[str, Any]:
         """What is one value for all ranks, as JSON: updates done, the loss scale, the groups.

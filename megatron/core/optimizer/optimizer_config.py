@@ -134,7 +134,7 @@ class OptimizerConfig:
         False,
         "Gather mxfp8 parameters through the gradient buffer.",
         group="mixed precision",
-        ignored=states.only_with("--fp8-format"),
+        ignored="updated weights go into their own buffer, and mxfp8 makes its codes from them",
     )
     overlap_param_gather_with_optimizer_step: bool = option(
         False,

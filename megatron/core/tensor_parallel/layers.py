@@ -17,12 +17,9 @@ tokens, and adds up results and input gradients of the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -31,20 +28,14 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.param_info import ParamInfo
 from megatron.core.param_init import Init, new_parameter
+from megatron.core.tensor_parallel.linear import linear
 from megatron.core.tensor_parallel.mappings import (
-    all_gather_first_dim,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
-    reduce_scatter_single,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from megatron.core.tensor_parallel.weight_gradient import (
-    WeightGrad,
-    adds_to_main_grad,
-    is_deferred,
-    may_be_deferred,
-)
+from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer
 
 
 class LayerConfig(Protocol):
@@ -65,87 +56,17 @@ def share_of(size: int, group: ProcessGroup, what: str) -> int:
     return size // group.size()
 
 
-class _Linear(torch.autograd.Function):
-    """x W^T + b whose weight gradient may be left in a queue, where the weight ``is_own``.
+class Linear(nn.Module):
+    """A layer of products; ``quantizer``, set once it is built, does them in few bits."""
 
-    With ``group`` it is the matmul of a column layer, its communication hidden behind matmuls.
-    """
+    weight: nn.Parameter | None
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        is_own: bool,
-        group: ProcessGroup | None,
-        sequence_parallel: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.params = weight, bias  # themselves, for a queue and for main_grad
-        ctx.is_own, ctx.group, ctx.sequence_parallel = is_own, group, sequence_parallel
-        if sequence_parallel:
-            assert group is not None, "which group cuts the sequence?"
-            x = all_gather_first_dim(x, group)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, *needs = ctx.needs_input_grad[:3]
-        params = [p if needed else None for p, needed in zip(ctx.params, needs, strict=True)]
-        gather_group = ctx.group if ctx.sequence_parallel else None
-        item = WeightGrad(*params, grad, x, group=gather_group, is_own=ctx.is_own)
-        grad_x = partial(grad.matmul, weight) if needs_x else None
-        grads = linear_backward(item, grad_x, ctx.group, sequence_parallel=ctx.sequence_parallel)
-        return *grads, None, None, None
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantizer: LinearQuantizer | None = None
 
 
-def linear_backward(
-    item: WeightGrad,
-    partial_grad_x: Callable[[], Tensor] | None,
-    group: ProcessGroup | None,
-    *,
-    sequence_parallel: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias; the latter two None where a queue has taken them.
-
-    ``partial_grad_x`` computes this rank's term of the input gradient, which is summed over
-    ``group`` (all-reduce, or reduce-scatter under SP) beside the weight gradient's product.
-    """
-    is_later = is_deferred(item)
-    if not is_later:
-        item.start()
-    reducing = grad_x = term = None
-    if partial_grad_x is not None:
-        grad_x = term = partial_grad_x()
-        if group is not None:
-            reducing, grad_x = _start_reduction(term, group, sequence_parallel)
-    grads = (None, None) if is_later else item.compute()
-    if reducing is not None:
-        reducing.wait()
-    del term  # kept until the reduction had read it
-    return grad_x, *grads
-
-
-def _start_reduction(
-    grad: Tensor, group: ProcessGroup, sequence_parallel: bool
-) -> tuple[dist.Work | None, Tensor]:
-    """Begin to sum ``grad`` over the group: the work to wait for, and where the sum will be."""
-    if not sequence_parallel:
-        return dist.all_reduce(grad, group=group, async_op=True), grad
-    total = grad.new_empty((grad.shape[0] // group.size(), *grad.shape[1:]))
-    return reduce_scatter_single(total, grad, group=group, async_op=True), total
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_own: bool = True) -> Tensor:
-    """x W^T + b without communication; in torch's own form where nobody asks for more."""
-    if is_own and torch.is_grad_enabled() and (may_be_deferred() or adds_to_main_grad(weight)):
-        return _Linear.apply(x, weight, bias, True, None, False)
-    return F.linear(x, weight, bias)
-
-
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(Linear):
     """``y = x W^T + b`` with the outputs divided over ``tp_group``.
 
     Returns (y, bias): the bias is None unless ``skip_bias_add`` leaves its addition to the caller.
@@ -225,10 +146,15 @@ class ColumnParallelLinear(nn.Module):
         weight = self.weight if weight is None else weight
         assert weight is not None, "this layer has no weight of its own: pass one"
         bias, is_own = None if self.skip_bias_add else self.bias, weight is self.weight
-        if self._grad_group is None:
-            y = _linear(x, weight, bias, is_own)
-        else:
-            y = _Linear.apply(x, weight, bias, is_own, self._grad_group, self.sequence_parallel)
+        y = linear(
+            x,
+            weight,
+            bias,
+            is_own=is_own,
+            group=self._grad_group,
+            sequence_parallel=self.sequence_parallel,
+            quantizer=self.quantizer if is_own else None,
+        )
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather:
             y = gather_from_tensor_model_parallel_region(y, self.tp_group)
@@ -240,7 +166,7 @@ class ColumnParallelLinear(nn.Module):
         return f"{self.input_size}, {self.output_size}, rank {tp.rank()} of {tp.size()}"
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Linear):
     """``y = x W^T + b`` with the inputs divided over ``tp_group``.
 
     Returns (y, bias): the bias is None unless ``skip_bias_add`` leaves its addition, which comes
@@ -296,8 +222,8 @@ class RowParallelLinear(nn.Module):
             assert not self.sequence_parallel, "sequence parallelism needs a parallel input"
             x = scatter_to_tensor_model_parallel_region(x, self.tp_group)
         if self.tp_group.size() == 1 and not self.skip_bias_add:
-            return _linear(x, self.weight, self.bias), None
-        y = _linear(x, self.weight, None)
+            return linear(x, self.weight, self.bias, quantizer=self.quantizer), None
+        y = linear(x, self.weight, None, quantizer=self.quantizer)
         if self.sequence_parallel:
             y = reduce_scatter_to_sequence_parallel_region(y, self.tp_group)
         elif not self.is_expert:
@@ -312,7 +238,7 @@ class RowParallelLinear(nn.Module):
         return f"{self.input_size}, {self.output_size}, rank {tp.rank()} of {tp.size()}"
 
 
-class ReplicatedLinear(nn.Module):
+class ReplicatedLinear(Linear):
     """``y = x W^T + b``, computed alike on all tensor-parallel ranks that have the same tokens.
 
     ``has_partial_gradient``: they have different ones; by default where the sequence is cut.
@@ -345,7 +271,7 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[.., i] -> [.., o]"""
-        return _linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, quantizer=self.quantizer)
 
 
 def check_token_ids(token_ids: Tensor, num_tokens: int, *, may_ignore: bool = False) -> None:

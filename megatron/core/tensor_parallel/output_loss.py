@@ -2,7 +2,7 @@
 
 ``t`` tokens, ``h`` width, ``p`` this rank's rows of the padded vocabulary, ``x/tp`` a share of
 ``x``.  Collectives over the group: under sequence parallelism an all-gather of the input, one max
-and one sum forward; backward those of a column layer (`layers.linear_backward`).
+and one sum forward; backward those of a column layer (`linear.linear_backward`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.fusions.linear_cross_entropy import (
     loss_alone,
     loss_and_gradient,
 )
-from megatron.core.tensor_parallel.layers import linear_backward
+from megatron.core.tensor_parallel.linear import linear_backward
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim, slice_of_first_dim
 from megatron.core.tensor_parallel.weight_gradient import WeightGrad
 

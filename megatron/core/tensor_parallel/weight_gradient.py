@@ -73,18 +73,19 @@ class WeightGrad:
         weight_grad = None
         if self.weight is not None:
             adds = self.is_own and adds_to_main_grad(self.weight)
-            product = _add_product if adds else _product
-            weight_grad = product(self.weight, self.grad.t(), self.x)
+            weight_grad = self._product(self.weight, adds=adds)
         return weight_grad, None if self.bias is None else self.grad.sum(0)
+
+    def _product(self, weight: Tensor, *, adds: bool) -> Tensor:
+        """grad^T x, or anything of its shape where the product ``adds`` to the main gradient."""
+        if adds:
+            return _add_product(weight, self.grad.t(), self.x)
+        return self.grad.t().matmul(self.x)
 
 
 def adds_to_main_grad(weight: Tensor) -> bool:
     """Whether the wrapper lets a layer add to ``weight.main_grad`` (`distributed.grad_buffer`)."""
     return hasattr(weight, "overwrite_main_grad")
-
-
-def _product(_: Tensor, grad: Tensor, x: Tensor) -> Tensor:
-    return grad.matmul(x)
 
 
 def _add_product(weight: Any, grad: Tensor, x: Tensor) -> Tensor:
@@ -94,6 +95,11 @@ def _add_product(weight: Any, grad: Tensor, x: Tensor) -> Tensor:
         torch.addmm(total, grad, x, beta=keep, out=total)
     else:
         torch.addmm(total, grad, x, out_dtype=total.dtype, beta=keep, out=total)
+    return has_been_added(weight)
+
+
+def has_been_added(weight: Any) -> Tensor:
+    """Tell the wrapper that a layer has written to ``weight.main_grad``; what autograd gets."""
     weight.overwrite_main_grad, weight.grad_added_to_main_grad = False, True
     return torch.empty_like(weight)
 

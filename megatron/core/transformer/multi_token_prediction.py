@@ -34,6 +34,7 @@ from megatron.core.sequence_share import held_tokens, order_of_gathered, sequenc
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.low_precision import quantize_layer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -109,6 +110,8 @@ class MultiTokenPredictionLayer(MegatronModule):
             layer_number=config.num_layers,
             offered={"pg_collection": pg_collection, "tp_group": pg_collection.tp},
         )
+        place = config.num_layers - 1
+        quantize_layer(self.transformer_layer, config, place, pg_collection=pg_collection)
         self.final_layernorm = Norm(config, hidden, eps)
 
     def forward(

@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.layer_layout import layer_range
+from megatron.core.transformer.low_precision import quantize_layer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -83,6 +84,8 @@ class TransformerBlock(MegatronModule):
             build_module(s, config=config, layer_number=i + 1, offered=offered)
             for i, s in zip(self.layer_range, specs, strict=True)
         )
+        for i, layer in zip(self.layer_range, self.layers, strict=True):
+            quantize_layer(layer, config, i, pg_collection=pg_collection)
         # The first so many are computed again as a whole; adaptive recomputation changes it.
         is_adaptive = config.recompute_granularity == "adaptive"
         self.recomputed_layers = len(self.layers) if is_adaptive else None

@@ -85,6 +85,26 @@ NEEDS = (
         lambda ns: ns.recompute_granularity == "adaptive",
         ("memory_budget_fraction",),
     ),
+    Need(
+        "--fp8-format",
+        lambda ns: ns.fp8 is not None,
+        ("fp8_recipe",),
+    ),
+    Need(
+        "--fp8-format or --fp4-format",
+        lambda ns: ns.fp8 is not None or ns.fp4 is not None,
+        ("fp8_wgrad", "first_last_layers_bf16"),
+    ),
+    Need(
+        "--fp8-format and --fp8-recipe delayed",
+        lambda ns: ns.fp8 is not None and ns.fp8_recipe == "delayed",
+        ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
+    ),
+    Need(
+        "--first-last-layers-bf16",
+        lambda ns: ns.first_last_layers_bf16,
+        ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    ),
     Need("--use-rope-scaling", lambda ns: ns.use_rope_scaling, ("rope_scaling_factor",)),
     Need("--group-query-attention", lambda ns: ns.group_query_attention, ("num_query_groups",)),
     Need("--optimizer sgd", lambda ns: ns.optimizer == "sgd", ("sgd_momentum",)),

@@ -80,6 +80,8 @@ VALUES = {
     "memory_budget_fraction": "0.5",
     "tiktoken_special_tokens": "a",
     "tiktoken_pattern": "v1",
+    "fp8_recipe": "tensorwise",
+    "fp8_amax_compute_algo": "max",
     "lr_wsd_decay_style": "cosine",
     "wandb_exp_name": "e",
     "wandb_save_dir": "d",
@@ -102,6 +104,9 @@ VALUES = {
 SWITCHES = {
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
     "bert_binary_head": "--bert-no-binary-head",
+    "fp8_param_gather": "--fp8-param-gather",
+    "fp8_wgrad": "--no-fp8-wgrad",
+    "first_last_layers_bf16": "--first-last-layers-bf16",
     "moe_grouped_gemm": "--moe-grouped-gemm",
     "cache_mla_latents": "--cache-mla-latents",
     "rotary_interleaved": "--rotary-interleaved",

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.param_init import Init
-from megatron.core.tensor_parallel import layers, mappings, weight_gradient
+from megatron.core.tensor_parallel import layers, linear, mappings, weight_gradient
 from megatron.core.tensor_parallel.output_loss import linear_cross_entropy
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from tests.unit.one_process import tiny_config
@@ -69,7 +69,7 @@ def log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
 
         return collective
 
-    for module in (layers, mappings, weight_gradient):
+    for module in (linear, mappings, weight_gradient):
         for name in ("all_gather_single", "reduce_scatter_single"):
             if name in vars(module):
                 monkeypatch.setattr(module, name, stand_in(name.removesuffix("_single")))

@@ -133,7 +133,7 @@ class MoEConfig:
         False,
         "Pad each expert's tokens to what fp8 products need.",
         group="moe",
-        ignored=states.only_with("--fp8-format"),
+        ignored="any number of tokens can be multiplied: zeros fill up what a kernel needs",
     )
     moe_aux_loss_coeff: tuple[float, ...] = option(
         0.0,

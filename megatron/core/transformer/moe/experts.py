@@ -89,9 +89,13 @@ class Experts(MegatronModule):
             }
         )
         self._in_order: list[Any] = [self.local_experts[str(number)] for number in local_experts]
-        self._can_group = config.moe_grouped_gemm and all(
-            can_group([getattr(expert, name).weight for expert in self._in_order])
-            for name in ("linear_fc1", "linear_fc2")
+        self._can_group = (
+            config.moe_grouped_gemm
+            and not config.is_quantized
+            and all(
+                can_group([getattr(expert, name).weight for expert in self._in_order])
+                for name in ("linear_fc1", "linear_fc2")
+            )
         )
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:

@@ -80,7 +80,51 @@ def loss_scale_can_work(run: RunConfig) -> Iterator[str]:
         )
 
 
+def one_quantised_format(run: RunConfig) -> Iterator[str]:
+    """A product has one format."""
+    if run.model.fp8 is not None and run.model.fp4 is not None:
+        yield "--fp8-format and --fp4-format exclude each other: keep one"
+
+
+def quantised_widths_fit_kernels(run: RunConfig) -> Iterator[str]:
+    """GPUs multiply whole blocks of values, on every rank."""
+    m = run.model
+    if not m.is_quantized:
+        return
+    tp, etp = m.tensor_model_parallel_size, m.expert_tensor_parallel_size or 1
+    heads, channels = m.num_attention_heads, m.kv_channels or 0
+    widths = [("--hidden-size", m.hidden_size, 1)]
+    if not m.multi_latent_attention:
+        keys = 2 * (m.num_query_groups or heads) * channels
+        widths.append(("width of all heads", heads * channels, tp))
+        widths.append(("width of queries, keys and values", heads * channels + keys, tp))
+    if m.num_moe_experts is None:
+        widths.append(("--ffn-hidden-size", m.ffn_hidden_size or 0, tp))
+    else:
+        widths.append(("--moe-ffn-hidden-size", m.moe_ffn_hidden_size or 0, etp))
+    for name, width, ranks in widths:
+        if width % (m.width_multiple * ranks):
+            yield (
+                f"--{m.format_flag}: {name} {width} on {ranks} tensor-parallel ranks is not a "
+                f"multiple of {m.width_multiple} on each: change it or the ranks, or drop the flag"
+            )
+
+
+def some_layer_is_quantised(run: RunConfig) -> Iterator[str]:
+    """Layers that stay in bf16 leave others over."""
+    m = run.model
+    first, last = m.num_layers_at_start_in_bf16, m.num_layers_at_end_in_bf16
+    if m.is_quantized and m.first_last_layers_bf16 and first + last >= m.num_layers:
+        yield (
+            f"--num-layers-at-start-in-bf16 {first} and --num-layers-at-end-in-bf16 {last} leave "
+            f"none of --num-layers {m.num_layers} to --{m.format_flag}: lower them, or drop it"
+        )
+
+
 CHECKS = (
+    one_quantised_format,
+    quantised_widths_fit_kernels,
+    some_layer_is_quantised,
     one_half_precision,
     fp16_loss_needs_fp16,
     fp32_residual_needs_half_precision,

@@ -1,0 +1,288 @@
+"""Linear layers whose three products take numbers of 8 or 4 bits.
+
+``t`` tokens, ``i``/``o`` input and output width of this rank's matrix; x [t, i], weight [o, i],
+gradient g [t, o].  Forward x W^T, backward g W and g^T x, all by `low_precision.product`, which
+scales along the width that it sums over: where a block has a scale, x and g are quantised once for
+the row products and once, along the tokens, for the weight gradient.
+
+Collectives, beside those of `linear`: under sequence parallelism the codes of x are gathered in its
+place.  Where one scale serves the whole matrix, largest values are reduced over ``amax_group``, the
+ranks that hold other parts of a micro-batch's matrices: the weight's when it has changed, those of
+x and g in steps without a history, that of x under sequence parallelism without a history.
+`update_amax_histories` reduces those of all layers at the end of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.low_precision import E2M1, Format, Scaled, largest, product, quantize, rotated
+from megatron.core.param_info import ParamInfo, set_info
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.linear import linear_backward
+from megatron.core.tensor_parallel.mappings import all_gather_first_dim
+from megatron.core.tensor_parallel.weight_gradient import WeightGrad, has_been_added
+
+_INPUT, _GRADIENT = 0, 1  # rows of a history
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the operands of a layer are quantised."""
+
+    forward: Format  # of inputs and weights
+    backward: Format  # of gradients
+    block: int | None = None  # values in a row that share a scale; None: all of the matrix
+    has_square_blocks: bool = True  # of weights: one quantisation serves both orientations
+    wgrad: bool = True  # the weight gradient's product too
+    history: int = 0  # steps whose largest values decide the scale; 0: the matrix's own
+    takes_max: bool = False  # of the history, instead of the newest
+    margin: int = 0  # powers of two above the largest value of the history
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether gradients are rounded at random, and outliers spread before the last product."""
+        return self.forward is E2M1
+
+
+class LinearQuantizer(nn.Module):
+    """Does the products of one linear layer; holds what its recipe remembers.
+
+    ``amax_history`` [2, steps]: the largest input and gradient of each step over all micro-batches
+    and ranks, newest first; zero where there was no step yet.
+    """
+
+    amax_history: Tensor
+    amax: Tensor
+
+    def __init__(
+        self, recipe: Recipe, weight: Tensor, *, amax_group: ProcessGroup, is_expert: bool
+    ) -> None:
+        super().__init__()
+        self.recipe, self.amax_group, self.is_expert = recipe, amax_group, is_expert
+        self._kept: dict[bool, Scaled] = {}  # the quantised weight, by orientation
+        self._kept_of: tuple[int, int] | None = None
+        if recipe.history:
+            zeros = torch.zeros(2, recipe.history, device=weight.device)
+            self.register_buffer("amax_history", zeros)
+            set_info(self.amax_history, ParamInfo(global_shape=(2, recipe.history)))
+            # Of the step so far, on this rank.
+            self.register_buffer("amax", zeros.new_zeros(2), persistent=False)
+        self._is_warm = [False, False]
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: ProcessGroup | None,
+        sequence_parallel: bool,
+    ) -> Tensor:
+        """x W^T + b; the arguments are those of `linear`."""
+        y: Tensor = _QuantizedLinear.apply(x, weight, bias, self, group, sequence_parallel)
+        return y
+
+    def rows(self, which: int, x: Tensor, *, is_gathered: bool = False) -> Scaled:
+        """``x`` [t, w] for a product over w; ``is_gathered``: with the rows of other ranks."""
+        recipe, to = self.recipe, self._format(which)
+        if recipe.block is not None:
+            at_random = recipe.is_fp4 and which == _GRADIENT
+            return quantize(x, to, (1, recipe.block), at_random=at_random)
+        amax = largest(x)
+        if not recipe.history:
+            return quantize(x, to, amax=self._agreed(amax) if is_gathered else amax)
+        if self.training:
+            self.amax[which] = torch.maximum(self.amax[which], amax)
+        past = self.amax_history[which]
+        known = past.amax() if recipe.takes_max else past[0]
+        # Asks a GPU, as long as there is no history.
+        self._is_warm[which] = self._is_warm[which] or bool(known > 0)
+        if not self._is_warm[which]:
+            return quantize(x, to, amax=self._agreed(amax), margin=recipe.margin)
+        # Zero times what is not finite makes all values NaN, as without a history.
+        return quantize(x, to, amax=known + 0 * amax, margin=recipe.margin)
+
+    def _agreed(self, amax: Tensor) -> Tensor:
+        if self.amax_group.size() > 1:
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.amax_group)
+        return amax
+
+    def columns(self, which: int, x: Tensor, group: ProcessGroup | None = None) -> Scaled:
+        """``x`` [t, w] for a product over t, where blocks have scales."""
+        recipe, size = self.recipe, self.recipe.block
+        assert size is not None, "one scale serves both directions"
+        if group is not None and len(x) % size:
+            raise ConfigError(
+                f"--sequence-parallel: {len(x)} tokens of a micro-batch on a rank are no multiple "
+                f"of {size}, of which each {size} share a scale in this fp8 or fp4 recipe: change "
+                "--seq-length or --micro-batch-size, or use --fp8-recipe tensorwise"
+            )
+        x = rotated(x) if recipe.is_fp4 else x
+        at_random = recipe.is_fp4 and which == _GRADIENT
+        return quantize(x, self._format(which), (size, 1), at_random=at_random)
+
+    def weight(self, weight: Tensor, *, transposed: bool = False) -> Scaled:
+        """[o, i] or [i, o] for a product over the last.
+
+        It is kept until the weight changes, where a data-parallel wrapper keeps whole weights:
+        ``main_grad`` says so, and its optimizer and its gathers move the weight's version.
+        """
+        state = weight.data_ptr(), weight._version
+        if self._kept_of != state:
+            self._kept, self._kept_of = {}, state
+        kept = self._kept if hasattr(weight, "main_grad") else {}
+        size, to = self.recipe.block, self.recipe.forward
+        flips = size is not None and not self.recipe.has_square_blocks and transposed
+        if flips not in kept:
+            if size is None:
+                block = None
+            elif self.recipe.has_square_blocks:
+                block = size, size
+            else:
+                block = (size, 1) if flips else (1, size)
+            values = weight.detach()
+            amax = self._agreed(largest(values)) if block is None else None
+            kept[flips] = quantize(values, to, block, amax=amax)
+        scaled = kept[flips]
+        return scaled.t() if transposed else scaled
+
+    def _format(self, which: int) -> Format:
+        return self.recipe.forward if which == _INPUT else self.recipe.backward
+
+
+@torch.no_grad()
+def update_amax_histories(models: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
+    """Close a step: histories take its largest values, over all micro-batches and ranks.
+
+    A layer that saw nothing, or what is not finite, repeats its newest.  Collective over tp_dp_cp,
+    and those of experts over expt_tp and expt_dp.
+    """
+    found = [m for model in models for m in model.modules() if isinstance(m, LinearQuantizer)]
+    delayed = [quantizer for quantizer in found if quantizer.recipe.history]
+    for is_expert, over in (
+        (False, (groups.tp_dp_cp,)),
+        (True, (groups.expt_tp, groups.expt_dp)),
+    ):
+        chosen = [quantizer for quantizer in delayed if quantizer.is_expert == is_expert]
+        if not chosen:
+            continue
+        amaxes = torch.stack([quantizer.amax for quantizer in chosen])
+        for group in over:
+            if group.size() > 1:
+                dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+        for quantizer, amax in zip(chosen, amaxes, strict=True):
+            history = quantizer.amax_history
+            newest = torch.where(amax.isfinite() & (amax > 0), amax, history[:, 0])
+            history.copy_(torch.cat([newest.unsqueeze(1), history[:, :-1]], 1))
+            quantizer.amax.zero_()
+
+
+class _QuantizedLinear(torch.autograd.Function):
+    """Keeps for backward the codes of x that the weight gradient takes, or x where it takes x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        quantizer: LinearQuantizer,
+        group: ProcessGroup | None,
+        sequence_parallel: bool,
+    ) -> Tensor:
+        recipe, flat = quantizer.recipe, x.flatten(0, -2)
+        gather = group if sequence_parallel else None
+        rows = quantizer.rows(_INPUT, flat, is_gathered=gather is not None)
+        kept: tuple[Tensor, ...] = (flat,)
+        ctx.block = None
+        if recipe.wgrad and ctx.needs_input_grad[1]:
+            codes = rows if recipe.block is None else quantizer.columns(_INPUT, flat, gather)
+            kept, ctx.block = (codes.codes, codes.scale), codes.block
+        ctx.save_for_backward(weight, *kept)
+        ctx.params = weight, bias  # themselves, for a queue and for main_grad
+        ctx.quantizer, ctx.group, ctx.sequence_parallel = quantizer, group, sequence_parallel
+        if gather is not None:
+            rows = _gathered(rows, gather)
+        y = product(rows, quantizer.weight(weight), x.dtype, fast=True)
+        y = y if bias is None else y + bias
+        return y.view(-1, *x.shape[1:-1], y.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *kept = ctx.saved_tensors
+        quantizer: LinearQuantizer = ctx.quantizer
+        flat = grad.flatten(0, -2)
+        needs_x, *needs = ctx.needs_input_grad[:3]
+        params = [p if needed else None for p, needed in zip(ctx.params, needs, strict=True)]
+        gather = ctx.group if ctx.sequence_parallel else None
+        rows = quantizer.rows(_GRADIENT, flat)
+        if len(kept) == 1:
+            item = WeightGrad(*params, flat, *kept, group=gather, is_own=True)
+        else:
+            is_whole = quantizer.recipe.block is None
+            codes = rows if is_whole else quantizer.columns(_GRADIENT, flat)
+            x = Scaled(*kept, ctx.block)
+            item = _ScaledWeightGrad(params, flat, codes, x, group=gather)
+
+        def grad_x() -> Tensor:
+            wide = product(rows, quantizer.weight(weight, transposed=True), grad.dtype)
+            return wide.view(*grad.shape[:-1], wide.shape[-1])
+
+        term, sequence_parallel = grad_x if needs_x else None, ctx.sequence_parallel
+        grads = linear_backward(item, term, ctx.group, sequence_parallel=sequence_parallel)
+        return *grads, None, None, None
+
+
+class _ScaledWeightGrad(WeightGrad):
+    """`WeightGrad` of quantised operands; the codes of x are gathered as bytes."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor | None],
+        grad: Tensor,
+        codes: Scaled,
+        x: Scaled,
+        *,
+        group: ProcessGroup | None,
+    ) -> None:
+        weight, bias = params
+        # A queue need not keep the gradient itself, unless its sum is still to be taken.
+        grad = codes.codes if bias is None else grad
+        super().__init__(weight, bias, grad, x.codes.view(torch.uint8), group=group, is_own=True)
+        self._codes, self._scaled = codes, x
+
+    def start(self) -> None:
+        group, scale = self.group, self._scaled.scale
+        if group is not None and self._scaled.block is not None:
+            scale = all_gather_first_dim(scale, group)
+            self._scaled = Scaled(self._scaled.codes, scale, self._scaled.block)
+        super().start()
+
+    def _product(self, weight: Any, *, adds: bool) -> Tensor:
+        codes = self.x.view(self._scaled.codes.dtype)
+        x = Scaled(codes, self._scaled.scale, self._scaled.block)
+        total = weight.main_grad if adds else None
+        dtype = weight.dtype if total is None else total.dtype
+        result = product(self._codes.t(), x.t(), dtype)
+        if total is None:
+            return result
+        if weight.overwrite_main_grad:
+            total.copy_(result)
+        else:
+            total.add_(result)
+        return has_been_added(weight)
+
+
+def _gathered(rows: Scaled, group: ProcessGroup) -> Scaled:
+    """The rows of all ranks.  Collective: bytes of codes, and scales where rows have their own."""
+    codes = all_gather_first_dim(rows.codes.view(torch.uint8), group).view(rows.codes.dtype)
+    scale = rows.scale if rows.block is None else all_gather_first_dim(rows.scale, group)
+    return Scaled(codes, scale, rows.block)

@@ -1,0 +1,75 @@
+"""Which linear layers of a model compute in 8 or 4 bits, and by which recipe."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.low_precision import E2M1, E4M3, E5M2
+from megatron.core.param_info import info_of
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import Linear
+from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer, Recipe
+from megatron.core.transformer.config.precision import PrecisionConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def quantize_layer(
+    layer: nn.Module,
+    config: TransformerConfig,
+    layer_index: int,
+    *,
+    pg_collection: ProcessGroupCollection,
+) -> None:
+    """Let the linear layers of ``layer`` quantise, unless this one is to stay in bf16.
+
+    ``layer_index`` counts from 0 over the whole model.  Raises ConfigError for widths that no
+    kernel takes.
+    """
+    recipe = recipe_of(config)
+    if recipe is None or stays_in_bf16(config, layer_index):
+        return
+    for name, linear in layer.named_modules():
+        if isinstance(linear, Linear) and linear.weight is not None:
+            multiple = config.width_multiple
+            if any(size % multiple for size in linear.weight.shape):
+                raise ConfigError(
+                    f"layer {layer_index} {name}: a rank's weight of {tuple(linear.weight.shape)} "
+                    f"is no multiple of {multiple} in both directions, as --{config.format_flag} "
+                    "needs: change the widths, --tensor-model-parallel-size, or drop the flag"
+                )
+            is_expert = info_of(linear.weight).is_expert
+            group = pg_collection.expt_tp if is_expert else pg_collection.tp_cp
+            linear.quantizer = LinearQuantizer(
+                recipe, linear.weight, amax_group=group, is_expert=is_expert
+            )
+
+
+def recipe_of(config: PrecisionConfig) -> Recipe | None:
+    """How operands are quantised; None where they are not."""
+    if config.fp4 is not None:
+        return Recipe(E2M1, E2M1, block=16, wgrad=config.fp8_wgrad)
+    if config.fp8 is None:
+        return None
+    backward = E5M2 if config.fp8 == "hybrid" else E4M3
+    if config.fp8_recipe in ("blockwise", "mxfp8"):
+        is_square = config.fp8_recipe == "blockwise"
+        block = 128 if is_square else 32
+        return Recipe(E4M3, backward, block, is_square, wgrad=config.fp8_wgrad)
+    if config.fp8_recipe == "tensorwise":
+        return Recipe(E4M3, backward, wgrad=config.fp8_wgrad)
+    return Recipe(
+        E4M3,
+        backward,
+        wgrad=config.fp8_wgrad,
+        history=config.fp8_amax_history_len,
+        takes_max=config.fp8_amax_compute_algo == "max",
+        margin=config.fp8_margin,
+    )
+
+
+def stays_in_bf16(config: TransformerConfig, layer_index: int) -> bool:
+    """Whether --first-last-layers-bf16 leaves this layer out."""
+    first, last = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
+    is_inner = first <= layer_index < config.num_layers - last
+    return config.first_last_layers_bf16 and not is_inner
