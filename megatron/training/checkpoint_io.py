@@ -14,9 +14,9 @@ from megatron.core.dist_checkpointing.background import BackgroundSave, finish_a
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.serialization import Saved, SaveFailed, finish
 from megatron.core.faults import fault_point
-from megatron.core.transformer.layer_layout import layer_ranges
 from megatron.training.arguments.config_file import write_config
 from megatron.training.arguments.legacy import legacy_namespace
+from megatron.training.arguments.model_layers import layers_of_stages
 from megatron.training.callbacks.base import CheckpointEvent
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.run_tensors import RunParts
@@ -223,5 +223,5 @@ def _parts(run: Runtime) -> RunParts:
         groups=run.groups,
         optimizer=run.optimizer,
         scheduler=run.scheduler,
-        stages=layer_ranges(run.config.model, run.groups.pp.size()),
+        stages=layers_of_stages(run.config),
     )

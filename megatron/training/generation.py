@@ -50,6 +50,7 @@ _OWN = {
     "replication_factor": 2,
     "virtual_ranks": None,
     "pipeline_model_parallel_size": 1,
+    "encoder_pipeline_model_parallel_size": 0,
     "context_parallel_size": 1,
     "cp_comm_type": ["p2p"],
     "hierarchical_context_parallel_sizes": None,
@@ -87,10 +88,15 @@ class Writer:
         params: SamplingParams,
         on_token: Callable[[Generated], None] | None = None,
     ) -> tuple[str, list[Generated]]:
-        """The text that follows ``prompt``, and its tokens.  Collective over the run's ranks."""
+        """The text that follows ``prompt``, and its tokens.  Collective over the run's ranks.
+
+        Of an encoder-decoder it answers the prompt, instead of following it.
+        """
         tokens = self.tokenizer.tokenize(prompt)
         out = generate(self.generator, tokens, params, on_token)
         ids = [item.token for item in out if item.token != self.generator.eod]
+        if self.generator.decoder_start is not None:
+            return self.tokenizer.detokenize(ids), out
         whole = self.tokenizer.detokenize([*tokens, *ids])
         begin = self.tokenizer.detokenize(tokens)
         return whole.removeprefix(begin), out
@@ -114,7 +120,7 @@ def answer(
         if not is_rank0():
             continue
         if not as_json:
-            yield prompt + text
+            yield text if writer.generator.decoder_start is not None else prompt + text
             continue
         ids, log_probs = [t.token for t in tokens], [t.log_prob for t in tokens]
         yield json.dumps({"prompt": prompt, "text": text, "tokens": ids, "log_probs": log_probs})
@@ -135,14 +141,15 @@ def open_writer(
     setup_tokenizer(run)
     build_model(run, partial(build_stage, run, parallel_output=False), wrap=False)
     load_run(config.checkpoint, RunParts(model_chunks=run.model_chunks, groups=run.groups))
-    model = run.model_chunks[0].eval()
+    model, has_encoder = run.model_chunks[0].eval(), config.language_model.model_kind == "t5"
     generator = Generator(
         model=model,
         max_sequence_length=config.language_model.max_position_embeddings,
         vocab_size=run.tokenizer.vocab_size,
-        eod=_eod(run.tokenizer),
+        eod=_token(run.tokenizer, "eos" if has_encoder else "eod"),
         tp_group=run.groups.tp,
         device=device.current(),
+        decoder_start=_start_of_decoder(run.tokenizer) if has_encoder else None,
     )
     return Writer(generator, run.tokenizer)
 
@@ -187,9 +194,17 @@ def _as_parsed(default: Any, value: Any) -> Any:
     return type(default).__members__.get(value, default) if is_name else value
 
 
-def _eod(tokenizer: Any) -> int | None:
+def _start_of_decoder(tokenizer: Any) -> int:
+    """What decoder samples begin with, in training too: BOS, else PAD as in the published T5."""
+    begin = _token(tokenizer, "bos")
+    pad: int = tokenizer.pad if begin is None else begin
+    return pad
+
+
+def _token(tokenizer: Any, role: str) -> int | None:
+    """The id of a special token; None for a tokenizer that has no such token."""
     try:
-        eod: int = tokenizer.eod
+        token: int = getattr(tokenizer, role)
     except MissingToken:
         return None
-    return eod
+    return token

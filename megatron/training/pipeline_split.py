@@ -34,7 +34,8 @@ def costs(config: RunConfig, padded_vocab_size: int) -> tuple[list[float], float
     model = config.model
     again = 4 / 3 if model.recompute_granularity == "full" else 1.0
     every = [again * flops for flops in layer_flops(config)]
-    layers, ahead = every[: model.num_layers], every[model.num_layers :]
+    num_layers = len(every) - (model.mtp_num_layers or 0)
+    layers, ahead = every[:num_layers], every[num_layers:]
     scale = FORWARD_AND_BACKWARD * MULTIPLY_ADD * model.hidden_size
     loss = scale * (padded_vocab_size + len(ahead) * (padded_vocab_size + 2 * model.hidden_size))
     loss += sum(ahead)

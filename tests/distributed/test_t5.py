@@ -20,9 +20,11 @@ from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
 from megatron.core.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from tests import tolerances
+from tests.distributed.layouts import must_agree
 from tests.distributed.test_pipeline import Trained, shards, whole
 from tests.ranks import run_ranks
 from tests.unit.models.t5 import VOCABULARY, Shape, build_t5
+from tools.layout_axes import Case, Sizes, case_of
 
 SOURCES, TARGETS, STEPS, MICRO_BATCHES = 12, 8, 2, 4
 
@@ -181,3 +183,39 @@ def without_encoder_stages(rank: int, world_size: int) -> None:
 
 def test_a_pipeline_needs_to_know_where_the_decoder_begins() -> None:
     run_ranks(without_encoder_stages, 2)
+
+
+T5 = "--model-kind t5 --decoder-num-layers 3 --decoder-seq-length 12 --encoder-num-layers 4"
+HALVES = "--encoder-pipeline-model-parallel-size {}"
+# Flags of the layout, the features beside them, sizes.
+RUNS = {
+    "fsdp": ("--use-torch-fsdp2", "dp untied rms-norm no-bias", Sizes()),
+    "fsdp-tied": ("--use-torch-fsdp2", "dp swiglu recompute-full", Sizes()),
+    "zero-tp-sp-pp": (HALVES.format(1), "zero-1 overlap-grad-reduce tp sp pp", Sizes()),
+    "threads-pp": (HALVES.format(2), "pp virtual-ranks recompute-block rope", Sizes(pp=4)),
+}
+
+
+@dataclass(frozen=True)
+class T5Case(Case):
+    """A layout of T5; micro-batches differ in how many tokens bear a loss."""
+
+    flags: str = ""
+
+    def command(self) -> list[str]:
+        return [*super().command(), *self._model(), *self.flags.split()]
+
+    def command_alone(self) -> list[str]:
+        return [*super().command_alone(), *self._model()]
+
+    def _model(self) -> list[str]:
+        positions = "" if "rope" in self.features else "--position-embedding-type relative"
+        return [*T5.split(), *positions.split()]
+
+
+@pytest.mark.feature("Layouts: T5 under FSDP, ZeRO-1, tensor and pipeline parallelism at once")
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_gives_the_answer_of_one_process(name: str) -> None:
+    flags, features, sizes = RUNS[name]
+    case = case_of([*features.split(), "per-token-loss"], sizes)
+    must_agree(T5Case(case.features, sizes, flags))

@@ -51,6 +51,11 @@ KINDS = {
         2, "--num-experts 4 --expert-model-parallel-size 2 --moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --disable-bias-linear --async-save"
     ),
+    "t5": (
+        3, f"--model-kind t5 {DROPOUT} --decoder-seq-length 12 --position-embedding-type relative "
+        "--pipeline-model-parallel-size 3 --encoder-pipeline-model-parallel-size 1 --bf16 "
+        "--decoder-num-layers 3"
+    ),
 }  # fmt: skip
 
 

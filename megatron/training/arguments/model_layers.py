@@ -17,7 +17,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     LayerShape,
     layer_shapes,
 )
-from megatron.core.transformer.layer_layout import has_experts
+from megatron.core.transformer.layer_layout import has_experts, layer_ranges, stacked_ranges
 from megatron.training.config.run import RunConfig
 
 
@@ -72,3 +72,21 @@ def layers_of(run: RunConfig) -> list[Layer]:
         )
         for i, shape in enumerate(shapes)
     ]
+
+
+def layers_of_stages(run: RunConfig) -> tuple[range, ...]:
+    """Which of `layers_of` each virtual stage holds; those of tokens ahead are not among them."""
+    model, num_ranks = run.model, run.model.pipeline_model_parallel_size
+    if kind_of(run) != "t5":
+        return layer_ranges(model, num_ranks)
+    depths = model.num_layers, run.language_model.decoder_num_layers or 0
+    if num_ranks == 1:
+        return (range(sum(depths)),)
+    first, found = model.encoder_pipeline_model_parallel_size, []
+    for rank in range(num_ranks):
+        encoder, decoder = stacked_ranges(depths, first, pp_rank=rank, num_ranks=num_ranks)
+        if encoder is not None:
+            found.append(encoder)
+        if decoder is not None:
+            found.append(range(depths[0] + decoder.start, depths[0] + decoder.stop))
+    return tuple(found)

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.transformer.layer_layout import layer_ranges
 from megatron.training import global_vars
 from megatron.training.arguments.config_file import write_config
+from megatron.training.arguments.model_layers import layers_of_stages
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import checkpoint_folder
@@ -138,5 +138,5 @@ def _parts(model: nn.Module | Sequence[nn.Module], optimizer: Any, scheduler: An
         groups=run.groups,
         optimizer=optimizer,
         scheduler=scheduler,
-        stages=layer_ranges(run.config.model, run.groups.pp.size()) if is_per_rank else (),
+        stages=layers_of_stages(run.config) if is_per_rank else (),
     )

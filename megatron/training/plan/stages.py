@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel.plan import Placement
 from megatron.core.pipeline_parallel.schedules import plan_of
 from megatron.core.pipeline_parallel.simulate import Durations, Simulated, simulate
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
-from megatron.core.transformer.layer_layout import has_experts, layer_ranges
+from megatron.training.arguments.model_layers import layers_of, layers_of_stages
 from megatron.training.arguments.parameter_count import padded_vocab_size
 from megatron.training.config.run import RunConfig
 from megatron.training.groups import grids_of
@@ -123,7 +123,7 @@ def _group(model: Any) -> int:
 
 
 def _layers(config: RunConfig, placement: Placement, number: int) -> tuple[range, ...]:
-    ranges = layer_ranges(config.model, placement.num_ranks)
+    ranges = layers_of_stages(config)
     return tuple(ranges[placement.stage(number, c)] for c in range(placement.num_chunks))
 
 
@@ -132,10 +132,13 @@ def _kind(
 ) -> Hashable:
     """Ranks of one kind cost the same: the same layers, and the same ends of the model."""
     stages = [placement.stage(number, chunk) for chunk in range(placement.num_chunks)]
-    ends = tuple((stage == 0, stage == placement.num_stages - 1) for stage in stages)
+    behind = config.model.encoder_pipeline_model_parallel_size
+    places = {0, behind - 1, behind, placement.num_stages - 1}
+    ends = tuple(stage if stage in places else None for stage in stages)
     if _layers_differ(config.model):
         return ends, layers
-    return ends, tuple(tuple(has_experts(config.model, i) for i in chunk) for chunk in layers)
+    every = layers_of(config)
+    return ends, tuple(tuple(every[i] for i in chunk) for chunk in layers)
 
 
 def _layers_differ(model: Any) -> bool:
@@ -147,8 +150,7 @@ def _layers_differ(model: Any) -> bool:
 def _loads(config: RunConfig, vocabulary: int) -> list[float]:
     """Time of each virtual stage over their mean."""
     layers, embedding, loss = costs(config, vocabulary)
-    ranges = layer_ranges(config.model, config.model.pipeline_model_parallel_size)
-    loads = [sum(layers[i] for i in stage) for stage in ranges]
+    loads = [sum(layers[i] for i in stage) for stage in layers_of_stages(config)]
     loads[0] += embedding
     loads[-1] += loss
     mean = sum(loads) / len(loads)

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from megatron.core import device
 from megatron.core.param_info import local_part
 from megatron.training.plan.cost import Collective
 
@@ -166,10 +167,19 @@ class Tracker(TorchDispatchMode):
 def attention_without_memory(*args: Any, **kwargs: Any) -> Tensor:
     """In place of F.scaled_dot_product_attention, which chooses a kernel by the device.
 
-    What kernels keep for backward does not differ: the output and a log-sum-exp.
+    What kernels keep for backward does not differ: the output and a log-sum-exp.  One for a bias
+    that takes a gradient is on GPUs alone.
     """
-    if not _has_no_memory(args[0]):
+    bias = kwargs["attn_mask"]
+    takes_gradient = bias is not None and bias.requires_grad
+    if not _has_no_memory(args[0]) or (takes_gradient and not device.is_cuda()):
         return _kernel(*args, **kwargs)
+    if takes_gradient:
+        rest = True, kwargs["dropout_p"], kwargs["is_causal"]
+        kept = _aten._scaled_dot_product_efficient_attention(
+            *args, bias.expand(*args[0].shape[:-1], args[1].shape[-2]), *rest, scale=kwargs["scale"]
+        )
+        return kept[0]
     out: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
         *args,
         kwargs["dropout_p"],

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core import device
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
+from megatron.core.inference.engines.static_engine import Generator
+from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.T5 import T5Model
 from megatron.core.param_info import info_of
 from tests import tolerances
@@ -17,9 +20,11 @@ from tests.unit.models.t5 import VOCABULARY, Shape, build_t5, build_transformers
 SHAPES = {"original": Shape(), "v1.1": Shape(is_v11=True)}
 
 
-def with_same_weights(shape: Shape) -> tuple[T5Model, Any]:
+def with_same_weights(shape: Shape, times: float = 1.0) -> tuple[T5Model, Any]:
     pytest.importorskip("transformers")
     theirs, ours = build_transformers(shape), build_t5(shape)
+    for name, param in theirs.named_parameters():
+        param.data.mul_(1.0 if "norm" in name or "shared" in name else times)
     copied = joined(dict(theirs.state_dict()), shape)
     names = {info_of(p).name: p for p in ours.parameters()}
     assert names.keys() == copied.keys()
@@ -158,3 +163,25 @@ def test_linear_biases_bring_one_for_a_tied_vocabulary() -> None:
     torch.testing.assert_close(losses, wanted, **tolerances.LOGITS)
     losses.sum().backward()
     assert model.output_layer.bias.grad.any()
+
+
+@pytest.mark.feature("Model: T5 writes greedily with caches what transformers writes")
+@pytest.mark.parametrize("name", SHAPES)
+def test_greedy_generation_is_that_of_transformers_and_of_whole_passes(name: str) -> None:
+    ours, theirs = with_same_weights(SHAPES[name], times=3.0)  # else it repeats one word
+    ours.eval()
+    source = batch()[0][2:]
+    generator = Generator(
+        model=ours, max_sequence_length=32, vocab_size=VOCABULARY, eod=1, tp_group=ours.tp_group,
+        device=device.current(), decoder_start=0,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0, num_tokens_to_generate=12)
+    found = [item.token for item in generator.stream(source[0].tolist(), params)]
+    # Their cache has as many layers as the encoder.
+    options = {"do_sample": False, "num_beams": 1, "use_cache": False}
+    wanted = theirs.generate(source, max_new_tokens=12, **options)
+    assert found == wanted[0, 1:].tolist()
+    target = torch.tensor([[0, *found[:-1]]])
+    with torch.no_grad():
+        assert ours(source, target).argmax(-1)[0].tolist() == found
+    assert len(set(found)) > 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,9 @@ class Generated:
 class Generator:
     """A model that writes.  ``model(tokens, positions, mask, inference_context=...)`` -> [b, s, v].
 
-    ``tp_group`` shares the model; its first rank chooses, the others follow.
+    ``tp_group`` shares the model; its first rank chooses, the others follow.  A model of an encoder
+    and a decoder (`T5Model`) has a ``decoder_start``: the encoder reads the prompt, the decoder
+    continues that one token.
     """
 
     model: nn.Module
@@ -38,6 +41,7 @@ class Generator:
     eod: int | None
     tp_group: dist.ProcessGroup
     device: torch.device
+    decoder_start: int | None = None
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Generated]:
         """Tokens that follow ``prompt``, until EOD, the asked number, or the longest sequence.
@@ -55,9 +59,12 @@ class Generator:
         random = torch.Generator(device=self.device)
         random.manual_seed(torch.seed() % 2**63 if params.seed is None else params.seed)
         cache = StaticInferenceContext(1, self.max_sequence_length)
-        tokens = torch.tensor([list(prompt)], device=self.device)
+        tokens, model = torch.tensor([list(prompt)], device=self.device), self.model
+        if self.decoder_start is not None:
+            model = self._decoder(tokens)
+            tokens, room = tokens.new_full((1, 1), self.decoder_start), self.max_sequence_length - 1
         for _ in range(min(room, params.num_tokens_to_generate)):
-            logits = self._logits(tokens, cache)
+            logits = self._logits(model, tokens, cache)
             tokens = self._choose(logits, params, random)
             chosen = int(tokens)
             log_prob = torch.log_softmax(logits.float(), dim=-1)[0, chosen]
@@ -65,12 +72,27 @@ class Generator:
             if chosen == self.eod:
                 return
 
-    def _logits(self, tokens: Tensor, cache: StaticInferenceContext) -> Tensor:
+    def _decoder(self, source: Tensor) -> Callable[..., Tensor]:
+        """The decoder alone, behind what the encoder makes of ``source`` [1, s]."""
+        with torch.no_grad():
+            encoded = self.model(source, None, output_encoder_hidden_only=True)
+
+        def decode(tokens: Tensor, *_: Any, inference_context: StaticInferenceContext) -> Tensor:
+            logits: Tensor = self.model(
+                None, tokens, encoder_hidden_states=encoded, inference_context=inference_context
+            )
+            return logits
+
+        return decode
+
+    def _logits(
+        self, model: Callable[..., Tensor], tokens: Tensor, cache: StaticInferenceContext
+    ) -> Tensor:
         """Logits after the last of ``tokens`` [1, s] -> [1, v]."""
         start, length = cache.num_tokens, tokens.size(1)
         positions = torch.arange(start, start + length, device=self.device).unsqueeze(0)
         with torch.no_grad():
-            logits = self.model(tokens, positions, None, inference_context=cache)
+            logits = model(tokens, positions, None, inference_context=cache)
         cache.advance(length)
         return logits[:, -1, : self.vocab_size]
 
