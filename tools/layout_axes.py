@@ -20,6 +20,9 @@ BASE = (
 )
 
 
+MAMBA = "--model-kind mamba --mamba-state-dim 4 --mamba-head-dim 4 --mamba-num-groups 4"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Feature:
     """``flags`` of the command line; one process is given them too unless ``is_layout``.
@@ -206,6 +209,10 @@ _FEATURES = (
     _model("attention", "mla",
            "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 "
            "--qk-pos-emb-head-dim 4 --v-head-dim 8", "rope"),
+    _model("layers", "mamba", "{mamba}"),
+    _model("layers", "hybrid", "{mamba} --is-hybrid-model --hybrid-override-pattern {pattern}"),
+    _model("layers", "hybrid-experts",
+           "{mamba} --hybrid-override-pattern {pattern_of_experts}", "experts"),
     _model("attention", "plain-attention", "--attention-backend unfused"),
     _model("documents", "reset-mask", "--reset-attention-mask"),
     _model("masked", "eod-mask", "--eod-mask-loss"),
@@ -304,6 +311,9 @@ class Case:
             "layers": layers,
             "later_layers_p2p": " p2p" * (layers - 1),
             "later": max(0, layers - 1),
+            "mamba": MAMBA,
+            "pattern": ("M*-M" * layers)[:layers],
+            "pattern_of_experts": ("EM*" * layers)[:layers],
         }
 
     def _degree(self, axis: str) -> int:

@@ -47,6 +47,10 @@ KINDS = {
     "bert": (
         2, f"--model-kind bert {DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel"
     ),
+    "hybrid": (
+        2, "--model-kind mamba --mamba-state-dim 4 --mamba-head-dim 8 --mamba-num-groups 2 "
+        f"--hybrid-override-pattern M* --tensor-model-parallel-size 2 {DROPOUT}"
+    ),
     "experts": (
         2, "--num-experts 4 --expert-model-parallel-size 2 --moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --disable-bias-linear --async-save"

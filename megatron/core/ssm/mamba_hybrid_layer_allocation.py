@@ -21,7 +21,7 @@ def layer_pattern(
     Raises ConfigError where that is no pattern of ``num_layers``.
 
     >>> layer_pattern(12, attention_ratio=1 / 6, mlp_ratio=0.5)
-    'M--M*-M-*M--'
+    'M--*M-M-*-M-'
     """
     for problem in pattern_problems(num_layers, attention_ratio, mlp_ratio, override):
         raise ConfigError(problem)

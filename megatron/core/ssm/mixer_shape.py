@@ -64,6 +64,9 @@ def mixer_shape(config: TransformerConfig, expand: int = 2, conv_width: int = 4)
 
 def mixer_problems(config: TransformerConfig) -> Iterator[str]:
     """A sentence, with the cure, for each size that does not fit the others or the layout."""
+    given = config.mamba_head_dim, config.mamba_num_groups, config.mamba_state_dim
+    if min(*given, 1 if config.mamba_num_heads is None else config.mamba_num_heads) < 1:
+        return  # said where numbers are too small
     width, inner = config.mamba_head_dim, 2 * config.hidden_size
     if config.mamba_num_heads is None and inner % width:
         yield (

@@ -18,6 +18,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.device import CPU
 from megatron.core.distributed.sharding import shares_instances
 from megatron.core.enums import AttnBackend
+from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS
 from megatron.core.transformer.layer_layout import parse_layout
 
 Derivation = Callable[[Namespace], Iterator[str]]
@@ -79,9 +80,12 @@ def nothing_asked(ns: Namespace) -> Iterator[str]:
 
 
 def depth(ns: Namespace) -> Iterator[str]:
-    """--num-layers and --encoder-num-layers name the same number; a decoder is as deep."""
+    """--num-layers and --encoder-num-layers name one number, which a pattern or decoder has."""
     if ns.num_layers is None:
         ns.num_layers = ns.encoder_num_layers
+    pattern = ns.hybrid_override_pattern if ns.model_kind == "mamba" else None
+    if ns.num_layers is None and pattern is not None:
+        ns.num_layers = len(pattern)
     ns.encoder_num_layers = ns.num_layers
     if ns.model_kind == "t5" and ns.decoder_num_layers is None:
         ns.decoder_num_layers = ns.num_layers
@@ -213,7 +217,11 @@ def recomputation(ns: Namespace) -> Iterator[str]:
 
 
 def experts(ns: Namespace) -> Iterator[str]:
-    """A dense checkpoint gives weights alone; a capacity below 0 is none."""
+    """A dense checkpoint gives weights alone; a capacity below 0 is none; E names their layers."""
+    if ns.model_kind == "mamba":
+        pattern = ns.hybrid_override_pattern or ""
+        is_whole = len(pattern) == ns.num_layers
+        ns.moe_layer_freq = tuple(int(x == EXPERTS) for x in pattern) if is_whole else 1
     if ns.moe_use_upcycling and ns.load is not None:
         ns.finetune = True
     if (ns.moe_expert_capacity_factor or 0) < 0:

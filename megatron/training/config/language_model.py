@@ -115,6 +115,7 @@ class LanguageModelConfig:
     )
     hybrid_override_pattern: str | None = option(
         None,
-        "Kind of every layer of a hybrid model, such as M-M*-.",
+        "A letter for each layer: M for Mamba, * for attention, - for an MLP, E for experts.",
+        aliases=("--hybrid-layer-pattern",),
         group="experimental",
     )

@@ -54,7 +54,8 @@ def layers_with_experts_are_named(run: RunConfig) -> Iterator[str]:
             f"--moe-layer-freq {list(freq)} has {len(freq)} entries for --num-layers "
             f"{m.num_layers}: give a 0 or 1 for each layer"
         )
-    if m.num_moe_experts is not None and run.language_model.spec:
+    lm = run.language_model
+    if m.num_moe_experts is not None and lm.spec and lm.model_kind != "mamba":
         yield "--num-experts with --spec: the spec says which layers have experts, drop one of them"
 
 

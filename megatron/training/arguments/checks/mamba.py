@@ -1,0 +1,103 @@
+"""Rules about Mamba and hybrid models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.ssm.mamba_hybrid_layer_allocation import (
+    EXPERTS,
+    MAMBA,
+    layer_pattern,
+    pattern_problems,
+)
+from megatron.core.ssm.mixer_shape import mixer_problems
+from megatron.training.config.run import RunConfig
+
+
+def _pattern(run: RunConfig) -> str:
+    """Letters of the layers; none of another kind of model, or where the flags name no pattern."""
+    lm = run.language_model
+    if lm.model_kind != "mamba" or not run.model.num_layers:
+        return ""
+    asked = lm.hybrid_attention_ratio, lm.hybrid_mlp_ratio, lm.hybrid_override_pattern
+    try:
+        return layer_pattern(run.model.num_layers, *asked)
+    except ConfigError:
+        return ""
+
+
+def hybrid_pattern_fits_the_layers(run: RunConfig) -> Iterator[str]:
+    """A letter for each layer, or shares of a whole."""
+    lm = run.language_model
+    if lm.model_kind == "mamba" and run.model.num_layers:
+        asked = lm.hybrid_attention_ratio, lm.hybrid_mlp_ratio, lm.hybrid_override_pattern
+        yield from pattern_problems(run.model.num_layers, *asked)
+
+
+def mamba_sizes_fit(run: RunConfig) -> Iterator[str]:
+    """Heads, groups and widths of the mixer, and what the layout cuts them into."""
+    if MAMBA in _pattern(run) and run.model.hidden_size:
+        yield from mixer_problems(run.model)
+
+
+def hybrid_pattern_names_the_layers_of_experts(run: RunConfig) -> Iterator[str]:
+    """The letter and the number of experts go together."""
+    m, pattern = run.model, _pattern(run)
+    if not pattern:
+        return
+    has_letter = EXPERTS in pattern
+    if has_letter and m.num_moe_experts is None:
+        yield f"--hybrid-override-pattern {pattern} has layers of experts, E: give --num-experts"
+    if m.num_moe_experts is not None and not has_letter:
+        yield (
+            f"--num-experts {m.num_moe_experts}: the layers {pattern} have no experts; give "
+            "--hybrid-override-pattern with an E for each layer of experts, or drop the flag"
+        )
+    if run.asked["moe_layer_freq"] != 1:
+        yield "--moe-layer-freq: --hybrid-override-pattern says which layers have experts; drop it"
+
+
+def mamba_layers_can_do_what_is_asked(run: RunConfig) -> Iterator[str]:
+    """What only layers of attention and MLP have."""
+    m, lm = run.model, run.language_model
+    if lm.model_kind != "mamba":
+        if m.is_hybrid_model:
+            yield (
+                "--is-hybrid-model: this program trains no hybrid model; use pretrain_mamba.py "
+                "(--model-kind mamba), or drop the flag"
+            )
+        return
+    for flag, is_asked, cure in (
+        (f"--mtp-num-layers {m.mtp_num_layers}", m.mtp_num_layers is not None, "drop it"),
+        (
+            f"--layer-norm-placement {m.layer_norm_placement}",
+            m.layer_norm_placement != "pre",
+            "drop it: their norm is before the mixer",
+        ),
+        (
+            "--heterogeneous-layers-config-path",
+            m.heterogeneous_layers_config_path is not None,
+            "describe the layers by --hybrid-override-pattern",
+        ),
+        (
+            "--recompute-granularity adaptive",
+            m.recompute_granularity == "adaptive",
+            "use full, or selective",
+        ),
+        (
+            "--reset-attention-mask",
+            run.data.reset_attention_mask,
+            "drop it: their state goes on over the end of a document",
+        ),
+    ):
+        if is_asked:
+            yield f"{flag} is not for Mamba and hybrid models: {cure}"
+
+
+CHECKS = (
+    hybrid_pattern_fits_the_layers,
+    mamba_sizes_fit,
+    hybrid_pattern_names_the_layers_of_experts,
+    mamba_layers_can_do_what_is_asked,
+)

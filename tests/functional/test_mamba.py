@@ -1,0 +1,55 @@
+"""pretrain_mamba.py: a hybrid is saved, goes on in another layout, and writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.training.generation import open_writer
+from tests.functional.runs import losses, run_gpt
+from tests.ranks import run_ranks
+
+HYBRID = (
+    "--model-kind mamba --num-layers 4 --hybrid-override-pattern M*ME --num-experts 4 "
+    "--moe-aux-loss-coeff 0.01 --mamba-state-dim 8 --mamba-head-dim 8 --mamba-num-groups 2 "
+    "--is-hybrid-model --position-embedding-type none --normalization RMSNorm "
+    "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"
+).split()
+LAYOUTS = [
+    (4, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"),
+    (4, "--context-parallel-size 2 --use-distributed-optimizer --expert-model-parallel-size 2"),
+]
+
+
+def write(rank: int, world_size: int, load: str) -> list[int]:
+    writer = open_writer(load, device_kind="cpu")
+    prompt = "5 7 11 13"
+    _, tokens = writer.write(prompt, SamplingParams(num_tokens_to_generate=8, top_k=1))
+    ids = [int(word) for word in prompt.split()]
+    for item in tokens:  # each is the most likely one of a full pass
+        with torch.no_grad():
+            logits = writer.generator.model(torch.tensor([ids]), torch.arange(len(ids))[None], None)
+        assert item.token == int(logits[0, -1, : writer.generator.vocab_size].argmax())
+        ids.append(item.token)
+    return [item.token for item in tokens]
+
+
+@pytest.mark.feature("Mamba: a hybrid with experts goes on in any other layout, and writes")
+@pytest.mark.parametrize("ckpt_format", ["safetensors_dist"])
+def test_a_hybrid_goes_on_in_another_layout(tmp_path: Path, ckpt_format: str) -> None:
+    saves = ["--save", str(tmp_path / "saved"), "--save-interval", "3"]
+    kind = ["--ckpt-format", ckpt_format]
+    alone = run_gpt(tmp_path / "alone", *HYBRID, *saves, *kind)
+    assert losses(alone)[-1] < losses(alone)[0]
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("3")
+    loads = ["--load", str(tmp_path / "saved")]
+    for number, (ranks, layout) in enumerate(LAYOUTS):
+        flags = [*HYBRID, *loads, *kind, *layout.split()]
+        further = run_gpt(tmp_path / str(number), *flags, world_size=ranks)
+        assert losses(further) == pytest.approx(losses(alone)[3:], rel=1e-5)
+    if ckpt_format == "safetensors_dist":
+        one, *two = run_ranks(write, 1, loads[1]) + run_ranks(write, 2, loads[1])
+        assert two == [one, one]
