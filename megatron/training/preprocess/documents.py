@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 from megatron.core.config.errors import DataError
 from megatron.training.preprocess.compressed import Stream
-from megatron.training.preprocess.inputs import SEPARATORS, Block, is_plain_text
+from megatron.training.preprocess.inputs import (
+    BLOCK_BYTES,
+    SEPARATORS,
+    Block,
+    Segment,
+    blocks,
+    find_inputs,
+    is_plain_text,
+)
 
 Text = str | list[str]  # a list: sentences that somebody has split already
 
@@ -95,6 +103,19 @@ class RecordFormat:
                 yield number, line.removesuffix("\r")
             elif self.empty_is_error:
                 raise BadRecord(block.path, number, block.start, "the line is empty")
+
+
+def read_documents(
+    pattern: str, record_format: RecordFormat
+) -> Iterator[tuple[Block, dict[str, list[Text]]]]:
+    """Every block of the files that ``pattern`` names, and its texts per key."""
+    paths = find_inputs(pattern)
+    separator = SEPARATORS.get(record_format.cut_by(paths[0]))
+    for block in blocks([Segment(path) for path in paths], separator, BLOCK_BYTES):
+        try:
+            yield block, record_format.texts(block)
+        except BadRecord as error:
+            raise DataError(f"{error.path}, line {locate(error)}: {error.reason}") from error
 
 
 def locate(error: BadRecord) -> int:

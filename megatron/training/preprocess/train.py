@@ -6,16 +6,9 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.config.errors import ConfigError
 from megatron.core.optional import require
-from megatron.training.preprocess.documents import BadRecord, RecordFormat, flatten, locate
-from megatron.training.preprocess.inputs import (
-    BLOCK_BYTES,
-    SEPARATORS,
-    Segment,
-    blocks,
-    find_inputs,
-)
+from megatron.training.preprocess.documents import RecordFormat, flatten, read_documents
 
 END_OF_TEXT = "<|endoftext|>"
 OF_BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -113,15 +106,8 @@ def train_sentencepiece(options: TrainingOptions, model_type: str) -> list[str]:
 
 def texts_of(options: TrainingOptions) -> Iterator[str]:
     """Every text of the input, up to ``max_bytes`` of it."""
-    record_format = options.record_format
-    paths = find_inputs(options.input)
-    separator = SEPARATORS.get(record_format.cut_by(paths[0]))
     left = options.max_bytes
-    for block in blocks([Segment(path) for path in paths], separator, BLOCK_BYTES):
-        try:
-            found = record_format.texts(block)
-        except BadRecord as error:
-            raise DataError(f"{error.path}, line {locate(error)}: {error.reason}") from error
+    for block, found in read_documents(options.input, options.record_format):
         for documents in found.values():
             yield from flatten(documents)[0]
         left = None if left is None else left - (block.end - block.start)
