@@ -47,6 +47,7 @@ class ParamInfo:
     shard_index: int = 0
     shard_count: int = 1
     blocks: tuple[int, ...] = (1,)
+    interleaved: tuple[int, ...] = ()  # so many rows of each of several matrices, in turn
     init: str = "zeros"  # a kind that param_init knows; "own": as its module has left it
     init_std: float = 0.0  # of a uniform one the bound
     is_expert: bool = False  # reduced over expert data parallelism

@@ -74,6 +74,7 @@ TWO = {
     "--ddp-bucket-size 40000 --make-vocab-size-divisible-by 1",
     "distributed optimizer, whole by 16 bits": "--use-distributed-optimizer --bf16 "
     "--use-precision-aware-optimizer --exp-avg-dtype fp16",
+    "matrices over replicas": "--optimizer dist_muon --swiglu",
     "distributed optimizer, fp32": "--use-distributed-optimizer --optimizer sgd",
     "context": "--context-parallel-size 2",
     "fully sharded": "--use-torch-fsdp2 --no-gradient-accumulation-fusion",

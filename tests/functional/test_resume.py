@@ -39,6 +39,7 @@ KINDS = {
         2, "--use-distributed-optimizer --bf16 --use-precision-aware-optimizer "
         "--main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8"
     ),
+    "muon": (2, "--optimizer dist_muon --muon-nesterov --swiglu"),
     "zero-3": (2, f"{SHARD} optim_grads_params"),
     "ramp-up": (1, "--rampup-batch-size 2 2 24 --global-batch-size 6 --train-samples 90"),
     "decoupled-lr": (
@@ -100,5 +101,5 @@ def test_a_killed_run_goes_on_bit_for_bit(
     found, found_rest = content(root / "iter_0000020", world_size)
     assert found_rest == expected_rest
     assert found.keys() == expected.keys()
-    assert sum(key.startswith("optimizer.state.exp_avg_sq.") for key in found) > 10
+    assert sum(key.startswith("optimizer.state.exp_avg_sq.") for key in found) > 5
     assert all(torch.equal(found[key], expected[key]) for key in expected)

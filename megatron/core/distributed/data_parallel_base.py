@@ -76,6 +76,13 @@ class DataParallelBase(nn.Module, ABC):
         nothing may be left out.  None for one that has had no gradient.
         """
 
+    def spans_by_rank(self) -> Iterator[tuple[nn.Parameter, list[tuple[int, int]]]]:
+        """Of parameters whose update is divided: elements start to stop that each rank updates.
+
+        In the order of the ranks that share an optimizer; the same on all of them.
+        """
+        yield from ()
+
     def finish_param_sync(self) -> None:
         """Wait until all parameters are gathered.  Collective over data-parallel ranks."""
 

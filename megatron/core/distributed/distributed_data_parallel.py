@@ -134,6 +134,16 @@ class DistributedDataParallel(DataParallelBase):
                 for part in owned_parts(buffer.layout, group.rank(), group.size()):
                     yield buffer.slots[part.param].param, part.start, part.stop
 
+    def spans_by_rank(self) -> Iterator[tuple[nn.Parameter, list[tuple[int, int]]]]:
+        for buffer in self.grad_buffers.values():
+            if buffer.reduction.is_sharded:
+                size = buffer.reduction.group.size()
+                spans = [[(0, 0)] * size for _ in buffer.slots]
+                for rank in range(size):
+                    for part in owned_parts(buffer.layout, rank, size):
+                        spans[part.param][rank] = part.start, part.stop
+                yield from zip((slot.param for slot in buffer.slots), spans, strict=True)
+
     def reduced_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         if not self._is_sharded:
             yield from ((param, gradient_of(param)) for param in self._position)

@@ -40,7 +40,7 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 )
 from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.distributed.non_finite import non_finite_gradients
-from megatron.core.distributed.sharding import reshards_after_forward, share_of
+from megatron.core.distributed.sharding import reshards_after_forward, share_of, shares_instances
 from megatron.core.param_info import FlatPart, ParamInfo, info_of, local_part, set_info
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -148,6 +148,20 @@ class FullyShardedDataParallel(DataParallelBase):
             start, stop = share_of(numel, group.rank(), group.size())
             if param.requires_grad and start < stop:
                 yield param, start, stop
+
+    def spans_by_rank(self) -> Iterator[tuple[nn.Parameter, list[tuple[int, int]]]]:
+        groups = self.groups
+        for param in self.module.parameters():
+            if param.requires_grad:
+                inner = groups.intra_expt_dp if info_of(param).is_expert else groups.intra_dp_cp
+                held = [_rows_of(tuple(param.shape), r, inner.size()) for r in range(inner.size())]
+                if shares_instances(self.ddp_config):
+                    size = groups.inter_dist_opt.size()
+                    shares = [[share_of(b - a, r, size) for a, b in held] for r in range(size)]
+                    starts = [a for a, _ in held] * size
+                    flat = [share for of_instance in shares for share in of_instance]
+                    held = [(s + a, s + b) for s, (a, b) in zip(starts, flat, strict=True)]
+                yield param, held
 
     @torch.no_grad()
     def start_param_sync(self) -> None:
@@ -274,12 +288,17 @@ def _mesh(
     )
 
 
+def _rows_of(shape: tuple[int, ...], rank: int, size: int) -> tuple[int, int]:
+    """Elements start to stop of what a rank holds, flattened."""
+    start, stop = share_of(shape[0], rank, size)
+    return start * prod(shape[1:]), stop * prod(shape[1:])
+
+
 def _cut(param: nn.Parameter, groups: ProcessGroupCollection) -> ParamInfo:
     """The record of ``param`` once it is cut; FSDP2 deals rows out as torch.chunk does."""
     outer, shape = groups.inter_dist_opt, tuple(param.shape)
     inner = groups.intra_expt_dp if info_of(param).is_expert else groups.intra_dp_cp
-    rows = -(-shape[0] // inner.size())
-    start = min(inner.rank() * rows, shape[0]) * prod(shape[1:])
+    start, _ = _rows_of(shape, inner.rank(), inner.size())
     return replace(
         info_of(param),
         part=FlatPart(shape, start, outer.rank(), outer.size()),

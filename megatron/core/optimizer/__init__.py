@@ -54,6 +54,12 @@ def get_megatron_optimizer(
             lr_mult=lr_mult,
         ),
         pg_collection or parallel_state.current(),
+        spans={
+            param: spans
+            for chunk in model_chunks
+            if isinstance(chunk, DataParallelBase)
+            for param, spans in chunk.spans_by_rank()
+        },
         grad_scaler=_grad_scaler(config, {param.dtype for _, param in named}),
         check_for_nan=any(
             isinstance(chunk, DataParallelBase) and chunk.ddp_config.check_for_nan_in_grad

@@ -23,7 +23,6 @@ from torch import nn
 from megatron.core.config.errors import ConfigError
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.sharding import shares_instances
-from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.mixed_precision import Part, copy_main_to_model
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -43,8 +42,7 @@ class DistributedOptimizer(MegatronOptimizer):
         groups: ProcessGroupCollection,
         *,
         model_chunks: Sequence[nn.Module],
-        grad_scaler: GradScaler | None = None,
-        check_for_nan: bool = False,
+        **options: Any,
     ) -> None:
         self.model_chunks: list[Any] = [_sharded(chunk) for chunk in model_chunks]
         copy, num_copies = groups.inter_dist_opt.rank(), groups.inter_dist_opt.size()
@@ -61,8 +59,7 @@ class DistributedOptimizer(MegatronOptimizer):
                 for chunk in self.model_chunks
                 for param, start, stop in chunk.owned_parts()
             },
-            grad_scaler=grad_scaler,
-            check_for_nan=check_for_nan,
+            **options,
         )
 
     def _update(self, divisor: float) -> None:

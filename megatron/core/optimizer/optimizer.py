@@ -29,8 +29,9 @@ from megatron.core.optimizer.mixed_precision import (
     copy_model_to_main,
     optimized_params,
 )
+from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.update_rules import make_update_rule
+from megatron.core.optimizer.update_rules import RULES, UpdateRule
 from megatron.core.param_info import ParamInfo
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
@@ -39,7 +40,8 @@ from megatron.core.timers import Timers
 class MegatronOptimizer:
     """Updates the parameters of all model chunks of this rank.
 
-    ``parts``: what is updated here of parameters that are divided over ranks.
+    ``parts``: what is updated here of parameters that are divided over ranks; ``spans``: what on
+    each of them.
     """
 
     is_sharded = False  # whether replicas hold different parts of norms and counts
@@ -52,6 +54,7 @@ class MegatronOptimizer:
         groups: ProcessGroupCollection,
         *,
         parts: Mapping[nn.Parameter, Part] | None = None,
+        spans: Mapping[nn.Parameter, Sequence[tuple[int, int]]] | None = None,
         grad_scaler: GradScaler | None = None,
         check_for_nan: bool = False,
     ) -> None:
@@ -63,7 +66,26 @@ class MegatronOptimizer:
         self.params, main_groups = optimized_params(names, param_groups, parts, _directly(config))
         if any(p.info.part is not None for p in self.params):
             self.is_sharded = True
-        self.rule = make_update_rule(config, main_groups)
+        self.rule = self._make_rule(main_groups, spans or {})
+
+    def _make_rule(
+        self,
+        groups: Sequence[dict[str, Any]],
+        spans: Mapping[nn.Parameter, Sequence[tuple[int, int]]],
+    ) -> UpdateRule:
+        """The rule that --optimizer names."""
+        config = self.config
+        if not config.has_muon:
+            return RULES[config.optimizer](groups, config)
+        others = [group for group in groups if not group["is_matrix"]]
+        return Muon(
+            groups,
+            config,
+            scalar=RULES[config.muon_scalar_optimizer](others, config),
+            params=self.params,
+            spans=spans,
+            process_groups=self.groups,
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -45,9 +45,84 @@ class OptimizerConfig:
     )
     optimizer: str = option(
         "adam",
-        "Optimizer: Adam with decoupled weight decay, or gradient descent with momentum.",
+        "Optimizer: Adam with decoupled weight decay, gradient descent with momentum, Lion, or Muon"
+        " for matrices; dist_muon is muon with --use-distributed-optimizer.",
         group="training",
-        choices=("adam", "sgd"),
+        choices=("adam", "sgd", "lion", "muon", "dist_muon"),
+    )
+    lion_beta1: float = option(
+        0.95,
+        "Weight of Lion's mean of gradients in the direction of a step.",
+        group="regularization",
+    )
+    lion_beta2: float = option(
+        0.98,
+        "Decay of Lion's mean of gradients.",
+        group="regularization",
+    )
+    muon_momentum: float = option(
+        0.9,
+        "Decay of Muon's mean of gradients.",
+        group="regularization",
+    )
+    muon_nesterov: bool = option(
+        False,
+        "Let Muon look ahead by the newest gradient.",
+        group="regularization",
+    )
+    muon_num_ns_steps: int = option(
+        5,
+        "Newton-Schulz steps that make a matrix orthogonal.",
+        group="regularization",
+    )
+    muon_coefficient_type: str = option(
+        "quintic",
+        "Coefficients of the Newton-Schulz steps.",
+        group="regularization",
+        choices=("simple", "quintic", "polar_express"),
+    )
+    muon_scale_mode: str = option(
+        "spectral",
+        "What a step of Muon is multiplied by: the root of the longer side, of rows over columns,"
+        " or of that where it is above 1.",
+        group="regularization",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = option(
+        1.0,
+        "A further factor of Muon's steps.",
+        group="regularization",
+    )
+    muon_fp32_matmul_prec: str = option(
+        "medium",
+        "Precision of Muon's products: low is bfloat16, the others are torch's.",
+        group="regularization",
+        choices=("low", "medium", "high"),
+    )
+    muon_split_qkv: bool = option(
+        True,
+        "Take query, key and value for one matrix.",
+        group="regularization",
+        flag="--muon-no-split-qkv",
+    )
+    muon_tp_mode: str = option(
+        "duplicated",
+        "A matrix that tensor-parallel ranks have cut: gathered, made orthogonal by sums over the"
+        " ranks, or taken for several.",
+        group="regularization",
+        choices=("blockwise", "duplicated", "distributed"),
+    )
+    muon_scalar_optimizer: str = option(
+        "adam",
+        "Optimizer of what is no matrix under Muon.",
+        group="regularization",
+        choices=("adam", "lion"),
+    )
+    muon_use_syrk: bool = option(
+        False,
+        "Compute one half of Muon's symmetric products.",
+        group="regularization",
+        ignored=states.NO_KERNEL,
     )
     optimizer_cpu_offload: bool = option(
         False,
@@ -190,3 +265,8 @@ class OptimizerConfig:
     fp16: bool = False
     bf16: bool = False
     params_dtype: Any = None
+
+    @property
+    def has_muon(self) -> bool:
+        """Whether matrices have a rule of their own."""
+        return self.optimizer in ("muon", "dist_muon")

@@ -23,6 +23,18 @@ def no_weight_decay_on_embeddings(name: str, param: nn.Parameter) -> bool:
     return no_weight_decay_on_vectors(name, param) or "embedding" in name
 
 
+def is_matrix(name: str, param: nn.Parameter) -> bool:
+    """Whether Muon updates a parameter.  A router's weight is a matrix, positions are not."""
+    info = info_of(param)
+    return (
+        len(info.global_shape) == 2
+        and min(info.global_shape) > 1
+        and not info.is_embedding_or_output
+        and "embedding" not in name
+        and "relative_attention_bias" not in name
+    )
+
+
 def trainable_parameters(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
     """Layout-free names and parameters of this rank, in model order."""
     for chunk in model_chunks:
@@ -52,13 +64,14 @@ def make_param_groups(
     ``max_lr`` and ``min_lr`` of its own.
     """
     is_free_of_decay = no_weight_decay_cond or no_weight_decay_on_vectors
-    groups: dict[tuple[float, float, bool, bool], dict[str, Any]] = {}
+    groups: dict[tuple[float | bool, ...], dict[str, Any]] = {}
     for name, param in trainable_parameters(model_chunks):
         info = info_of(param)
         wd_mult = 0.0 if is_free_of_decay(name, param) else 1.0
         own_lr_mult = lr_mult if scale_lr_cond is not None and scale_lr_cond(name, param) else 1.0
         is_decoupled = config.decoupled_lr is not None and info.is_embedding_or_output
-        key = (wd_mult, own_lr_mult, info.is_expert, is_decoupled)
+        own_rule = {"is_matrix": is_matrix(name, param)} if config.has_muon else {}
+        key = (wd_mult, own_lr_mult, info.is_expert, is_decoupled, *own_rule.values())
         if key not in groups:
             groups[key] = {
                 "params": [],
@@ -66,6 +79,7 @@ def make_param_groups(
                 "lr_mult": own_lr_mult,
                 "is_expert_parallel": info.is_expert,
                 "is_decoupled_lr": is_decoupled,
+                **own_rule,
                 **_learning_rate(config, own_lr_mult, is_decoupled),
                 "weight_decay": config.weight_decay * wd_mult,
             }

@@ -215,6 +215,35 @@ class SGD(UpdateRule):
         )
 
 
+class Lion(UpdateRule):
+    """The sign of a mean of gradients, with decoupled weight decay (arXiv 2302.06675)."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
+        betas = {"betas": (config.lion_beta1, config.lion_beta2)}
+        super().__init__([{**betas, **group} for group in groups], config)
+
+    def new_state(self, param: nn.Parameter) -> State:
+        return {"exp_avg": _zeros(param, self.config.exp_avg_dtype)}
+
+    def update(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
+        *,
+        group: dict[str, Any],
+        grad_scale: Tensor | None,
+    ) -> None:
+        means, (beta1, beta2), lr = [s["exp_avg"] for s in states], group["betas"], group["lr"]
+        if grad_scale is not None:
+            grads = list(torch._foreach_div(grads, grad_scale))
+        steps = torch._foreach_lerp(means, grads, 1.0 - beta1)
+        torch._foreach_sign_(steps)
+        torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
+        torch._foreach_add_(params, steps, alpha=-lr)
+        torch._foreach_lerp_(means, grads, 1.0 - beta2)
+
+
 def _zeros(param: Tensor, dtype: str = "fp32", *, is_square: bool = False) -> Tensor | Kept:
     """State like ``param``, in its own format or in fewer bits."""
     if dtype != "fp32":
@@ -228,14 +257,12 @@ def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
     return grads
 
 
-def make_update_rule(config: OptimizerConfig, groups: Sequence[dict[str, Any]]) -> UpdateRule:
-    """The rule that --optimizer names."""
-    return SGD(groups, config) if config.optimizer == "sgd" else AdamW(groups, config)
-
-
 def _alike(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """``params`` in lists that one kernel can take."""
     lists: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
     for param in params:
         lists.setdefault((param.device, param.dtype), []).append(param)
     yield from lists.values()
+
+
+RULES = {"adam": AdamW, "sgd": SGD, "lion": Lion}  # by --optimizer

@@ -8,7 +8,7 @@ heads of a group, its key, its value, then the next group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.param_info import info_of, set_info
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import share_of
 from megatron.core.tensor_parallel.random import checkpoint
@@ -218,6 +219,7 @@ class CrossAttention(AttentionBase):
                 (submodules.linear_kv, 2 * groups * width),
             )
         )
+        _note_rows(self.linear_kv, width, width)
 
     def forward(
         self,
@@ -285,6 +287,7 @@ class SelfAttention(SelfAttentionBase):
             bias=config.add_bias_linear or config.add_qkv_bias,
             offered=offered,
         )
+        _note_rows(self.linear_qkv, self.heads_per_group * self.head_dim, *[self.head_dim] * 2)
         self.q_layernorm = self._build_norm(submodules.q_layernorm, query_width, offered)
         self.k_layernorm = self._build_norm(submodules.k_layernorm, key_width, offered)
 
@@ -331,3 +334,10 @@ class SelfAttention(SelfAttentionBase):
         if self.config.qk_l2_norm and self.has_rope:
             query, key = l2_norm(query), l2_norm(key)
         return query, key, value
+
+
+def _note_rows(layer: Any, *rows: int) -> None:
+    """Write into the record of a weight that it is several matrices, ``rows`` of each in turn."""
+    weight = getattr(layer, "weight", None)
+    if isinstance(weight, Tensor):
+        set_info(weight, replace(info_of(weight), interleaved=rows))

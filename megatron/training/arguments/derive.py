@@ -92,6 +92,12 @@ def depth(ns: Namespace) -> Iterator[str]:
     yield from ()
 
 
+def optimizer_of_matrices(ns: Namespace) -> Iterator[str]:
+    """dist_muon is muon divided over the replicas."""
+    ns.use_distributed_optimizer |= ns.optimizer == "dist_muon"
+    yield from ()
+
+
 def data_parallel_sharding(ns: Namespace) -> Iterator[str]:
     """The strategy of --use-megatron-fsdp decides whether the optimizer is cut by itself."""
     if not ns.use_megatron_fsdp:
@@ -257,6 +263,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     virtual_ranks,
     data_parallel_size,
     parallel_degrees,
+    optimizer_of_matrices,
     data_parallel_sharding,
     precision,
     nothing_asked,

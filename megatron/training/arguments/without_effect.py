@@ -14,6 +14,11 @@ from megatron.core.device import CPU
 from megatron.core.distributed.sharding import is_fully_sharded, shares_instances
 
 
+def _rule_of_vectors(ns: Namespace) -> str:
+    rule = ns.muon_scalar_optimizer if "muon" in ns.optimizer else ns.optimizer
+    return str(rule)
+
+
 @dataclass(frozen=True)
 class Need:
     """What some flags need, in words, and whether a derived namespace has it."""
@@ -122,9 +127,34 @@ NEEDS = (
     Need("--group-query-attention", lambda ns: ns.group_query_attention, ("num_query_groups",)),
     Need("--optimizer sgd", lambda ns: ns.optimizer == "sgd", ("sgd_momentum",)),
     Need(
-        "--optimizer adam",
-        lambda ns: ns.optimizer == "adam",
+        "--optimizer adam, or Muon beside it",
+        lambda ns: _rule_of_vectors(ns) == "adam",
         ("adam_beta1", "adam_beta2", "adam_eps"),
+    ),
+    Need(
+        "--optimizer lion, or Muon beside it",
+        lambda ns: _rule_of_vectors(ns) == "lion",
+        ("lion_beta1", "lion_beta2"),
+    ),
+    Need(
+        "--optimizer muon",
+        lambda ns: "muon" in ns.optimizer,
+        (
+            "muon_coefficient_type",
+            "muon_extra_scale_factor",
+            "muon_fp32_matmul_prec",
+            "muon_momentum",
+            "muon_nesterov",
+            "muon_num_ns_steps",
+            "muon_scalar_optimizer",
+            "muon_scale_mode",
+            "muon_split_qkv",
+        ),
+    ),
+    Need(
+        "--optimizer muon and --tensor-model-parallel-size",
+        lambda ns: "muon" in ns.optimizer and ns.tensor_model_parallel_size > 1,
+        ("muon_tp_mode",),
     ),
     Need(
         "16 bits beside --bf16 weights to keep, or a format of fewer bits than fp32",

@@ -77,6 +77,12 @@ WHOLE_GRADIENTS = next(n.flags for n in NEEDS if n.words.startswith("whole gradi
 VALUES = {
     "mask_prob": "0.5",
     "short_seq_prob": "0.5",
+    "muon_coefficient_type": "simple",
+    "muon_extra_scale_factor": "2",
+    "muon_fp32_matmul_prec": "high",
+    "muon_scalar_optimizer": "lion",
+    "muon_scale_mode": "shape_scaling",
+    "muon_tp_mode": "blockwise",
     "memory_budget_fraction": "0.5",
     "tiktoken_special_tokens": "a",
     "tiktoken_pattern": "v1",
@@ -105,6 +111,8 @@ VALUES = {
     "non_persistent_local_ckpt_algo": "atomic",
 }
 SWITCHES = {
+    "muon_nesterov": "--muon-nesterov",
+    "muon_split_qkv": "--muon-no-split-qkv",
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
     "bert_binary_head": "--bert-no-binary-head",
     "fp8_param_gather": "--fp8-param-gather",
@@ -161,7 +169,8 @@ SWITCHES = {
 
 @pytest.mark.parametrize("dest", [dest for need in NEEDS for dest in need.flags])
 def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
-    numbers = {"adam_beta1": "0.5", "adam_beta2": "0.5", "rotary_percent": "0.5"}
+    fractions = ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "muon_momentum")
+    numbers = dict.fromkeys((*fractions, "rotary_percent"), "0.5") | {"muon_num_ns_steps": "3"}
     flag = "--" + dest.replace("_vp_stage", "_virtual_pipeline_stage").replace("_", "-")
     words = SWITCHES.get(dest) or f"{flag} {VALUES.get(dest) or numbers.get(dest, '5')}"
     if dest == "reset_position_ids":

@@ -30,10 +30,17 @@ def decoupled_learning_rates_are_ordered(run: RunConfig) -> Iterator[str]:
         )
 
 
-def adam_converges(run: RunConfig) -> Iterator[str]:
+def means_converge(run: RunConfig) -> Iterator[str]:
     """Decays below 1, a positive denominator."""
     o = run.optimizer
-    for flag, beta in (("--adam-beta1", o.adam_beta1), ("--adam-beta2", o.adam_beta2)):
+    decays = {
+        "--adam-beta1": o.adam_beta1,
+        "--adam-beta2": o.adam_beta2,
+        "--lion-beta1": o.lion_beta1,
+        "--lion-beta2": o.lion_beta2,
+        "--muon-momentum": o.muon_momentum,
+    }
+    for flag, beta in decays.items():
         if not 0 <= beta < 1:
             yield f"{flag} {beta}: a number from 0 up to, but not including, 1 is needed"
     if o.adam_eps <= 0:
@@ -62,9 +69,20 @@ def weight_decay_follows_its_style(run: RunConfig) -> Iterator[str]:
         )
 
 
+def muon_updates_matrices_at_once(run: RunConfig) -> Iterator[str]:
+    """A bucket holds parts of matrices."""
+    o = run.optimizer
+    if o.has_muon and o.overlap_param_gather_with_optimizer_step:
+        yield (
+            f"--overlap-param-gather-with-optimizer-step and --optimizer {o.optimizer}: a step "
+            "needs whole matrices, not buckets; drop the flag, --overlap-param-gather stays"
+        )
+
+
 CHECKS = (
     learning_rates_are_ordered,
     decoupled_learning_rates_are_ordered,
-    adam_converges,
+    means_converge,
+    muon_updates_matrices_at_once,
     weight_decay_follows_its_style,
 )

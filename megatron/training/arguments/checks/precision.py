@@ -44,9 +44,10 @@ def state_formats_have_their_optimizer(run: RunConfig) -> Iterator[str]:
     for flag, dtype in formats.items():
         if dtype != "fp32" and not o.use_precision_aware_optimizer:
             yield f"{flag} {dtype} needs --use-precision-aware-optimizer: add it"
+    rule = o.muon_scalar_optimizer if o.has_muon else o.optimizer
     for flag, dtype in moments.items():
-        if dtype != "fp32" and o.optimizer == "sgd":
-            yield f"{flag} {dtype} is of --optimizer adam: {o.optimizer} has no such state, drop it"
+        if dtype != "fp32" and (rule == "sgd" or (rule == "lion" and flag == "--exp-avg-sq-dtype")):
+            yield f"{flag} {dtype} is of --optimizer adam: {rule} has no such state, drop it"
 
 
 def main_formats_fit_the_weights(run: RunConfig) -> Iterator[str]:

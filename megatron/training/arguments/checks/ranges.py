@@ -12,6 +12,7 @@ AT_LEAST: dict[str, tuple[str, float]] = {
     "global_batch_size": ("--global-batch-size", 1),
     "num_layers": ("--num-layers", 1),
     "hidden_size": ("--hidden-size", 1),
+    "muon_num_ns_steps": ("--muon-num-ns-steps", 1),
     "mtp_num_layers": ("--mtp-num-layers", 0),
     "mtp_loss_scaling_factor": ("--mtp-loss-scaling-factor", 0),
     "mamba_state_dim": ("--mamba-state-dim", 1),

@@ -1,0 +1,146 @@
+"""The nearest matrix with orthogonal rows or columns, by products alone (Newton-Schulz).
+
+X <- aX + (bA + cA^2)X with A = X X^T brings all singular values close to 1.  Of a matrix that
+tensor-parallel ranks have cut, A may be summed over the ranks: its sides are those that nobody cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.collectives import all_gather_single
+from megatron.core.param_info import ParamInfo
+
+Coefficients = tuple[tuple[float, float, float], ...]
+
+# One triple a step, the last for all further ones.  simple: Keller Jordan's; quintic: Franz Louis
+# Cesista's search over 5 steps; polar_express: arXiv 2505.16932, which is optimal for each step.
+COEFFICIENTS: dict[str, Coefficients] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845749493, 0.4188073119525673),
+        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+        (1.875, -1.25, 0.375),
+    ),
+}
+SCALES = {
+    "spectral": lambda rows, cols: max(rows, cols) ** 0.5,
+    "unit_rms_norm": lambda rows, cols: (rows / cols) ** 0.5,
+    "shape_scaling": lambda rows, cols: max(1.0, rows / cols) ** 0.5,
+}
+_EPS = 1e-7
+
+
+def orthogonalize(
+    matrix: Tensor,
+    coefficients: Sequence[tuple[float, float, float]],
+    *,
+    cut: tuple[int, ProcessGroup] | None = None,
+) -> Tensor:
+    """``matrix`` [m, n] with all singular values near 1, in its dtype.
+
+    ``cut``: the dimension that the ranks of a group have cut; collective over the group, two sums
+    and more.
+    """
+    is_tall = matrix.shape[0] > matrix.shape[1] if cut is None else cut[0] == 0
+    x = matrix.T if is_tall else matrix
+    x = x / _summed(x.square().sum(), cut).sqrt().clamp(min=_EPS) if cut else x / _norm(x)
+    for a, b, c in coefficients:
+        gram = _summed(x @ x.T, cut)
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def _norm(x: Tensor) -> Tensor:
+    return x.norm().clamp(min=_EPS)
+
+
+def _summed(tensor: Tensor, cut: tuple[int, ProcessGroup] | None) -> Tensor:
+    if cut is not None:
+        dist.all_reduce(tensor, group=cut[1])
+    return tensor
+
+
+def orthogonalize_share(
+    share: Tensor,
+    info: ParamInfo,
+    group: ProcessGroup,
+    coefficients: Sequence[tuple[float, float, float]],
+    *,
+    mode: str,
+    scale_mode: str,
+    split_interleaved: bool,
+) -> Tensor:
+    """Each matrix of a parameter of which a tensor-parallel rank has ``share``, times its scale.
+
+    Returns the rank's share of the result, in fp32.  ``mode``: "duplicated" gathers the whole on
+    every rank, "distributed" sums products over ranks, "blockwise" takes the share for a matrix of
+    its own.  Collective over ``group`` where it has cut the parameter, but for the last mode.
+    """
+    is_cut = info.shard_dim is not None and group.size() > 1
+    dim, count = info.shard_dim or 0, group.size() if is_cut else 1
+    shares = [share]
+    if is_cut and mode == "duplicated":
+        gathered = share.new_empty(count * share.shape[0], share.shape[1])
+        all_gather_single(gathered, share.contiguous(), group=group)
+        shares = list(gathered.chunk(count))
+    result = torch.empty_like(share, dtype=torch.float32)
+    places = _matrices(result, info, split_interleaved)
+    for place, *parts in zip(
+        places, *(_matrices(s, info, split_interleaved) for s in shares), strict=True
+    ):
+        matrix = torch.cat([part.reshape(-1, share.shape[1]) for part in parts], dim)
+        cut = (dim, group) if is_cut and mode == "distributed" else None
+        found = orthogonalize(matrix, coefficients, cut=cut)
+        if len(parts) > 1:
+            found = found.chunk(count, dim)[group.rank()]
+        shape = list(found.shape)
+        shape[dim] *= count
+        place.copy_((found.float() * SCALES[scale_mode](*shape)).view_as(place))
+    return result
+
+
+def _matrices(share: Tensor, info: ParamInfo, split_interleaved: bool) -> Sequence[Tensor]:
+    """Views of the matrices that lie behind each other (gate, up) or in turn (query, key...)."""
+    if info.interleaved and split_interleaved:
+        return share.view(-1, sum(info.interleaved), share.shape[1]).split(info.interleaved, 1)
+    dim, total = info.shard_dim or 0, sum(info.blocks)
+    return share.split([share.shape[dim] * block // total for block in info.blocks], dim)
+
+
+def coefficients_of(kind: str, num_steps: int) -> Coefficients:
+    """Those of each step."""
+    known = COEFFICIENTS[kind]
+    return tuple(known[min(step, len(known) - 1)] for step in range(num_steps))
+
+
+@contextmanager
+def products_in(precision: str) -> Iterator[torch.dtype]:
+    """The format of matrices under --muon-fp32-matmul-prec: bf16 for low, else fp32.
+
+    fp32 products inside have torch's precision of that name.
+    """
+    before = torch.get_float32_matmul_precision()
+    if precision != "low":
+        torch.set_float32_matmul_precision(precision)
+    try:
+        yield torch.bfloat16 if precision == "low" else torch.float32
+    finally:
+        torch.set_float32_matmul_precision(before)
