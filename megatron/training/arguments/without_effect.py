@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.core.device import CPU
 from megatron.core.distributed.sharding import is_fully_sharded, shares_instances
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 
 def _rule_of_vectors(ns: Namespace) -> str:
@@ -139,16 +140,10 @@ NEEDS = (
     Need(
         "--optimizer muon",
         lambda ns: "muon" in ns.optimizer,
-        (
-            "muon_coefficient_type",
-            "muon_extra_scale_factor",
-            "muon_fp32_matmul_prec",
-            "muon_momentum",
-            "muon_nesterov",
-            "muon_num_ns_steps",
-            "muon_scalar_optimizer",
-            "muon_scale_mode",
-            "muon_split_qkv",
+        tuple(
+            f.name
+            for f in fields(OptimizerConfig)
+            if f.name.startswith("muon_") and f.name not in ("muon_tp_mode", "muon_use_syrk")
         ),
     ),
     Need(
