@@ -52,6 +52,40 @@ def test_a_converted_model_trains_in_any_layout_and_goes_back(case: str, tmp_pat
     assert not any(torch.equal(trained[name], before[name]) for name in before)
 
 
+KINDS = {  # another depth; flags of any run, and of four processes
+    "bert": ({"num_hidden_layers": 2}, "", "--pipeline-model-parallel-size 2"),
+    "t5": (
+        {},
+        "--vocab-extra-ids 10 --decoder-seq-length 16",
+        "--pipeline-model-parallel-size 2 --encoder-pipeline-model-parallel-size 1",
+    ),
+    "nemotron-h": ({"hybrid_override_pattern": "M*M-"}, "", "--pipeline-model-parallel-size 2"),
+}
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_other_kinds_train_in_any_layout_and_go_back(case: str, tmp_path: Path) -> None:
+    theirs, ours, cut, back = (tmp_path / name for name in ("theirs", "ours", "cut", "back"))
+    changes, *flags = KINDS[case]
+    models.write(theirs, case, **changes)
+    convert(Wanted(source=theirs, target=ours, format="safetensors_dist", verify=False))
+    kind = "mamba" if case == "nemotron-h" else case
+    every, layout = (words.split() for words in flags)
+    load = [*TRAINING, "--model-kind", kind, *every, "--load", str(ours)]
+    alone = run_gpt(tmp_path / "one", base=load)
+    several = ["--tensor-model-parallel-size", "2", *layout, "--save", str(cut)]
+    together = run_gpt(tmp_path / "four", *several, base=load, world_size=4)
+    torch.testing.assert_close(
+        torch.tensor(losses(together)), torch.tensor(losses(alone)), **tolerances.LAYOUT_LOSS
+    )
+    said: list[str] = []
+    convert(Wanted(source=cut, target=back, format=HF), said.append)
+    assert "agree within" in said[0]
+    trained, before = models.weights(back), models.weights(theirs)
+    assert trained.keys() == before.keys()
+    assert not any(torch.equal(trained[name], before[name]) for name in before)
+
+
 @pytest.mark.feature(
     "Checkpoints: experts and latent attention of Hugging Face models in any TP, PP and EP, "
     "and back bit for bit"

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.training.conversion.convert import DTYPES, HF, Wanted, convert
 from megatron.training.preprocess.cli import run_tool
 
+KINDS = ("GPT", "BERT", "T5", "MAMBA")  # the reference's are the first two
 # --loader and --saver of the reference: None where it is served, else why not.
 _IMAGES = "models that see images are not in this version"
 LOADERS: dict[str, str | None] = {
@@ -73,7 +74,7 @@ def get_parser() -> argparse.ArgumentParser:
     add("--no-verify", action="store_true", help="do not compare the logits of both forms")
     add("--max-shard-size", type=int, help="bytes of a Hugging Face file; default: 5 GB")
     group = parser.add_argument_group("of the reference")
-    group.add_argument("--model-type", choices=("GPT", "BERT"), default="GPT")
+    group.add_argument("--model-type", choices=KINDS, help="refuse a model of another kind")
     group.add_argument("--loader", help=", ".join(LOADERS))
     group.add_argument("--saver", help=", ".join(SAVERS))
     group.add_argument("--checkpoint-type", choices=("hf", "meta"), help="hf")
@@ -106,6 +107,7 @@ def wanted_of(args: argparse.Namespace) -> Wanted:
         vocab_size=args.true_vocab_size,
         args={name: value for name, value in run_args.items() if value is not None},
         step=args.ckpt_step,
+        kind=args.model_type and args.model_type.lower(),
         verify=not args.no_verify,
         max_shard_bytes=args.max_shard_size,
     )
@@ -121,8 +123,6 @@ def _refuse(args: argparse.Namespace) -> None:
             )
         if known[name] is not None:
             raise ConfigError(f"--{flag} {name}: {known[name]}")
-    if args.model_type != "GPT":
-        raise ConfigError(f"--model-type {args.model_type}: only GPT is in this version")
     if args.checkpoint_type == "meta":
         raise ConfigError(
             "--checkpoint-type meta: Meta's own files are not read; take the model in the Hugging "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -77,6 +77,8 @@ class Wanted:
     vocab_size: int | None = None  # tokens, where the checkpoint has padding
     args: Mapping[str, Any] = field(default_factory=dict)  # dest -> value, written into ours
     step: int | None = None
+    kind: str | None = None  # refuse a model of another
+    is_release: bool = False  # weights alone, to begin from
     verify: bool = True
     max_shard_bytes: int | None = None
     rename: Callable[[str], str | None] | None = None  # our key -> another, None: leave it out
@@ -98,7 +100,12 @@ def convert(wanted: Wanted, say: Say = print) -> Path:
     """Write what ``wanted`` describes; the folder that was written.  Raises CheckpointError."""
     is_theirs = (wanted.source / hf_folder.CONFIG).exists()
     source = _from_hf(wanted, say) if is_theirs else read_source(wanted)
+    kind = source.args["model_kind"]
+    if wanted.kind not in (None, kind):
+        raise CheckpointError(f"{wanted.source} is of kind {kind}, not {wanted.kind}")
     source = replace(source, args={**source.args, **wanted.args})
+    if wanted.is_release:
+        source = replace(source, tensors=_weights(source), common={}, rank_states={}, layout={})
     if wanted.rename is not None:
         source = replace(source, tensors=_renamed(source.tensors, wanted.rename))
     if wanted.dtype is not None:
@@ -133,6 +140,7 @@ def read_source(wanted: Wanted) -> Source:
         key: LazyTensor(key, stored.dtype, stored.shape, partial(reader.read, key))
         for key, stored in reader.tensors.items()
     }
+    kind = content.asked.get("model_kind")
     ranks = math.prod(size for _, size in content.manifest.layout.get("dense", []))
     states = {rank: reader.rank_state(rank) for rank in range(ranks)}
     beside = content.folder.parent / BESIDE
@@ -141,7 +149,7 @@ def read_source(wanted: Wanted) -> Source:
         beside = Path(model)
     return Source(
         tensors=tensors,
-        args=content.asked,
+        args={**content.asked, "model_kind": kind or _kind_of(tensors)},
         common=content.common,
         layout=content.manifest.layout,
         rank_states={rank: state for rank, state in states.items() if state is not None},
@@ -149,8 +157,20 @@ def read_source(wanted: Wanted) -> Source:
     )
 
 
+# A part of a name that models of one kind alone have; what Megatron-LM wrote says no kind.
+_KINDS = {".mixer.": "mamba", ".cross_attention.": "t5", "encoder.layers.": "bert"}
+
+
+def _kind_of(names: Collection[str]) -> str:
+    return next((k for part, k in _KINDS.items() if any(part in name for name in names)), "gpt")
+
+
+def _weights(source: Source) -> dict[str, LazyTensor]:
+    return {k: t for k, t in source.tensors.items() if not k.startswith(OPTIMIZER_PREFIX)}
+
+
 def _to_hf(source: Source, wanted: Wanted, say: Say) -> Path:
-    weights = {k: t for k, t in source.tensors.items() if not k.startswith(OPTIMIZER_PREFIX)}
+    weights = _weights(source)
     run = run_config(source.args)
     shape = shape_of(run, _vocab_size(source, wanted))
     came_with = _config_beside(source)

@@ -138,12 +138,13 @@ WITH_EXPERTS = tuple(CASES)[tuple(CASES).index("mixtral") :]
 _BERT = {
     **{"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "layer_norm_eps": 1e-6},
     **{"num_attention_heads": 4, "intermediate_size": 88, "max_position_embeddings": 64},
-    "pad_token_id": None,
+    **{"pad_token_id": None, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
 _T5 = {
     **{"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 16, "d_ff": 88, "num_heads": 4},
     **{"num_layers": 2, "num_decoder_layers": 3, "relative_attention_num_buckets": 8},
     **{"relative_attention_max_distance": 20, "decoder_start_token_id": 0, "pad_token_id": None},
+    "dropout_rate": 0.0,
 }
 _MAMBA = {
     **{"vocab_size": VOCABULARY, "hidden_size": 32, "n_groups": 2, "chunk_size": 16},

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.conversion import hf, hf_folder
 from megatron.training.conversion.convert import (
@@ -24,6 +24,7 @@ from megatron.training.conversion.convert import (
 from megatron.training.conversion.verify import our_logits, our_model
 from tests import tolerances
 from tests.unit.conversion import models
+from tools.checkpoint import hybrid_conversion
 
 
 def read(folder: Path) -> hf.HFModel:
@@ -180,3 +181,24 @@ def test_an_output_layer_of_its_own_makes_a_t5_untied(tmp_path: Path) -> None:
     assert not read_back.shape.is_tied
     assert read_back.shape.output_scale == 1
     assert_same(written(read_back), models.weights(tmp_path))
+
+
+@pytest.mark.feature("Tools: tools/checkpoint/hybrid_conversion.py cuts a hybrid for any TP and PP")
+def test_a_hybrid_is_cut_for_another_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, ours, cut, back = (tmp_path / name for name in ("theirs", "ours", "cut", "back"))
+    models.write(theirs, "nemotron-h", hybrid_override_pattern="M-M*")
+    quietly(theirs, ours)
+    flags = f"--load-dir {ours} --save-dir {cut} --target-tp-size 2 --target-pp-size 2"
+    hybrid_conversion.main([*flags.split(), "--mamba2-n-groups", "2", "--reset-iterations"])
+    assert "--mamba2-n-groups is without effect" in capsys.readouterr().out
+    ranks = sorted(path.name for path in cut.rglob("mp_rank_*"))
+    assert ranks == [f"mp_rank_0{tp}_00{pp}" for tp in range(2) for pp in range(2)]
+    quietly(cut, back, HF)
+    models.assert_same_weights(back, theirs)
+    models.write(tmp_path / "bert", "bert")
+    with pytest.raises(CheckpointError, match="is of kind bert, not mamba"):
+        hybrid_conversion.main(["--load-dir", str(tmp_path / "bert"), "--save-dir", str(cut)])
+    with pytest.raises(ConfigError, match="--mamba-version 1: mixers here are of Mamba-2"):
+        hybrid_conversion.main([*flags.split(), "--mamba-version", "1"])
