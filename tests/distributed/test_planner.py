@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -11,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import pretrain_gpt
 from megatron.core import per_rank
 from megatron.core.param_info import local_part
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.initialize import configure, start
+from megatron.training.models.registry import kind_of
 from megatron.training.plan.stages import plan_run
 from megatron.training.plan.tracing import Tracker
 from megatron.training.setup import build_model, build_optimizer, setup_tokenizer
@@ -45,7 +46,19 @@ EXPERTS = (
     "--moe-router-force-load-balancing "
 )
 ONE["experts"] = f"{EXPERTS} --moe-shared-expert-intermediate-size 32 --bf16"
+BERT = "--model-kind bert --mask-prob 0.5"  # every second token of the data below has a label
+T5 = "--model-kind t5 --decoder-num-layers 2 --decoder-seq-length 32"
+HYBRID = (
+    "--model-kind mamba --num-layers 4 --hybrid-override-pattern M*M- --mamba-head-dim 16 "
+    "--mamba-num-groups 2 --mamba-state-dim 16 --position-embedding-type none"
+)
+ONE |= {"BERT": BERT, "T5": T5, "hybrid": HYBRID}
 TWO = {
+    "BERT, cut": f"{BERT} --tensor-model-parallel-size 2 --sequence-parallel --bf16 "
+    "--vocab-size 511",
+    "T5 in two halves": f"{T5} --pipeline-model-parallel-size 2 "
+    "--encoder-pipeline-model-parallel-size 1",
+    "hybrid, cut": f"{HYBRID} --tensor-model-parallel-size 2 --sequence-parallel",
     "experts apart": f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type "
     "alltoall --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.01 --use-distributed-optimizer "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
@@ -94,9 +107,10 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
     with contextlib.redirect_stdout(io.StringIO()):
         run = start(configure(argv=argv))
         setup_tokenizer(run)
-        build_model(run, pretrain_gpt.model_provider)
+        entry = importlib.import_module(f"pretrain_{run.config.language_model.model_kind or 'gpt'}")
+        build_model(run, entry.model_provider)
         build_optimizer(run)
-    run.forward_step_func = pretrain_gpt.forward_step
+    run.forward_step_func = entry.forward_step
     run.train_data = [_data(run.config) for _ in run.model_chunks]
     for _ in run.optimizer.named_state():
         pass  # the state is made when it is first asked for
@@ -123,11 +137,18 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
 
 
 def _data(config: Any) -> Iterator[dict[str, Tensor]]:
-    shape = config.training.micro_batch_size, config.data.seq_length
+    table, num_stages = kind_of(config).batch, config.placement.num_stages
+    needed = {
+        name: expected
+        for stage in range(num_stages)
+        for name, expected in table(config, stage, num_stages).items()
+        if expected is not None
+    }
     while True:
-        keys = ("tokens", "labels", "position_ids")
-        batch = {key: torch.ones(shape, dtype=torch.int64) for key in keys}
-        yield {**batch, "loss_mask": torch.ones(shape)}
+        batch = {name: torch.ones(e.shape, dtype=e.dtype) for name, e in needed.items()}
+        if config.language_model.model_kind == "bert":
+            batch["labels"][:, ::2] = -1
+        yield batch
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

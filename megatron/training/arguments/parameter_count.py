@@ -41,9 +41,12 @@ def head_parameters(run: RunConfig, padded_vocab_size: int) -> int:
         order = 2 * hidden + hidden * (hidden + 1) + 2 * (hidden + 1) if has_order else 0
         return norm + hidden * (hidden + 1) + norm + padded_vocab_size // tp + order
     if kind == "t5":
-        has_bias = run.language_model.position_embedding_type == "relative"
-        bias = m.relative_attention_num_buckets * m.num_attention_heads // tp if has_bias else 0
-        return 2 * (norm + bias) + padded_vocab_size // tp
+        is_relative = run.language_model.position_embedding_type == "relative"
+        buckets = m.relative_attention_num_buckets if is_relative else 0
+        bias = buckets * m.num_attention_heads // tp
+        is_tied = not run.language_model.untie_embeddings_and_output_weights
+        has_bias = is_tied and m.add_bias_linear
+        return 2 * (norm + bias) + (padded_vocab_size // tp if has_bias else 0)
     return norm
 
 

@@ -178,7 +178,10 @@ def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
 
 def _cost(run: Runtime) -> RankCost:
     """Try every pass, then the optimizer's step."""
-    tracker = Tracker([*_parameters(run), *_buffers(run), *_optimizer_tensors(run)])
+    tracker = Tracker(
+        [*_parameters(run), *_buffers(run), *_optimizer_tensors(run)],
+        share_of_true=run.config.data.mask_prob,  # of BERT's tokens, which have a label
+    )
     data, num_stages = run.config.data, run.placement.num_stages
     tokens = data.seq_length, data.decoder_seq_length or 0, run.config.training.micro_batch_size
     shapes, dtype = messages_of(run.config.model, run.groups, tokens, num_stages)

@@ -81,9 +81,10 @@ class Measured(NamedTuple):
 class Tracker(TorchDispatchMode):
     """``alive`` and ``peak`` bytes of storages made inside, and ``collectives``."""
 
-    def __init__(self, existing: Iterable[Tensor] = ()) -> None:
-        """Views of ``existing`` tensors count as nothing."""
+    def __init__(self, existing: Iterable[Tensor] = (), *, share_of_true: float = 1.0) -> None:
+        """Views of ``existing`` tensors count as nothing; ``share_of_true`` is of conditions."""
         super().__init__()
+        self._share_of_true = share_of_true
         self.alive = self.peak = 0
         self.collectives: Counter[Collective] = Counter()
         self._sizes: dict[int, int] = {}  # of storages made inside
@@ -111,6 +112,11 @@ class Tracker(TorchDispatchMode):
             return 1  # a norm that is finite, a check that holds
         if func is _aten._fused_sgd_.default and _has_no_memory(args[0][0]):
             return None  # it makes nothing, and torch has it for real tensors alone
+        if func is _aten.nonzero.default and _has_no_memory(args[0]):
+            count = max(1, round(args[0].numel() * self._share_of_true))
+            places = args[0].new_empty((count, args[0].dim()), dtype=torch.int64)
+            self._note(places)
+            return places
         if func.namespace == "c10d":
             self._note_collective(func, args)
         out = self._result(func, args, kwargs or {})

@@ -56,12 +56,18 @@ OTHERS = [
     "dim 8 --normalization RMSNorm --untie-embeddings-and-output-weights --disable-bias-linear",
     "--model-kind mamba --num-experts 4 --hybrid-override-pattern ME*E --mamba-num-groups 2 "
     "--swiglu",
+    "--model-kind bert",
+    "--model-kind bert --bert-no-binary-head --untie-embeddings-and-output-weights",
+    "--model-kind t5 --decoder-num-layers 2 --decoder-seq-length 8",
+    "--model-kind t5 --decoder-num-layers 2 --untie-embeddings-and-output-weights",
+    "--model-kind t5 --decoder-num-layers 3 --decoder-seq-length 8 --disable-bias-linear "
+    "--position-embedding-type relative --normalization RMSNorm",
 ]
 
 
 @pytest.mark.parametrize("words", OTHERS)
 def test_the_estimate_of_other_kinds_is_exact_on_one_rank(words: str) -> None:
-    run = run_of(f"{words} --position-embedding-type none")
+    run = run_of(f"--position-embedding-type none {words}")
     sizes = {"vocab_size": 128, "padded_vocab_size": 128}
     model = build_model(run, groups=one_process_groups(), **sizes)
     counted = sum(p.numel() for p in model.parameters())
