@@ -1,4 +1,4 @@
-"""Published models with experts: their config.json is understood, and has their number of weights.
+"""Published models: their config.json is understood, and has their number of weights.
 
 Needs neither `transformers` nor memory: shapes only.
 """
@@ -70,6 +70,40 @@ MODELS = {  # billions of weights, without what tokens ahead share
         "sliding_window=128 max_position_embeddings=131072 vocab_size=201088 rope_theta=150000",
     ),
 }
+NEMOTRON = (
+    "vocab_size=131072 num_attention_heads=32 head_dim=128 mamba_head_dim=64 n_groups=8 "
+    "ssm_state_size=128 max_position_embeddings=8192 "
+)
+MODELS |= {
+    "nemotron_h": (
+        8.1,
+        NEMOTRON + "hidden_size=4096 intermediate_size=21504 num_key_value_heads=8 "
+        "mamba_num_heads=128 hybrid_override_pattern="
+        "'M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-'",
+    ),
+    "nemotron_h, experts": (
+        31.6,
+        NEMOTRON + "hidden_size=2688 intermediate_size=1856 num_key_value_heads=2 "
+        "mamba_num_heads=64 n_routed_experts=128 num_experts_per_tok=6 moe_intermediate_size=1856 "
+        "moe_shared_expert_intermediate_size=3712 routed_scaling_factor=2.5 n_group=1 topk_group=1 "
+        "hybrid_override_pattern='MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME'",
+    ),
+    "mamba2": (
+        2.7,
+        "hidden_size=2560 num_hidden_layers=64 vocab_size=50288 num_heads=80 head_dim=64 "
+        "state_size=128 n_groups=1 tie_word_embeddings=True",
+    ),
+    "t5": (
+        2.9,
+        "d_model=1024 d_ff=16384 d_kv=128 num_heads=32 num_layers=24 vocab_size=32128 "
+        "tie_word_embeddings=True",
+    ),
+    "megatron-bert": (
+        0.3,
+        "hidden_size=1024 num_hidden_layers=24 num_attention_heads=16 intermediate_size=4096 "
+        "max_position_embeddings=512 vocab_size=29056 tie_word_embeddings=True",
+    ),
+}
 YARN = {
     "deepseek_v3": {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
     "deepseek_v2": {"factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707},
@@ -81,7 +115,8 @@ COMMON = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_published_model_has_its_number_of_weights(kind: str) -> None:
     billions, text = MODELS[kind]
-    config = {"model_type": kind, "tie_word_embeddings": False, **entries(text)}
+    name = kind.partition(",")[0]
+    config = {"model_type": name, "tie_word_embeddings": False, **entries(text)}
     if kind in YARN:
         more = {"original_max_position_embeddings": 4096}
         config["rope_scaling"] = {**COMMON, **more, **YARN[kind]}
@@ -94,4 +129,4 @@ def test_a_published_model_has_its_number_of_weights(kind: str) -> None:
     asked = vars(build_parser().parse_args([])) | args_of(shape) | {"micro_batch_size": 1}
     asked |= {"tokenizer_type": "NullTokenizer", "vocab_size": shape.vocab_size - 1}
     assert list(shape.differences(shape_of(run_config(asked), shape.vocab_size))) == []
-    assert hf.choose_family(shape, kind) is family
+    assert hf.choose_family(shape, name) is family
