@@ -56,7 +56,7 @@ KINDS = {  # another depth; flags of any run, and of four processes
     "bert": ({"num_hidden_layers": 2}, "", "--pipeline-model-parallel-size 2"),
     "t5": (
         {},
-        "--vocab-extra-ids 10 --decoder-seq-length 16",
+        "--decoder-seq-length 16",
         "--pipeline-model-parallel-size 2 --encoder-pipeline-model-parallel-size 1",
     ),
     "nemotron-h": ({"hybrid_override_pattern": "M*M-"}, "", "--pipeline-model-parallel-size 2"),

@@ -158,10 +158,15 @@ def apply_checkpoint_args(
     _check_kind(namespace, asked)
     for name in _forced(namespace, asked):
         _set(namespace, name, asked)
-    for name in IF_UNSET:
-        if vars(namespace).get(name) is None:
-            _set(namespace, name, asked)
+    for name in [name for name in IF_UNSET if not _is_given(namespace, name)]:
+        _set(namespace, name, asked)
     return asked
+
+
+def _is_given(namespace: argparse.Namespace, name: str) -> bool:
+    """Whether the command line says it, under this name or another."""
+    names = {name, f"encoder_{name}", name.removeprefix("encoder_")}
+    return any(vars(namespace).get(each) is not None for each in names)
 
 
 def _check_kind(namespace: argparse.Namespace, asked: Mapping[str, Any]) -> None:

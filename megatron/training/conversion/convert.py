@@ -124,7 +124,7 @@ def _from_hf(wanted: Wanted, say: Say) -> Source:
         heads = ", ".join(dict.fromkeys(name.partition(".")[0] for name in model.fresh))
         say(f"the weights have no {heads}: these get values to begin with")
     args = vars(build_parser().parse_args([])) | args_of(model.shape) | _precision(_dtype_of(model))
-    args |= _TO_RESOLVE | _tokenizer_args(wanted, model.shape)
+    args |= _TO_RESOLVE | _tokenizer_args(wanted, model.shape) | {"vocab_extra_ids": None}
     if wanted.verify:
         run = run_config(args)
         size = model.shape.vocab_size

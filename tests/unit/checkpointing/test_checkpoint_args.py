@@ -98,6 +98,12 @@ def test_a_damaged_checkpoint_is_named(root):
         apply_checkpoint_args(namespace(root))
 
 
+def test_another_name_of_a_value_is_enough_to_keep_it(root):
+    ns = namespace(root, encoder_num_layers=3)
+    apply_checkpoint_args(ns)
+    assert (ns.num_layers, ns.encoder_num_layers) == (None, 3)
+
+
 def test_a_checkpoint_of_another_kind_is_refused(root):
     ns = namespace(root)
     apply_checkpoint_args(ns)

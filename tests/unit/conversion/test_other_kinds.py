@@ -121,13 +121,13 @@ def test_settings_that_are_not_here_are_named(
     "Checkpoints: heads that a BERT of Hugging Face lacks get values to begin with, and are named"
 )
 @pytest.mark.parametrize(
-    ("task", "lacks"),
+    ("task", "lacks", "compared"),
     [
-        ("ForMaskedLM", {"binary_head", "pooler"}),
-        ("Model", {"binary_head", "lm_head", "output_layer"}),
+        ("ForMaskedLM", {"binary_head", "pooler"}, "agree within"),
+        ("Model", {"binary_head", "lm_head", "output_layer"}, "the weights make none"),
     ],
 )
-def test_heads_that_a_bert_lacks(task: str, lacks: set[str], tmp_path: Path) -> None:
+def test_heads_that_a_bert_lacks(task: str, lacks: set[str], compared: str, tmp_path: Path) -> None:
     models.grown(models.BERT_PARTS[task](models.make("bert").config)).save_pretrained(tmp_path)
     model = read(tmp_path)
     assert {name.partition(".")[0] for name in model.fresh} == lacks
@@ -135,6 +135,9 @@ def test_heads_that_a_bert_lacks(task: str, lacks: set[str], tmp_path: Path) -> 
     there = {name if name in found else f"bert.{name}": values for name, values in there.items()}
     assert_same({name: found[name] for name in there}, there)
     assert len(found) == len(there) + len(model.fresh)
+    said = quietly(tmp_path, tmp_path / "ours", verify=True)
+    assert set(said[1].split("no ")[1].split(":")[0].split(", ")) == lacks
+    assert compared in said[2]
     again = read(tmp_path).tensors
     assert all(torch.equal(again[name].make(), model.tensors[name].make()) for name in model.fresh)
     assert all(again[name].make().any() for name in model.fresh if name.endswith("weight"))
