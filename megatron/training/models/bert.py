@@ -17,25 +17,15 @@ from megatron.core.models.bert.bert_layer_specs import (
     get_bert_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.run import RunConfig
-from megatron.training.models.kind import Batch, BatchTable, Expected, ModelKind
+from megatron.training.models.kind import Batch, BatchTable, Expected, ModelKind, language_arguments
 from megatron.training.runtime import Runtime
 
 
 def build_bert_model(
-    config: RunConfig,
-    *,
-    vocab_size: int,
-    padded_vocab_size: int,
-    groups: ProcessGroupCollection | None = None,
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-    parallel_output: bool = True,
-    return_embeddings: bool = False,
+    config: RunConfig, *, vp_stage: int | None = None, return_embeddings: bool = False, **stage: Any
 ) -> BertModel:
-    """One pipeline stage of the BERT that ``config`` describes, on the current device."""
+    """One pipeline stage of the model that ``config`` describes, on the current device."""
     lm = config.language_model
     is_local = config.model.transformer_impl == "local"
     spec = get_bert_layer_local_spec if is_local else get_bert_layer_with_transformer_engine_spec
@@ -43,22 +33,10 @@ def build_bert_model(
         config=config.model,
         num_tokentypes=2 if lm.bert_binary_head else 0,
         transformer_layer_spec=spec(config.model),
-        vocab_size=padded_vocab_size,
-        unpadded_vocab_size=None if lm.pad_vocab_in_loss else vocab_size,
-        max_sequence_length=lm.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        fp16_lm_cross_entropy=lm.fp16_lm_cross_entropy,
-        parallel_output=parallel_output,
-        share_embeddings_and_output_weights=not lm.untie_embeddings_and_output_weights,
-        position_embedding_type=lm.position_embedding_type,
-        rotary_percent=lm.rotary_percent,
-        rotary_base=lm.rotary_base,
-        seq_len_interpolation_factor=lm.rotary_seq_len_interpolation_factor,
         add_binary_head=lm.bert_binary_head,
         return_embeddings=return_embeddings,
-        pg_collection=groups,
         vp_stage=vp_stage,
+        **language_arguments(config, **stage),
     )
 
 

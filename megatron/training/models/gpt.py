@@ -19,47 +19,21 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
     get_gpt_heterogeneous_layer_spec,
 )
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.training.config.run import RunConfig
-from megatron.training.models.kind import Batch, BatchTable, Expected, ModelKind
+from megatron.training.models.kind import Batch, BatchTable, Expected, ModelKind, language_arguments
 from megatron.training.runtime import Runtime
 
 
-def build_gpt_model(
-    config: RunConfig,
-    *,
-    vocab_size: int,
-    padded_vocab_size: int,
-    groups: ProcessGroupCollection | None = None,
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-    parallel_output: bool = True,
-) -> GPTModel:
-    """One pipeline stage of the GPT that ``config`` describes, on the current device."""
-    lm = config.language_model
+def build_gpt_model(config: RunConfig, *, vp_stage: int | None = None, **stage: Any) -> GPTModel:
+    """One pipeline stage of the model that ``config`` describes, on the current device."""
     spec = gpt_layer_spec(config)
     return GPTModel(
         config=config.model,
         transformer_layer_spec=spec,
-        vocab_size=padded_vocab_size,
-        unpadded_vocab_size=None if lm.pad_vocab_in_loss else vocab_size,
-        max_sequence_length=lm.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        fp16_lm_cross_entropy=lm.fp16_lm_cross_entropy,
-        parallel_output=parallel_output,
-        share_embeddings_and_output_weights=not lm.untie_embeddings_and_output_weights,
-        position_embedding_type=lm.position_embedding_type,
-        rotary_percent=lm.rotary_percent,
-        rotary_base=lm.rotary_base,
-        rope_scaling=lm.use_rope_scaling,
-        rope_scaling_factor=lm.rope_scaling_factor,
-        seq_len_interpolation_factor=lm.rotary_seq_len_interpolation_factor,
         mtp_block_spec=get_gpt_mtp_block_spec(config.model, spec),
-        pg_collection=groups,
         vp_stage=vp_stage,
+        **language_arguments(config, **stage),
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.run import RunConfig
 
 
@@ -43,3 +44,34 @@ class ModelKind:
     dataset_config: Callable[..., BlendedMegatronDatasetConfig]
     batch: Callable[[RunConfig, int, int], BatchTable]
     apply: Callable[[nn.Module, Batch], Any]
+
+
+def language_arguments(
+    config: RunConfig,
+    *,
+    vocab_size: int,
+    padded_vocab_size: int,
+    groups: ProcessGroupCollection | None = None,
+    pre_process: bool = True,
+    post_process: bool = True,
+    parallel_output: bool = True,
+) -> dict[str, Any]:
+    """What every language model's constructor is told, by its names for it."""
+    lm = config.language_model
+    return {
+        "vocab_size": padded_vocab_size,
+        "unpadded_vocab_size": None if lm.pad_vocab_in_loss else vocab_size,
+        "max_sequence_length": lm.max_position_embeddings,
+        "pre_process": pre_process,
+        "post_process": post_process,
+        "fp16_lm_cross_entropy": lm.fp16_lm_cross_entropy,
+        "parallel_output": parallel_output,
+        "share_embeddings_and_output_weights": not lm.untie_embeddings_and_output_weights,
+        "position_embedding_type": lm.position_embedding_type,
+        "rotary_percent": lm.rotary_percent,
+        "rotary_base": lm.rotary_base,
+        "rope_scaling": lm.use_rope_scaling,
+        "rope_scaling_factor": lm.rope_scaling_factor,
+        "seq_len_interpolation_factor": lm.rotary_seq_len_interpolation_factor,
+        "pg_collection": groups,
+    }

@@ -18,49 +18,24 @@ from megatron.core.models.T5.t5_spec import (
     get_t5_decoder_with_local_block_spec,
     get_t5_encoder_with_local_block_spec,
 )
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.config.run import RunConfig
-from megatron.training.models.kind import Batch, BatchTable, Expected, ModelKind
+from megatron.training.models.kind import Batch, BatchTable, Expected, ModelKind, language_arguments
 from megatron.training.runtime import Runtime
 
 
-def build_t5_model(
-    config: RunConfig,
-    *,
-    vocab_size: int,
-    padded_vocab_size: int,
-    groups: ProcessGroupCollection | None = None,
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-    parallel_output: bool = True,
-) -> T5Model:
-    """One pipeline stage of the T5 that ``config`` describes, on the current device."""
+def build_t5_model(config: RunConfig, *, vp_stage: int | None = None, **stage: Any) -> T5Model:
+    """One pipeline stage of the model that ``config`` describes, on the current device."""
     assert vp_stage is None, "the checks refuse virtual stages"
-    lm, encoder = config.language_model, config.model
-    decoder = replace(encoder, num_layers=lm.decoder_num_layers)
+    encoder = config.model
+    decoder = replace(encoder, num_layers=config.language_model.decoder_num_layers)
     return T5Model(
         config=decoder,
         encoder_config=encoder,
         transformer_encoder_layer_spec=get_t5_encoder_with_local_block_spec(encoder.num_layers),
         transformer_decoder_layer_spec=get_t5_decoder_with_local_block_spec(decoder.num_layers),
-        vocab_size=padded_vocab_size,
-        unpadded_vocab_size=None if lm.pad_vocab_in_loss else vocab_size,
-        max_sequence_length=lm.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        fp16_lm_cross_entropy=lm.fp16_lm_cross_entropy,
-        parallel_output=parallel_output,
-        share_embeddings_and_output_weights=not lm.untie_embeddings_and_output_weights,
-        position_embedding_type=lm.position_embedding_type,
-        rotary_percent=lm.rotary_percent,
-        rotary_base=lm.rotary_base,
-        rope_scaling=lm.use_rope_scaling,
-        rope_scaling_factor=lm.rope_scaling_factor,
-        seq_len_interpolation_factor=lm.rotary_seq_len_interpolation_factor,
         relative_attention_num_buckets=encoder.relative_attention_num_buckets,
         relative_attention_max_distance=encoder.relative_attention_max_distance,
-        pg_collection=groups,
+        **language_arguments(config, **stage),
     )
 
 

@@ -55,6 +55,8 @@ class BertModel(LanguageModule):
         pg_collection: ProcessGroupCollection | None = None,
         *,
         rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
         unpadded_vocab_size: int | None = None,
     ) -> None:
         """``vocab_size`` counts padding rows, ``unpadded_vocab_size`` does not.
@@ -90,6 +92,8 @@ class BertModel(LanguageModule):
                 max_sequence_length,
                 percent=rotary_percent,
                 base=rotary_base,
+                has_llama3_scaling=rope_scaling,
+                llama3_factor=rope_scaling_factor,
                 interpolation_factor=seq_len_interpolation_factor,
             )
         self.encoder = TransformerBlock(
