@@ -55,8 +55,8 @@ class Words:
         ends = np.append(edges[1:], len(sentence))
         is_word = sentence[edges] >= 0
         starts, ends = edges[is_word], ends[is_word]
-        of_word = sentence[starts]
-        last = np.searchsorted(_rising(of_word), _rising(of_word), side="right")
+        run = _rising(sentence[starts])
+        last = np.searchsorted(run, run, side="right")
         return Words(starts, ends, last - np.arange(len(starts)))
 
 
