@@ -151,6 +151,17 @@ def host_memory(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda())
 
 
+def host_is_apart() -> bool:
+    """Whether the host has memory of its own beside the device's."""
+    return is_cuda()
+
+
+def host_like(like: torch.Tensor, dtype: torch.dtype, *, pin: bool) -> torch.Tensor:
+    """Host memory of the shape of a device's tensor, page-locked for ``pin`` on a GPU's host."""
+    where = "meta" if like.is_meta else "cpu"
+    return torch.empty(like.shape, dtype=dtype, device=where, pin_memory=pin and like.is_cuda)
+
+
 def host_array(values: torch.Tensor, target: torch.device) -> torch.Tensor:
     """``values``, page-locked if they are to be copied to a GPU without waiting."""
     return values.pin_memory() if target.type == "cuda" else values
@@ -218,6 +229,23 @@ def side_stream() -> Any:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     return stream
+
+
+def join_stream(stream: Any) -> None:
+    """Let the present stream wait for ``stream`` (from `side_stream`)."""
+    if stream is not None:
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+def marker() -> Any:
+    """The end of what is queued on the present stream, for `wait_for`; None on the CPU."""
+    return torch.cuda.current_stream().record_event() if _has_gpu() else None
+
+
+def wait_for(marked: Any) -> None:
+    """Wait on the host until the device is at a `marker`."""
+    if marked is not None:
+        marked.synchronize()
 
 
 def finish_stream() -> None:

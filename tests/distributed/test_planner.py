@@ -114,7 +114,7 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
     run.train_data = [_data(run.config) for _ in run.model_chunks]
     for _ in run.optimizer.named_state():
         pass  # the state is made when it is first asked for
-    state = [*run.optimizer.rule.tensors(), *(p.main for p in run.optimizer.params)]
+    state = run.optimizer.state_tensors(on_host=False)
     params = [p for chunk in run.model_chunks for p in chunk.parameters()]
     buffers = [b.data for c in run.model_chunks for b in getattr(c, "grad_buffers", {}).values()]
     tracker = Tracker([*params, *buffers, *state])

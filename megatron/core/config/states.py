@@ -13,7 +13,6 @@ def only_with(flag: str) -> str:
 
 
 # ---- refused: not in this version ----------------------------------------------------------
-OFFLOAD = "keeping the optimizer in host memory is not in this version; drop the flag"
 FP8_GATHER = "weights are gathered in bf16 in this version; drop the flag"
 CUDA_GRAPHS = "CUDA graphs are not in this version; drop the flag"
 TP_OVERLAP = (

@@ -71,8 +71,8 @@ class DistributedOptimizer(MegatronOptimizer):
             for chunk in self.model_chunks:
                 for bucket in chunk.start_param_sync_by_bucket():
                     mine = [owned[param] for param in bucket.params if param in owned]
-                    self.rule.step(divisor, only={p.main for p in mine})
-                    copy_main_to_model(mine)
+                    self._step(mine, divisor)
+                    copy_main_to_model([p for p in mine if not p.host])
 
     def _publish(self) -> None:
         super()._publish()

@@ -6,14 +6,17 @@ is part of the update rule's state (`kept_state`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megatron.core import device
 from megatron.core.distributed.grad_buffer import gradient_of
+from megatron.core.optimizer.offload import HostPlace, chosen
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.param_info import FlatPart, ParamInfo, info_of, local_part
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -33,7 +36,8 @@ class OptimizedParam:
     """A parameter of the model and the tensor that is updated for it, often the same memory.
 
     ``part``: what is updated here, while other ranks update the rest; ``main``, its gradient and
-    its state are then flat, and ``info`` says where they lie.  None: all of it.
+    its state are then flat, and ``info`` says where they lie.  None: all of it.  ``host``: where
+    main lies, if in host memory.
     """
 
     name: str
@@ -41,10 +45,11 @@ class OptimizedParam:
     model: nn.Parameter
     main: nn.Parameter
     part: Part | None = None
+    host: HostPlace | None = None
 
     @property
     def has_main(self) -> bool:
-        """Whether a main parameter stands beside the model's."""
+        """Whether a main parameter in another format stands beside the model's."""
         return self.main.dtype != self.model.dtype
 
     @property
@@ -53,47 +58,57 @@ class OptimizedParam:
         return _part_of(local_part(self.model.detach()), self.part)
 
     def hand_over_gradient(self) -> Tensor:
-        """Make the summed gradient ``main.grad``; returns it.
+        """Make the summed gradient ``main.grad``; returns it, as it lies on the device.
 
         No gradient counts as zero: whether a parameter decays must not depend on the layout.
         """
         grad = gradient_of(self.model)
         grad = torch.zeros_like(local_part(self.model)) if grad is None else grad
-        self.main.grad = _part_of(grad, self.part)
-        return self.main.grad
+        grad = _part_of(grad, self.part)
+        if self.host is None:
+            self.main.grad = grad
+        else:
+            self.host.fetch(grad)
+        return grad
 
 
 def optimized_params(
     names: dict[nn.Parameter, str],
     groups: Sequence[dict[str, Any]],
+    config: OptimizerConfig,
     parts: Mapping[nn.Parameter, Part] | None = None,
-    directly: Collection[torch.dtype] = (),
 ) -> tuple[list[OptimizedParam], list[dict[str, Any]]]:
     """One record per parameter, and ``groups`` with what is updated in place of the parameters.
 
     ``parts``: what this rank updates, and nothing of parameters that are not among them.
-    ``directly``: 16-bit formats that have no fp32 main parameter beside them.
     """
+    mine = [[p for p in g["params"] if parts is None or p in parts] for g in groups]
+    every = [p for members in mine for p in members]
+    part_of = dict.fromkeys(every) if parts is None else parts
+    on_host = dict.fromkeys(every, False)
+    if config.optimizer_cpu_offload and device.host_is_apart():
+        numels = [_part_of(local_part(p.detach()), part_of[p]).numel() for p in every]
+        fraction = config.optimizer_offload_fraction
+        on_host = dict(zip(every, chosen(numels, fraction), strict=True))
     params: list[OptimizedParam] = []
     main_groups: list[dict[str, Any]] = []
-    for group in groups:
-        records = [
-            _record(names[p], p, None if parts is None else parts[p], directly)
-            for p in group["params"]
-            if parts is None or p in parts
-        ]
+    for group, members in zip(groups, mine, strict=True):
+        records = [_record(names[p], p, part_of[p], config, on_host[p]) for p in members]
         params.extend(records)
         main_groups.append({**group, "params": [record.main for record in records]})
     return params, main_groups
 
 
 def _record(
-    name: str, param: nn.Parameter, part: Part | None, directly: Collection[torch.dtype]
+    name: str, param: nn.Parameter, part: Part | None, config: OptimizerConfig, on_host: bool
 ) -> OptimizedParam:
     local, info = local_part(param), info_of(param)
     values = _part_of(local.detach(), part)
-    is_half = param.dtype in _HALF
-    if is_half and param.dtype not in directly:
+    is_half, host = param.dtype in _HALF, None
+    if on_host:
+        host = HostPlace(values, getattr(param, "main_grad", param).dtype, config)
+        main = host.main
+    elif is_half and param.dtype not in _directly(config):
         main = nn.Parameter(values.float())
     else:
         is_same = part is None and local is param and not is_half
@@ -104,7 +119,15 @@ def _record(
         held = info.part.start if info.part else 0
         whole, start = tuple(param.shape), held + part.start
         info = replace(info, part=FlatPart(whole, start, part.copy, part.num_copies))
-    return OptimizedParam(name, info, param, main, part)
+    return OptimizedParam(name, info, param, main, part, host)
+
+
+def _directly(config: OptimizerConfig) -> tuple[torch.dtype, ...]:
+    """16-bit formats of parameters that have no fp32 main parameter beside them."""
+    if not config.use_precision_aware_optimizer:
+        return ()
+    is_whole = config.main_params_dtype == "fp32"  # 16 bits beside 16 of bf16; not of fp16
+    return (torch.bfloat16,) if is_whole else (torch.bfloat16, torch.float16)
 
 
 def _part_of(tensor: Tensor, part: Part | None) -> Tensor:
@@ -115,7 +138,7 @@ def _part_of(tensor: Tensor, part: Part | None) -> Tensor:
 @torch.no_grad()
 def copy_main_to_model(params: Sequence[OptimizedParam]) -> None:
     """Round the updated main parameters into the model."""
-    pairs = [(p.model_values, p.main) for p in params if p.has_main]
+    pairs = [(p.model_values, p.main) for p in params if p.has_main or p.host]
     if pairs:
         torch._foreach_copy_([model for model, _ in pairs], [main for _, main in pairs])
 
@@ -123,6 +146,6 @@ def copy_main_to_model(params: Sequence[OptimizedParam]) -> None:
 @torch.no_grad()
 def copy_model_to_main(params: Sequence[OptimizedParam]) -> None:
     """Start the main parameters from the model's, after a checkpoint without optimizer state."""
-    pairs = [(p.model_values, p.main) for p in params if p.has_main]
+    pairs = [(p.model_values, p.main) for p in params if p.has_main or p.host]
     if pairs:
         torch._foreach_copy_([main for _, main in pairs], [model for model, _ in pairs])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core import device
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.distributed.non_finite import non_finite_gradients
@@ -24,12 +25,14 @@ from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, gl
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
 from megatron.core.optimizer.kept_state import Kept
 from megatron.core.optimizer.mixed_precision import (
+    OptimizedParam,
     Part,
     copy_main_to_model,
     copy_model_to_main,
     optimized_params,
 )
 from megatron.core.optimizer.muon import Muon
+from megatron.core.optimizer.offload import batches
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import RULES, UpdateRule
 from megatron.core.param_info import ParamInfo
@@ -63,10 +66,11 @@ class MegatronOptimizer:
         self.grad_scaler = grad_scaler
         self.check_for_nan = check_for_nan
         self.timers: Timers | None = None
-        self.params, main_groups = optimized_params(names, param_groups, parts, _directly(config))
+        self.params, main_groups = optimized_params(names, param_groups, config, parts)
         if any(p.info.part is not None for p in self.params):
             self.is_sharded = True
         self.rule = self._make_rule(main_groups, spans or {})
+        self._copies: Any = None  # the stream along which parameters on the host travel
 
     def _make_rule(
         self,
@@ -113,7 +117,10 @@ class MegatronOptimizer:
         rest of a skipped step.
         """
         with self._timed("optimizer-copy-to-main-grad"):
-            grads = [(p.info, p.hand_over_gradient()) for p in self.params]
+            if self.config.overlap_cpu_optimizer_d2h_h2d and any(p.host for p in self.params):
+                self._copies = device.side_stream()
+            with device.on_stream(self._copies):
+                grads = [(p.info, p.hand_over_gradient()) for p in self.params]
         with self._timed("optimizer-clip-main-grad"):
             scaled_norm = global_norm(grads, self.groups, is_sharded=self.is_sharded)
         found_inf = not math.isfinite(scaled_norm)
@@ -164,13 +171,36 @@ class MegatronOptimizer:
     def _update(self, divisor: float) -> None:
         """Step by the gradients over ``divisor``, and let the model have the result."""
         with self._timed("optimizer-inner-step"):
-            self.rule.step(divisor)
+            self._step(self.params, divisor)
         with self._timed("optimizer-copy-main-to-model-params"):
             self._publish()
 
+    def _step(self, params: Sequence[OptimizedParam], divisor: float) -> None:
+        """Update ``params``; those on the host are on their way to the model afterwards."""
+        places = [p.host for p in params if p.host]
+        is_all = not places and params is self.params
+        self.rule.step(divisor, None if is_all else {p.main for p in params if not p.host})
+        values = {p.host: p.model_values for p in params if p.host}
+        is_overlapped = self.config.overlap_cpu_optimizer_d2h_h2d
+        for batch in batches(places, is_overlapped=is_overlapped):
+            for place in batch:
+                place.wait()
+            self.rule.step(divisor, {place.main for place in batch})
+            with device.on_stream(self._copies), torch.no_grad():
+                for place in batch:
+                    place.give_back(values[place])
+        device.join_stream(self._copies)
+
     def _publish(self) -> None:
         """Let the model have what was updated.  Collective where parameters are divided."""
-        copy_main_to_model(self.params)
+        copy_main_to_model([p for p in self.params if not p.host])
+
+    def _publish_loaded(self) -> None:
+        """Let the model have what was loaded.  Weights that are main themselves are the model's."""
+        on_host = [p for p in self.params if p.host]
+        copy_main_to_model([p for p in on_host if p.has_main])
+        copy_model_to_main([p for p in on_host if not p.has_main])
+        self._publish()
         # An update in place by a fused kernel leaves the version, which copies of weights go by.
         torch.autograd.graph.increment_version([p.model for p in self.params])
 
@@ -192,7 +222,7 @@ class MegatronOptimizer:
         """
         self.rule.steps_done = state["step"]
         self.load_scaler_state(state.get("grad_scaler"))
-        self._publish()
+        self._publish_loaded()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, for a run in the same layout."""
@@ -218,7 +248,7 @@ class MegatronOptimizer:
             torch._foreach_copy_(mains, flat)
         else:
             copy_model_to_main(self.params)
-        self._publish()
+        self._publish_loaded()
 
     def load_scaler_state(self, state_dict: dict[str, Any] | None) -> None:
         """Continue the loss scale, where the run has one and the checkpoint brought one."""
@@ -238,6 +268,13 @@ class MegatronOptimizer:
         """Leave no second name for a buffer: autograd would add to it behind the wrapper's back."""
         for p in self.params:
             p.main.grad = None
+        device.join_stream(self._copies)
+        self._copies = None
+
+    def state_tensors(self, *, on_host: bool) -> list[Tensor]:
+        """Main parameters and the state made so far, in the device's or in host memory."""
+        mains = [p.main for p in self.params if bool(p.host) == on_host]
+        return [*mains, *self.rule.tensors(mains)]
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -250,11 +287,3 @@ class MegatronOptimizer:
             yield
         finally:
             timer.stop()
-
-
-def _directly(config: OptimizerConfig) -> tuple[torch.dtype, ...]:
-    """Formats of parameters that the rule updates without an fp32 one beside them."""
-    if not config.use_precision_aware_optimizer:
-        return ()
-    is_whole = config.main_params_dtype == "fp32"  # 16 bits beside 16 of bf16; not of fp16
-    return (torch.bfloat16,) if is_whole else (torch.bfloat16, torch.float16)

@@ -128,37 +128,32 @@ class OptimizerConfig:
         False,
         "Keep optimizer state in host memory and step there.",
         group="training",
-        refused=states.OFFLOAD,
     )
     optimizer_offload_fraction: float = option(
         1.0,
         "Share of the optimizer state kept in host memory, 0 to 1.",
         group="training",
-        ignored=states.only_with("--optimizer-cpu-offload"),
     )
     use_torch_optimizer_for_cpu_offload: bool = option(
         False,
         "Step on the host with PyTorch's own optimizer.",
         group="training",
-        ignored=states.only_with("--optimizer-cpu-offload"),
+        ignored=states.ALWAYS_SO,
     )
     overlap_cpu_optimizer_d2h_h2d: bool = option(
         False,
         "Overlap copies between host and device with the step on the host.",
         group="training",
-        ignored=states.only_with("--optimizer-cpu-offload"),
     )
     pin_cpu_grads: bool = option(
         True,
         "Do not pin the host copies of gradients.",
         group="training",
-        ignored=states.only_with("--optimizer-cpu-offload"),
     )
     pin_cpu_params: bool = option(
         True,
         "Do not pin the host copies of parameters.",
         group="training",
-        ignored=states.only_with("--optimizer-cpu-offload"),
     )
     lr: float | None = option(
         None,

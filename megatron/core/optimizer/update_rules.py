@@ -61,10 +61,10 @@ class UpdateRule(ABC):
                 self.state[param]["main"] = Beside(param.detach(), dtype)
         return self.state[param]
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Everything that the state made so far is kept in."""
-        for state in self.state.values():
-            for kept in state.values():
+    def tensors(self, params: Iterable[nn.Parameter]) -> Iterator[Tensor]:
+        """Everything that the state of ``params`` made so far is kept in."""
+        for param in params:
+            for kept in self.state.get(param, {}).values():
                 yield from (kept,) if isinstance(kept, Tensor) else kept.tensors
 
     @property

@@ -25,15 +25,16 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Bytes that a rank holds from one step to the next."""
+    """Bytes that a rank holds from one step to the next; ``host``: of the optimizer elsewhere."""
 
     parameters: int
     gradients: int
     optimizer: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All on the device."""
         return self.parameters + self.gradients + self.optimizer
 
 

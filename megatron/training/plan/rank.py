@@ -206,6 +206,7 @@ def _cost(run: Runtime) -> RankCost:
             parameters=storage_bytes(_parameters(run)),
             gradients=gradients,
             optimizer=_bytes_besides(_parameters(run), _optimizer_tensors(run)),
+            host=storage_bytes(run.optimizer.state_tensors(on_host=True)),
         ),
         num_parameters=sum(local_part(p).numel() for p in _parameters(run)),
         passes=passes,
@@ -337,7 +338,8 @@ def _own_gradients(run: Runtime) -> list[Tensor]:
 
 
 def _optimizer_tensors(run: Runtime) -> list[Tensor]:
-    return [*run.optimizer.rule.tensors(), *(p.main for p in run.optimizer.params)]
+    tensors: list[Tensor] = run.optimizer.state_tensors(on_host=False)
+    return tensors
 
 
 def _bytes_besides(known: Iterable[Tensor], tensors: Iterable[Tensor]) -> int:

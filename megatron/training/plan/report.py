@@ -25,6 +25,9 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
             + [f"{size / GIB:.2f}" for size in sizes]
         )
     yield from _table(rows)
+    on_host = max(stage.cost.state.host for stage in plan.stages)
+    if on_host:
+        yield f"optimizer in host memory, GiB of one rank: {on_host / GIB:.2f}"
     if not plan.has_vocabulary:
         yield "the vocabulary is not counted: --vocab-size says how large it is"
     yield ""
