@@ -274,7 +274,10 @@ class MegatronOptimizer:
     def state_tensors(self, *, on_host: bool) -> list[Tensor]:
         """Main parameters and the state made so far, in the device's or in host memory."""
         mains = [p.main for p in self.params if bool(p.host) == on_host]
-        return [*mains, *self.rule.tensors(mains)]
+        copies = [
+            t for p in self.params if p.host and on_host for t in (p.host.grad, p.host.result)
+        ]
+        return [*mains, *self.rule.tensors(mains), *copies]
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

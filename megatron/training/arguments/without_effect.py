@@ -7,20 +7,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 from megatron.core.distributed.sharding import is_fully_sharded, shares_instances
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.training.arguments.needs import NEEDS_OF_LAYERS, Need
-
-
-def _rule_of_vectors(ns: Namespace) -> str:
-    rule = ns.muon_scalar_optimizer if "muon" in ns.optimizer else ns.optimizer
-    return str(rule)
-
+from megatron.training.arguments.optimizer_needs import NEEDS_OF_OPTIMIZER
 
 NEEDS = (
+    *NEEDS_OF_OPTIMIZER,
     Need(
         "--position-embedding-type rope",
         lambda ns: ns.position_embedding_type == "rope",
@@ -117,40 +111,6 @@ NEEDS = (
     ),
     Need("--use-rope-scaling", lambda ns: ns.use_rope_scaling, ("rope_scaling_factor",)),
     Need("--group-query-attention", lambda ns: ns.group_query_attention, ("num_query_groups",)),
-    Need("--optimizer sgd", lambda ns: ns.optimizer == "sgd", ("sgd_momentum",)),
-    Need(
-        "--optimizer adam, or Muon beside it",
-        lambda ns: _rule_of_vectors(ns) == "adam",
-        ("adam_beta1", "adam_beta2", "adam_eps"),
-    ),
-    Need(
-        "--optimizer lion, or Muon beside it",
-        lambda ns: _rule_of_vectors(ns) == "lion",
-        ("lion_beta1", "lion_beta2"),
-    ),
-    Need(
-        "--optimizer muon",
-        lambda ns: "muon" in ns.optimizer,
-        tuple(
-            f.name
-            for f in fields(OptimizerConfig)
-            if f.name.startswith("muon_") and f.name not in ("muon_tp_mode", "muon_use_syrk")
-        ),
-    ),
-    Need(
-        "--optimizer muon and --tensor-model-parallel-size",
-        lambda ns: "muon" in ns.optimizer and ns.tensor_model_parallel_size > 1,
-        ("muon_tp_mode",),
-    ),
-    Need(
-        "16 bits beside --bf16 weights to keep, or a format of fewer bits than fp32",
-        lambda ns: (
-            (ns.bf16 and not is_fully_sharded(ns))
-            or {ns.main_grads_dtype, ns.main_params_dtype, ns.exp_avg_dtype, ns.exp_avg_sq_dtype}
-            != {"fp32"}
-        ),
-        ("use_precision_aware_optimizer",),
-    ),
     Need(
         "--use-distributed-optimizer",
         lambda ns: ns.use_distributed_optimizer or is_fully_sharded(ns),
@@ -159,16 +119,6 @@ NEEDS = (
             "overlap_param_gather_with_optimizer_step",
             "num_distributed_optimizer_instances",
         ),
-    ),
-    Need(
-        "--fp16 without --loss-scale",
-        lambda ns: ns.fp16 and ns.loss_scale is None,
-        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
-    ),
-    Need(
-        "--lr-decay-style WSD",
-        lambda ns: ns.lr_decay_style == "WSD",
-        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     ),
     Need(
         "--log-straggler",

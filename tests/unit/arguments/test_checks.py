@@ -111,6 +111,10 @@ VALUES = {
     "non_persistent_local_ckpt_algo": "atomic",
 }
 SWITCHES = {
+    "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    "overlap_cpu_optimizer_d2h_h2d": "--overlap-cpu-optimizer-d2h-h2d",
+    "pin_cpu_grads": "--no-pin-cpu-grads",
+    "pin_cpu_params": "--no-pin-cpu-params",
     "muon_nesterov": "--muon-nesterov",
     "muon_split_qkv": "--muon-no-split-qkv",
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
@@ -170,11 +174,15 @@ SWITCHES = {
 @pytest.mark.parametrize("dest", [dest for need in NEEDS for dest in need.flags])
 def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
     fractions = ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "muon_momentum")
-    numbers = dict.fromkeys((*fractions, "rotary_percent"), "0.5") | {"muon_num_ns_steps": "3"}
+    numbers = dict.fromkeys((*fractions, "rotary_percent", "optimizer_offload_fraction"), "0.5") | {
+        "muon_num_ns_steps": "3"
+    }
     flag = "--" + dest.replace("_vp_stage", "_virtual_pipeline_stage").replace("_", "-")
     words = SWITCHES.get(dest) or f"{flag} {VALUES.get(dest) or numbers.get(dest, '5')}"
     if dest == "reset_position_ids":
         words += " --position-embedding-type rope"
+    if dest == "optimizer_cpu_offload":
+        words += " --device cpu"
     if dest.startswith("adam"):
         words += " --optimizer sgd"
     if dest in (*WHOLE_GRADIENTS, "check_weight_hash_across_dp_replicas_interval"):

@@ -84,3 +84,15 @@ def test_the_tools_take_the_flags_of_a_run(
         with pytest.raises(SystemExit) if tool is plan_tool else contextlib.nullcontext():
             tool.main()
         assert capsys.readouterr().out.startswith(first)
+
+
+def test_an_optimizer_in_host_memory_is_not_on_the_device() -> None:
+    words = "--device cuda --bf16 --optimizer-cpu-offload --optimizer-offload-fraction"
+    here, half, away = (planned(f"{words} {f}", 1).stages[0].cost.state for f in (0, 0.6, 1))
+    assert (here.host, away.optimizer) == (0, 0)
+    assert 0 < half.optimizer < here.optimizer
+    copied = here.parameters + here.gradients  # on their way
+    assert away.host == here.optimizer + copied
+    steps = 4  # the count of steps is in both places
+    assert 0 < half.host - (here.optimizer - half.optimizer + steps) < copied
+    assert any("in host memory" in line for line in plan_lines(planned(f"{words} 1", 1)))

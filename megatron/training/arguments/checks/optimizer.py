@@ -79,10 +79,26 @@ def muon_updates_matrices_at_once(run: RunConfig) -> Iterator[str]:
         )
 
 
+def host_memory_holds_what_it_can(run: RunConfig) -> Iterator[str]:
+    """A share of what is updated number by number."""
+    o = run.optimizer
+    if not 0 <= o.optimizer_offload_fraction <= 1:
+        yield (
+            f"--optimizer-offload-fraction {o.optimizer_offload_fraction}: a number from 0 to 1 is "
+            "needed"
+        )
+    if o.optimizer_cpu_offload and o.has_muon:
+        yield (
+            f"--optimizer-cpu-offload and --optimizer {o.optimizer}: the products of a matrix are "
+            "for the GPU; drop one of them"
+        )
+
+
 CHECKS = (
     learning_rates_are_ordered,
     decoupled_learning_rates_are_ordered,
     means_converge,
     muon_updates_matrices_at_once,
+    host_memory_holds_what_it_can,
     weight_decay_follows_its_style,
 )
