@@ -213,6 +213,10 @@ _FEATURES = (
     _model("layers", "hybrid", "{mamba} --is-hybrid-model --hybrid-override-pattern {pattern}"),
     _model("layers", "hybrid-experts",
            "{mamba} --hybrid-override-pattern {pattern_of_experts}", "experts"),
+    _model("layers", "t5", "--model-kind t5 --decoder-num-layers {deeper}"),
+    _model("positions", "t5-relative", "--position-embedding-type relative", "t5"),
+    _layout("halves", "encoder-stages",
+            "--encoder-pipeline-model-parallel-size {encoder_ranks}", "t5", "pp"),
     _model("attention", "plain-attention", "--attention-backend unfused"),
     _model("documents", "reset-mask", "--reset-attention-mask"),
     _model("masked", "eod-mask", "--eod-mask-loss"),
@@ -281,8 +285,10 @@ class Case:
         In one micro-batch, unless the loss is a mean over means of micro-batches that differ, or
         something is defined by the micro-batch.
         """
-        differ = {"padded", "eod-mask"} & self.features and "per-token-loss" not in self.features
-        same = differ or any(FEATURES[name].is_of_micro_batch for name in self.features)
+        differ = {"padded", "eod-mask", "t5"} & self.features  # in how many tokens bear a loss
+        same = (differ and "per-token-loss" not in self.features) or any(
+            FEATURES[name].is_of_micro_batch for name in self.features
+        )
         kept = {name for name in self.features if not FEATURES[name].is_layout}
         return self._words(kept, self.sizes.micro if same else self.batch)
 
@@ -311,6 +317,8 @@ class Case:
             "layers": layers,
             "later_layers_p2p": " p2p" * (layers - 1),
             "later": max(0, layers - 1),
+            "deeper": layers + 1,
+            "encoder_ranks": ranks - ranks // 2,
             "mamba": MAMBA,
             "pattern": ("M*-M" * layers)[:layers],
             "pattern_of_experts": ("EM*" * layers)[:layers],

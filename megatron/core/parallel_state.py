@@ -44,6 +44,7 @@ def initialize_model_parallel(
     expert_model_parallel_size: int = 1,
     num_distributed_optimizer_instances: int = 1,
     expert_tensor_parallel_size: int | None = None,
+    encoder_pipeline_model_parallel_size: int = 0,
     order: str = "tp-cp-ep-dp-pp",
     distributed_timeout_minutes: int = 30,
 ) -> None:
@@ -70,6 +71,7 @@ def initialize_model_parallel(
             timeout=timeout,
             context_levels=levels,
             num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+            encoder_stages=encoder_pipeline_model_parallel_size,
         )
     )
 

@@ -68,6 +68,11 @@ def encoder_decoder_is_asked_what_it_has(run: RunConfig) -> Iterator[str]:
             "--account-for-loss-in-pipeline-split", m.account_for_loss_in_pipeline_split,
             _DEALT_OUT,
         ),
+        (
+            "--ckpt-format torch", m.pipeline_model_parallel_size > 1 and run.checkpoint.save
+            and run.checkpoint.ckpt_format == "torch",
+            "it has no files for stages of an encoder, use torch_dist or safetensors_dist",
+        ),
         ("--num-experts", m.num_moe_experts, _NO_PART),
         ("--multi-latent-attention", m.multi_latent_attention, _NO_PART),
         ("--mtp-num-layers", m.mtp_num_layers, _NO_PART),
