@@ -7,6 +7,7 @@ from dataclasses import replace
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
     without_attention,
     without_mlp,
 )
@@ -21,8 +22,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 def get_mamba_stack_spec(config: TransformerConfig | None = None) -> ModuleSpec:
     """Layers of plain torch; what is particular about attention is read from ``config``."""
-    dense = get_gpt_layer_local_spec(config=config)
-    sparse = get_gpt_layer_local_spec(num_experts=1, config=config)  # any number: the config's
+    is_local = config is None or config.transformer_impl == "local"
+    layer = get_gpt_layer_local_spec if is_local else get_gpt_layer_with_transformer_engine_spec
+    dense = layer(config=config)
+    sparse = layer(num_experts=1, config=config)  # any number: the config's
     projections = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     layers = MambaStackSubmodules(
         mamba_layer=ModuleSpec(

@@ -11,7 +11,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import (
     layer_pattern,
     pattern_problems,
 )
-from megatron.core.ssm.mixer_shape import mixer_problems
+from megatron.core.ssm.mixer_shape import mixer_problems, mixer_shape
 from megatron.training.config.run import RunConfig
 
 
@@ -38,7 +38,16 @@ def hybrid_pattern_fits_the_layers(run: RunConfig) -> Iterator[str]:
 def mamba_sizes_fit(run: RunConfig) -> Iterator[str]:
     """Heads, groups and widths of the mixer, and what the layout cuts them into."""
     if MAMBA in _pattern(run) and run.model.hidden_size:
-        yield from mixer_problems(run.model)
+        problems = list(mixer_problems(run.model))
+        yield from problems
+        m = run.model
+        rows = sum(mixer_shape(m).projected) // m.tensor_model_parallel_size
+        if m.fp8 is not None and not problems and rows % 16:
+            yield (
+                f"--fp8-format {m.fp8}: the first matrix of a Mamba layer has {rows} rows on each "
+                "tensor-parallel rank, no multiple of 16; change --mamba-num-heads or "
+                "--mamba-state-dim, or drop the flag"
+            )
 
 
 def hybrid_pattern_names_the_layers_of_experts(run: RunConfig) -> Iterator[str]:
