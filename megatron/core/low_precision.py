@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron.core import device
 
 Block = tuple[int, int]  # rows, columns
+_SINGLE = torch.float32  # whose bits are put together and taken apart here
 HADAMARD = 16  # tokens that `rotated` mixes
 
 
@@ -73,13 +74,17 @@ def quantize(
     x = x if x.dtype != torch.float16 else x.float()
     if to is not E2M1:
         scale = power_of_two(amax, to.largest, margin)
-        scaled = x * _spread(1 / scale, block, x.shape).to(x.dtype)
-    else:
-        whole = power_of_two(amax.amax() if amax.numel() else amax, to.largest * E4M3.largest)
-        scale = (amax / to.largest / whole).to(E4M3.dtype).float() * whole
-        scale = torch.where(scale == 0, whole, scale)
-        scaled = _to_e2m1(x.float() / _spread(scale, block, x.shape), at_random)
-    return Scaled(scaled.clamp(-to.largest, to.largest).to(to.dtype), scale, block)
+        return Scaled(codes_of(x, to, _spread(scale, block, x.shape)), scale, block)
+    whole = power_of_two(amax.amax() if amax.numel() else amax, to.largest * E4M3.largest)
+    scale = (amax / to.largest / whole).to(E4M3.dtype).float() * whole
+    scale = torch.where(scale == 0, whole, scale)
+    codes = _to_e2m1(x.float() / _spread(scale, block, x.shape), at_random)
+    return Scaled(codes.clamp(-to.largest, to.largest).to(to.dtype), scale, block)
+
+
+def codes_of(x: Tensor, to: Format, scale: Tensor) -> Tensor:
+    """``x`` over a power of two, rounded; what lies above the range becomes the largest number."""
+    return (x * (1 / scale).to(x.dtype)).clamp(-to.largest, to.largest).to(to.dtype)
 
 
 def largest(x: Tensor, block: Block | None = None) -> Tensor:
@@ -94,11 +99,11 @@ def largest(x: Tensor, block: Block | None = None) -> Tensor:
 
 def power_of_two(amax: Tensor, top: float, margin: int = 0) -> Tensor:
     """The smallest power of two by which ``amax`` is at most ``top``, times 2^margin; or NaN."""
-    mantissa, exponent = torch.frexp(amax)
+    mantissa, exponent = torch.frexp(amax.float())
     top_mantissa, top_exponent = math.frexp(top)
     exponent = exponent - top_exponent + (mantissa > top_mantissa) + margin
     bits = (exponent.clamp(-126, 126) + 127).to(torch.int32) << 23
-    return torch.where(amax.isfinite(), bits.view(torch.float32), torch.nan)
+    return torch.where(amax.isfinite(), bits.view(_SINGLE).to(mantissa.dtype), torch.nan)
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
@@ -162,7 +167,7 @@ def _to_e2m1(x: Tensor, at_random: bool) -> Tensor:
 def _chance(x: Tensor) -> Tensor:
     """Numbers in [0, 1) that value and place decide: no generator, so nothing to save or resume."""
     place = torch.arange(x.numel(), device=x.device).view_as(x)
-    bits = x.contiguous().view(torch.int32).long() * 0x9E3779B1 + place * 0x85EBCA77
+    bits = x.to(_SINGLE).contiguous().view(torch.int32).long() * 0x9E3779B1 + place * 0x85EBCA77
     bits = ((bits ^ (bits >> 15)) * 0xC2B2AE3D) & 0xFFFFFFFF
     bits = ((bits ^ (bits >> 13)) * 0x27D4EB2F) >> 8
     return (bits & 0xFFFFFF).float() / 2**24

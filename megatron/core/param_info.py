@@ -56,6 +56,7 @@ class ParamInfo:
     # The group (of `ProcessGroupCollection`) whose stages hold a copy each and sum its gradients;
     # embd: word embedding that the output layer uses too.
     shared_over: str | None = None
+    travels_as_codes: bool = False  # fp8 ones, when replicas gather what they have updated
     is_duplicate: bool = False  # a copy of a parameter that another rank counts
     part: FlatPart | None = None  # None: this rank holds all of its tensor-parallel share
     dtype: torch.dtype | None = None  # that layers see, where the parameter is kept in another

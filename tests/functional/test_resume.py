@@ -40,6 +40,14 @@ KINDS = {
         "--main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8"
     ),
     "muon": (2, "--optimizer dist_muon --muon-nesterov --swiglu"),
+    "fp8": (
+        2, "--fp8-format hybrid --fp8-amax-history-len 4 --bf16 --tensor-model-parallel-size 2 "
+        "--sequence-parallel"
+    ),
+    "fp8-gathered": (
+        2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 "
+        "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"
+    ),
     "zero-3": (2, f"{SHARD} optim_grads_params"),
     "ramp-up": (1, "--rampup-batch-size 2 2 24 --global-batch-size 6 --train-samples 90"),
     "decoupled-lr": (

@@ -29,6 +29,7 @@ class BufferKey(NamedTuple):
     param_dtype: Any  # torch's, or whatever the planner calls them
     grad_dtype: Any
     is_expert: bool
+    travels_as_codes: bool = False
 
 
 class ParamSize(NamedTuple):

@@ -4,7 +4,8 @@
 that the rank owns, and old elsewhere until `ParamGather` has run.
 
 Collectives: one all-gather per bucket over the bucket's group, always in the order of
-`ParamGather.buckets`, whatever a rank's forward pass needs first.
+`ParamGather.buckets`, whatever a rank's forward pass needs first.  Where weights travel as 8-bit
+codes, an all-reduce of each one's largest value comes before.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.collectives import all_gather_single
 from megatron.core.distributed.buckets import BufferLayout
+from megatron.core.low_precision import E4M3, codes_of, largest, power_of_two
+from megatron.core.param_info import info_of
 
 
 class ParamBucket:
@@ -44,6 +48,57 @@ class ParamBucket:
         torch.autograd.graph.increment_version(self.params)
 
 
+class CodesBucket(ParamBucket):
+    """Weights that layers quantise anyway: gathered as e4m3, afterwards everywhere what that means.
+
+    A weight has one scale, a power of two.  A layer that makes codes of what it finds here finds
+    these.  ``spans``: where the parameters lie in ``data``.
+    """
+
+    def __init__(
+        self,
+        data: Tensor,
+        params: Sequence[nn.Parameter],
+        group: ProcessGroup,
+        spans: Sequence[tuple[int, int]],
+    ) -> None:
+        super().__init__(data, params, group)
+        self.spans = tuple(spans)
+        self._scales: list[Tensor] = []
+        self._codes: Tensor | None = None
+
+    @torch.no_grad()
+    def start(self) -> None:
+        rank, size = self.group.rank(), self.group.size()
+        if size == 1:
+            return
+        share = len(self.data) // size
+        begin = rank * share
+        mine = [(max(a, begin), min(b, begin + share)) for a, b in self.spans]
+        none = self.data[:0]
+        parts = [self.data[a:b] if a < b else none for a, b in mine]
+        amax = torch.stack([largest(part) for part in parts])
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
+        self._scales = list(power_of_two(amax, E4M3.largest).unbind())
+        codes = torch.zeros(share, dtype=E4M3.dtype, device=self.data.device)
+        for part, (a, b), scale in zip(parts, mine, self._scales, strict=True):
+            if a < b:
+                codes[a - begin : b - begin] = codes_of(part.float(), E4M3, scale)
+        self._codes = torch.empty(len(self.data), dtype=torch.uint8, device=self.data.device)
+        self._work = all_gather_single(
+            self._codes, codes.view(torch.uint8), group=self.group, async_op=True
+        )
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        super().finish()
+        if self._codes is not None:
+            codes = self._codes.view(E4M3.dtype)
+            for (a, b), scale in zip(self.spans, self._scales, strict=True):
+                self.data[a:b] = codes[a:b].float() * scale
+            self._codes = None
+
+
 class ParamBuffer:
     """``params`` in one tensor, cut into ``buckets``; padding is zero."""
 
@@ -57,10 +112,16 @@ class ParamBuffer:
             place = self.data[start:stop].view(param.shape)
             place.copy_(param)
             param.data = place
-        self.buckets = [
-            ParamBucket(self.data[b.start : b.stop], [params[i] for i in b.params], group)
-            for b in layout.buckets
-        ]
+        self.buckets: list[ParamBucket] = []
+        for bucket in layout.buckets:
+            data = self.data[bucket.start : bucket.stop]
+            held = [params[i] for i in bucket.params]
+            if info_of(first).travels_as_codes:
+                spans = [layout.spans[i] for i in bucket.params]
+                moved = [(a - bucket.start, b - bucket.start) for a, b in spans]
+                self.buckets.append(CodesBucket(data, held, group, moved))
+            else:
+                self.buckets.append(ParamBucket(data, held, group))
 
 
 class ParamGather:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.low_precision import E2M1, E4M3, E5M2
-from megatron.core.param_info import info_of
+from megatron.core.param_info import info_of, set_info
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import Linear
 from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer, Recipe
@@ -38,7 +40,10 @@ def quantize_layer(
                     f"is no multiple of {multiple} in both directions, as --{config.format_flag} "
                     "needs: change the widths, --tensor-model-parallel-size, or drop the flag"
                 )
-            is_expert = info_of(linear.weight).is_expert
+            info = info_of(linear.weight)
+            is_expert = info.is_expert
+            if config.fp8_param:
+                set_info(linear.weight, replace(info, travels_as_codes=True))
             group = pg_collection.expt_tp if is_expert else pg_collection.tp_cp
             linear.quantizer = LinearQuantizer(
                 recipe, linear.weight, amax_group=group, is_expert=is_expert

@@ -82,6 +82,11 @@ NEEDS = (
         ("fp8_recipe",),
     ),
     Need(
+        "--fp8-format and --use-distributed-optimizer, whose ranks gather what they have updated",
+        lambda ns: ns.fp8 is not None and ns.use_distributed_optimizer and not is_fully_sharded(ns),
+        ("fp8_param_gather",),
+    ),
+    Need(
         "--fp8-format or --fp4-format",
         lambda ns: ns.fp8 is not None or ns.fp4 is not None,
         ("fp8_wgrad", "first_last_layers_bf16"),

@@ -63,7 +63,6 @@ class PrecisionConfig:
         group="Transformer-Engine",
         flag="--fp8-param-gather",
         dest="fp8_param_gather",
-        refused=states.FP8_GATHER,
     )
     first_last_layers_bf16: bool = option(
         False,

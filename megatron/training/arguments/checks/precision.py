@@ -111,6 +111,23 @@ def quantised_widths_fit_kernels(run: RunConfig) -> Iterator[str]:
             )
 
 
+def gathered_codes_have_one_scale(run: RunConfig) -> Iterator[str]:
+    """Shares of weights are cut anywhere; and main weights are kept apart."""
+    m = run.model
+    if m.fp8 is None or not m.fp8_param:
+        return
+    if m.fp8_recipe in ("blockwise", "mxfp8"):
+        yield (
+            f"--fp8-param-gather with --fp8-recipe {m.fp8_recipe}: the shares that ranks update "
+            "cut blocks that have a scale; use tensorwise or delayed, or drop the flag"
+        )
+    if not (m.bf16 or m.fp16):
+        yield (
+            "--fp8-param-gather needs --bf16 or --fp16: in fp32 the weights that are updated "
+            "would themselves be rounded"
+        )
+
+
 def some_layer_is_quantised(run: RunConfig) -> Iterator[str]:
     """Layers that stay in bf16 leave others over."""
     m = run.model
@@ -125,6 +142,7 @@ def some_layer_is_quantised(run: RunConfig) -> Iterator[str]:
 CHECKS = (
     one_quantised_format,
     quantised_widths_fit_kernels,
+    gathered_codes_have_one_scale,
     some_layer_is_quantised,
     one_half_precision,
     fp16_loss_needs_fp16,

@@ -1,0 +1,101 @@
+"""Whole runs with products of 8 bits: any layout, any kind of layer, beside 16 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import tolerances
+from tests.distributed.layouts import compare, trace
+from tests.functional.runs import TINY, losses, refusal, run_gpt
+from tests.ranks import run_ranks
+
+SHORT = [*TINY, *"--train-iters 3 --eval-iters 0".split()]
+DELAYED = "--fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max"
+TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise"
+MXFP8 = "--fp8-format e4m3 --fp8-recipe mxfp8"
+WIDE = "--hidden-size 64 --ffn-hidden-size 128 --lr-decay-style constant --log-params-norm"
+LAYOUTS = {
+    "tp sp dp": (DELAYED, 4, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp zero-1": (
+        DELAYED, 4,
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --use-distributed-optimizer",
+    ),
+    "tp sp of blocks": (MXFP8, 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "sharded": (MXFP8, 2, "--use-torch-fsdp2"),
+}  # fmt: skip
+
+
+@pytest.mark.feature("Precision: fp8 training gives one process's numbers in other layouts")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_computes_what_one_process_computes(name: str) -> None:
+    """In fp64 around the products, so that the order of sums moves nothing to another code."""
+    recipe, world_size, layout = LAYOUTS[name]
+    base = [*SHORT, *WIDE.split(), "--log-num-zeros-in-grad", *recipe.split()]
+    found = run_ranks(trace, world_size, [*base, *layout.split()], False, True, timeout_s=240)
+    (alone,) = run_ranks(trace, 1, base, False, True, timeout_s=240)[0]
+    ranks = [rank for process in found for rank in process]
+    assert compare(ranks, alone, tolerances.LAYOUT[torch.float64]) == []
+
+
+@pytest.mark.feature("Precision: --fp8-param-gather moves weights as bytes, with the same numbers")
+def test_gathered_codes_are_what_layers_make_of_gathered_weights(tmp_path: Path) -> None:
+    flags = f"{DELAYED} --bf16 --use-distributed-optimizer --overlap-grad-reduce".split()
+    flags += ["--overlap-param-gather", "--ddp-bucket-size", "3000"]
+    plain = losses(run_gpt(tmp_path, *flags, base=SHORT, world_size=2))
+    coded = losses(run_gpt(tmp_path, *flags, "--fp8-param-gather", base=SHORT, world_size=2))
+    assert coded == plain
+
+
+RECOMPUTE = {
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "parts": "--recompute-granularity selective --recompute-modules layernorm mlp core_attn",
+}
+
+
+def test_what_is_computed_again_has_the_same_scales(tmp_path: Path) -> None:
+    plain = losses(run_gpt(tmp_path, *DELAYED.split(), base=SHORT))
+    for flags in RECOMPUTE.values():
+        assert losses(run_gpt(tmp_path, *DELAYED.split(), *flags.split(), base=SHORT)) == plain
+
+
+EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 32 --disable-bias-linear --mtp-num-layers 1 "
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 "
+    "--qk-pos-emb-head-dim 16 --v-head-dim 8 --position-embedding-type rope "
+    "--moe-shared-expert-intermediate-size 32"
+)
+
+
+@pytest.mark.parametrize("recipe", [DELAYED, "--fp4-format e2m1"])
+def test_experts_latent_attention_and_tokens_ahead_are_quantised(
+    tmp_path: Path, recipe: str
+) -> None:
+    plain = losses(run_gpt(tmp_path, *EXPERTS.split(), base=SHORT))
+    flags = [*EXPERTS.split(), *recipe.split()]
+    found = losses(run_gpt(tmp_path, *flags, base=SHORT))
+    assert all(a != b for a, b in zip(found, plain, strict=True))
+    torch.testing.assert_close(found, plain, rtol=5e-3, atol=0)
+    if recipe == DELAYED:  # experts are elsewhere, and with them their histories
+        flags += ["--expert-model-parallel-size", "2"]
+        parted = losses(run_gpt(tmp_path, *flags, base=SHORT, world_size=2))
+        torch.testing.assert_close(parted, found, rtol=1e-4, atol=0)
+
+
+def test_a_run_may_go_over_to_fp8_and_back(tmp_path: Path) -> None:
+    root = str(tmp_path / "ck")
+    saving = f"--override-opt_param-scheduler --save-interval 2 --save {root} --load {root}"
+    base = [*SHORT, *saving.split()]
+    for count, flags in enumerate(("", DELAYED, DELAYED, ""), 1):
+        steps = ["--train-iters", str(2 * count)]
+        found = run_gpt(tmp_path, *steps, *flags.split(), base=base)
+        assert found[-1]["iteration"] == 2 * count
+
+
+def test_a_width_that_no_check_knows_is_named() -> None:
+    flags = "--fp8-format hybrid --multi-latent-attention --position-embedding-type rope"
+    (said,) = run_ranks(refusal, 1, [*SHORT, *flags.split(), "--kv-lora-rank", "12"])
+    assert "a rank's weight of" in said
+    assert "is no multiple of 16 in both directions, as --fp8-format hybrid" in said
