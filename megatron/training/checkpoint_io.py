@@ -224,4 +224,5 @@ def _parts(run: Runtime) -> RunParts:
         optimizer=run.optimizer,
         scheduler=run.scheduler,
         stages=layers_of_stages(run.config),
+        kind=run.config.language_model.model_kind,
     )

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron.core.config.errors import ConfigError
+from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.training.checkpointing.paths import find, read_content, usable
 from megatron.training.printing import print_rank_0
 
@@ -155,7 +155,7 @@ def apply_checkpoint_args(
         print_rank_0(f"{directory} holds no checkpoint: the command line is used as it is")
         return None
     asked = read_content(usable(choice.found)).asked
-    _check_kind(namespace, asked)
+    check_kind(asked, vars(namespace).get("model_kind"))
     for name in _forced(namespace, asked):
         _set(namespace, name, asked)
     for name in [name for name in IF_UNSET if not _is_given(namespace, name)]:
@@ -169,11 +169,11 @@ def _is_given(namespace: argparse.Namespace, name: str) -> bool:
     return any(vars(namespace).get(each) is not None for each in names)
 
 
-def _check_kind(namespace: argparse.Namespace, asked: Mapping[str, Any]) -> None:
+def check_kind(asked: Mapping[str, Any], wanted: str | None) -> None:
     """A model of another kind has other tensors.  What Megatron-LM wrote does not say its kind."""
-    stored, wanted = asked.get("model_kind"), vars(namespace).get("model_kind")
-    if stored is not None and wanted not in (None, stored):
-        raise ConfigError(
+    stored = asked.get("model_kind")
+    if None not in (stored, wanted) and stored != wanted:
+        raise CheckpointError(
             f"the checkpoint in --load is of kind {stored}, the command line builds {wanted}: use "
             f"pretrain_{stored}.py, or another --load"
         )

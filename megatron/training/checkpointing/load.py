@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.core.dist_checkpointing.serialization import load, together
 from megatron.core.dist_checkpointing.validation import Differences
+from megatron.training.checkpointing.checkpoint_args import check_kind
 from megatron.training.checkpointing.paths import (
     check_writable,
     find,
@@ -257,6 +258,7 @@ def _load_folder(
     """Load one folder: all of it, or an error on all ranks."""
     world = parts.groups.world
     common = _read_common(folder, wanted, world)
+    check_kind(common["args"], parts.kind)
     at = f" at iteration {common['iteration']}" if wanted.counters else ""
     print_rank_0(f" loading{wanted.kind} distributed checkpoint from {wanted.root}{at}")
     print_rank_0(f" checkpoint version {common['checkpoint_version']}")

@@ -62,6 +62,7 @@ class RunParts:
     optimizer: CheckpointableOptimizer | None = None
     scheduler: Stateful | None = None
     stages: Sequence[Sequence[int]] = ()  # layers of each virtual stage, for a file per rank
+    kind: str | None = None  # --model-kind
 
 
 def model_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTensor]:

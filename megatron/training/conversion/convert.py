@@ -179,6 +179,8 @@ def _to_hf(source: Source, wanted: Wanted, say: Say) -> Path:
     tensors = hf.export_model(shape, weights, family)
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     config = {**family.config(shape), **_special_ids(run)}
+    if shape.kind == "t5":
+        config["decoder_start_token_id"] = config["bos_token_id"]
     if _describes(came_with, family, shape):
         config = came_with
     name = "torch_dtype" if "torch_dtype" in config else "dtype"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import pytest
 
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
+from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.save import save_run
 from tests.unit.checkpointing.tiny_run import counters, make_parts, options
 
@@ -109,5 +111,7 @@ def test_a_checkpoint_of_another_kind_is_refused(root):
     apply_checkpoint_args(ns)
     assert ns.model_kind == "bert"
     sentence = "is of kind bert, the command line builds gpt: use pretrain_bert.py"
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(CheckpointError, match=sentence):
         apply_checkpoint_args(namespace(root, model_kind="gpt"))
+    with pytest.raises(CheckpointError, match=sentence):
+        load_run(options(root, load=str(root)), replace(make_parts(), kind="gpt"))
