@@ -255,8 +255,10 @@ KINDS = {
         "--decoder-seq-length 16 --vocab-extra-ids 10"
     ),
     "mamba": (
-        "--num-layers 4 --hybrid-override-pattern M*-M --mamba-head-dim 8 --mamba-num-groups 2 "
-        "--mamba-state-dim 8 --position-embedding-type none --pipeline-model-parallel-size 2"
+        "--num-layers 6 --hybrid-override-pattern M*-MEM --mamba-head-dim 8 --mamba-num-groups 2 "
+        "--mamba-state-dim 8 --position-embedding-type none --pipeline-model-parallel-size 2 "
+        "--num-experts 4 --sequence-parallel --moe-token-dispatcher-type alltoall "
+        "--disable-bias-linear --swiglu"
     ),
 }
 
@@ -306,6 +308,7 @@ REFERENCE_NAMES = {
         "decoder.layers.3.mixer.conv1d.bias.B",
         "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight",
         "decoder.layers.2.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.4.pre_mlp_layernorm.weight",
         "decoder.final_norm.weight",
     },
 }
