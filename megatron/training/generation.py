@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from megatron.core import device
+from megatron.core.config.errors import ConfigError
 from megatron.core.inference.engines.static_engine import Generated, Generator, generate
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.training.arguments.parser import build_parser
@@ -136,6 +137,8 @@ def open_writer(
     Raises CheckpointError if there is no checkpoint, ConfigError if it does not fit the ranks.
     """
     content = open_checkpoint(load, step)
+    if content.asked.get("model_kind") == "bert":
+        raise ConfigError(f"{load} holds a BERT, which writes no text: tools/bert_embedding.py")
     config = generation_config({**content.asked, **flags}, load, step=step, device_kind=device_kind)
     run = start(config)
     setup_tokenizer(run)

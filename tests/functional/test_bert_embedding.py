@@ -12,7 +12,7 @@ import torch
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from megatron.training import embedding
+from megatron.training import embedding, generation
 from tests.functional.runs import TINY, run_gpt
 from tests.ranks import run_ranks
 from tools import bert_embedding
@@ -135,6 +135,15 @@ def test_a_folder_of_hugging_face(tmp_path: Path, saved: Path) -> None:
         with torch.no_grad():
             hidden = model(**tokenizer(TEXTS[i], return_tensors="pt")).last_hidden_state[0]
         np.testing.assert_allclose(vectors[i], hidden[1:-1].mean(0), rtol=1e-5, atol=1e-6)
+
+
+def write_text(rank: int, world_size: int, load: str) -> None:
+    generation.open_writer(load, device_kind="cpu")
+
+
+def test_bert_writes_no_text(saved: Path) -> None:
+    with pytest.raises(AssertionError, match="holds a BERT, which writes no text"):
+        run_ranks(write_text, 1, str(saved / "ck"))
 
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path, saved: Path) -> None:

@@ -38,6 +38,7 @@ class BlendedMegatronDatasetConfig:
     num_dataset_builder_threads: int = 1
     path_to_cache: str | None = None
     mmap_bin_files: bool = True
+    object_storage_cache_path: str | None = None  # a local directory for remote .idx files
     mock: bool = field(init=False, default=False)
     tokenizer: Any = None
     mid_level_dataset_surplus: float = 0.005  # each set of a blend offers this much more

@@ -7,7 +7,6 @@ crosses document boundaries.  Which tokens it holds depends on data, seed and sa
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,6 @@ from megatron.core.datasets.gpt_indices import SampleRequest, load_or_build_indi
 from megatron.core.datasets.gpt_masks import causal_mask, get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
-from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path
 from megatron.core.datasets.utils import Split
 
 logger = logging.getLogger(__name__)
@@ -37,7 +35,6 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     create_attention_mask: bool = True
     drop_last_partial_validation_sequence: bool = True
     add_extra_token_to_sequence: bool = True
-    object_storage_cache_path: str | None = None  # a local directory for remote .idx files
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,25 +93,6 @@ class GPTDataset(MegatronDataset):
         """Sequences, not documents: splits are made of sequences."""
         assert isinstance(low_level_dataset, IndexedDataset)
         return len(low_level_dataset)
-
-    @staticmethod
-    def build_low_level_dataset(
-        dataset_path: str | None, config: BlendedMegatronDatasetConfig
-    ) -> LowLevelDataset:
-        """Open the .bin/.idx pair, local or in object storage."""
-        if dataset_path is None:
-            raise ConfigError(
-                "no data is named: give --data-path (or data of each split), or --mock-data"
-            )
-        assert isinstance(config, GPTDatasetConfig)
-        cache = config.object_storage_cache_path
-        storage = ObjectStorageConfig(cache) if cache else None
-        return IndexedDataset(
-            dataset_path,
-            multimodal=False,
-            mmap=config.mmap_bin_files,
-            object_storage_config=storage,
-        )
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
@@ -222,7 +200,9 @@ class GPTDataset(MegatronDataset):
             drop_last_partial_sequence=drops,
             add_extra_token_to_sequence=config.add_extra_token_to_sequence,
         )
-        built = load_or_build_indices(request, self._cache_prefix(), self.unique_description)
+        built = load_or_build_indices(
+            request, self._cache_prefix(self.index_split.name), self.unique_description
+        )
         logger.info(
             "%s: %d samples, %d tokens an epoch, %d epochs",
             request.source,
@@ -231,19 +211,6 @@ class GPTDataset(MegatronDataset):
             built.num_epochs,
         )
         return built.document_index, built.sample_index, built.shuffle_index
-
-    def _cache_prefix(self) -> str:
-        name = type(self).__name__
-        directory = self.config.path_to_cache
-        if directory is None:
-            if is_object_storage_path(self.dataset.path_prefix):
-                raise DataError(
-                    f"{self.dataset.path_prefix} lies in object storage: name a local directory "
-                    "for its index with --data-cache-path"
-                )
-            directory = os.path.join(self.dataset.path_prefix, "cache", f"{name}_indices")
-        stem = f"{self.unique_description_hash}-{name}-{self.index_split.name}"
-        return os.path.join(directory, stem)
 
 
 class _MadeUp(Iterable[Any]):

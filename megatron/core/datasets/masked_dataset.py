@@ -7,7 +7,6 @@ documents.  What a sample holds and hides depends on data, seed and sample numbe
 from __future__ import annotations
 
 import logging
-import os
 from abc import abstractmethod
 from collections import deque
 from dataclasses import dataclass
@@ -135,17 +134,6 @@ class MaskedWordPieceDataset(MegatronDataset):
         assert isinstance(low_level_dataset, IndexedDataset)
         return len(low_level_dataset.document_indices) - 1
 
-    @staticmethod
-    def build_low_level_dataset(
-        dataset_path: str | None, config: BlendedMegatronDatasetConfig
-    ) -> LowLevelDataset:
-        """Open the .bin/.idx pair."""
-        if dataset_path is None:
-            raise ConfigError(
-                "no data is named: give --data-path (or data of each split), or --mock-data"
-            )
-        return IndexedDataset(dataset_path, multimodal=False, mmap=config.mmap_bin_files)
-
     def __len__(self) -> int:
         return len(self.sample_index)
 
@@ -267,13 +255,6 @@ class MaskedWordPieceDataset(MegatronDataset):
             raise DataError(f"{source} gives no samples: {unused}{cure}")
         if share > 0:
             logger.warning("%s: %s, and give no samples%s", source, unused, cure)
-
-    def _cache_prefix(self) -> str:
-        name = type(self).__name__
-        directory = self.config.path_to_cache or os.path.join(
-            self.dataset.path_prefix, "cache", f"{name}_indices"
-        )
-        return os.path.join(directory, f"{self.unique_description_hash}-{name}")
 
 
 class CountingSentences(MaskedWordPieceDataset):

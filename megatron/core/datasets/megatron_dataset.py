@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -13,8 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path
 from megatron.core.datasets.utils import Split
 
 LowLevelDataset = IndexedDataset | Iterable[Any]
@@ -62,16 +65,41 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, Any]]):
         """How many elements are divided among the splits."""
 
     @staticmethod
-    @abstractmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> LowLevelDataset:
-        """Open the source."""
+        """Open the source: a .bin/.idx pair, local or in object storage."""
+        if dataset_path is None:
+            raise ConfigError(
+                "no data is named: give --data-path (or data of each split), or --mock-data"
+            )
+        cache = config.object_storage_cache_path
+        storage = ObjectStorageConfig(cache) if cache else None
+        return IndexedDataset(
+            dataset_path,
+            multimodal=False,
+            mmap=config.mmap_bin_files,
+            object_storage_config=storage,
+        )
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
         """Fields of the config that decide what the samples are; the order is part of the md5."""
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
+
+    def _cache_prefix(self, *more: str) -> str:
+        """What the names of the index cache's files begin with."""
+        name, directory = type(self).__name__, self.config.path_to_cache
+        if directory is None:
+            assert isinstance(self.dataset, IndexedDataset)
+            prefix = self.dataset.path_prefix
+            if is_object_storage_path(prefix):
+                raise DataError(
+                    f"{prefix} lies in object storage: name a local directory for its index with "
+                    "--data-cache-path"
+                )
+            directory = os.path.join(prefix, "cache", f"{name}_indices")
+        return os.path.join(directory, "-".join((self.unique_description_hash, name, *more)))
 
     @abstractmethod
     def __len__(self) -> int: ...

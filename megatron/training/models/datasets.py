@@ -51,6 +51,7 @@ def _common(run: Runtime) -> dict[str, Any]:
         "num_dataset_builder_threads": data.num_dataset_builder_threads,
         "path_to_cache": data.data_cache_path,
         "mmap_bin_files": data.mmap_bin_files,
+        "object_storage_cache_path": data.object_storage_cache_path,
         "mid_level_dataset_surplus": data.mid_level_dataset_surplus,
         "tokenizer": run.tokenizer,
     }

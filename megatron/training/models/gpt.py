@@ -59,7 +59,6 @@ def gpt_dataset_config(run: Runtime, **common: Any) -> GPTDatasetConfig:
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
         create_attention_mask=data.create_attention_mask_in_dataloader,
-        object_storage_cache_path=data.object_storage_cache_path,
         **common,
     )
 
