@@ -105,21 +105,21 @@ def chunked_scan(
         m = m.reshape(-1, length, b, g, *heads)
         return m.permute(0, 2, 3, 1, *range(4, m.dim()))
 
-    steps = dt.to(wide)
-    a = chunks(steps * A.to(wide), h // g).cumsum(3)  # [c, b, g, l, r]
-    xs = chunks(x * steps.to(x.dtype)[..., None], h // g, p)  # [c, b, g, l, r, p]
+    steps, xs = chunks(dt.to(wide), h // g), chunks(x, h // g, p)  # [c, b, g, l, r], [.., r, p]
+    a = (steps * A.to(wide).view(g, 1, -1)).cumsum(3)
     Bs, Cs = chunks(B, n), chunks(C, n)  # [c, b, g, l, n]
     places = None
     if sequence is not None:  # padding belongs to the last one
         places = torch.cat([sequence, sequence[-1:].expand(-s % length)]).view(-1, length)
-    y = _WithinChunks.apply(Cs, Bs, xs, a, places)
+    y = _WithinChunks.apply(Cs, Bs, xs * steps[..., None].to(x.dtype), a, places)
 
     left, start = a[:, :, :, -1:] - a, a
     if places is not None:  # what a sequence keeps at the end of a chunk, and sees of its start
         before = torch.cat([places[:1, 0], places[:-1, -1]])
         left = left.masked_fill(_over_heads(places != places[:, -1:]), -math.inf)
         start = start.masked_fill(_over_heads(places != before[:, None]), -math.inf)
-    weighted = (xs * left.exp()[..., None].to(x.dtype)).flatten(4)  # [c, b, g, l, (r p)]
+    weights = (steps * left.exp()).to(x.dtype)  # rounded once
+    weighted = (xs * weights[..., None]).flatten(4)  # [c, b, g, l, (r p)]
     made = (weighted.transpose(-1, -2) @ Bs).to(wide)  # [c, b, g, (r p), n]
     kept = start[:, :, :, -1].exp()[..., None].expand(*a.shape[:3], h // g, p).flatten(3)[..., None]
     S = x.new_zeros(b, g, h // g * p, n, dtype=wide)
