@@ -102,6 +102,19 @@ def print_gradient_accumulation(run: Runtime) -> None:
     print_rank_0(f"gradient accumulation fused: {answer}")
 
 
+def print_low_precision(run: Runtime) -> None:
+    """In which format layers multiply, and whether the device does; on rank 0."""
+    model = run.config.model
+    if not model.is_quantized:
+        return
+    is_plain = model.fp4 is None and model.fp8_recipe in ("delayed", "tensorwise")
+    if is_plain and device.multiplies_fp8(device.current()):
+        answer = "yes"
+    else:
+        answer = f"no, dequantised ones in {model.params_dtype} instead, at no gain in speed"
+    print_rank_0(f"products of --{model.format_flag} by the device: {answer}")
+
+
 def print_token_travel(run: Runtime) -> None:
     """Whether --moe-enable-deepep has what it needs; on rank 0."""
     if run.config.model.moe_enable_deepep:

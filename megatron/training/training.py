@@ -28,6 +28,7 @@ from megatron.training.startup_log import (
     print_datetime,
     print_gradient_accumulation,
     print_layout,
+    print_low_precision,
     print_token_travel,
 )
 
@@ -108,6 +109,7 @@ def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
     print_arguments(flat_values(run.config))
     print_attention_backends(run)
     print_token_travel(run)
+    print_low_precision(run)
     setup.setup_tokenizer(run)
     print_datetime("after megatron is initialized")
     run.timers("model-and-optimizer-setup", log_level=0).start(barrier=True)

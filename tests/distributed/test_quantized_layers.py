@@ -6,12 +6,19 @@ In fp64, so that sums in another order do not move a value over the edge between
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.core.collectives import all_gather_single
+from megatron.core.distributed import param_buffer
+from megatron.core.distributed.buckets import plan_buffer
+from megatron.core.distributed.param_buffer import ParamBuffer
+from megatron.core.low_precision import E4M3, quantize
+from megatron.core.param_info import ParamInfo, set_info
 from megatron.core.param_init import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer, update_amax_histories
@@ -21,6 +28,7 @@ from tests.ranks import run_ranks
 from tests.unit.one_process import one_process_groups, one_rank, tiny_config
 from tests.unit.tensor_parallel.test_quantized_linear import RECIPES, draw
 
+NUMELS = (96, 5, 300)
 WIDTH, INNER, TOKENS = 64, 128, (64, 2)
 TIGHT = tolerances.of(torch.float64)
 
@@ -89,3 +97,50 @@ def two_steps(rank: int, world_size: int, name: str, sequence_parallel: bool) ->
 @pytest.mark.parametrize("name", ["delayed", "mxfp8"])
 def test_two_ranks_round_as_one(name: str, sequence_parallel: bool) -> None:
     run_ranks(two_steps, 2, name, sequence_parallel)
+
+
+def gather(rank: int, world_size: int) -> list[torch.dtype]:
+    """Ranks update their shares of three weights in two buckets; what their gathers moved."""
+    group = dist.group.WORLD
+    assert group is not None
+    params = [nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for n in NUMELS]
+    for param in params:
+        set_info(param, ParamInfo(global_shape=(param.numel(),), travels_as_codes=True))
+    layout = plan_buffer(NUMELS, 200, param_alignment=64, bucket_multiple=2 * 128)
+    buffer = ParamBuffer(params, layout, group)
+    assert len(buffer.buckets) == 2
+    moved: list[torch.dtype] = []
+
+    def all_gather(out: Tensor, share: Tensor, **options: Any) -> Any:
+        moved.append(out.dtype)
+        return all_gather_single(out, share, **options)
+
+    for step in range(2):
+        want = []
+        for (start, stop), param in zip(layout.spans, params, strict=True):
+            whole = draw(stop - start, seed=start + step).bfloat16()
+            want.append(quantize(whole.view(1, -1), E4M3).values(torch.bfloat16).view(-1))
+            with torch.no_grad():
+                param.copy_(whole)
+        versions = [param._version for param in params]
+        for bucket in buffer.buckets:  # what other ranks own is old here
+            share = len(bucket.data) // world_size
+            for other in range(world_size):
+                if other != rank:
+                    bucket.data[other * share : (other + 1) * share] = 99.0
+        with mock.patch.object(param_buffer, "all_gather_single", all_gather):
+            for bucket in buffer.buckets:
+                bucket.start()
+            for bucket in buffer.buckets:
+                bucket.finish()
+        for param, values, version in zip(params, want, versions, strict=True):
+            assert torch.equal(param, values)
+            assert param._version > version
+            again = quantize(param.detach().view(1, -1), E4M3).values(torch.bfloat16)
+            assert torch.equal(again.view(-1), values)
+    return moved
+
+
+def test_updated_weights_travel_as_bytes() -> None:
+    for moved in run_ranks(gather, 2):
+        assert moved == [torch.uint8] * 4

@@ -74,6 +74,16 @@ def tokens_ahead_have_a_place(run: RunConfig) -> Iterator[str]:
             )
 
 
+def histories_have_a_place(run: RunConfig) -> Iterator[str]:
+    """The reference keeps its own in an object that is pickled."""
+    if run.model.fp8 is not None and run.model.fp8_recipe == "delayed":
+        for asked in _without_folders(run.checkpoint):
+            yield (
+                f"{asked} with --fp8-recipe delayed has no place for its histories: use "
+                "torch_dist, or --fp8-recipe tensorwise"
+            )
+
+
 def _without_folders(c: CheckpointConfig) -> list[str]:
     """The flags that ask for a format of one file a rank."""
     asked = {"--ckpt-format": c.ckpt_format, "--ckpt-convert-format": c.ckpt_convert_format}
@@ -149,6 +159,7 @@ CHECKS = (
     links_need_files_of_our_own,
     older_grouped_experts_are_only_read,
     tokens_ahead_have_a_place,
+    histories_have_a_place,
     converting_knows_where,
     local_checkpoints_have_a_place_and_peers,
     short_lived_checkpoints_have_a_place,
