@@ -136,15 +136,10 @@ LAYOUTS = {
     "pp3-one": Layout(pp=3, encoder_stages=1),
     "pp3-two-v1.1": Layout(pp=3, encoder_stages=2, shape=V11),
     "pp4-learned": Layout(pp=4, encoder_stages=2, position="learned_absolute"),
-    "pp5-three": Layout(
-        pp=5, encoder_stages=3, shape=Shape(is_v11=True, encoder_layers=4, decoder_layers=2)
-    ),
     "pp3-learned-v1.1": Layout(pp=3, encoder_stages=1, position="learned_absolute", shape=V11),
     "pp4-recompute": Layout(pp=4, encoder_stages=2, model=FULL),
     "pp2-tp2-sp": Layout(pp=2, encoder_stages=1, tp=2, model=SEQUENCE),
-    "pp3-tp2-rope-v1.1": Layout(pp=3, encoder_stages=1, tp=2, shape=V11, position="rope"),
     "dp2-zero": Layout(dp=2, ddp=ZERO),
-    "pp3-dp2-zero": Layout(pp=3, encoder_stages=1, dp=2, ddp=OVERLAP),
     "pp4-dp2-zero-v1.1": Layout(pp=4, encoder_stages=2, dp=2, shape=V11, ddp=OVERLAP),
     "pp4-zb-h1": Layout(pp=4, encoder_stages=2, model=(("pipeline_schedule", "zb-h1"),)),
 }
@@ -185,15 +180,17 @@ def test_a_pipeline_needs_to_know_where_the_decoder_begins() -> None:
     run_ranks(without_encoder_stages, 2)
 
 
-T5 = "--model-kind t5 --decoder-num-layers 3 --decoder-seq-length 12 --encoder-num-layers 4"
-HALVES = "--encoder-pipeline-model-parallel-size {}"
+T5 = (
+    "--model-kind t5 --decoder-num-layers 3 --decoder-seq-length 12 --encoder-num-layers 4 "
+    "--position-embedding-type relative"
+).split()
 # Flags of the layout, the features beside them, sizes.
 RUNS = {
     "fsdp": ("--use-torch-fsdp2", "dp untied rms-norm no-bias", Sizes()),
-    "fsdp-tied": ("--use-torch-fsdp2", "dp swiglu recompute-full", Sizes()),
-    "zero-tp-sp-pp": (HALVES.format(1), "zero-1 overlap-grad-reduce tp sp pp", Sizes()),
-    "threads-pp": (HALVES.format(2), "pp virtual-ranks recompute-block rope", Sizes(pp=4)),
-}
+    "zero-tp-sp-pp": (
+        "--encoder-pipeline-model-parallel-size 1", "zero-1 overlap-grad-reduce tp sp pp", Sizes(),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -203,14 +200,10 @@ class T5Case(Case):
     flags: str = ""
 
     def command(self) -> list[str]:
-        return [*super().command(), *self._model(), *self.flags.split()]
+        return [*super().command(), *T5, *self.flags.split()]
 
     def command_alone(self) -> list[str]:
-        return [*super().command_alone(), *self._model()]
-
-    def _model(self) -> list[str]:
-        positions = "" if "rope" in self.features else "--position-embedding-type relative"
-        return [*T5.split(), *positions.split()]
+        return [*super().command_alone(), *T5]
 
 
 @pytest.mark.feature("Layouts: T5 under FSDP, ZeRO-1, tensor and pipeline parallelism at once")

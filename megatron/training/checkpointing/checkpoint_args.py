@@ -108,10 +108,13 @@ FORCED = (
     *LATENT,
     *YARN,
 )
-FORCED_PREFIXES = ("hybrid_", "mamba_", "heterogeneous_", "window_", "longrope_")
+FORCED_PREFIXES = (
+    "hybrid_", "mamba_", "heterogeneous_", "window_", "longrope_", "relative_attention_",
+)  # fmt: skip
 FORCED_PARALLEL = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "encoder_pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
     "expert_model_parallel_size",
