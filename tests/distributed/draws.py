@@ -1,6 +1,7 @@
 """Random layouts of random models, and a night of them.
 
     python -m tests.distributed.draws --draws 200 --first 0     (make fuzz N=200)
+    python -m tests.distributed.draws --of t5                   which all have this feature
 
 A draw is a function of its seed and of the table of features.
 """
@@ -42,19 +43,21 @@ class Draw:
     seed: int
     case: Case
     refused: tuple[str, ...]
+    of: str | None = None  # the feature that was asked for
 
     def __str__(self) -> str:
         features = " ".join(sorted(self.case.features))
         command = " ".join(self.case.command())
+        of = f" --of {self.of}" if self.of else ""
         return (
             f"seed {self.seed}: {features}\n"
-            f"  python -m tests.distributed.draws --draws 1 --first {self.seed}\n"
+            f"  python -m tests.distributed.draws --draws 1 --first {self.seed}{of}\n"
             f"  torchrun --nproc-per-node {self.case.num_processes} pretrain_gpt.py {command}\n"
             f"  python pretrain_gpt.py {' '.join(self.case.command_alone())}"
         )
 
 
-def draw(seed: int) -> Draw:
+def draw(seed: int, of: str | None = None) -> Draw:
     """A case of several ranks from ``seed`` that `resolve` takes without a word.
 
     It grows from some feature on the drawn degrees, by features that are not refused beside those
@@ -71,7 +74,7 @@ def draw(seed: int) -> Draw:
     groups = _open_groups(degrees, has_experts=rng.random() < 0.5)
     while True:
         sizes = _any_sizes(rng, degrees)
-        chosen = [rng.choice(rng.choice(sorted(groups.items()))[1])]
+        chosen = [of or rng.choice(rng.choice(sorted(groups.items()))[1])]
         for group, share in FIRST.items():
             if group in groups and group not in _groups_of(chosen) and rng.random() < share:
                 chosen.append(rng.choice(groups[group]))
@@ -85,7 +88,7 @@ def draw(seed: int) -> Draw:
             problems = _problems(case_of(wider, sizes))
             refused.extend(problems)
             chosen = chosen if problems else wider
-    return Draw(seed, case_of(chosen, sizes), tuple(refused))
+    return Draw(seed, case_of(chosen, sizes), tuple(refused), of)
 
 
 def _problems(case: Case) -> list[str]:
@@ -167,10 +170,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="seed of the first draw")
+    parser.add_argument("--of", choices=list(FEATURES), help="a feature that all draws have")
     asked = parser.parse_args()
     night, started_at_s = Night(), time.monotonic()
     for seed in range(asked.first, asked.first + asked.draws):
-        night.add(draw(seed))
+        night.add(draw(seed, asked.of))
     print(night.summary())
     print(f"{asked.draws} draws from {asked.first} in {time.monotonic() - started_at_s:.0f} s")
     return 1 if night.failed else 0
