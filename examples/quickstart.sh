@@ -26,7 +26,7 @@ train pretrain_gpt.py \
     --min-lr 3e-4 \
     --no-create-attention-mask-in-dataloader
 
-compare gpt
+compare gpt 0.5
 
 say "text"
 "$python" tools/text_generation_cli.py --load "$out/checkpoints" --num-tokens 80 \

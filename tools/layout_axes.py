@@ -213,6 +213,8 @@ _FEATURES = (
     _model("layers", "hybrid", "{mamba} --is-hybrid-model --hybrid-override-pattern {pattern}"),
     _model("layers", "hybrid-experts",
            "{mamba} --hybrid-override-pattern {pattern_of_experts}", "experts"),
+    Feature(name="bert", group="layers", flags="--model-kind bert", is_layout=False,
+            is_of_micro_batch=True),  # its two losses are means of each
     _model("layers", "t5", "--model-kind t5 --decoder-num-layers {deeper}"),
     _model("positions", "t5-relative", "--position-embedding-type relative", "t5"),
     _layout("halves", "encoder-stages",

@@ -26,5 +26,5 @@ train pretrain_bert.py \
     --lr 5e-3 \
     --min-lr 5e-4
 
-compare bert
+compare bert 0.1
 finish

@@ -29,7 +29,7 @@ train pretrain_mamba.py \
     --min-lr 3e-4 \
     --no-create-attention-mask-in-dataloader
 
-compare mamba
+compare mamba 0.5
 
 say "text"
 "$python" tools/text_generation_cli.py --load "$out/checkpoints" --num-tokens 80 \

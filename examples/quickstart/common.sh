@@ -106,10 +106,11 @@ train_once() {
         sed -u '/-- arguments --/,/-- end of arguments --/d'
 }
 
-# compare KIND: the loss beside that of a model without context.
+# compare KIND LEAD: the loss beside that of a model without context, in nats a token.
 compare() {
     say "loss"
-    "$python" examples/quickstart/unigram.py "$out/train.log" --model-kind "$1" "${flags[@]}"
+    "$python" examples/quickstart/unigram.py "$out/train.log" "$2" --model-kind "$1" \
+        "${flags[@]}"
 }
 
 finish() {

@@ -23,5 +23,5 @@ train pretrain_t5.py \
     --lr 2e-3 \
     --min-lr 2e-4
 
-compare t5
+compare t5 0.5
 finish
