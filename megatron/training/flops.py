@@ -27,7 +27,8 @@ FORWARD_AND_BACKWARD = 3
 MULTIPLY_ADD = 2
 _SCALE = FORWARD_AND_BACKWARD * MULTIPLY_ADD
 
-Keys = Callable[[int, int], float]  # of a layer and a length: what a causal query meets on average
+# Of a layer, counted in its stack, and a length: what a query meets on average, causal or not.
+Keys = Callable[[int, int, bool], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ def num_floating_point_operations(
     config: RunConfig, batch_size: int, padded_vocab_size: int
 ) -> float:
     """FLOPs of a step on ``batch_size`` samples by Megatron-LM's formula."""
-    return _flops(config, batch_size, padded_vocab_size, lambda layer, length: length / 2, 1).total
+    return _flops(config, batch_size, padded_vocab_size, _half_of_all, 1).total
 
 
 def causal_model_flops(config: RunConfig, batch_size: int, padded_vocab_size: int) -> ModelFlops:
@@ -68,9 +69,15 @@ def layer_flops(config: RunConfig) -> list[float]:
     ]
 
 
+def _half_of_all(_layer_index: int, length: int, is_causal: bool) -> float:
+    return length / 2 if is_causal else length
+
+
 def _keys_of(model: TransformerConfig) -> Keys:
-    def keys(layer_index: int, length: int) -> float:
-        return mean_keys_per_query(length, _keys_in_window(model, layer_index))
+    def keys(layer_index: int, length: int, is_causal: bool) -> float:
+        before, behind = _keys_in_window(model, layer_index)
+        found = mean_keys_per_query(length, before)
+        return found if is_causal else found + mean_keys_per_query(length, behind) - 1
 
     return keys
 
@@ -82,13 +89,13 @@ def mean_keys_per_query(seq_length: int, window: int | None = None) -> float:
     return (growing + (seq_length - window) * window) / seq_length
 
 
-def _keys_in_window(model: TransformerConfig, layer_index: int) -> int | None:
-    """Keys before a query, and the query's own, that its window holds; None without a limit.
+def _keys_in_window(model: TransformerConfig, layer_index: int) -> list[int | None]:
+    """A query's own key and those before it that its window holds, and those behind it.
 
-    Layers of tokens ahead are like the decoder's last.
+    None without a limit.
     """
-    window = window_of_layer(model, min(layer_index, model.num_layers - 1))
-    return None if window is None or window[0] < 0 else window[0] + 1
+    window = window_of_layer(model, layer_index) or (-1, -1)
+    return [None if count < 0 else count + 1 for count in window]
 
 
 def _flops(
@@ -143,9 +150,11 @@ def _multiply_adds(
     columns = {FULL: full, LINEAR: hidden}.get(layer.attention, 0) + mlp.get(layer.mlp, 0)
     linear, mixing = float(tokens * hidden * columns), 0.0
     if layer.attention == FULL:
-        sees_all = layer.is_encoder or kind_of(config) == "bert"
-        met = tokens if sees_all else keys(layer_index, tokens)
-        mixing += tokens * 2 * heads_width * met
+        is_causal = not layer.is_encoder and kind_of(config) != "bert"
+        at = min(layer_index, model.num_layers - 1)  # tokens ahead are like the decoder's last
+        if layer.has_cross_attention:
+            at = layer_index - model.num_layers
+        mixing += tokens * 2 * heads_width * keys(at, tokens, is_causal)
     if layer.has_cross_attention:
         linear += 2 * hidden * (tokens * heads_width + source * groups_width)
         mixing += tokens * 2 * heads_width * source

@@ -14,7 +14,9 @@ from megatron.core.transformer.attention_backends import (
     AttentionRequest,
     attention_report,
 )
+from megatron.core.transformer.heterogeneous.heterogeneous_config import NO_OP
 from megatron.core.transformer.moe.deep_ep import why_not
+from megatron.training.arguments.model_layers import kind_of, layers_of
 from megatron.training.config.run import RunConfig
 from megatron.training.printing import print_rank_0
 from megatron.training.runtime import Runtime
@@ -62,6 +64,8 @@ def print_attention_backends(run: Runtime) -> None:
     Raises ConfigError when --attention-backend names what cannot run this model.
     """
     model = run.config.model
+    if all(layer.attention == NO_OP for layer in layers_of(run.config)):
+        return
     kinds = dict.fromkeys(model.cp_comm_type) if model.context_parallel_size > 1 else ("",)
     for kind in kinds:
         print_rank_0(f"attention backends{f' with {kind}' if kind else ''}:")
@@ -71,18 +75,19 @@ def print_attention_backends(run: Runtime) -> None:
 
 def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
     """What attention needs in training, under an exchange of this type if any."""
-    model, data = config.model, config.data
+    model, data, kind = config.model, config.data, kind_of(config)
     has_sink = model.softmax_type != "vanilla"
     is_whole = comm_type in ("", "a2a") and not has_sink
-    has_mask = data.reset_attention_mask or model.window_size is not None
+    positions, is_causal = config.language_model.position_embedding_type, kind not in ("bert", "t5")
+    has_mask = data.reset_attention_mask or model.window_size is not None or not is_causal
     return AttentionRequest(
         dtype=model.params_dtype,
         head_dim=model.kv_channels,
         has_mask=has_mask or comm_type == "allgather",
-        has_bias=config.language_model.position_embedding_type == "alibi",
+        has_bias=positions in ("alibi", "relative"),
         has_dropout=model.attention_dropout > 0,
         has_softcap=model.attn_logit_softcapping is not None,
-        causal_tokens=data.seq_length if is_whole else 0,
+        causal_tokens=data.seq_length if is_whole and is_causal else 0,
         by_blocks=has_sink or comm_type in ("p2p", "a2a+p2p"),
     )
 

@@ -144,6 +144,8 @@ class DotProductAttention(MegatronModule):
             packed=around.packed,
             first_query=around.first_query,
         )
+        if mask is not None and self.window is not None and not around.is_causal:
+            mask = mask | ~mask.any(-1, keepdim=True)  # padding among padding: nothing is no mean
         dropout = self._dropout()
         # Not by grad mode: a recomputed pass has to draw the same dropout.
         causal_tokens = query.shape[0] if is_causal and self.training else 0

@@ -9,9 +9,54 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.distributed.sharding import is_fully_sharded, shares_instances
+from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP, layer_pattern
 from megatron.training.arguments.needs import NEEDS_OF_LAYERS, Need
 from megatron.training.arguments.optimizer_needs import NEEDS_OF_OPTIMIZER
+
+
+def _has_layer(ns: Namespace, letter: str) -> bool:
+    """Whether a layer of this kind is in the model; all kinds but hybrids have all of them."""
+    if ns.model_kind != "mamba":
+        return True
+    ratios = ns.hybrid_attention_ratio, ns.hybrid_mlp_ratio
+    try:
+        return letter in layer_pattern(ns.num_layers or 0, *ratios, ns.hybrid_override_pattern)
+    except ConfigError:  # it is told elsewhere
+        return True
+
+
+NEEDS_OF_HYBRIDS = (
+    Need(
+        "an attention layer, * in --hybrid-override-pattern",
+        lambda ns: _has_layer(ns, ATTENTION),
+        (
+            "apply_query_key_layer_scaling",
+            "attention_dropout",
+            "attn_logit_softcapping",
+            "group_query_attention",
+            "no_rope_freq",
+            "num_query_groups",
+            "qk_layernorm",
+            "rotary_base",
+            "rotary_percent",
+            "softmax_type",
+            "window_attn_skip_freq",
+            "window_size",
+        ),
+    ),
+    Need(
+        "an MLP layer, - or E in --hybrid-override-pattern",
+        lambda ns: _has_layer(ns, MLP) or _has_layer(ns, EXPERTS),
+        ("ffn_hidden_size", "squared_relu", "swiglu"),
+    ),
+    Need(
+        "no --hybrid-override-pattern",
+        lambda ns: ns.model_kind != "mamba" or ns.hybrid_override_pattern is None,
+        ("hybrid_attention_ratio", "hybrid_mlp_ratio"),
+    ),
+)
 
 NEEDS = (
     *NEEDS_OF_OPTIMIZER,
@@ -279,7 +324,7 @@ def without_effect(
     ``ns`` is the derived namespace, ``given`` the parsed one, ``flags`` maps a dest to its flag
     and default.
     """
-    for need in NEEDS:
+    for need in (*NEEDS, *NEEDS_OF_HYBRIDS):
         if need.is_met(ns):
             continue
         for dest in need.flags:

@@ -195,6 +195,26 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "idle"), [("MMMM", 14), ("MM*M", 2 + 1), ("MM-M", 1 + 11), ("M*EM", 1)]
+)
+def test_what_no_layer_of_a_hybrid_reads_gets_a_warning(pattern: str, idle: int) -> None:
+    words = (
+        "--group-query-attention --num-query-groups 2 --window-size 4,0 --qk-layernorm "
+        "--attn-logit-softcapping 30 --position-embedding-type rope --rotary-base 500 "
+        "--rotary-percent 0.5 --apply-query-key-layer-scaling --no-rope-freq 2 "
+        "--window-attn-skip-freq 2 --softmax-type learnable --ffn-hidden-size 512 --swiglu"
+    )
+    if "E" in pattern:
+        words += " --num-experts 2"
+    run = run_of(
+        f"--model-kind mamba --hybrid-override-pattern {pattern} --num-layers 4 {words} "
+        "--hybrid-mlp-ratio 0.5 --mamba-num-groups 2"
+    )
+    found = [w for w in run.warnings if "hybrid-override-pattern" in w]
+    assert len(found) == idle, found
+
+
+@pytest.mark.parametrize(
     ("words", "idle"),
     [
         ("--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1", 1),

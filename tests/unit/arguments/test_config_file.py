@@ -100,7 +100,9 @@ def test_mistakes_in_a_file_are_reported_together(
     assert f"--yaml-cfg {file}: bf16: 1 is not true or false" in text
     assert f"--yaml-cfg {file}: lr: True is not a value" in text
     assert "--num-layers x: a whole number is needed" in text
-    assert "--optimizer adma: not one of adam, sgd (did you mean adam?)" in text
+    assert (
+        "--optimizer adma: not one of adam, sgd, lion, muon, dist_muon (did you mean adam?)" in text
+    )
 
 
 def test_a_missing_file_or_another_shape_is_an_error(tmp_path: Path) -> None:

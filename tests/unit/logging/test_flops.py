@@ -64,6 +64,22 @@ def test_layers_with_a_sliding_window_count_fewer_keys() -> None:
     assert unlimited.attention == whole.attention
 
 
+def test_windows_of_t5_are_counted_in_each_half() -> None:
+    def attention(more: str) -> float:
+        words = (
+            f"--model-kind t5 --num-layers 2 --decoder-num-layers 4 --decoder-seq-length 32 {more}"
+        )
+        return causal_model_flops(run_config(words), 1, 512).attention
+
+    e, d, channels = 64, 32, 32  # tokens of encoder and decoder
+    cross, causal = 4 * d * e, mean_keys_per_query
+    wide = 2 * e * e + 4 * d * causal(d) + cross
+    assert attention("") == 6 * 2 * channels * wide
+    near = causal(e, window=4) + causal(e, window=3) - 1  # 3 before, itself, 2 behind
+    half = e * near + e * e + 2 * d * (causal(d, window=4) + causal(d)) + cross
+    assert attention("--window-size 3,2 --window-attn-skip-freq 2") == 6 * 2 * channels * half
+
+
 @pytest.fixture
 def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
     """What torch counts in a step: products with weights, and batches of products."""

@@ -185,3 +185,15 @@ def test_greedy_generation_is_that_of_transformers_and_of_whole_passes(name: str
     with torch.no_grad():
         assert ours(source, target).argmax(-1)[0].tolist() == found
     assert len(set(found)) > 2
+
+
+def test_padding_in_a_window_of_padding_is_no_nan() -> None:
+    config = {"window_size": (2, 0), "attn_logit_softcapping": 30.0}
+    model = build_t5(Shape(), **config)
+    source, target, labels, padding = batch()
+    loss = model(source, target, padding, None, padding, lm_labels=labels)
+    assert loss.isfinite().all()
+    edited = torch.where(padding, (source + 7) % VOCABULARY, source)
+    torch.testing.assert_close(
+        model(edited, target, padding, None, padding, lm_labels=labels), loss
+    )

@@ -56,4 +56,18 @@ def tokenizer_has_its_files(run: RunConfig) -> Iterator[str]:
         yield f"--tokenizer-type {t.tokenizer_type} needs {' and '.join(missing)}"
 
 
-CHECKS = (shape_is_given, training_has_a_length, tokenizer_has_its_files)
+def one_number_for_each_size(run: RunConfig) -> Iterator[str]:
+    """A size has two names; the second is that of encoder-decoders."""
+    for name in ("num_layers", "seq_length"):
+        size, other = run.asked[name], run.asked[f"encoder_{name}"]
+        if size is not None and other is not None and size != other:
+            flag = name.replace("_", "-")
+            yield f"--{flag} {size} and --encoder-{flag} {other} are one number: keep one of them"
+
+
+CHECKS = (
+    shape_is_given,
+    one_number_for_each_size,
+    training_has_a_length,
+    tokenizer_has_its_files,
+)
