@@ -108,9 +108,12 @@ def _sum_of_squared(norms: Tensor) -> Tensor:
 def _norms_of_blocks(tensor: Tensor, dtype: torch.dtype) -> list[Tensor]:
     flat = tensor.reshape(-1)
     rest = flat.numel() % _BLOCK
-    parts = [flat[: flat.numel() - rest], flat[flat.numel() - rest :]] if rest else [flat]
-    rows = (part.view(-1, min(_BLOCK, part.numel())) for part in parts)
-    return [torch.linalg.vector_norm(r, dim=1, dtype=dtype) for r in rows]
+    whole = flat[: flat.numel() - rest]
+    # What is converted stays in the cache.
+    parts = [whole] if flat.dtype == dtype else list(whole.split(32 * _BLOCK))
+    parts += [flat[flat.numel() - rest :]] if rest else []
+    rows = (part.to(dtype).view(-1, min(_BLOCK, part.numel())) for part in parts)
+    return [torch.linalg.vector_norm(r, dim=1) for r in rows]
 
 
 def _sorted_by_counting(

@@ -35,7 +35,7 @@ _TOP = {torch.float16: 14, torch.float8_e4m3fn: 7}
 _SMALLEST = {torch.float16: 2.0**-24, torch.float8_e4m3fn: 2.0**-9}
 _BITS = {1: torch.int8, 2: torch.int16}
 # Elements updated at a time: what is made of them in fp32 stays in a CPU's cache.
-_STRETCH_CPU = 2**16
+_STRETCH_CPU = 2**17
 _STRETCH_GPU = 2**26
 
 
@@ -52,7 +52,7 @@ class Kept(ABC):
 
     def write(self, values: Tensor) -> None:
         """Replace all, rounding to nearest; what was read comes back to the bit."""
-        self.put(0, values.reshape(-1))
+        self.put(0, values.detach().reshape(-1))
 
     @abstractmethod
     def stretch(self, start: int, stop: int) -> Tensor:
@@ -60,7 +60,10 @@ class Kept(ABC):
 
     @abstractmethod
     def put(self, start: int, values: Tensor, chance: Tensor | None = None) -> None:
-        """Replace the elements from ``start`` on; rounding up or down by ``chance`` (int32)."""
+        """Replace the elements from ``start`` on, rounding up or down by ``chance`` (int32).
+
+        ``values`` are of no use afterwards.
+        """
 
 
 class Rounded(Kept):
@@ -87,26 +90,29 @@ class Rounded(Kept):
         return values[: stop - start]
 
     def put(self, start: int, values: Tensor, chance: Tensor | None = None) -> None:
-        dtype, count = self.values.dtype, _padded(values.numel())
-        kept = self.values[start : start + count]
-        fresh = torch.zeros(count, device=values.device)
-        fresh[: values.numel()] = values
-        if self.is_square:
-            fresh.sqrt_()
+        dtype, kept = self.values.dtype, self.values[start : start + len(values)]
+        above_zero = values > 0 if self.is_square else None
         if dtype in _TOP:
-            blocks, top = fresh.view(-1, _BLOCK), _TOP[dtype]
-            largest = blocks.abs().amax(1)
-            exponents = ((largest.view(torch.int32) >> 23) - 127 - top).clamp_(-126, 126 - top)
-            self._exponents(start, count).copy_(exponents)
-            # What rounds up to the next power of two would have another exponent when read again.
-            limit = (2.0 - 2.0 ** -_MANTISSA_BITS[dtype]) * 2.0**top
-            blocks.mul_(_power_of_2(-exponents)[:, None]).clamp_(-limit, limit)
-        above_zero = fresh > 0 if self.is_square else None
+            values = self._scaled(start, values.sqrt() if self.is_square else values)
         if chance is not None:
-            fresh[: len(chance)] = _with_noise(fresh[: len(chance)], kept[: len(chance)], chance)
+            values = _with_noise(values, kept, chance)
         if above_zero is not None:  # a moment of 0 makes an update as long as 1 / eps
-            fresh = torch.where(above_zero, fresh.clamp(min=_SMALLEST[dtype]), fresh)
-        kept.copy_(fresh)
+            values = torch.where(above_zero, values.clamp(min=_SMALLEST[dtype]), values)
+        kept.copy_(values)
+
+    def _scaled(self, start: int, values: Tensor) -> Tensor:
+        """``values`` over the powers of two of their blocks, which are written."""
+        dtype, count = self.values.dtype, len(values)
+        blocks = torch.zeros(_padded(count), device=values.device)
+        blocks[:count] = values
+        blocks, top = blocks.view(-1, _BLOCK), _TOP[dtype]
+        largest = blocks.abs().amax(1)
+        exponents = ((largest.view(torch.int32) >> 23) - 127 - top).clamp_(-126, 126 - top)
+        self._exponents(start, blocks.numel()).copy_(exponents)
+        # What rounds up to the next power of two would have another exponent when read again.
+        limit = (2.0 - 2.0 ** -_MANTISSA_BITS[dtype]) * 2.0**top
+        blocks.mul_(_power_of_2(-exponents)[:, None]).clamp_(-limit, limit)
+        return blocks.view(-1)[:count]
 
     def _exponents(self, start: int, count: int) -> Tensor:
         return self.exponents[start // _BLOCK : (start + count) // _BLOCK]
@@ -116,19 +122,20 @@ class Split(Kept):
     """Main parameters in fp32: a bf16 weight and 16 bits beside it."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.upper = weight.view(-1).view(torch.int16)
-        self.lower = torch.zeros_like(self.upper)
+        self.weight = weight.view(-1)
+        self.lower = torch.zeros_like(self.weight, dtype=torch.int16)
         super().__init__(weight.shape, [self.lower])
 
     def stretch(self, start: int, stop: int) -> Tensor:
-        upper, lower = self.upper[start:stop].int(), self.lower[start:stop].int()
-        return (upper << 16).add_(lower).view(torch.float32)
+        values = self.weight[start:stop].float()
+        values.view(torch.int32).add_(self.lower[start:stop].int())
+        return values
 
     def put(self, start: int, values: Tensor, chance: Tensor | None = None) -> None:
-        bits = values.contiguous().view(torch.int32)
-        upper = (bits + 0x8000) >> 16
-        self.upper[start : start + len(bits)] = upper
-        self.lower[start : start + len(bits)] = bits - (upper << 16)
+        bits, stop = values.contiguous().view(torch.int32), start + len(values)
+        upper = (bits + 0x8000).bitwise_right_shift_(16)
+        self.weight[start:stop].view(torch.int16).copy_(upper)
+        self.lower[start:stop].copy_(bits)
 
 
 class Beside(Kept):
@@ -155,7 +162,7 @@ class Stretch:
     values: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     states: list[dict[str, Tensor]] = field(default_factory=list)
-    _read: list[tuple[Kept, int, Tensor, Tensor]] = field(default_factory=list)
+    _read: list[tuple[Kept, int, Tensor, Tensor | None]] = field(default_factory=list)
 
     def add(
         self,
@@ -169,11 +176,12 @@ class Stretch:
         flat = {key: kept for key, kept in state.items() if key != "step"}
         parts = {key: _part_of(kept, span) for key, kept in {"main": param, **flat}.items()}
         main = parts.pop("main")
-        rounded = {key: kept for key, kept in flat.items() if isinstance(kept, Kept)}
-        if rounded:
-            chance = (main.view(torch.int32) >> 16).add_(step.int() * 0x2545F491)
-            taken = {"main": main, **parts}
-            self._read += [(kept, span.start, taken[k], chance) for k, kept in rounded.items()]
+        changed = {key: kept for key, kept in flat.items() if isinstance(kept, Kept)}
+        chance = None
+        if any(not isinstance(kept, Split) for kept in changed.values()):
+            chance = (main.view(torch.int32) >> 16).add_(step.int() * 0x2545F491).mul_(0x165667B1)
+        taken = {"main": main, **parts}
+        self._read += [(kept, span.start, taken[k], chance) for k, kept in changed.items()]
         self.values.append(main)
         self.grads.append(grad.reshape(-1)[span].to(main.dtype))
         self.states.append({"step": step, **parts})
@@ -227,9 +235,9 @@ def _power_of_2(exponents: Tensor) -> Tensor:
 
 def _with_noise(values: Tensor, before: Tensor, chance: Tensor) -> Tensor:
     """fp32 ``values`` cut to the bits of what was kept ``before``, up or down by ``chance``."""
-    dropped = 23 - _MANTISSA_BITS[before.dtype]
-    noise = before.view(_BITS[before.dtype.itemsize]).int()
-    noise = (noise * 0x9E3779B + chance) * 0x27D4EB2F
-    noise = (noise ^ ((noise >> 15) & 0x1FFFF)) * 0x165667B1
-    noise = ((noise ^ ((noise >> 13) & 0x7FFFF)) >> 9) & ((1 << dropped) - 1)
-    return (values.view(torch.int32) + noise).bitwise_and_(-(1 << dropped)).view(torch.float32)
+    kept_bits = _MANTISSA_BITS[before.dtype] + 9
+    noise = before.view(_BITS[before.dtype.itemsize]).int().mul_(0x9E3779B)
+    noise.bitwise_xor_(chance).mul_(0x27D4EB2F).bitwise_right_shift_(kept_bits)
+    noise.bitwise_and_((1 << (32 - kept_bits)) - 1)
+    bits = values.view(torch.int32).add_(noise)
+    return bits.bitwise_and_(-(1 << (32 - kept_bits))).view(torch.float32)
