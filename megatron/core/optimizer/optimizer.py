@@ -194,6 +194,8 @@ class MegatronOptimizer:
     def _publish(self) -> None:
         """Let the model have what was updated.  Collective where parameters are divided."""
         copy_main_to_model([p for p in self.params if not p.host])
+        # An update in place by a fused kernel leaves the version, which copies of weights go by.
+        torch.autograd.graph.increment_version([p.model for p in self.params])
 
     def _publish_loaded(self) -> None:
         """Let the model have what was loaded.  Weights that are main themselves are the model's."""
@@ -201,8 +203,6 @@ class MegatronOptimizer:
         copy_main_to_model([p for p in on_host if p.has_main])
         copy_model_to_main([p for p in on_host if not p.has_main])
         self._publish()
-        # An update in place by a fused kernel leaves the version, which copies of weights go by.
-        torch.autograd.graph.increment_version([p.model for p in self.params])
 
     def scalar_state(self) -> dict[str, Any]:
         """What is one value for all ranks, as JSON: updates done, the loss scale, the groups.

@@ -68,6 +68,18 @@ def torch_adam(groups: list[dict]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_moves_the_version_of_every_weight(
+    alone: ProcessGroupCollection, dtype: torch.dtype
+):
+    """Layers that keep a quantised copy go by it; a fused update in place leaves it."""
+    run = Run(alone, dtype=dtype)
+    versions = [param._version for param in run.model.parameters()]
+    run.step()
+    now = [param._version for param in run.model.parameters()]
+    assert all(a > b for a, b in zip(now, versions, strict=True))
+
+
 @pytest.mark.feature("Training: AdamW with the bits of torch.optim, SGD, clipping by global norm")
 def test_adam_is_torchs_adamw_to_the_bit(alone: ProcessGroupCollection):
     run, plain = Run(alone, clip_grad=0.0), TinyModel()
