@@ -79,6 +79,16 @@ def muon_updates_matrices_at_once(run: RunConfig) -> Iterator[str]:
         )
 
 
+def the_format_has_room_for_the_optimizer(run: RunConfig) -> Iterator[str]:
+    """Some formats number parameters as Adam alone has them."""
+    o, formats = run.optimizer, ("torch", "torch_dcp")
+    if o.has_muon and run.checkpoint.save and run.checkpoint.ckpt_format in formats:
+        yield (
+            f"--ckpt-format {run.checkpoint.ckpt_format} has no room for two kinds of state, which "
+            f"--optimizer {o.optimizer} has: use safetensors_dist or torch_dist"
+        )
+
+
 def host_memory_holds_what_it_can(run: RunConfig) -> Iterator[str]:
     """A share of what is updated number by number."""
     o = run.optimizer
@@ -99,6 +109,7 @@ CHECKS = (
     decoupled_learning_rates_are_ordered,
     means_converge,
     muon_updates_matrices_at_once,
+    the_format_has_room_for_the_optimizer,
     host_memory_holds_what_it_can,
     weight_decay_follows_its_style,
 )
