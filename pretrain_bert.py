@@ -38,9 +38,9 @@ def loss_func(
     reported = {"lm loss": torch.stack([loss.detach(), num_tokens])}
     if order is not None:
         assert sentence_order is not None, "the binary head needs is_random"
-        is_real = (loss_mask.sum(1) > 0).float()  # samples that fill a batch up bear no loss
-        sums = F.cross_entropy(order.float(), sentence_order, reduction="none") @ is_real
-        num_samples = is_real.sum()
+        sums = F.cross_entropy(order.float(), sentence_order, ignore_index=-1, reduction="sum")
+        num_samples = (sentence_order >= 0).float().sum()  # others fill a batch up
+        num_tokens = num_tokens.clamp(min=1)  # it counts also where no token is hidden
         loss = loss + sums / num_samples.clamp(min=1) * num_tokens
         reported["sop loss"] = torch.stack([sums.detach(), num_samples])
     return loss, num_tokens.to(torch.int), reported

@@ -33,7 +33,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
 
     text; types (0 for A, 1 for B); labels (-1 where nothing is predicted); loss_mask (1 where a
     token is predicted); padding_mask (1 for tokens, 0 for padding); is_random (whether B comes
-    first); truncated (whether text was cut off).
+    first; -1 in a sample without loss); truncated (whether text was cut off).
     """
 
     config: BERTMaskedWordPieceDatasetConfig
@@ -81,6 +81,9 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
             "padding_mask": padding_mask,
             "truncated": int(excess > 0),
         }
+
+    def _without_loss(self, item: dict[str, Any]) -> dict[str, Any]:
+        return super()._without_loss(item) | {"is_random": -1}
 
     def _joined(
         self, parts: list[tuple[np.ndarray, np.ndarray]]

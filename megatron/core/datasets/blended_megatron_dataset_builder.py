@@ -176,7 +176,8 @@ class BlendedMegatronDatasetBuilder:
             cut = f" (--split {self.config.split})" if self.config.split else ""
             cure = "" if Split(i) is Split.train else ", or no use (--eval-iters 0)"
             raise DataError(
-                f"the {Split(i).name} split of {prefix} is empty: its share of {count} sequences "
+                f"the {Split(i).name} split of {prefix} is empty: its share of {count} "
+                f"{self.cls.split_unit} "
                 f"is {begin} to {end}{cut}, and {wanted} asked for; give it a larger share, or "
                 f"data of its own{cure}"
             )

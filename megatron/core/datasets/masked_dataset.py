@@ -73,6 +73,7 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     config: MaskedWordPieceDatasetConfig
     dataset: IndexedDataset
+    split_unit = "documents"
     special_tokens: tuple[str, ...]  # that samples are made of, by their names in a tokenizer
 
     def __init__(
@@ -145,9 +146,11 @@ class MaskedWordPieceDataset(MegatronDataset):
         random = np.random.Generator(np.random.Philox(key=np.array(key, np.uint64)))
         sentences, target_length = self._sentences(number, random)
         item = self._sample(sentences, target_length, random)
-        if idx is None:
-            item["loss_mask"] = np.zeros_like(item["loss_mask"])
-        return item
+        return self._without_loss(item) if idx is None else item
+
+    def _without_loss(self, item: dict[str, Any]) -> dict[str, Any]:
+        """A sample that fills a batch up."""
+        return item | {"loss_mask": np.zeros_like(item["loss_mask"])}
 
     @abstractmethod
     def _sample(

@@ -31,6 +31,8 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, Any]]):
     format.
     """
 
+    split_unit = "sequences"  # of which splits are made
+
     def __init__(
         self,
         dataset: LowLevelDataset,

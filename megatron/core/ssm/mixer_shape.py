@@ -82,6 +82,7 @@ def mixer_problems(config: TransformerConfig) -> Iterator[str]:
             f"--mamba-num-groups {groups} does not divide the {heads} heads of a Mamba layer: give "
             "a divisor, or another --mamba-num-heads"
         )
+        return
     for flag, count in (("--mamba-num-groups", groups), ("--mamba-num-heads", heads)):
         if count % tp:
             yield (

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import pretrain_bert
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.bert import bert_layer_specs
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
@@ -211,3 +212,21 @@ def test_the_spec_of_transformer_engine_is_made_when_asked_for() -> None:
     }
     with pytest.raises(AttributeError):
         bert_layer_specs.no_such_spec  # noqa: B018
+
+
+def test_the_order_counts_in_samples_with_nothing_hidden_and_not_in_filler() -> None:
+    losses, order = torch.zeros(3, 8), torch.randn(3, 2)
+    nothing_hidden, is_random = torch.zeros(3, 8), torch.tensor([1, 0, -1])
+    loss, num_tokens, told = pretrain_bert.loss_func(nothing_hidden, is_random, (losses, order))
+    wanted = F.cross_entropy(order[:2], is_random[:2])
+    torch.testing.assert_close(loss / num_tokens, wanted)
+    torch.testing.assert_close(told["sop loss"], torch.stack([2 * wanted, torch.tensor(2.0)]))
+
+
+def test_the_output_scale_is_applied() -> None:
+    plain, scaled = bert(), bert({"output_scale": 0.5})
+    given = batch()
+    arguments = given["ids"], given["mask"], given["types"]
+    assert not torch.equal(plain(*arguments)[0], scaled(*arguments)[0])
+    told = [m(*arguments, lm_labels=given["labels"])[0] for m in (plain, scaled)]
+    assert not torch.equal(*told)

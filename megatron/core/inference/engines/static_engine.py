@@ -50,7 +50,8 @@ class Generator:
         """
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token")
-        room = self.max_sequence_length - len(prompt)
+        is_read_apart = self.decoder_start is not None  # by an encoder, and leaves the room alone
+        room = self.max_sequence_length - len(prompt) + is_read_apart
         if room <= 0:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, the model takes {self.max_sequence_length}: "

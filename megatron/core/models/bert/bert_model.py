@@ -183,10 +183,7 @@ class BertModel(LanguageModule):
 
     def losses_of_all(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The same by the logits of all tokens."""
-        logits, _ = self.output_layer(
-            self.lm_head(hidden), self.output_weight(), runtime_gather_output=False
-        )
-        return self.compute_language_model_loss(labels, self.cap(logits))
+        return self.token_losses(self.lm_head(hidden), labels)
 
 
 def _hidden_keys(attention_mask: Tensor | None) -> Tensor | None:

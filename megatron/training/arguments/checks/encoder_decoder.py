@@ -112,7 +112,23 @@ def both_sequences_fit_sequence_parallel(run: RunConfig) -> Iterator[str]:
         )
 
 
+def distances_fill_their_buckets(run: RunConfig) -> Iterator[str]:
+    """Each side has near distances with buckets of their own, and far ones behind them."""
+    m = run.model
+    if run.language_model.position_embedding_type != "relative":
+        return
+    buckets, farthest = m.relative_attention_num_buckets, m.relative_attention_max_distance
+    if buckets < 4:
+        yield f"--relative-attention-num-buckets {buckets}: at least 4 are needed"
+    elif farthest <= buckets // 2:
+        yield (
+            f"--relative-attention-max-distance {farthest}: {buckets // 2} buckets hold near "
+            "distances alone, give more than that or fewer --relative-attention-num-buckets"
+        )
+
+
 CHECKS = (
+    distances_fill_their_buckets,
     halves_have_stages_of_their_own,
     encoder_decoder_is_asked_what_it_has,
     both_sequences_fit_sequence_parallel,

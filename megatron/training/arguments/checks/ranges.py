@@ -11,6 +11,8 @@ AT_LEAST: dict[str, tuple[str, float]] = {
     "micro_batch_size": ("--micro-batch-size", 1),
     "global_batch_size": ("--global-batch-size", 1),
     "num_layers": ("--num-layers", 1),
+    "decoder_num_layers": ("--decoder-num-layers", 1),
+    "decoder_seq_length": ("--decoder-seq-length", 1),
     "hidden_size": ("--hidden-size", 1),
     "muon_num_ns_steps": ("--muon-num-ns-steps", 1),
     "mtp_num_layers": ("--mtp-num-layers", 0),
