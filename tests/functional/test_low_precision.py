@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.training.conversion.convert import HF, Wanted, convert
 from tests import tolerances
 from tests.distributed.layouts import compare, trace
 from tests.functional.runs import TINY, losses, refusal, run_gpt
@@ -92,6 +93,10 @@ def test_a_run_may_go_over_to_fp8_and_back(tmp_path: Path) -> None:
         steps = ["--train-iters", str(2 * count)]
         found = run_gpt(tmp_path, *steps, *flags.split(), base=base)
         assert found[-1]["iteration"] == 2 * count
+        if count == 2:  # other formats have no place for histories, and none is needed
+            for form in ("torch", HF):
+                target = tmp_path / form
+                convert(Wanted(source=Path(root), target=target, format=form, verify=False))
 
 
 def test_a_width_that_no_check_knows_is_named() -> None:

@@ -27,8 +27,8 @@ STRICTNESS = {
     "ignore_all": ("ignore", "ignore"),
 }
 _SHOWN = 8
-# What a run may start without, or leave behind: scales of fp8 are found anew.
-_MAY_DIFFER = ".quantizer.amax_history"
+# What a run or another format may do without: scales of fp8 are found anew.
+AMAX_HISTORY = ".quantizer.amax_history"
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def judge(differences: Differences, strictness: str, folder: object) -> str | No
     )
     problems: list[str] = []
     for action, differing, sentence in sentences:
-        keys = [key for key in differing if not key.endswith(_MAY_DIFFER)]
+        keys = [key for key in differing if not key.endswith(AMAX_HISTORY)]
         text = f"{folder}: " + sentence.format(n=len(keys), names=shorten(keys))
         if keys and action == "raise":
             problems.append(text)

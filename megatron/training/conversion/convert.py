@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.serialization import (
     publish,
     write,
 )
+from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training.arguments.legacy import flat_values
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.resolve import resolve
@@ -57,7 +58,7 @@ HF = "hf"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BESIDE = "huggingface"  # folder beside our checkpoints: config.json, tokenizer, generation config
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
-_ALWAYS_FP32 = ".router.expert_bias"
+_ALWAYS_FP32 = (".router.expert_bias", AMAX_HISTORY)
 _EMBEDDING = "embedding.word_embeddings.weight"
 # What shapes a model beside the flags of --use-checkpoint-args, and what any run needs.
 _MORE = ("bias_gelu_fusion", "bias_swiglu_fusion", "tokenizer_model", "encoder_num_layers")

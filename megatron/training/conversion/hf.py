@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training.conversion.families import FAMILIES
 from megatron.training.conversion.family import Config, Family
 from megatron.training.conversion.quantized import plain_numbers
@@ -206,6 +207,7 @@ def export_model(
     Raises CheckpointError unless the tensors are those of ``shape``.
     """
     letters = tensors_of(shape)
+    tensors = {name: t for name, t in tensors.items() if not name.endswith(AMAX_HISTORY)}
     if letters.keys() != tensors.keys():
         names = sorted(letters.keys() ^ tensors.keys())
         raise CheckpointError(

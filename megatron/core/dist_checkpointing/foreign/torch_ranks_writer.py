@@ -61,7 +61,7 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.core.dist_checkpointing.validation import shorten
+from megatron.core.dist_checkpointing.validation import AMAX_HISTORY, shorten
 from megatron.core.param_info import ParamInfo
 from megatron.core.rank_grid import RankGrid
 
@@ -157,7 +157,8 @@ class _Tree:
         stages = range(self.pp * self._num_chunks())
         every = range(int(self.args.get("num_experts") or 0))
         placed = {n for s in stages for _, n in self._names(s % self.pp, s // self.pp, every)}
-        lost = [key for key in self.reader.tensors if split_state(key)[1] not in placed]
+        names = (key for key in self.reader.tensors if not key.endswith(AMAX_HISTORY))
+        lost = [key for key in names if split_state(key)[1] not in placed]
         if lost:
             raise CheckpointError(
                 f"format torch has no place for {shorten(lost)}: use --ckpt-format torch_dist"
