@@ -37,7 +37,7 @@ def _write_width(shape: ModelShape) -> dict[str, Any]:
 
 def _read_width(config: Config) -> dict[str, Any]:
     asked = int(config.get("expand", 2) * config["hidden_size"])
-    inner = config["num_heads"] * config["head_dim"]
+    inner = config.get("num_heads", 128) * config.get("head_dim", 64)
     if inner != asked:
         raise CheckpointError(
             f"config.json has expand {config.get('expand', 2)}, a width of {asked}: its heads are "

@@ -80,6 +80,10 @@ def _projections(ours: str, theirs: str) -> dict[str, str]:
     return {f"{ours}.{mine}.weight": f"{theirs}.{its}.weight" for mine, its in pairs.items()}
 
 
+# transformers takes steps of at least this, which no model was trained with; its logarithm is asked
+# for too.
+_STEPS = Field(lambda config: {}, lambda shape: {"time_step_min": 1e-20})
+
 FAMILY = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
@@ -109,6 +113,7 @@ FAMILY = Family(
         demand("tie_word_embeddings", False),
         demand("sliding_window", None),
         demand("num_nextn_predict_layers", 0),
+        _STEPS,
         *PLAIN,
     ),
     outside=OUTSIDE,
