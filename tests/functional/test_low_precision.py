@@ -48,6 +48,8 @@ def test_gathered_codes_are_what_layers_make_of_gathered_weights(tmp_path: Path)
     plain = losses(run_gpt(tmp_path, *flags, base=SHORT, world_size=2))
     coded = losses(run_gpt(tmp_path, *flags, "--fp8-param-gather", base=SHORT, world_size=2))
     assert coded == plain
+    flags += ["--fp8-param-gather", "--use-precision-aware-optimizer"]
+    assert losses(run_gpt(tmp_path, *flags, base=SHORT, world_size=2)) == plain
 
 
 RECOMPUTE = {

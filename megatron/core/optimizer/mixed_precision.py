@@ -108,7 +108,7 @@ def _record(
     if on_host:
         host = HostPlace(values, getattr(param, "main_grad", param).dtype, config)
         main = host.main
-    elif is_half and param.dtype not in _directly(config):
+    elif is_half and param.dtype not in _directly(config, info):
         main = nn.Parameter(values.float())
     else:
         is_same = part is None and local is param and not is_half
@@ -122,11 +122,12 @@ def _record(
     return OptimizedParam(name, info, param, main, part, host)
 
 
-def _directly(config: OptimizerConfig) -> tuple[torch.dtype, ...]:
+def _directly(config: OptimizerConfig, info: ParamInfo) -> tuple[torch.dtype, ...]:
     """16-bit formats of parameters that have no fp32 main parameter beside them."""
-    if not config.use_precision_aware_optimizer:
-        return ()
     is_whole = config.main_params_dtype == "fp32"  # 16 bits beside 16 of bf16; not of fp16
+    # What was gathered as codes is no longer the upper half of anything.
+    if not config.use_precision_aware_optimizer or (is_whole and info.travels_as_codes):
+        return ()
     return (torch.bfloat16,) if is_whole else (torch.bfloat16, torch.float16)
 
 
