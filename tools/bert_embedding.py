@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config.errors import ConfigError
+from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.embedding import (
     Corpus,
     huggingface_embedder,
@@ -62,12 +63,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ConfigError(
             f"--json-keys {' '.join(args.json_keys)}: one text a vector, give one key"
         )
+    source = args.load
     if args.bert_embedder_type == "huggingface":
         embedder = huggingface_embedder(args.load, device_kind=args.device)
     else:
         embedder = megatron_embedder(args.load, step=args.ckpt_step, device_kind=args.device)
+        source = open_checkpoint(args.load, args.ckpt_step).folder
     corpus = Corpus(args.input, record_format(args), embedder)
-    origin = f"{args.load} {args.ckpt_step} {args.input} {' '.join(args.json_keys)}"
+    origin = f"{args.bert_embedder_type} {source} {args.input} {' '.join(args.json_keys)}"
     kept = write_vectors(
         corpus, embedder, args.output, batch_size=args.micro_batch_size, origin=origin
     )

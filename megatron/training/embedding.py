@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from megatron.core.optional import require
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.checkpointing.run_tensors import RunParts
+from megatron.training.conversion.hf_folder import has_tokenizer
 from megatron.training.generation import generation_config
 from megatron.training.initialize import start
 from megatron.training.models.registry import build_stage
@@ -68,9 +70,15 @@ def megatron_embedder(load: str, *, step: int | None = None, device_kind: str = 
         found: Tensor = model(ids, mask, tokentype_ids=kinds)
         return found
 
+    def ids_of(text: str) -> list[int]:
+        """Some tokenizers put special tokens around a text by themselves."""
+        ids: list[int] = tokenizer.tokenize(text)
+        ids = ids[1:] if ids[:1] == [tokenizer.cls] else ids
+        return ids[:-1] if ids[-1:] == [tokenizer.sep] else ids
+
     assert lm.max_position_embeddings is not None, "resolve() has checked it"
     return Embedder(
-        tokenizer.tokenize,
+        ids_of,
         vectors,
         tokenizer.cls,
         tokenizer.sep,
@@ -83,6 +91,9 @@ def megatron_embedder(load: str, *, step: int | None = None, device_kind: str = 
 def huggingface_embedder(folder: str, *, device_kind: str = "auto") -> Embedder:
     """The model in a local folder, on this process alone."""
     transformers = require("transformers", "--bert-embedder-type huggingface")
+    path = Path(folder)
+    if path.is_dir() and not has_tokenizer(path):
+        raise ConfigError(f"--load {folder}: no tokenizer is beside the model; put its files there")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
@@ -186,6 +197,6 @@ def _rows_done(part: str, done: str, origin: str, shape: tuple[int, int]) -> int
         with open(done, encoding="utf-8") as file:
             noted = json.load(file)
         is_same = noted["origin"] == origin and np.load(part, mmap_mode="r").shape == shape
-    except (OSError, ValueError):
+    except (OSError, ValueError, EOFError):
         return 0
     return int(noted["rows"]) if is_same else 0

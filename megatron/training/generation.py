@@ -186,7 +186,7 @@ def saved_namespace(asked: Mapping[str, Any]) -> argparse.Namespace:
     namespace = argparse.Namespace(**vars(build_parser().parse_args([])))
     known = vars(namespace)
     for dest, value in asked.items():
-        if dest in known:
+        if dest in known and (value is not None or known[dest] is None):  # None: nothing was said
             known[dest] = _as_parsed(known[dest], value)
     return namespace
 

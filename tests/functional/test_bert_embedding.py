@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.training import embedding, generation
 from tests.functional.runs import TINY, run_gpt
 from tests.ranks import run_ranks
 from tools import bert_embedding
+from tools.checkpoint.convert import main as convert_main
 
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"a b c d e f g h ##i ##j".split()]
 TEXTS = ["a b ci", "", "d", "e f g h ai bj " * 9, "ci di ei"]
@@ -135,6 +137,36 @@ def test_a_folder_of_hugging_face(tmp_path: Path, saved: Path) -> None:
         with torch.no_grad():
             hidden = model(**tokenizer(TEXTS[i], return_tensors="pt")).last_hidden_state[0]
         np.testing.assert_allclose(vectors[i], hidden[1:-1].mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_bert_that_came_from_hugging_face_embeds_as_there(tmp_path: Path, saved: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=len(VOCAB), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=16,
+    )  # fmt: skip
+    transformers.BertModel(config).eval().save_pretrained(tmp_path / "bare")
+    words = flags(saved, tmp_path / "no.npy", "--bert-embedder-type", "huggingface")
+    words[words.index("--load") + 1] = str(tmp_path / "bare")
+    with pytest.raises(ConfigError, match="no tokenizer is beside the model"):
+        bert_embedding.main([*words, "--device", "cpu"])
+    fast = transformers.BertTokenizerFast(vocab={t: i for i, t in enumerate(VOCAB)})
+    for name in ("tokenizer.json", "vocab.txt"):  # either alone is enough
+        folder = tmp_path / name
+        shutil.copytree(tmp_path / "bare", folder)
+        if name == "tokenizer.json":
+            fast.save_pretrained(folder)
+        else:
+            shutil.copy(saved / name, folder)
+        convert_main(["--from", str(folder), "--to", str(folder / "ours")])
+        for kind, load in (("huggingface", folder), ("megatron", folder / "ours")):
+            words = flags(saved, tmp_path / f"{kind}.npy", "--bert-embedder-type", kind)
+            words[words.index("--load") + 1] = str(load)
+            run_ranks(embed, 1, words)
+        theirs, ours = (np.load(tmp_path / f"{kind}.npy") for kind in ("huggingface", "megatron"))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+        for kind in ("huggingface", "megatron"):
+            (tmp_path / f"{kind}.npy").unlink()
 
 
 def write_text(rank: int, world_size: int, load: str) -> None:

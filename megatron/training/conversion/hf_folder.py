@@ -165,7 +165,7 @@ def files_beside(folder: Path) -> list[Path]:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether `transformers` or `tokenizers` can build a tokenizer from ``folder``."""
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    names = "tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "vocab.txt"
     return any((folder / name).exists() for name in names)
 
 

@@ -26,14 +26,15 @@ class TokenizerSpec:
 
     @classmethod
     def of(cls, source: object) -> TokenizerSpec:
-        """Pick the fields out of a namespace or a config; what it lacks keeps the default."""
+        """Pick the fields out of a namespace or a config; None there, or nothing: the default."""
         if dataclasses.is_dataclass(source):
             names = {f.name for f in dataclasses.fields(source)}
             values = {name: getattr(source, name) for name in names}
         else:
             values = vars(source)
         known = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+        said = {name: value for name, value in values.items() if value is not None}
+        return cls(**{name: value for name, value in said.items() if name in known})
 
     def need(self, field: str) -> Any:
         """The value of ``field``, which this type of tokenizer cannot do without."""
