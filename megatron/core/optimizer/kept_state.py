@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -203,11 +204,15 @@ def stretches(
     Whoever takes a stretch puts it back before the next.
     """
     length = _STRETCH_GPU if device.is_cuda(params[0].device) else _STRETCH_CPU
+    are_plain = [
+        grad.dtype == param.dtype and not any(isinstance(kept, Kept) for kept in state.values())
+        for param, grad, state in zip(params, grads, states, strict=True)
+    ]
+    if all(are_plain):
+        yield Stretch(list(params), list(grads), cast(list[dict[str, Tensor]], list(states)))
+        return
     stretch, filled = Stretch(), 0
-    for param, grad, state in zip(params, grads, states, strict=True):
-        is_plain = grad.dtype == param.dtype and not any(
-            isinstance(s, Kept) for s in state.values()
-        )
+    for param, grad, state, is_plain in zip(params, grads, states, are_plain, strict=True):
         width = max(1, param.numel()) if is_plain else length
         for start in range(0, max(1, param.numel()), width):
             span = slice(start, min(start + width, param.numel()))
