@@ -125,11 +125,13 @@ def _from_hf(wanted: Wanted, say: Say) -> Source:
         heads = ", ".join(dict.fromkeys(name.partition(".")[0] for name in model.fresh))
         say(f"the weights have no {heads}: these get values to begin with")
     args = vars(build_parser().parse_args([])) | args_of(model.shape) | _precision(_dtype_of(model))
-    args |= _TO_RESOLVE | _tokenizer_args(wanted, model.shape, say) | {"vocab_extra_ids": None}
+    args |= _TO_RESOLVE | _tokenizer_args(wanted, model.shape) | {"vocab_extra_ids": None}
     if wanted.verify:
         run = run_config(args)
         size = model.shape.vocab_size
         say(compare_logits(wanted.source, run, model.tensors, size, model.fresh))
+    if not hf_folder.has_tokenizer(wanted.source):
+        say(f"{wanted.source} has no tokenizer that is known here: give the runs one")
     return Source(tensors=model.tensors, args=args, common={}, layout={}, beside=wanted.source)
 
 
@@ -331,11 +333,10 @@ def _vocab_size(source: Source, wanted: Wanted) -> int:
     return tokens if padded_vocab_size(tokens, multiple, tp) == rows else rows
 
 
-def _tokenizer_args(wanted: Wanted, shape: ModelShape, say: Say) -> dict[str, Any]:
+def _tokenizer_args(wanted: Wanted, shape: ModelShape) -> dict[str, Any]:
     """The tokenizer that came with the model; rows of the embedding, where it has fewer tokens."""
     rows = shape.vocab_size
     if not hf_folder.has_tokenizer(wanted.source):
-        say(f"{wanted.source} has no tokenizer that is known here: give the runs one")
         return {"tokenizer_type": "NullTokenizer", "vocab_size": rows - 1}  # one more is its EOD
     found = {
         "tokenizer_type": "HuggingFaceTokenizer",
