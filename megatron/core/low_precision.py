@@ -90,7 +90,9 @@ def codes_of(x: Tensor, to: Format, scale: Tensor) -> Tensor:
 def largest(x: Tensor, block: Block | None = None) -> Tensor:
     """The largest magnitude in ``x`` [], or in each block of it; NaN where it holds one."""
     if block is None:
-        return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
+        if not x.numel():
+            return torch.zeros((), device=x.device)
+        return torch.linalg.vector_norm(x, torch.inf).float()
     (rows, columns), (high, wide) = x.shape, block
     padded = F.pad(x.abs(), (0, -columns % wide, 0, -rows % high))
     cut = padded.view(len(padded) // high, high, padded.shape[1] // wide, wide)
@@ -120,11 +122,7 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> 
 
 def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """`product` by torch's own operation, which wants 16 values of k at a time."""
-    missing = -a.codes.shape[1] % 16
-    left, right = (
-        F.pad(m.codes.contiguous().view(torch.uint8), (0, missing)).view(m.codes.dtype)
-        for m in (a, b)
-    )
+    left, right = _in_sixteens(a.codes), _in_sixteens(b.codes)
     return torch._scaled_mm(
         left,
         right.t(),
@@ -133,6 +131,14 @@ def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor
         out_dtype=dtype,
         use_fast_accum=fast and device.is_cuda(left.device),
     )
+
+
+def _in_sixteens(codes: Tensor) -> Tensor:
+    """Contiguous, zeros behind each row."""
+    codes, missing = codes.contiguous(), -codes.shape[1] % 16
+    if not missing:
+        return codes
+    return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype)
 
 
 def rotated(x: Tensor) -> Tensor:

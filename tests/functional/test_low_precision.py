@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from megatron.training.conversion.convert import HF, Wanted, convert
 from tests import tolerances
-from tests.distributed.layouts import compare, trace
+from tests.distributed.layouts import Trace, compare, trace
 from tests.functional.runs import TINY, losses, refusal, run_gpt
 from tests.ranks import run_ranks
 
@@ -29,16 +30,21 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@functools.cache
+def traced(world_size: int, flags: str) -> list[Trace]:
+    """What the ranks of a run saw."""
+    argv = [*SHORT, *WIDE.split(), "--log-num-zeros-in-grad", *flags.split()]
+    found = run_ranks(trace, world_size, argv, False, True, timeout_s=240)
+    return [rank for process in found for rank in process]
+
+
 @pytest.mark.feature("Precision: fp8 training gives one process's numbers in other layouts")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_computes_what_one_process_computes(name: str) -> None:
     """In fp64 around the products, so that the order of sums moves nothing to another code."""
     recipe, world_size, layout = LAYOUTS[name]
-    base = [*SHORT, *WIDE.split(), "--log-num-zeros-in-grad", *recipe.split()]
-    found = run_ranks(trace, world_size, [*base, *layout.split()], False, True, timeout_s=240)
-    (alone,) = run_ranks(trace, 1, base, False, True, timeout_s=240)[0]
-    ranks = [rank for process in found for rank in process]
-    assert compare(ranks, alone, tolerances.LAYOUT[torch.float64]) == []
+    ranks = traced(world_size, f"{recipe} {layout}")
+    assert compare(ranks, *traced(1, recipe), tolerances.LAYOUT[torch.float64]) == []
 
 
 @pytest.mark.feature("Precision: --fp8-param-gather moves weights as bytes, with the same numbers")
