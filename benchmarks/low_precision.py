@@ -26,6 +26,7 @@ from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = {
     "fp32": "",
+    "fp32, summed in another order": "--micro-batch-size 4",
     "bf16": "--bf16",
     "delayed": "--bf16 --fp8-format hybrid --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
     "tensorwise": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise",
@@ -44,8 +45,8 @@ def command_line(folder: Path, steps: int, name: str) -> list[str]:
         "--device cpu --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
         "--max-position-embeddings 128 --position-embedding-type rope --normalization RMSNorm "
         "--swiglu --ffn-hidden-size 384 --disable-bias-linear --attention-dropout 0 "
-        f"--hidden-dropout 0 --micro-batch-size 4 --global-batch-size 4 --train-iters {steps} "
-        "--lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 "
+        f"--hidden-dropout 0 --micro-batch-size 8 --global-batch-size 8 --train-iters {steps} "
+        "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 20 --weight-decay 0.1 "
         "--adam-beta2 0.95 --clip-grad 1.0 --tokenizer-type NullTokenizer --vocab-size 256 "
         f"--num-workers 0 --log-interval 1 --eval-interval {steps} --eval-iters 0 "
         f"--no-create-attention-mask-in-dataloader --split 100,0,0 --data-path {folder}/text "
