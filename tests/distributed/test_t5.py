@@ -181,7 +181,7 @@ def test_a_pipeline_needs_to_know_where_the_decoder_begins() -> None:
 
 
 T5 = (
-    "--model-kind t5 --decoder-num-layers 3 --decoder-seq-length 12 --encoder-num-layers 4 "
+    "--model-kind t5 --decoder-num-layers 3 --decoder-seq-length 12 --num-layers 4 "
     "--position-embedding-type relative"
 ).split()
 # Flags of the layout, the features beside them, sizes.
