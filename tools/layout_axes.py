@@ -272,6 +272,21 @@ class Case:
         return prod(self._degree(axis) for axis in AXES)
 
     @property
+    def has_alternatives(self) -> bool:
+        """Whether it is nonsense: two features of one group, as where one needs another's."""
+        return len({FEATURES[name].group for name in self.features}) < len(self.features)
+
+    @property
+    def is_of_micro_batch(self) -> bool:
+        """Whether another micro-batch size is another answer.
+
+        The loss is a mean over means of micro-batches that differ, or something is defined so.
+        """
+        differ = {"padded", "eod-mask", "t5"} & self.features  # in how many tokens bear a loss
+        by_definition = any(FEATURES[name].is_of_micro_batch for name in self.features)
+        return by_definition or bool(differ and "per-token-loss" not in self.features)
+
+    @property
     def batch(self) -> int:
         """Samples of a step."""
         replicas = self._degree("dp") * self._degree("instances")
@@ -282,17 +297,9 @@ class Case:
         return self._words(self.features, self.sizes.micro)
 
     def command_alone(self) -> list[str]:
-        """The same model and batch in one process.
-
-        In one micro-batch, unless the loss is a mean over means of micro-batches that differ, or
-        something is defined by the micro-batch.
-        """
-        differ = {"padded", "eod-mask", "t5"} & self.features  # in how many tokens bear a loss
-        same = (differ and "per-token-loss" not in self.features) or any(
-            FEATURES[name].is_of_micro_batch for name in self.features
-        )
+        """The same model and batch in one process; in one micro-batch where that is the same."""
         kept = {name for name in self.features if not FEATURES[name].is_layout}
-        return self._words(kept, self.sizes.micro if same else self.batch)
+        return self._words(kept, self.sizes.micro if self.is_of_micro_batch else self.batch)
 
     def numbers(self) -> dict[str, object]:
         """What stands for the names in the flags."""

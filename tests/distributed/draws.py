@@ -94,8 +94,7 @@ def draw(seed: int, of: str | None = None) -> Draw:
 def _problems(case: Case) -> list[str]:
     if not 1 < case.world_size <= MAX_RANKS:  # with axes that others need
         return ["N ranks are not several, or more than a test starts"]
-    groups = [FEATURES[name].group for name in case.features]
-    if len(set(groups)) < len(groups):  # one needs an alternative of the other
+    if case.has_alternatives:
         return ["alternatives of each other"]
     return refusals(case.command(), case.num_processes) + refusals(case.command_alone(), 1)
 

@@ -48,10 +48,10 @@ DEGREES = {
     "instances": (1, 1, 2),
 }
 # Groups of features that say where a value lies, and of those that say which values there are.
-LAYOUT = (*AXES, "sequence", "schedule", "stages", "mapping", "ep", "etp")
+LAYOUT = (*AXES, "sequence", "schedule", "stages", "mapping", "ep", "etp", "halves")
 REDUCTION = ("gather", "reduce", "buckets", "bucket ends")  # of a wrapper that is not sharded
 MODEL = ("optimizer", "output", "heads", "positions", "ahead", "norm", "mlp", "bias", "scores")
-MODEL += ("shared", "gate", "which layers", "attention")
+MODEL += ("shared", "gate", "which layers", "attention", "layers")
 # Over replicas: features, and what has no feature.
 FORMATS = ("safetensors_dist", "safetensors_dist", "torch_dist", "torch")
 SHARDED = ("", "zero-1", "zero-1", "zero-1", "fsdp2", "hsdp", "optim_grads", "optim_grads_params")
@@ -79,11 +79,16 @@ def draw(seed: int, max_ranks: int = 8) -> Pair:
     rng, refused = random.Random(seed), 0
     while True:
         model = {name for name, f in FEATURES.items() if f.group in MODEL and not f.is_layout}
-        has_experts = rng.random() < 0.4
-        chosen = _some(rng, model, has_experts) | ({"experts"} if has_experts else set())
+        chosen = {"experts"} if rng.random() < 0.4 else set()
+        wished = _some(rng, {n for n in model if chosen or "experts" not in with_needs([n])})
         chosen |= {"bf16"} if rng.random() < 0.4 else set()
         layers, vocab = rng.choice((4, 4, 6)), rng.choice((60, 96, 101))
         kind = rng.choice(FORMATS)
+        shuffled = rng.sample(sorted(wished), len(wished))
+        for name in sorted(shuffled, key=lambda name: FEATURES[name].group != "layers"):
+            wider = case_of({*chosen, name}, Sizes(depth=layers, vocab=vocab))
+            if not (wider.has_alternatives or refusals(wider.command(), 1)):
+                chosen.add(name)
         cases: list[Case] = []
         for _ in range(500):
             case = _any_layout(rng, chosen, layers, vocab, max_ranks)
@@ -98,12 +103,11 @@ def draw(seed: int, max_ranks: int = 8) -> Pair:
                 return Pair(seed, kind, cases[0], cases[1], refused)
 
 
-def _some(rng: random.Random, names: set[str], has_experts: bool) -> set[str]:
+def _some(rng: random.Random, names: set[str]) -> set[str]:
     """One of about half the groups."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
-        if has_experts or "experts" not in with_needs([name]):
-            groups.setdefault(FEATURES[name].group, []).append(name)
+        groups.setdefault(FEATURES[name].group, []).append(name)
     return {rng.choice(g) for group, g in groups.items() if group in AXES or rng.random() < 0.5}
 
 
@@ -125,20 +129,24 @@ def _any_layout(
         return None
     axes = {axis for axis, degree in degrees.items() if degree > 1}
     needs = {name: with_needs([name]) for name, f in FEATURES.items() if f.group in groups}
+    there = with_needs(model)
     fits = {
         name
         for name, needed in needs.items()
-        if {FEATURES[n].axis for n in needed} - {""} <= axes and not ({"zero-1"} - {kind}) & needed
+        if {FEATURES[n].axis for n in needed} - {""} <= axes
+        and not ({"zero-1"} - {kind}) & needed
+        and {n for n in needed if not FEATURES[n].is_layout} <= there
     }
-    chosen = _some(rng, fits, "experts" in model) | ({kind} & FEATURES.keys())
+    chosen = _some(rng, fits) | ({kind} & FEATURES.keys())
     share = BATCH // replicas
+    micro = [n for n in (1, 2, 3, 4, 6) if share % n == 0 and share // n <= 4]
     sizes = Sizes(
         **{axis: degrees[axis] for axis in axes},
         ep=rng.choice((2, 4)),
         etp=rng.choice((1, 2)),
         depth=rng.randint(1, layers),
         vocab=vocab,
-        micro=rng.choice([n for n in (1, 2, 3, 4, 6) if share % n == 0 and share // n <= 4]),
+        micro=1 if case_of(model).is_of_micro_batch else rng.choice(micro),
     )
     case = case_of(model | chosen, sizes)
     if case.numbers()["layers"] != layers or case.world_size > max_ranks:

@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.reshard import differences, draw
 
 # Small ones that have most axes between them.
-SEEDS = (0, 5, 7, 12, 14, 16, 17, 23)
+SEEDS = (2, 5, 6, 7, 9, 10, 12, 16)
 
 
 @pytest.mark.feature("Checkpoints: a fuzzer loads in random layouts what random others have saved")
