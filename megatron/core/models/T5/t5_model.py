@@ -23,7 +23,6 @@ from megatron.core.models.common.language_module.language_module import (
     LanguageModule,
     mark_as_shared_embedding,
 )
-from megatron.core.models.common.positions import build_rotary
 from megatron.core.param_info import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention_masks import band
@@ -86,24 +85,20 @@ class T5Model(LanguageModule):
             share_embeddings_and_output_weights=share_embeddings_and_output_weights,
             pre_process=pre_process,
             post_process=post_process,
+            fp16_lm_cross_entropy=fp16_lm_cross_entropy,
+            parallel_output=parallel_output,
+            rotary_percent=rotary_percent,
+            rotary_base=rotary_base,
+            rope_scaling=rope_scaling,
+            rope_scaling_factor=rope_scaling_factor,
+            seq_len_interpolation_factor=seq_len_interpolation_factor,
         )
-        self.fp16_lm_cross_entropy, self.parallel_output = fp16_lm_cross_entropy, parallel_output
         self.encoder_stages = _encoder_stages(config, groups.pp.size())
         self.input_tensor: Tensor | None = None
         self.looks_up = groups.pp.rank() in (0, self.encoder_stages)
         self.has_embedding = self.looks_up
         if self.looks_up:
             self.embedding = self._build_shared_embedding()
-        if position_embedding_type == "rope":
-            self.rotary_pos_emb = build_rotary(
-                config,
-                max_sequence_length,
-                percent=rotary_percent,
-                base=rotary_base,
-                has_llama3_scaling=rope_scaling,
-                llama3_factor=rope_scaling_factor,
-                interpolation_factor=seq_len_interpolation_factor,
-            )
         buckets = relative_attention_num_buckets, relative_attention_max_distance
         depths = encoder_config.num_layers, config.num_layers
         in_encoder, in_decoder = stacked_ranges(

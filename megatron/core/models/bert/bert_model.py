@@ -17,7 +17,6 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.models.bert.bert_lm_head import BertLMHead
 from megatron.core.models.bert.pooler import Pooler, mean_of_text
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.common.positions import build_rotary
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -81,21 +80,17 @@ class BertModel(LanguageModule):
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
+            fp16_lm_cross_entropy=fp16_lm_cross_entropy,
+            parallel_output=parallel_output,
+            rotary_percent=rotary_percent,
+            rotary_base=rotary_base,
+            rope_scaling=rope_scaling,
+            rope_scaling_factor=rope_scaling_factor,
+            seq_len_interpolation_factor=seq_len_interpolation_factor,
         )
-        self.fp16_lm_cross_entropy, self.parallel_output = fp16_lm_cross_entropy, parallel_output
         self.add_binary_head, self.return_embeddings = add_binary_head, return_embeddings
         if pre_process:
             self.embedding = self.build_embedding(num_tokentypes=num_tokentypes)
-        if position_embedding_type == "rope":
-            self.rotary_pos_emb = build_rotary(
-                config,
-                max_sequence_length,
-                percent=rotary_percent,
-                base=rotary_base,
-                has_llama3_scaling=rope_scaling,
-                llama3_factor=rope_scaling_factor,
-                interpolation_factor=seq_len_interpolation_factor,
-            )
         self.encoder = TransformerBlock(
             config,
             transformer_layer_spec,

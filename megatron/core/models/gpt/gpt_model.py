@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron.core import device, parallel_state
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.common.positions import build_rotary
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.sequence_share import row_lengths
@@ -77,8 +76,14 @@ class GPTModel(LanguageModule):
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
+            fp16_lm_cross_entropy=fp16_lm_cross_entropy,
+            parallel_output=parallel_output,
+            rotary_percent=rotary_percent,
+            rotary_base=rotary_base,
+            rope_scaling=rope_scaling,
+            rope_scaling_factor=rope_scaling_factor,
+            seq_len_interpolation_factor=seq_len_interpolation_factor,
         )
-        self.fp16_lm_cross_entropy, self.parallel_output = fp16_lm_cross_entropy, parallel_output
         predicts_ahead = mtp_block_spec is not None
         if predicts_ahead and position_embedding_type == "learned_absolute":
             raise ConfigError(
@@ -90,16 +95,6 @@ class GPTModel(LanguageModule):
             self.embedding = self.build_embedding(
                 scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
                 is_shared=predicts_ahead and groups.pp.size() > 1,
-            )
-        if position_embedding_type == "rope":
-            self.rotary_pos_emb = build_rotary(
-                config,
-                max_sequence_length,
-                percent=rotary_percent,
-                base=rotary_base,
-                has_llama3_scaling=rope_scaling,
-                llama3_factor=rope_scaling_factor,
-                interpolation_factor=seq_len_interpolation_factor,
             )
         self.decoder = self.build_decoder(
             transformer_layer_spec,

@@ -16,6 +16,7 @@ from megatron.core.fusions.rope import RotaryTable
 from megatron.core.models.common.embeddings.language_model_embedding import (
     LanguageModelEmbedding,
 )
+from megatron.core.models.common.positions import build_rotary
 from megatron.core.packed_seq_params import PackedSeqParams, position_in_sequence
 from megatron.core.param_info import info_of, name_parameters, set_info
 from megatron.core.param_init import initialize_parameters
@@ -59,6 +60,13 @@ class LanguageModule(MegatronModule):
         pre_process: bool = True,
         post_process: bool = True,
         vp_stage: int | None = None,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        seq_len_interpolation_factor: float | None = None,
     ) -> None:
         """``vocab_size`` counts padding rows, ``unpadded_vocab_size`` does not.
 
@@ -80,7 +88,18 @@ class LanguageModule(MegatronModule):
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.has_embedding = pre_process
+        self.fp16_lm_cross_entropy, self.parallel_output = fp16_lm_cross_entropy, parallel_output
         self.rotary_pos_emb: RotaryEmbedding | None = None
+        if position_embedding_type == "rope":
+            self.rotary_pos_emb = build_rotary(
+                config,
+                max_sequence_length,
+                percent=rotary_percent,
+                base=rotary_base,
+                has_llama3_scaling=rope_scaling,
+                llama3_factor=rope_scaling_factor,
+                interpolation_factor=seq_len_interpolation_factor,
+            )
         self._has_seen_positions = False
 
     # ---- building --------------------------------------------------------------------------
