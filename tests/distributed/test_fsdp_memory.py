@@ -114,6 +114,7 @@ def test_memory_falls_from_strategy_to_strategy() -> None:
     ranks = 3
     # Sets of parameters, gradients and two moments, whole or a part of each.  Gloo scatters what it
     # has reduced in a copy; parameters in parts are gathered beside them, all or layer by layer.
+    # When a finished collective lets go of its tensors is not ours to say: one set is left open.
     sets = {
         "no_shard": 4.0,
         "optim": 2 + 2 / ranks + 1,
@@ -123,7 +124,7 @@ def test_memory_falls_from_strategy_to_strategy() -> None:
     weights = 4 * 6 * 12 * 64**2  # bytes of the matrices in layers
     most = {name: run_ranks(most_bytes, ranks, f"{SHARD} {name}")[0] / weights for name in sets}
     for name, expected in sets.items():
-        assert expected <= most[name] < expected + 0.75, most
+        assert expected <= most[name] < expected + 1, most
     assert sorted(most, key=most.get, reverse=True) == [*sets], most
 
 
