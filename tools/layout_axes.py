@@ -84,6 +84,7 @@ _FEATURES = (
     _layout("output gradient", "defer-embedding-wgrad", "--defer-embedding-wgrad-compute", "pp"),
     _layout("output gradient", "deferral-limit",
             "--defer-embedding-wgrad-compute --wgrad-deferral-limit 1", "pp"),
+    _layout("output gradient", "loss-in-chunks", "--loss-chunk-size 5"),
     Feature(name="dp", group="dp", axis="dp", words="more ranks than a replica needs"),
     _axis("cp", "cp-p2p", "--context-parallel-size {cp}"),
     _axis("cp", "cp-a2a", "--context-parallel-size {cp} --cp-comm-type a2a"),

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -193,7 +195,16 @@ def total_memory(ranks_here: int = 1) -> int:
     """Bytes of this process's device; of the host, its share with ``ranks_here`` processes."""
     if _has_gpu():
         return int(torch.cuda.get_device_properties(current()).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(physical, *_limits_of_the_job()) // ranks_here
+
+
+def _limits_of_the_job() -> Iterator[int]:
+    """Bytes that control groups of either version allow, and a number beyond all."""
+    yield sys.maxsize
+    for path in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            yield int(Path("/sys/fs/cgroup", path).read_text())
 
 
 def forget_peak() -> None:

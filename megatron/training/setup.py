@@ -20,8 +20,9 @@ from megatron.core.optimizer.param_groups import (
 )
 from megatron.core.param_init import initialize_parameters
 from megatron.core.transformer.module import Float16Module
+from megatron.training.loss_chunks import chunk_line, settle_loss_chunks
 from megatron.training.pipeline_split import settle_pipeline_split
-from megatron.training.printing import print_rank_0
+from megatron.training.printing import print_rank_0, ranks_here
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import build_scheduler
 from megatron.training.tokenizer import (
@@ -55,6 +56,10 @@ def setup_tokenizer(run: Runtime) -> None:
         run.config = settle_pipeline_split(run.config, run.padded_vocab_size)
         layout = run.config.model.pipeline_model_parallel_layout
         print_rank_0(f" > --pipeline-split auto: --pipeline-model-parallel-layout '{layout}'")
+    memory = device.total_memory(ranks_here())
+    run.config = settle_loss_chunks(run.config, run.padded_vocab_size, memory)
+    if (line := chunk_line(run.config, run.padded_vocab_size)) is not None:
+        print_rank_0(line)
 
 
 def build_model(run: Runtime, model_provider: ModelProvider, *, wrap: bool = True) -> None:

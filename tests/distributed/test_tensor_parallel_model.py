@@ -81,10 +81,10 @@ def alone(case: str) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     return loss, assemble_gradients([grads]), start
 
 
-def one_of_two(rank: int, world_size: int, case: str, sequence_parallel: bool) -> Any:
+def one_of_two(rank: int, world_size: int, case: str, sequence_parallel: bool, chunk: int = 0) -> Any:
     groups = create_process_groups(*make_grids(world_size, tp=2))
     changes = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
-    model = build(case, groups, 128, **changes)
+    model = build(case, groups, 128, **changes, loss_chunk_size=chunk)
     start = values(model)
     return *loss_and_gradients(model), start
 
@@ -112,6 +112,18 @@ def test_two_ranks_give_the_loss_and_gradients_of_one(case: str, sequence_parall
             msg=lambda m, name=name: f"{name}: {m}",
         )
         assert grads[name].abs().max() > 0, f"{name} gets no gradient"
+
+
+@pytest.mark.feature("Memory: a loss in chunks of tokens, logits never whole: the same gradients")
+@pytest.mark.parametrize("chunk_size", [5, 16])
+@pytest.mark.parametrize("case", ["gpt2", "llama", "softcap"])
+def test_a_loss_in_chunks_is_the_same(case: str, chunk_size: int) -> None:
+    loss, grads, _ = alone(case)
+    ranks = run_ranks(one_of_two, 2, case, chunk_size == 5, chunk_size)
+    torch.testing.assert_close(ranks[0][0], loss, **tolerances.of(torch.float64))
+    found = assemble_gradients([r[1] for r in ranks])
+    for name in grads:
+        torch.testing.assert_close(found[name], grads[name], **tolerances.of(torch.float64))
 
 
 @pytest.mark.feature("Layouts: a loss that does not depend on vocabulary padding")

@@ -3,14 +3,15 @@
 ``t`` tokens, ``h`` width, ``v`` true and ``p`` padded local vocabulary.  Logits [t, p] in the
 compute dtype are turned in place, a few rows at a time in float32, into what backward needs,
 softmax minus one-hot.  Logits and their gradient are never held in float32 for all tokens, and
-never both.  `tensor_parallel.output_loss` puts the output layer before it.  Collectives over the
-group: one max and one sum.
+never both.  `tensor_parallel.output_loss` puts the output layer before it, and can have logits of
+some tokens at a time.  Collectives over the group: one max and one sum.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -29,7 +30,7 @@ def linear_cross_entropy_reference(
     x: Tensor, weight: Tensor, target: Tensor, *, vocab_size: int | None = None
 ) -> Tensor:
     """[t, h], [p, h], [t] -> loss of each token [t] in plain torch, for a group of one."""
-    logits = torch.nn.functional.linear(x, weight)[:, :vocab_size]
+    logits = F.linear(x, weight)[:, :vocab_size]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = logits.logsumexp(-1) - logits.gather(-1, target.clamp_min(0)[:, None]).squeeze(-1)
     return loss.masked_fill(target < 0, 0)
@@ -142,16 +143,54 @@ def _turn_into_gradient_divided(logits: Tensor, rows: _Rows, group: ProcessGroup
     log_sum, at_target = _own_sums(logits, rows, slice(None))
     log_sum = _sum_over_ranks(log_sum, at_target, group)
     scale = gradient_scale(logits.dtype)
-    assert rows.is_mine is not None, "for a group of more than one rank"
     parts = _parts(logits)
     scratch = _Scratch(logits, parts)
     for part in parts:
         values = logits[part]
-        prob = scratch.widen(values).sub_(log_sum[part].unsqueeze(-1)).exp_()
-        hit = rows.is_mine[part].to(prob.dtype).unsqueeze(-1)
-        prob.scatter_add_(-1, rows.index[part], -hit)
+        prob = _minus_onehot(scratch.widen(values), log_sum, rows, part)
         values.copy_(prob if scale == 1 else prob.mul_(scale))
     return (log_sum - at_target).masked_fill_(rows.ignored, 0)
+
+
+def _minus_onehot(wide: Tensor, log_sum: Tensor, rows: _Rows, part: slice) -> Tensor:
+    """Logits in float32 become softmax minus one-hot."""
+    prob = wide.sub_(log_sum[part].unsqueeze(-1)).exp_()
+    index = rows.index[part]
+    is_mine = torch.ones_like(index) if rows.is_mine is None else rows.is_mine[part].unsqueeze(-1)
+    return prob.scatter_add_(-1, index, -is_mine.to(prob.dtype))
+
+
+def gradient_from_sums(
+    logits: Tensor,
+    target: Tensor,
+    sums: tuple[Tensor, Tensor],
+    *,
+    group: ProcessGroup,
+    num_columns: int,
+    cap: float | None = None,
+) -> None:
+    """Overwrite ``logits`` [t, p] by their gradient.  Talks to no rank.
+
+    ``sums``: of each token what `loss_and_sums` has returned, and the gradient of its loss.
+    """
+    log_sum, grad = sums
+    rows = _Rows(target, group, logits.shape[1], num_columns)
+    _squash(logits, cap)
+    rows.hide_padding(logits)
+    grad = grad.masked_fill(rows.ignored, 0).unsqueeze(-1)
+    parts = _parts(logits)
+    scratch = _Scratch(logits, parts)
+    for part in parts:
+        prob = _minus_onehot(scratch.widen(logits[part]), log_sum, rows, part)
+        prob.mul_(grad[part])
+        if cap is not None:  # padding is -inf, and its probability 0
+            prob.mul_(1 - (logits[part].to(prob.dtype) / cap).square_().clamp_max_(1))
+        logits[part].copy_(prob)
+
+
+def _squash(logits: Tensor, cap: float | None) -> Tensor:
+    """In place, as the model's cap does it."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def _own_sums(logits: Tensor, rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor]:
@@ -181,21 +220,28 @@ def _sum_over_ranks(log_sum: Tensor, at_target: Tensor, group: ProcessGroup) -> 
     return highest + both[0].log()
 
 
-def loss_alone(
-    x: Tensor, weight: Tensor, target: Tensor, *, group: ProcessGroup, num_columns: int
-) -> Tensor:
-    """The loss where nobody asks for a gradient: logits of a few tokens at a time.
+def loss_and_sums(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    group: ProcessGroup,
+    num_columns: int,
+    bias: Tensor | None = None,
+    cap: float | None = None,
+    rows_at_a_time: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token and the logarithm of its sum of exponentials; no gradient.
 
-    Collective over the group.
+    Logits are there of ``rows_at_a_time`` tokens, of a few where that is 0; a ``cap`` squashes
+    them by tanh.  Collective over the group.
     """
     rows = _Rows(target, group, weight.shape[0], num_columns)
+    step = rows_at_a_time or _ROWS_WITHOUT_GRADIENT
     sums = [
-        _own_sums(torch.mm(x[part], weight.t()), rows, part)
-        for part in (
-            slice(i, i + _ROWS_WITHOUT_GRADIENT)
-            for i in range(0, x.shape[0], _ROWS_WITHOUT_GRADIENT)
-        )
+        _own_sums(_squash(F.linear(x[part], weight, bias), cap), rows, part)
+        for part in (slice(i, i + step) for i in range(0, x.shape[0], step))
     ]
     log_sum, at_target = torch.cat([s for s, _ in sums]), torch.cat([a for _, a in sums])
     log_sum = _sum_over_ranks(log_sum, at_target, group)
-    return (log_sum - at_target).masked_fill_(rows.ignored, 0)
+    return (log_sum - at_target).masked_fill_(rows.ignored, 0), log_sum

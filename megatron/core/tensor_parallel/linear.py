@@ -106,7 +106,7 @@ def linear_backward(
     if partial_grad_x is not None:
         grad_x = term = partial_grad_x()
         if group is not None:
-            reducing, grad_x = _start_reduction(term, group, sequence_parallel)
+            reducing, grad_x = start_reduction(term, group, sequence_parallel)
     grads = (None, None) if is_later else item.compute()
     if reducing is not None:
         reducing.wait()
@@ -114,9 +114,9 @@ def linear_backward(
     return grad_x, *grads
 
 
-def _start_reduction(
+def start_reduction(
     grad: Tensor, group: ProcessGroup, sequence_parallel: bool
-) -> tuple[dist.Work | None, Tensor]:
+) -> tuple[dist.Work, Tensor]:
     """Begin to sum ``grad`` over the group: the work to wait for, and where the sum will be."""
     if not sequence_parallel:
         return dist.all_reduce(grad, group=group, async_op=True), grad

@@ -3,6 +3,9 @@
 ``t`` tokens, ``h`` width, ``p`` this rank's rows of the padded vocabulary, ``x/tp`` a share of
 ``x``.  Collectives over the group: under sequence parallelism an all-gather of the input, one max
 and one sum forward; backward those of a column layer (`linear.linear_backward`).
+
+In chunks, logits are there of some tokens at a time: backward computes them again, which is a
+fourth product beside the three, and adds up the gradient of the weight.
 """
 
 from __future__ import annotations
@@ -10,15 +13,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.fusions.linear_cross_entropy import (
+    gradient_from_sums,
     gradient_scale,
-    loss_alone,
     loss_and_gradient,
+    loss_and_sums,
 )
-from megatron.core.tensor_parallel.linear import linear_backward
+from megatron.core.tensor_parallel.linear import linear_backward, start_reduction
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim, slice_of_first_dim
 from megatron.core.tensor_parallel.weight_gradient import WeightGrad
 
@@ -38,7 +43,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total_x = all_gather_first_dim(x, group) if sequence_parallel else x
         where: Any = {"group": group, "num_columns": num_columns}
         if not any(ctx.needs_input_grad):
-            return loss_alone(total_x, weight, target, **where)
+            return loss_and_sums(total_x, weight, target, **where)[0]
         logits = torch.mm(total_x, weight.t())
         loss = loss_and_gradient(logits, target, **where)
         ctx.save_for_backward(x, weight, logits, target < 0)
@@ -75,6 +80,62 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_x, grad_weight, None, None, None, None, None
 
 
+class _InChunks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        is_own: bool,
+        sequence_parallel: bool,
+        chunk_size: int,
+        where: dict[str, Any],
+    ) -> Tensor:
+        total_x = all_gather_first_dim(x, where["group"]) if sequence_parallel else x
+        loss, log_sum = loss_and_sums(
+            total_x, weight, target, bias=bias, rows_at_a_time=chunk_size, **where
+        )
+        ctx.save_for_backward(x, weight, target, log_sum)
+        ctx.params, ctx.is_own = (weight, bias), is_own  # themselves, for main_grad
+        ctx.sequence_parallel, ctx.chunk_size, ctx.where = sequence_parallel, chunk_size, where
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, target, log_sum = ctx.saved_tensors
+        group, bias = ctx.where["group"], ctx.params[1]
+        needs_x, *needs = ctx.needs_input_grad[:3]
+        params = [p if needed else None for p, needed in zip(ctx.params, needs, strict=True)]
+        total_x = all_gather_first_dim(x, group) if ctx.sequence_parallel else x
+        grad_x = torch.empty_like(total_x) if needs_x else None
+        grads: list[Tensor | None] = [None, None]
+        for i in range(0, total_x.shape[0], ctx.chunk_size):
+            part = slice(i, i + ctx.chunk_size)
+            logits = F.linear(total_x[part], weight, bias)
+            gradient_from_sums(logits, target[part], (log_sum[part], grad[part]), **ctx.where)
+            if grad_x is not None:
+                torch.mm(logits, weight, out=grad_x[part])
+            item = WeightGrad(*params, logits, total_x[part], group=None, is_own=ctx.is_own)
+            added = zip(grads, item.compute(), (item.adds, False), strict=True)
+            grads = [_sum(*terms) for terms in added]
+        if grad_x is not None and group.size() > 1:
+            work, grad_x = start_reduction(grad_x, group, ctx.sequence_parallel)
+            work.wait()
+        narrow = (None if g is None else g.to(weight.dtype) for g in grads)
+        return grad_x, *narrow, *(None,) * 5
+
+
+def _sum(total: Tensor | None, term: Tensor | None, is_elsewhere: bool) -> Tensor | None:
+    """Over chunks in float32; a ``term`` that was added to a main gradient only has the shape."""
+    if term is None or is_elsewhere:
+        return term
+    if total is None:
+        return term.to(torch.promote_types(term.dtype, torch.float32))
+    return total.add_(term)
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -84,14 +145,23 @@ def linear_cross_entropy(
     num_columns: int,
     sequence_parallel: bool = False,
     is_own: bool = False,
+    bias: Tensor | None = None,
+    cap: float | None = None,
+    chunk_size: int = 0,
 ) -> Tensor:
     """[t, h], [p, h], [t] -> loss of each token [t] in float32; a negative target costs nothing.
 
     ``weight`` is this rank's share of the vocabulary, ``num_columns`` of its rows are true.  Under
     ``sequence_parallel`` x is this rank's rows [t/tp, h].  Where nothing else uses the weight
     (``is_own``) its gradient can be deferred: a queue then keeps the gradient of the logits,
-    [t, p] in the compute dtype.
+    [t, p] in the compute dtype.  ``chunk_size``: tokens whose logits are there at a time,
+    0 for all.  In chunks, as with a ``bias`` [p] or a ``cap`` by tanh, nothing is deferred.
     """
-    return _LinearCrossEntropy.apply(
-        x, weight, target, is_own, group, sequence_parallel, num_columns
-    )
+    num_tokens = target.shape[0]
+    if bias is None and cap is None and not 0 < chunk_size < num_tokens:
+        return _LinearCrossEntropy.apply(
+            x, weight, target, is_own, group, sequence_parallel, num_columns
+        )
+    where = {"group": group, "num_columns": num_columns, "cap": cap}
+    size = chunk_size or max(1, num_tokens)
+    return _InChunks.apply(x, weight, bias, target, is_own, sequence_parallel, size, where)

@@ -57,6 +57,11 @@ class WeightGrad:
         """The parameters that wait for their gradients."""
         return [p for p in (self.weight, self.bias) if p is not None]
 
+    @property
+    def adds(self) -> bool:
+        """Whether `compute` adds the gradient to the main gradient, and returns no number."""
+        return self.weight is not None and self.is_own and adds_to_main_grad(self.weight)
+
     def start(self) -> None:
         """Begin to gather the input.  Collective over the layer's group."""
         if self.group is not None:
@@ -72,8 +77,7 @@ class WeightGrad:
             self._gathering.wait()
         weight_grad = None
         if self.weight is not None:
-            adds = self.is_own and adds_to_main_grad(self.weight)
-            weight_grad = self._product(self.weight, adds=adds)
+            weight_grad = self._product(self.weight, adds=self.adds)
         return weight_grad, None if self.bias is None else self.grad.sum(0)
 
     def _product(self, weight: Tensor, *, adds: bool) -> Tensor:

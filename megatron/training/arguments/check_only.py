@@ -38,7 +38,8 @@ def check_only(args: Namespace, write: Callable[[str], object] = print_rank_0) -
         if not is_rank0():  # the first one plans
             return 0
         limit = args.check_device_memory_gib
-        planned = plan_run(run, args.check_rank)
+        memory = None if limit is None else limit * _BYTES_PER_GIB
+        planned = plan_run(run, args.check_rank, memory=memory)
     except ConfigError as error:
         write(str(error))
         return 1

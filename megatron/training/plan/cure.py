@@ -15,6 +15,9 @@ from megatron.training.config.run import RunConfig
 from megatron.training.plan.stages import plan_run
 
 
+_CHUNK = 1024  # tokens whose logits are there at a time
+
+
 class Change(NamedTuple):
     """Flags as one would type them, and what they set: dest -> value."""
 
@@ -40,6 +43,9 @@ def changes(run: RunConfig) -> Iterator[Change]:
     if m.recompute_granularity is None:
         yield Change("--recompute-granularity selective", {"recompute_granularity": "selective"})
     batch = training.micro_batch_size or 1
+    tokens = batch * (run.data.seq_length or 0) // m.context_parallel_size
+    if not m.loss_chunk_size and tokens >= 2 * _CHUNK and not m.defer_embedding_wgrad_compute:
+        yield Change(f"--loss-chunk-size {_CHUNK}", {"loss_chunk_size": _CHUNK})
     if batch % 2 == 0:
         yield Change(f"--micro-batch-size {batch // 2}", {"micro_batch_size": batch // 2})
     if m.recompute_granularity != "full":
@@ -67,7 +73,7 @@ def fits(args: Namespace, run: RunConfig, fullest: int, limit: float) -> Iterato
             changed = resolve(Namespace(**{**vars(args), **change.values}), run.world_size)
         except ConfigError:
             continue
-        plan = plan_run(changed, args.check_rank, only=fullest)
+        plan = plan_run(changed, args.check_rank, only=fullest, memory=limit)
         if plan.fullest.peak <= limit:
-            plan = plan_run(changed, args.check_rank)
+            plan = plan_run(changed, args.check_rank, memory=limit)
         yield Fit(change, plan.fullest.peak)

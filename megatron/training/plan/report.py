@@ -28,6 +28,8 @@ def plan_lines(plan: RunPlan) -> Iterator[str]:
     on_host = max(stage.cost.state.host for stage in plan.stages)
     if on_host:
         yield f"optimizer in host memory, GiB of one rank: {on_host / GIB:.2f}"
+    if plan.loss_chunks is not None:
+        yield plan.loss_chunks
     if not plan.has_vocabulary:
         yield "the vocabulary is not counted: --vocab-size says how large it is"
     yield ""

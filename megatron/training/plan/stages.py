@@ -14,6 +14,7 @@ from megatron.training.arguments.model_layers import layers_of, layers_of_stages
 from megatron.training.arguments.parameter_count import padded_vocab_size
 from megatron.training.config.run import RunConfig
 from megatron.training.groups import grids_of
+from megatron.training.loss_chunks import chunk_line, settle_loss_chunks
 from megatron.training.pipeline_split import costs, settle_pipeline_split
 from megatron.training.plan.communication import Volume, volumes
 from megatron.training.plan.cost import RankCost
@@ -49,6 +50,7 @@ class RunPlan:
     bubble: float  # idle over busy time with stages that take equally long
     bubble_of_stages: float  # and with these stages
     has_vocabulary: bool  # whether its size is known and counted
+    loss_chunks: str | None  # a sentence about them, where the loss is computed in chunks
 
     @property
     def fullest(self) -> Stage:
@@ -62,16 +64,21 @@ class RunPlan:
         return -1 if number == len(self.stages) - 1 > 0 else number
 
 
-def plan_run(config: RunConfig, rank: int = 0, *, only: int | None = None) -> RunPlan:
+def plan_run(
+    config: RunConfig, rank: int = 0, *, only: int | None = None, memory: float | None = None
+) -> RunPlan:
     """Plan the replica that ``rank`` belongs to, at its place in the other axes.
 
-    ``only``: the number of the one stage to look at; -1 is the last.
+    ``only``: the number of the one stage to look at; -1 is the last.  ``memory`` of a device in
+    bytes, where it is known, settles what a run settles by it.
     """
     vocabulary = padded_vocab_size(config)
     tp = config.model.tensor_model_parallel_size
     rows = vocabulary or config.language_model.make_vocab_size_divisible_by * tp
     if config.model.pipeline_split == "auto":
         config = settle_pipeline_split(config, rows)
+    if memory is not None:
+        config = settle_loss_chunks(config, rows, memory)
     model, batch = config.model, config.training.global_batch_size or 0
     num_ranks = model.pipeline_model_parallel_size
     num_chunks = model.virtual_pipeline_model_parallel_size or 1
@@ -115,6 +122,7 @@ def plan_run(config: RunConfig, rank: int = 0, *, only: int | None = None) -> Ru
         bubble=equal,
         bubble_of_stages=own,
         has_vocabulary=vocabulary is not None,
+        loss_chunks=chunk_line(config, rows),
     )
 
 

@@ -45,6 +45,29 @@ def test_values_and_gradients_are_those_of_the_plain_path(dtype: torch.dtype) ->
         assert (grad[13:] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_chunk_at_a_time_gives_the_same(dtype: torch.dtype, cap: float | None) -> None:
+    x, weight, target, scale = inputs(dtype)
+    bias = torch.linspace(-1, 1, 16, dtype=dtype).requires_grad_()
+    loss = linear_cross_entropy(
+        x, weight, target, group=one_rank(), num_columns=13, bias=bias, cap=cap, chunk_size=4
+    )
+    saved = loss.grad_fn.saved_tensors
+    assert not [t for t in saved if t.numel() >= 9 * 13 and t is not weight]
+    (loss * scale).sum().backward()
+    plain_x, plain_w, _, _ = inputs(dtype)
+    plain_bias = bias.detach().clone().requires_grad_()
+    logits = torch.nn.functional.linear(plain_x, plain_w, plain_bias)[:, :13]
+    wide = logits if cap is None else cap * torch.tanh(logits / cap)
+    wide = wide.to(torch.promote_types(dtype, torch.float32))
+    expected = torch.nn.functional.cross_entropy(wide, target, reduction="none")
+    (expected * scale).sum().backward()
+    torch.testing.assert_close(loss, expected, **tolerances.of(dtype))
+    for param, plain in ((x, plain_x), (weight, plain_w), (bias, plain_bias)):
+        torch.testing.assert_close(param.grad, plain.grad, **tolerances.of(dtype))
+
+
 def test_without_gradients_the_loss_is_the_same() -> None:
     x, weight, target, _ = inputs(torch.float32)
     loss = linear_cross_entropy(x, weight, target, group=one_rank(), num_columns=13)
@@ -59,6 +82,13 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     linear_cross_entropy(x, weight, target, group=one_rank(), num_columns=16).sum().backward()
     assert x.grad is not None
     assert weight.grad is None
+    x, bias = x.detach().requires_grad_(), torch.zeros(16, requires_grad=True)
+    linear_cross_entropy(
+        x, weight, target, group=one_rank(), num_columns=16, bias=bias, chunk_size=4
+    ).sum().backward()
+    assert weight.grad is None
+    assert x.grad is not None
+    assert bias.grad is not None
 
 
 def test_a_hopeless_target_has_a_finite_loss() -> None:

@@ -49,6 +49,13 @@ class RecomputeConfig:
         group="training",
     )
 
+    loss_chunk_size: int | None = option(
+        None,
+        "Tokens whose logits are there at a time; backward computes them again. 0: all. Left out: "
+        "all, unless logits would take more than a tenth of the device's memory.",
+        group="training",
+    )
+
     @property
     def modules_to_recompute(self) -> tuple[str, ...]:
         """Parts of a layer that selective recomputation covers; none under another kind."""

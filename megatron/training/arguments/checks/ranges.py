@@ -15,6 +15,7 @@ AT_LEAST: dict[str, tuple[str, float]] = {
     "decoder_seq_length": ("--decoder-seq-length", 1),
     "hidden_size": ("--hidden-size", 1),
     "muon_num_ns_steps": ("--muon-num-ns-steps", 1),
+    "loss_chunk_size": ("--loss-chunk-size", 0),
     "mtp_num_layers": ("--mtp-num-layers", 0),
     "mtp_loss_scaling_factor": ("--mtp-loss-scaling-factor", 0),
     "mamba_state_dim": ("--mamba-state-dim", 1),

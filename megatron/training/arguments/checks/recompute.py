@@ -73,7 +73,18 @@ def the_budget_is_a_share(run: RunConfig) -> Iterator[str]:
         )
 
 
+def chunks_of_the_loss_defer_nothing(run: RunConfig) -> Iterator[str]:
+    """They are gone when the weight gradient would be computed."""
+    m = run.model
+    if m.loss_chunk_size and m.defer_embedding_wgrad_compute:
+        yield (
+            f"--loss-chunk-size {m.loss_chunk_size} and --defer-embedding-wgrad-compute exclude "
+            "each other: what is deferred keeps the logits whole; drop one"
+        )
+
+
 CHECKS = (
+    chunks_of_the_loss_defer_nothing,
     the_budget_is_a_share,
     full_recompute_says_which_layers,
     selective_recompute_knows_its_modules,

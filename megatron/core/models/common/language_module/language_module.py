@@ -247,8 +247,8 @@ class LanguageModule(MegatronModule):
         """Hidden states [s, b, h], labels [b, s] -> loss of each token [b, s] in float32."""
         hidden = self._scaled(hidden)
         layer, weight = self.output_layer, self.output_weight()
-        is_plain = type(layer) is ColumnParallelLinear and layer.bias is None
-        if is_plain and self.config.final_logit_softcapping is None:
+        is_plain = layer.bias is None and self.config.final_logit_softcapping is None
+        if type(layer) is ColumnParallelLinear and (is_plain or self.config.loss_chunk_size):
             before_reading(layer)
             weight = layer.weight if weight is None else weight
             return self.linear_and_loss(
@@ -257,6 +257,7 @@ class LanguageModule(MegatronModule):
                 labels,
                 is_sequence_cut=layer.sequence_parallel,
                 is_own_weight=weight is layer.weight,
+                bias=layer.bias,
             )
         logits, _ = layer(hidden, weight, runtime_gather_output=False)
         return self.compute_language_model_loss(labels, self.cap(logits))
@@ -292,6 +293,7 @@ class LanguageModule(MegatronModule):
         *,
         is_sequence_cut: bool,
         is_own_weight: bool = False,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Hidden states [s, b, h], weight [p/tp, h], labels [b, s] -> loss of each token [b, s].
 
@@ -309,6 +311,9 @@ class LanguageModule(MegatronModule):
             num_columns=true_columns(padded, self.num_tokens, self.tp_group),
             sequence_parallel=is_sequence_cut,
             is_own=is_own_weight,
+            bias=bias,
+            cap=self.config.final_logit_softcapping,
+            chunk_size=self.config.loss_chunk_size or 0,
         )
         return loss.view(-1, hidden.shape[1]).transpose(0, 1).contiguous()
 
