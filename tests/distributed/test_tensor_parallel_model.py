@@ -81,7 +81,9 @@ def alone(case: str) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     return loss, assemble_gradients([grads]), start
 
 
-def one_of_two(rank: int, world_size: int, case: str, sequence_parallel: bool, chunk: int = 0) -> Any:
+def one_of_two(
+    rank: int, world_size: int, case: str, sequence_parallel: bool, chunk: int = 0
+) -> Any:
     groups = create_process_groups(*make_grids(world_size, tp=2))
     changes = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
     model = build(case, groups, 128, **changes, loss_chunk_size=chunk)

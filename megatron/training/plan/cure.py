@@ -14,7 +14,6 @@ from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
 from megatron.training.plan.stages import plan_run
 
-
 _CHUNK = 1024  # tokens whose logits are there at a time
 
 
