@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from megatron.training.conversion.families import (
-    bert,
-    deepseek_v2,
-    deepseek_v3,
-    gemma,
-    gemma2,
-    gpt2,
-    gpt_oss,
-    llama,
-    mamba2,
-    megatron_bert,
-    mistral,
-    mixtral,
-    nemotron_h,
-    olmo2,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-    t5,
-)
+from megatron.training.conversion.families.bert import BERT, MEGATRON_BERT
+from megatron.training.conversion.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megatron.training.conversion.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from megatron.training.conversion.families.gpt2 import GPT2
+from megatron.training.conversion.families.gpt_oss import GPT_OSS
+from megatron.training.conversion.families.llama import DENSE
+from megatron.training.conversion.families.mamba2 import MAMBA2
+from megatron.training.conversion.families.nemotron_h import NEMOTRON_H
+from megatron.training.conversion.families.t5 import T5
 from megatron.training.conversion.family import Family
 
-_DENSE = (llama, mistral, qwen2, qwen3, gemma, gemma2, phi3, olmo2, gpt2)
-_OTHERS = (bert, megatron_bert, t5, mamba2, nemotron_h)
-_EXPERTS = (mixtral, qwen2_moe, qwen3_moe, deepseek_v2, deepseek_v3, gpt_oss)
+_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS)
+_OTHERS = (BERT, MEGATRON_BERT, T5, MAMBA2, NEMOTRON_H)
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.model_type: module.FAMILY for module in (*_DENSE, *_EXPERTS, *_OTHERS)
+    family.model_type: family for family in (*DENSE, GPT2, *_EXPERTS, *_OTHERS)
 }

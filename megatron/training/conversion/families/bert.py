@@ -1,8 +1,9 @@
-"""BERT as it was published: norms behind the residual sum, which ours has in the next layer.
+"""BERT as it was published, and as Megatron-LM orders it.
 
-Ours is equal with --apply-residual-connection-post-layernorm: the first layer's norm is that of
-their embeddings, the norm before each MLP stands in their attention, that before a later layer and
-the final one at the end of their layer before.
+The published one has norms behind the residual sum, which ours has in the next layer.  Ours is
+equal with --apply-residual-connection-post-layernorm: the first layer's norm is that of their
+embeddings, the norm before each MLP stands in their attention, that before a later layer and the
+final one at the end of their layer before.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def _read_types(config: Config) -> dict[str, Any]:
     return {"has_binary_head": count == 2}
 
 
-def types(model: str, alone: str) -> Field:
+def _types(model: str, alone: str) -> Field:
     """Kinds of tokens, which ours has together with the head for pairs of sentences."""
 
     def write(shape: ModelShape) -> dict[str, Any]:
@@ -51,17 +52,17 @@ def types(model: str, alone: str) -> Field:
     return Field(_read_types, write)
 
 
-def no_types(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def _no_types(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """One kind of tokens adds nothing."""
     return {} if shape.has_binary_head else {_TOKEN_TYPES: (1, shape.hidden_size)}
 
 
-def both(ours: str, theirs: str) -> dict[str, str]:
+def _both(ours: str, theirs: str) -> dict[str, str]:
     """Weight and bias."""
     return {f"{ours}.{kind}": f"{theirs}.{kind}" for kind in ("weight", "bias")}
 
 
-FIELDS = (
+_FIELDS = (
     same("num_hidden_layers", "num_layers"),
     same("hidden_size", "hidden_size"),
     same("intermediate_size", "ffn_hidden_size"),
@@ -77,7 +78,7 @@ FIELDS = (
     demand("is_decoder", False),
     demand("add_cross_attention", False),
 )
-ALWAYS: Mapping[str, Any] = {
+_ALWAYS: Mapping[str, Any] = {
     "kind": "bert",
     "normalization": "LayerNorm",
     "activation": "gelu",
@@ -87,18 +88,18 @@ ALWAYS: Mapping[str, Any] = {
     "position_embedding_type": "learned_absolute",
     "is_tied": True,
 }
-OUTSIDE: Mapping[str, str] = {
+_OUTSIDE: Mapping[str, str] = {
     "embedding.word_embeddings.weight": "bert.embeddings.word_embeddings.weight",
     "embedding.position_embeddings.weight": "bert.embeddings.position_embeddings.weight",
     "embedding.tokentype_embeddings.weight": _TOKEN_TYPES,
-    **both("lm_head.dense", "cls.predictions.transform.dense"),
-    **both("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
+    **_both("lm_head.dense", "cls.predictions.transform.dense"),
+    **_both("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
     "output_layer.weight": "cls.predictions.decoder.weight",
     "output_layer.bias": "cls.predictions.bias",
-    **both("pooler.dense", "bert.pooler.dense"),
-    **both("binary_head", "cls.seq_relationship"),
+    **_both("pooler.dense", "bert.pooler.dense"),
+    **_both("binary_head", "cls.seq_relationship"),
 }
-LAYER: Mapping[str, str | Rule] = {
+_LAYER: Mapping[str, str | Rule] = {
     **{
         f"self_attention.linear_qkv.{kind}": Rule(
             tuple(f"attention.self.{part}.{kind}" for part in ("query", "key", "value")),
@@ -106,26 +107,40 @@ LAYER: Mapping[str, str | Rule] = {
         )
         for kind in ("weight", "bias")
     },
-    **both("self_attention.linear_proj", "attention.output.dense"),
-    **both("mlp.linear_fc1", "intermediate.dense"),
-    **both("mlp.linear_fc2", "output.dense"),
+    **_both("self_attention.linear_proj", "attention.output.dense"),
+    **_both("mlp.linear_fc1", "intermediate.dense"),
+    **_both("mlp.linear_fc2", "output.dense"),
 }
-COMMON: Mapping[str, Any] = {
-    "outside": OUTSIDE,
+_COMMON: Mapping[str, Any] = {
+    "outside": _OUTSIDE,
     "layer_prefix": "bert.encoder.layer.{}.",
     "repeats": {"cls.predictions.decoder.bias": "output_layer.bias"},
     "heads": ("lm_head.", "output_layer.", "pooler.", "binary_head."),
-    "blank": no_types,
+    "blank": _no_types,
     "spellings": {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     "no_weights": ("embeddings.position_ids",),
 }
 
-FAMILY = Family(
+BERT = Family(
     model_type="bert",
     architecture="BertForPreTraining",
-    always={**ALWAYS, "apply_residual_connection_post_layernorm": True},
-    fields=(*FIELDS, types("BertForPreTraining", "BertForMaskedLM")),
-    layer={**LAYER, **both("pre_mlp_layernorm", "attention.output.LayerNorm")},
+    always={**_ALWAYS, "apply_residual_connection_post_layernorm": True},
+    fields=(*_FIELDS, _types("BertForPreTraining", "BertForMaskedLM")),
+    layer={**_LAYER, **_both("pre_mlp_layernorm", "attention.output.LayerNorm")},
     elsewhere=_elsewhere,
-    **COMMON,
+    **_COMMON,
+)
+
+# Norms before attention and MLP, and one behind the last layer.
+MEGATRON_BERT = Family(
+    model_type="megatron-bert",
+    architecture="MegatronBertForPreTraining",
+    always=_ALWAYS,
+    fields=(*_FIELDS, _types("MegatronBertForPreTraining", "MegatronBertForMaskedLM")),
+    layer={
+        **_both("input_layernorm", "attention.ln"),
+        **_LAYER,
+        **_both("pre_mlp_layernorm", "ln"),
+    },
+    **{**_COMMON, "outside": {**_OUTSIDE, **_both("encoder.final_layernorm", "bert.encoder.ln")}},
 )

@@ -1,11 +1,13 @@
-"""Entries of config.json about experts, and the names of their tensors."""
+"""Experts: their entries of config.json, the names of their tensors, and Llama with them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.training.conversion.families.fields import same
+from megatron.core.config.errors import CheckpointError
+from megatron.training.conversion.families.fields import HEAD_DIM, demand, same, windows
+from megatron.training.conversion.families.llama import NO_BIAS, SILU, llama_like
 from megatron.training.conversion.family import Config, Field
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule
@@ -95,3 +97,77 @@ def groups(counted: int) -> Field:
         }
 
     return Field(read, write)
+
+
+def _read_width(config: Config) -> dict[str, Any]:
+    every = (True,) * config["num_hidden_layers"]
+    return {"moe_ffn_hidden_size": config["intermediate_size"], "expert_layers": every}
+
+
+# Every layer has experts, which have the width that others say of an MLP.
+IN_ALL_LAYERS = (
+    same("num_local_experts", "num_experts"),
+    TOPK,
+    Field(_read_width, lambda shape: {}),
+)
+MIXTRAL = llama_like(
+    "mixtral",
+    "Mixtral",
+    *SILU,
+    HEAD_DIM,
+    windows(),
+    *IN_ALL_LAYERS,
+    epsilon=1e-5,
+    layer={
+        "mlp.router.weight": "block_sparse_moe.gate.weight",
+        **gated("mlp.experts.local_experts.{}", "block_sparse_moe.experts.{}", "w1", "w3", "w2"),
+    },
+    always={"moe_router_score_function": "softmax"},
+)
+
+
+def _is_windowed(config: Config, layer: int) -> bool:
+    """Every other layer of those below."""
+    return layer % 2 == 0 and layer < int(config.get("max_window_layers", 28))
+
+
+_QWEN = (*SILU, TOPK, WIDTH, NORMED, SPARSE)
+
+# Qwen 2 with experts, and one with a gate that every token visits.
+QWEN2_MOE = llama_like(
+    "qwen2_moe",
+    "Qwen2Moe",
+    *_QWEN,
+    windows(_is_windowed, switch=True),
+    demand("qkv_bias", True),
+    same("num_experts", "num_experts", 60),
+    same("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    layer={
+        **EXPERT_LAYER,
+        **gated("mlp.shared_experts", "mlp.shared_expert", *PROJECTIONS),
+        "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+    },
+    always={"add_qkv_bias": True, "moe_shared_expert_gate": True},
+)
+
+
+def _read_count(config: Config) -> dict[str, Any]:
+    """Published models say ``num_experts``; transformers 5.23 writes the other name."""
+    count = config.get("num_experts") or config.get("num_local_experts")
+    if not count:
+        raise CheckpointError("config.json has no num_experts")
+    return {"num_experts": count}
+
+
+# Qwen 3 with experts, and a window in every layer or in none.
+QWEN3_MOE = llama_like(
+    "qwen3_moe",
+    "Qwen3Moe",
+    *_QWEN,
+    HEAD_DIM,
+    windows(switch=True),
+    NO_BIAS,
+    Field(_read_count, lambda shape: {"num_experts": shape.num_experts}),
+    layer=EXPERT_LAYER,
+    always={"qk_norm": "head"},
+)

@@ -26,7 +26,7 @@ def _both(ours: str, theirs: str, *, is_qkv: bool = False) -> dict[str, Rule]:
     }
 
 
-FAMILY = Family(
+GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     always={

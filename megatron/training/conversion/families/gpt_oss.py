@@ -8,20 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.training.conversion.families.experts import TOPK
-from megatron.training.conversion.families.fields import (
-    HEAD_DIM,
-    LLAMA_FIELDS,
-    LLAMA_OUTSIDE,
-    demand,
-    norm,
-    same,
-    tied,
-    windows,
-)
-from megatron.training.conversion.families.llama import LAYER
-from megatron.training.conversion.families.mixtral import WIDTH_OF_ALL
-from megatron.training.conversion.family import Config, Family, Field
+from megatron.training.conversion.families.experts import IN_ALL_LAYERS
+from megatron.training.conversion.families.fields import HEAD_DIM, demand, tied, windows
+from megatron.training.conversion.families.llama import llama_like
+from megatron.training.conversion.family import Config, Field
 from megatron.training.conversion.tensors import Rule
 
 _EXPERT = "mlp.experts.local_experts.{}."
@@ -31,34 +21,19 @@ def _read_limit(config: Config) -> dict[str, Any]:
     return {"activation_func_clamp_value": float(config.get("swiglu_limit") or 7.0)}
 
 
-FAMILY = Family(
-    model_type="gpt_oss",
-    architecture="GptOssForCausalLM",
-    always={
-        "activation": "quick_gelu",
-        "glu_linear_offset": 1.0,
-        "softmax_type": "learnable",
-        "add_bias_linear": True,
-        "add_qkv_bias": True,
-        "moe_router_score_function": "softmax",
-    },
-    fields=(
-        *LLAMA_FIELDS,
-        HEAD_DIM,
-        norm(1e-5),
-        tied(False),
-        windows(lambda config, layer: layer % 2 == 0),
-        same("num_local_experts", "num_experts"),
-        TOPK,
-        WIDTH_OF_ALL,
-        Field(_read_limit, lambda shape: {"swiglu_limit": shape.activation_func_clamp_value}),
-        demand("attention_bias", True),
-        demand("hidden_act", "silu"),
-        demand("swiglu_alpha", 1.702),
-    ),
-    outside=LLAMA_OUTSIDE,
+GPT_OSS = llama_like(
+    "gpt_oss",
+    "GptOss",
+    HEAD_DIM,
+    tied(False),
+    windows(lambda config, layer: layer % 2 == 0),
+    *IN_ALL_LAYERS,
+    Field(_read_limit, lambda shape: {"swiglu_limit": shape.activation_func_clamp_value}),
+    demand("attention_bias", True),
+    demand("hidden_act", "silu"),
+    demand("swiglu_alpha", 1.702),
+    epsilon=1e-5,
     layer={
-        **LAYER,
         "self_attention.core_attention.softmax_offset": "self_attn.sinks",
         "mlp.router.weight": "mlp.router.weight",
         "mlp.router.bias": "mlp.router.bias",
@@ -72,4 +47,12 @@ FAMILY = Family(
     stacked=tuple(
         f"mlp.experts.{name}_proj{kind}" for name in ("gate_up", "down") for kind in ("", "_bias")
     ),
+    always={
+        "activation": "quick_gelu",
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "moe_router_score_function": "softmax",
+    },
 )

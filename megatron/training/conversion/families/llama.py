@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and what is built like it."""
+"""Llama 1 to 3, and the dense families that are told by what they do otherwise."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from megatron.training.conversion.families.fields import (
     activation,
     demand,
     norm,
+    same,
     tied,
+    windows,
 )
 from megatron.training.conversion.family import Config, Family, Field
+from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule
 
 
@@ -55,18 +58,120 @@ _BIAS = Field(
     lambda shape: dict.fromkeys(("attention_bias", "mlp_bias"), shape.add_bias_linear),
 )
 
-FAMILY = Family(
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    fields=(
-        *LLAMA_FIELDS,
-        HEAD_DIM,
-        norm(1e-6),
-        activation("hidden_act", "silu"),
-        tied(False),
-        _BIAS,
-        demand("pretraining_tp", 1),
-    ),
-    outside=LLAMA_OUTSIDE,
-    layer=LAYER,
+
+def llama_like(
+    model_type: str,
+    name: str,
+    *fields: Field,
+    epsilon: float = 1e-6,
+    layer: Mapping[str, str | Rule] | None = None,
+    **more: Any,
+) -> Family:
+    """Llama with ``fields`` beside its own and ``layer`` over its names of tensors."""
+    return Family(
+        model_type=model_type,
+        architecture=f"{name}ForCausalLM",
+        fields=(*LLAMA_FIELDS, norm(epsilon), *fields),
+        outside=LLAMA_OUTSIDE,
+        layer={**LAYER, **(layer or {})},
+        **more,
+    )
+
+
+SILU = (activation("hidden_act", "silu"), tied(False))
+# Without biases of attention, which config.json could ask for.
+NO_BIAS = demand("attention_bias", False)
+
+LLAMA = llama_like("llama", "Llama", *SILU, HEAD_DIM, _BIAS, demand("pretraining_tp", 1))
+
+# A sliding window in every layer, or in none.
+MISTRAL = llama_like("mistral", "Mistral", *SILU, HEAD_DIM, windows())
+
+
+def _is_upper(config: Config, layer: int) -> bool:
+    """Whether a layer lies above those that attend fully."""
+    return layer >= int(config.get("max_window_layers", 28))
+
+
+_UPPER_WINDOWS = windows(_is_upper, switch=True)
+
+# Qwen 2 and 2.5: biases of queries, keys and values, and windows in upper layers.
+QWEN2 = llama_like("qwen2", "Qwen2", *SILU, _UPPER_WINDOWS, always={"add_qkv_bias": True})
+
+# Norms of each head's queries and keys, and windows in upper layers.
+QWEN3 = llama_like(
+    "qwen3",
+    "Qwen3",
+    *SILU,
+    same("head_dim", "kv_channels", 128),
+    _UPPER_WINDOWS,
+    NO_BIAS,
+    always={"qk_norm": "head"},
 )
+
+# Norms stored as distances from one, a gated GELU and scaled embeddings.
+_GEMMA: dict[str, Any] = {"apply_layernorm_1p": True, "embedding_scale": 0}  # 0: root of the width
+_GEMMA_FIELDS = (same("head_dim", "kv_channels", 256), tied(True), NO_BIAS)
+GEMMA = llama_like(
+    "gemma",
+    "Gemma",
+    *_GEMMA_FIELDS,
+    activation("hidden_act", "gelu_pytorch_tanh", "hidden_activation"),
+    always=_GEMMA,
+)
+
+
+def _read_scale(config: Config) -> dict[str, Any]:
+    return {"softmax_scale": float(config.get("query_pre_attn_scalar", 256) ** -0.5)}
+
+
+def _write_scale(shape: ModelShape) -> dict[str, Any]:
+    return {"query_pre_attn_scalar": round(shape.softmax_scale**-2)}
+
+
+_NORMS_BEHIND = {
+    "post_self_attn_layernorm.weight": "post_attention_layernorm.weight",
+    "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
+}
+
+# Gemma with norms on both sides, soft caps, and a window in every other layer.
+GEMMA2 = llama_like(
+    "gemma2",
+    "Gemma2",
+    *_GEMMA_FIELDS,
+    activation("hidden_activation", "gelu_pytorch_tanh"),
+    same("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
+    same("final_logit_softcapping", "final_logit_softcapping", 30.0),
+    Field(_read_scale, _write_scale),
+    windows(lambda config, layer: layer % 2 == 0),
+    layer={**_NORMS_BEHIND, "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight"},
+    always={**_GEMMA, "layer_norm_placement": "sandwich"},
+)
+
+# One matrix for queries, keys and values, one for gate and up, and LongRoPE.
+PHI3 = llama_like(
+    "phi3",
+    "Phi3",
+    *SILU,
+    windows(),
+    same("resid_pdrop", "hidden_dropout", 0.0),
+    same("embd_pdrop", "hidden_dropout", 0.0),
+    epsilon=1e-5,
+    layer={
+        "self_attention.linear_qkv.weight": Rule(("self_attn.qkv_proj.weight",), is_qkv=True),
+        "mlp.linear_fc1.weight": "mlp.gate_up_proj.weight",
+    },
+)
+
+# Norms behind attention and MLP, and norms over all queries and all keys.
+OLMO2 = llama_like(
+    "olmo2",
+    "Olmo2",
+    *SILU,
+    NO_BIAS,
+    epsilon=1e-5,
+    layer=_NORMS_BEHIND,
+    always={"layer_norm_placement": "post", "qk_norm": "wide"},
+)
+
+DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, PHI3, OLMO2)

@@ -65,7 +65,7 @@ PLAIN = (
     LIMIT,
 )
 
-FAMILY = Family(
+MAMBA2 = Family(
     model_type="mamba2",
     architecture="Mamba2ForCausalLM",
     always={

@@ -84,7 +84,7 @@ def _projections(ours: str, theirs: str) -> dict[str, str]:
 # for too.
 _STEPS = Field(lambda config: {}, lambda shape: {"time_step_min": 1e-20})
 
-FAMILY = Family(
+NEMOTRON_H = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
     always={**ALWAYS, "is_gated": False, "is_tied": False},

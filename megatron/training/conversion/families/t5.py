@@ -80,7 +80,7 @@ def _mlp(stack: str, number: int) -> dict[str, str]:
     }
 
 
-FAMILY = Family(
+T5 = Family(
     model_type="t5",
     architecture="T5ForConditionalGeneration",
     always={

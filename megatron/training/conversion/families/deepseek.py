@@ -1,4 +1,4 @@
-"""DeepSeek V2: latent attention, experts behind a softmax, shared experts, dense layers first."""
+"""DeepSeek V2 and V3: latent attention, experts and shared experts, dense layers first."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _write_factor(shape: ModelShape) -> dict[str, Any]:
     return {"routed_scaling_factor": shape.moe_router_topk_scaling_factor or 1.0}
 
 
-FIELDS = (
+_FIELDS = (
     same("num_hidden_layers", "num_layers"),
     same("hidden_size", "hidden_size"),
     same("intermediate_size", "ffn_hidden_size"),
@@ -105,7 +105,7 @@ FIELDS = (
     Field(_read_factor, _write_factor),
     demand("moe_layer_freq", 1),
 )
-DEEPSEEK_LAYER: Mapping[str, str | Rule] = {
+_LAYER: Mapping[str, str | Rule] = {
     **LAYER,
     **EXPERT_LAYER,
     "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
@@ -137,7 +137,8 @@ def _write_method(shape: ModelShape) -> dict[str, Any]:
 
 _GROUPS = groups(1)
 
-FAMILY = Family(
+# Experts are scored by a softmax.
+DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     always={
@@ -146,12 +147,49 @@ FAMILY = Family(
         "moe_router_dtype": "fp32",
     },
     fields=(
-        *FIELDS,
+        *_FIELDS,
         Field(_read_method, _write_method),
         demand("norm_topk_prob", False),
         demand("scoring_func", "softmax"),
         demand("mlp_bias", False),
     ),
     outside=LLAMA_OUTSIDE,
-    layer=DEEPSEEK_LAYER,
+    layer=_LAYER,
+)
+
+_AHEAD = "num_nextn_predict_layers"
+
+
+def _read_ahead(config: Config) -> dict[str, Any]:
+    return {"mtp_num_layers": config.get(_AHEAD) or None}
+
+
+# Sigmoid scores, and a bias on them that balances the load.
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    always={
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+    },
+    fields=(
+        *_FIELDS,
+        groups(2),
+        demand("norm_topk_prob", True),
+        demand("scoring_func", "sigmoid"),
+        demand("topk_method", "noaux_tc"),
+        demand("rope_interleave", True),
+        Field(_read_ahead, lambda shape: {_AHEAD: shape.mtp_num_layers or 0}),
+    ),
+    outside=LLAMA_OUTSIDE,
+    layer={**_LAYER, "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias"},
+    ahead={
+        **{name: name for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight")},
+        "final_layernorm.weight": "shared_head.norm.weight",
+    },
+    copies={
+        "embedding.word_embeddings.weight": "embed_tokens.weight",
+        "output_layer.weight": "shared_head.head.weight",
+    },
 )
