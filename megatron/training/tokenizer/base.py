@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,61 +74,52 @@ class MegatronTokenizer(ABC):
         """What a faster library needs to give the same ids; None where there is none."""
         return None
 
-    @property
+    @cached_property
     def inv_vocab(self) -> Mapping[int, str]:
         """Id to token."""
         return {index: token for token, index in self.vocab.items()}
 
+    def _special(self, role: str) -> int:
+        """The id of ``eod``, ``bos``, ...: what a kind of tokenizer says for all of them."""
+        raise self._missing(role.upper())
+
     @property
     def eod(self) -> int:
         """The id that ends a document."""
-        raise self._missing("EOD")
+        return self._special("eod")
 
     @property
     def bos(self) -> int:
         """The id that begins a sequence."""
-        raise self._missing("BOS")
+        return self._special("bos")
 
     @property
     def eos(self) -> int:
         """The id that ends a sequence."""
-        raise self._missing("EOS")
+        return self._special("eos")
 
     @property
     def pad(self) -> int:
         """The id that fills a batch up."""
-        raise self._missing("PAD")
+        return self._special("pad")
 
     @property
     def cls(self) -> int:
         """The id before a BERT sample."""
-        raise self._missing("CLS")
+        return self._special("cls")
 
     @property
     def sep(self) -> int:
         """The id between the parts of a BERT sample."""
-        raise self._missing("SEP")
+        return self._special("sep")
 
     @property
     def mask(self) -> int:
         """The id that stands for a hidden token."""
-        raise self._missing("MASK")
+        return self._special("mask")
 
     # Names of NeMo, which users' scripts call.
-    @property
-    def eos_id(self) -> int:
-        """Alias of ``eos``."""
-        return self.eos
-
-    @property
-    def bos_id(self) -> int:
-        """Alias of ``bos``."""
-        return self.bos
-
-    @property
-    def pad_id(self) -> int:
-        """Alias of ``pad``."""
-        return self.pad
+    eos_id, bos_id, pad_id = eos, bos, pad
 
     def _missing(self, role: str) -> MissingToken:
         return MissingToken(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.optional import require
@@ -18,6 +18,11 @@ class _BertWordPieceTokenizer(LibraryTokenizer):
 
     Text that reads like a special token is text.
     """
+
+    special_tokens: Mapping[str, str] = {
+        **{role: f"[{role.upper()}]" for role in ("cls", "sep", "pad", "mask", "bos", "eos")},
+        "eod": "[EOS]",
+    }
 
     def __init__(self, vocab_file: str, lower_case: bool = True, vocab_extra_ids: int = 0) -> None:
         library = require("tokenizers", "--tokenizer-type BertWordPiece...")
@@ -64,34 +69,6 @@ class _BertWordPieceTokenizer(LibraryTokenizer):
         tokens = [self.inv_vocab[index] for index in token_ids]
         kept = [token for token in tokens if token not in ("[PAD]", "[CLS]")]
         return " ".join(kept).replace(" " + _CONTINUES_WORD, "")
-
-    @property
-    def cls(self) -> int:
-        return self._id_of("[CLS]", "CLS")
-
-    @property
-    def sep(self) -> int:
-        return self._id_of("[SEP]", "SEP")
-
-    @property
-    def pad(self) -> int:
-        return self._id_of("[PAD]", "PAD")
-
-    @property
-    def mask(self) -> int:
-        return self._id_of("[MASK]", "MASK")
-
-    @property
-    def bos(self) -> int:
-        return self._id_of("[BOS]", "BOS")
-
-    @property
-    def eos(self) -> int:
-        return self._id_of("[EOS]", "EOS")
-
-    @property
-    def eod(self) -> int:
-        return self.eos
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:

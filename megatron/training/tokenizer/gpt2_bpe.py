@@ -8,11 +8,11 @@ from megatron.training.tokenizer.bpe_rules import BpeRules
 from megatron.training.tokenizer.library import LibraryTokenizer
 from megatron.training.tokenizer.spec import TokenizerSpec
 
-_END_OF_TEXT = "<|endoftext|>"
-
 
 class _GPT2BPETokenizer(LibraryTokenizer):
     """Text that reads like a special token is text; ``<|endoftext|>`` ends a document."""
+
+    special_tokens = dict.fromkeys(("eod", "eos"), "<|endoftext|>")
 
     def __init__(self, vocab_file: str, merge_file: str) -> None:
         library = require("tokenizers", "--tokenizer-type GPT2BPETokenizer")
@@ -32,14 +32,6 @@ class _GPT2BPETokenizer(LibraryTokenizer):
     def build(cls, spec: TokenizerSpec) -> _GPT2BPETokenizer:
         """From the command line: --vocab-file and --merge-file."""
         return cls(spec.need("vocab_file"), spec.need("merge_file"))
-
-    @property
-    def eod(self) -> int:
-        return self._id_of(_END_OF_TEXT, "EOD")
-
-    @property
-    def eos(self) -> int:
-        return self.eod
 
     def bpe_rules(self) -> BpeRules:
         return BpeRules(self._library.to_str())

@@ -108,10 +108,6 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
     def vocab(self) -> Mapping[str, int]:
         return (self._wrapper or self._library).get_vocab()
 
-    @cached_property
-    def inv_vocab(self) -> Mapping[int, str]:
-        return {index: token for token, index in self.vocab.items()}
-
     @property
     def vocab_size(self) -> int:
         if self._wrapper is not None:
@@ -124,43 +120,16 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
         return self.inv_vocab
 
     @property
-    def eod(self) -> int:
-        return self._role("eos", "EOD (it is EOS)")
-
-    @property
-    def eos(self) -> int:
-        return self._role("eos", "EOS")
-
-    @property
-    def bos(self) -> int:
-        return self._role("bos", "BOS")
-
-    @property
-    def pad(self) -> int:
-        return self._role("pad", "PAD")
-
-    @property
-    def cls(self) -> int:
-        return self._role("cls", "CLS")
-
-    @property
-    def sep(self) -> int:
-        return self._role("sep", "SEP")
-
-    @property
-    def mask(self) -> int:
-        return self._role("mask", "MASK")
-
-    @property
     def additional_special_tokens_ids(self) -> list[int]:
         """The ids of ``<extra_id_0>``, ``<extra_id_1>``, ... as far as there are any."""
         names = map("<extra_id_{}>".format, itertools.count())
         return [self.vocab[name] for name in itertools.takewhile(self.vocab.__contains__, names)]
 
-    def _role(self, role: str, words: str) -> int:
-        if role not in self._tokens:
-            raise self._missing(words)
-        return self._tokens[role]
+    def _special(self, role: str) -> int:
+        named = "eos" if role == "eod" else role
+        if named not in self._tokens:
+            raise self._missing("EOD (it is EOS)" if role == "eod" else role.upper())
+        return self._tokens[named]
 
 
 def _local_files(path: str) -> tuple[str | None, dict[str, Any]]:
@@ -225,12 +194,5 @@ def _tokens_of(config: Mapping[str, Any], library: Any) -> dict[str, int]:
 
 
 def _tokens_of_wrapper(wrapper: Any) -> dict[str, int]:
-    ids = {
-        "bos": wrapper.bos_token_id,
-        "eos": wrapper.eos_token_id,
-        "pad": wrapper.pad_token_id,
-        "cls": wrapper.cls_token_id,
-        "sep": wrapper.sep_token_id,
-        "mask": wrapper.mask_token_id,
-    }
+    ids = {role: getattr(wrapper, f"{role}_token_id") for role in _ROLES}
     return {role: index for role, index in ids.items() if index is not None}

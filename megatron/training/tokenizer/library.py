@@ -12,6 +12,8 @@ from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken, To
 class LibraryTokenizer(MegatronTokenizer):
     """Wraps a ``tokenizers.Tokenizer``; nothing is added around the text."""
 
+    special_tokens: Mapping[str, str]  # role -> token, of those that it has
+
     def __init__(self, library: Any, *tokenizer_paths: str, **tokenizer_options: Any) -> None:
         super().__init__(*tokenizer_paths, **tokenizer_options)
         self._library = library
@@ -36,19 +38,18 @@ class LibraryTokenizer(MegatronTokenizer):
     def vocab(self) -> Mapping[str, int]:
         return self._library.get_vocab(with_added_tokens=True)
 
-    @cached_property
-    def inv_vocab(self) -> Mapping[int, str]:
-        return {index: token for token, index in self.vocab.items()}
-
     @property
     def vocab_size(self) -> int:
         return self._library.get_vocab_size(with_added_tokens=True)
 
-    def _id_of(self, token: str, role: str) -> int:
+    def _special(self, role: str) -> int:
+        token = self.special_tokens.get(role)
+        if token is None:
+            return super()._special(role)
         index = self._library.token_to_id(token)
         if index is None:
             raise MissingToken(
-                f"{self.name}: the vocabulary has no {token!r}, which is its {role} token; "
+                f"{self.name}: the vocabulary has no {token!r}, which is its {role.upper()} token; "
                 f"add {token!r} to the vocabulary"
             )
         return index

@@ -47,9 +47,8 @@ class _NullTokenizer(MegatronTokenizer):
     def vocab_size(self) -> int:
         return self._num_ids + 1
 
-    @property
-    def eod(self) -> int:
-        return self._num_ids
+    def _special(self, role: str) -> int:
+        return self._num_ids if role == "eod" else super()._special(role)
 
     @property
     def additional_special_tokens_ids(self) -> list[int] | None:

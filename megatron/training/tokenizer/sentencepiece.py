@@ -31,6 +31,8 @@ class _PieceTokenizer(MegatronTokenizer):
             raise ConfigError(
                 f"--tokenizer-model {model_file}: {error}; it must be a SentencePiece model"
             ) from error
+        model = self._pieces
+        self._control = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
 
     @classmethod
     def build(cls, spec: TokenizerSpec) -> _PieceTokenizer:
@@ -56,39 +58,19 @@ class _PieceTokenizer(MegatronTokenizer):
     def vocab(self) -> Mapping[str, int]:
         return {self._pieces.id_to_piece(i): i for i in range(self._pieces.get_piece_size())}
 
-    @cached_property
-    def inv_vocab(self) -> Mapping[int, str]:
-        return {index: token for token, index in self.vocab.items()}
-
     @property
     def vocab_size(self) -> int:
         return self._pieces.get_piece_size()
 
-    @property
-    def eod(self) -> int:
-        return self._of_model(self._pieces.eos_id(), "EOD")
-
-    @property
-    def eos(self) -> int:
-        return self._of_model(self._pieces.eos_id(), "EOS")
-
-    @property
-    def bos(self) -> int:
-        return self._of_model(self._pieces.bos_id(), "BOS")
-
-    @property
-    def pad(self) -> int:
-        return self._of_model(self._pieces.pad_id(), "PAD")
+    def _special(self, role: str) -> int:
+        named = "eos" if role == "eod" else role
+        index = self._control.get(named, -1)
+        return super()._special(role) if index < 0 else index
 
     @property
     def additional_special_tokens_ids(self) -> list[int] | None:
         """None: the model file has no spare ids."""
         return None
-
-    def _of_model(self, index: int, role: str) -> int:
-        if index < 0:
-            raise self._missing(role)
-        return index
 
 
 class _GPTSentencePieceTokenizer(_PieceTokenizer):
@@ -121,12 +103,10 @@ class _SentencePieceTokenizer(_PieceTokenizer):
 
     def __init__(self, model_file: str, vocab_extra_ids: int = 0) -> None:
         super().__init__(model_file, vocab_extra_ids)
-        model = self._pieces
-        control = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
         self._names = {role: f"<{role.upper()}>" for role in ("cls", "sep", "eod", "mask")}
         self._names |= {
-            role: model.id_to_piece(index) if index >= 0 else f"<{role.upper()}>"
-            for role, index in control.items()
+            role: self._pieces.id_to_piece(index) if index >= 0 else f"<{role.upper()}>"
+            for role, index in self._control.items()
         }
         self._extra = [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]
         vocab = dict(super().vocab)
@@ -182,33 +162,8 @@ class _SentencePieceTokenizer(_PieceTokenizer):
     def vocab_size(self) -> int:
         return len(self._vocab)
 
-    @property
-    def cls(self) -> int:
-        return self._vocab[self._names["cls"]]
-
-    @property
-    def sep(self) -> int:
-        return self._vocab[self._names["sep"]]
-
-    @property
-    def mask(self) -> int:
-        return self._vocab[self._names["mask"]]
-
-    @property
-    def eod(self) -> int:
-        return self._vocab[self._names["eod"]]
-
-    @property
-    def pad(self) -> int:
-        return self._vocab[self._names["pad"]]
-
-    @property
-    def bos(self) -> int:
-        return self._vocab[self._names["bos"]]
-
-    @property
-    def eos(self) -> int:
-        return self._vocab[self._names["eos"]]
+    def _special(self, role: str) -> int:
+        return self._vocab[self._names[role]]
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:

@@ -53,7 +53,7 @@ class CustomTikTokenizer(MegatronTokenizer):
         self.name = "TikTokenizer"
         library = require("tiktoken", "--tokenizer-type TikTokenizer")
         self._vocab_size = _DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
-        self._special = _special_tokens(special_tokens, num_special_tokens)
+        self._specials = _special_tokens(special_tokens, num_special_tokens)
         self._shift = num_special_tokens
         if self._vocab_size <= num_special_tokens:
             raise ConfigError(
@@ -102,7 +102,7 @@ class CustomTikTokenizer(MegatronTokenizer):
 
     @cached_property
     def inv_vocab(self) -> Mapping[int, str]:
-        special = dict(enumerate(self._special))
+        special = dict(enumerate(self._specials))
         ranks = range(self._vocab_size - self._shift)
         decode = self._encoding.decode_single_token_bytes
         return special | {self._shift + rank: _readable(decode(rank)) for rank in ranks}
@@ -112,46 +112,19 @@ class CustomTikTokenizer(MegatronTokenizer):
         return self._vocab_size
 
     @property
-    def bos(self) -> int:
-        return self._role("<s>", "BOS")
-
-    @property
-    def eos(self) -> int:
-        return self._role("</s>", "EOS")
-
-    @property
-    def eod(self) -> int:
-        return self.eos
-
-    @property
     def unk(self) -> int:
         """The id of the unknown: no text gives it."""
-        return self._role("<unk>", "UNK")
+        return self._special("unk")
 
-    @property
-    def pad(self) -> int:
-        return self._role("<pad>", "PAD")
-
-    @property
-    def cls(self) -> int:
-        return self._role("<cls>", "CLS")
-
-    @property
-    def sep(self) -> int:
-        return self._role("<sep>", "SEP")
-
-    @property
-    def mask(self) -> int:
-        return self._role("<mask>", "MASK")
-
-    def _role(self, token: str, role: str) -> int:
-        if token not in self._special:
-            raise self._missing(role)
-        return self._special.index(token)
+    def _special(self, role: str) -> int:
+        token = {"bos": "<s>", "eos": "</s>", "eod": "</s>"}.get(role, f"<{role}>")
+        if token not in self._specials:
+            return super()._special(role)
+        return self._specials.index(token)
 
     def _bytes_of(self, index: int) -> bytes:
         if index < self._shift:
-            return self._special[index].encode()
+            return self._specials[index].encode()
         return self._encoding.decode_single_token_bytes(index - self._shift)
 
 
