@@ -76,6 +76,11 @@ def is_cuda(device: torch.device | None = None) -> bool:
     return (_imagined or (device or _current).type) == "cuda"
 
 
+def launches_kernels(where: torch.device) -> bool:
+    """Whether what lies there is in a GPU's memory, not imagined to be."""
+    return where.type == "cuda"
+
+
 def _has_gpu() -> bool:
     return _current.type == "cuda"
 

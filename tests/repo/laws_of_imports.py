@@ -154,10 +154,20 @@ def imports_stand_at_the_top(source: Source) -> Iterator[str]:
                 yield f"{node.lineno}: import inside {name}"
 
 
+def kernels_alone_import_triton(source: Source) -> Iterator[str]:
+    """What imports triton is imported where a GPU wants it, by `fusions.gpu`, and not before."""
+    if source.is_under("tests") or source.path.startswith("megatron/core/fusions/triton/"):
+        return
+    for line, name in source.imports():
+        if name.startswith(("triton", "megatron.core.fusions.triton")):
+            yield f"{line}: imports {name}"
+
+
 LAWS = [
     core_packages_keep_their_direction,
     imports_point_downwards,
     only_doors_read_global_state,
     pure_modules_import_no_torch,
     imports_stand_at_the_top,
+    kernels_alone_import_triton,
 ]

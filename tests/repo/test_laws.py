@@ -34,6 +34,10 @@ BREACHES = {
         ("megatron/core/x.py", "def f():\n    import os"),
         ("tools/x.py", "class A:\n    def main(self):\n        import os"),
     ],
+    "kernels_alone_import_triton": [
+        ("megatron/core/x.py", "import triton.language as tl"),
+        ("megatron/core/fusions/x.py", "from megatron.core.fusions.triton import rope"),
+    ],
     "files_are_short": [("megatron/core/x.py", "x = 1\n" * 451)],
     "functions_are_short": [("tools/x.py", "def f():\n" + "    x = 1\n" * 80)],
     "files_say_what_they_are_for": [("tests/x.py", "x = 1")],

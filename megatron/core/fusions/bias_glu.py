@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
+from megatron.core.fusions import gpu
+
 Activation = Callable[[Tensor], Tensor]
+_FUSED: dict[Activation, str] = {
+    F.silu: "silu",
+    F.gelu: "gelu",
+    openai_gelu: "openai_gelu",
+    quick_gelu: "quick_gelu",
+    squared_relu: "squared_relu",
+}
 
 
 def glu_reference(
@@ -59,9 +69,23 @@ class _GLU(torch.autograd.Function):
 
 
 def glu(
-    gate_up: Tensor, act: Activation, clamp: float | None = None, offset: float = 0.0
+    gate_up: Tensor,
+    act: Activation,
+    clamp: float | None = None,
+    offset: float = 0.0,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """[..., 2 f] -> [..., f]"""
+    """[..., 2 f] -> [..., f], each row times its weight [...] where there are weights."""
+    fused = gpu.kernels("glu", gate_up, weights) if act in _FUSED else None
+    if fused and gate_up.is_contiguous():
+        return fused.glu(gate_up, _FUSED[act], clamp, offset, weights)
     if act is F.silu and clamp is None and not offset:
-        return _SwiGLU.apply(gate_up)
-    return _GLU.apply(gate_up, act, clamp, offset)
+        y = _SwiGLU.apply(gate_up)
+    else:
+        y = _GLU.apply(gate_up, act, clamp, offset)
+    return y if weights is None else weighed(y, weights)
+
+
+def weighed(x: Tensor, weights: Tensor) -> Tensor:
+    """Rows of ``x`` [..., f] times ``weights`` [...], in the dtype of ``x``."""
+    return (x * weights.unsqueeze(-1)).to(x.dtype)

@@ -9,6 +9,8 @@ some tokens at a time.  Collectives over the group: one max and one sum.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.fusions import gpu
 
 # Elements in float32 at a time: on a CPU a few rows that stay in its cache.
 _ELEMENTS_CPU = 1 << 19
@@ -59,11 +62,12 @@ class _Rows:
 
     def __init__(self, target: Tensor, group: ProcessGroup, width: int, columns: int) -> None:
         self.columns, self.ignored = columns, target < 0
+        self.target, self.first = target, group.rank() * width
         self.is_mine: Tensor | None = None  # everything that counts
         if group.size() == 1:
             self.index = target.clamp_min(0).unsqueeze(-1)
         else:
-            index = target - group.rank() * width
+            index = target - self.first
             self.is_mine = (index >= 0) & (index < columns)
             self.index = index.masked_fill(~self.is_mine, 0).unsqueeze(-1)
 
@@ -113,10 +117,16 @@ class _Scratch:
         return torch.softmax(wide, -1, out=room)
 
 
+def _kernels(logits: Tensor) -> ModuleType | None:
+    return gpu.kernels("cross_entropy", logits) if logits.is_contiguous() else None
+
+
 def _turn_into_gradient(logits: Tensor, rows: _Rows) -> Tensor:
     """Overwrite ``logits`` by (softmax - onehot) * scale; the loss of each token."""
     loss = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
     scale = gradient_scale(logits.dtype)
+    if fused := _kernels(logits):
+        return fused.loss_and_gradient(logits, rows.target, rows.columns, scale)
     rows.hide_padding(logits)
     parts = _parts(logits)
     scratch = _Scratch(logits, parts)
@@ -142,14 +152,17 @@ def _turn_into_gradient_divided(logits: Tensor, rows: _Rows, group: ProcessGroup
     """The same where each rank has some of the columns."""
     log_sum, at_target = _own_sums(logits, rows, slice(None))
     log_sum = _sum_over_ranks(log_sum, at_target, group)
-    scale = gradient_scale(logits.dtype)
+    scale, loss = gradient_scale(logits.dtype), (log_sum - at_target).masked_fill_(rows.ignored, 0)
+    if fused := _kernels(logits):
+        fused.turn(logits, rows.target, log_sum, rows.first, rows.columns, scale)
+        return loss
     parts = _parts(logits)
     scratch = _Scratch(logits, parts)
     for part in parts:
         values = logits[part]
         prob = _minus_onehot(scratch.widen(values), log_sum, rows, part)
         values.copy_(prob if scale == 1 else prob.mul_(scale))
-    return (log_sum - at_target).masked_fill_(rows.ignored, 0)
+    return loss
 
 
 def _minus_onehot(wide: Tensor, log_sum: Tensor, rows: _Rows, part: slice) -> Tensor:
@@ -175,6 +188,9 @@ def gradient_from_sums(
     """
     log_sum, grad = sums
     rows = _Rows(target, group, logits.shape[1], num_columns)
+    if cap is None and (fused := _kernels(logits)):
+        fused.turn(logits, target, log_sum, rows.first, num_columns, grad.contiguous())
+        return
     _squash(logits, cap)
     rows.hide_padding(logits)
     grad = grad.masked_fill(rows.ignored, 0).unsqueeze(-1)
@@ -195,6 +211,8 @@ def _squash(logits: Tensor, cap: float | None) -> Tensor:
 
 def _own_sums(logits: Tensor, rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor]:
     """Log of the sum of this rank's exponentials, and the target's logit, for ``tokens``."""
+    if fused := _kernels(logits):
+        return fused.own_sums(logits, rows.target[tokens], rows.first, rows.columns)
     rows.hide_padding(logits)
     log_sum = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
     parts = _parts(logits)

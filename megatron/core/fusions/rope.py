@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.fusions import gpu
+
 
 @dataclass(frozen=True)
 class RotaryTable:
@@ -47,7 +49,10 @@ def apply_rotary_reference(x: Tensor, table: RotaryTable) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
-    """Rotate by the angle times ``sign``; four passes over half of ``x``, no temporaries."""
+    """Rotate by the angle times ``sign``; on a CPU four passes over half of ``x``."""
+    has_rows = x.dim() == 4 and x.stride(-1) == 1 and cos.shape[::2] == (x.shape[0], 1)
+    if has_rows and (fused := gpu.kernels("rope", x, cos, sin)):
+        return fused.turn(x, cos, sin, interleaved, sign)
     width = 2 * cos.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = _pairs(x, width, interleaved)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.activations import openai_gelu
-from megatron.core.fusions.bias_glu import glu
+from megatron.core.fusions.bias_glu import glu, weighed
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -73,12 +73,12 @@ class MLP(MegatronModule):
         is_tanh_gelu = config.bias_activation_fusion and config.activation_func is F.gelu
         self.act = openai_gelu if is_tanh_gelu else config.activation_func
 
-    def activate(self, x: Tensor) -> Tensor:
-        """[.., f/tp] -> [.., f/tp], or [.., 2 f/tp] -> [.., f/tp] where gated."""
+    def activate(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """[.., f/tp], where gated [.., 2 f/tp], -> [.., f/tp], each row times its weight [..]."""
         if not self.config.gated_linear_unit:
-            return self.act(x)
+            return self.act(x) if weights is None else weighed(self.act(x), weights)
         clamp, offset = self.config.activation_func_clamp_value, self.config.glu_linear_offset
-        return glu(x, self.act, clamp, offset)
+        return glu(x, self.act, clamp, offset, weights)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> [s, b, h] and the bias that is still to be added, if any."""

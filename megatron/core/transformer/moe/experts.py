@@ -51,15 +51,12 @@ class Expert(MLP):
         """Activate, weigh and go through ``linear``, the second matrix of one expert or of all."""
         recomputes = self.training and "moe_act" in self.config.modules_to_recompute
         memory = CheckpointWithoutOutput() if recomputes else None
-        weigh = self._activated if memory is None else partial(memory.checkpoint, self._activated)
+        # Weighed before the second matrix, which is linear.
+        weigh = self.activate if memory is None else partial(memory.checkpoint, self.activate)
         result, bias = linear(weigh(inner, weights))
         if memory is not None:
             memory.discard_output_and_register_recompute(result)
         return result, bias
-
-    def _activated(self, inner: Tensor, weights: Tensor) -> Tensor:
-        """Weighed before the second matrix, which is linear."""
-        return (self.activate(inner) * weights.unsqueeze(-1)).to(inner.dtype)
 
 
 class Experts(MegatronModule):

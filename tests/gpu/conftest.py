@@ -1,0 +1,76 @@
+"""Where the kernels run: on a GPU, or under TRITON_INTERPRET=1 on tensors of the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.fusions import gpu
+from megatron.core.optional import why_missing
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = why_missing("triton")
+    if reason is None and not IS_INTERPRETED and not torch.cuda.is_available():
+        reason = "needs a GPU, or TRITON_INTERPRET=1"
+    for item in items:
+        if reason is not None and item.path.parent.name == "gpu":
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def where() -> str:
+    """The device of the tensors."""
+    return "cpu" if IS_INTERPRETED else "cuda"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def scalars_are_numbers() -> None:
+    """Under the interpreter of 3.6 they are arrays of one, which NumPy 2.4 takes for no index."""
+    if IS_INTERPRETED:
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        patch = interpreter._patch_lang_tensor
+
+        def patch_and_mend(tensor: Any, scope: Any) -> None:
+            patch(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+        interpreter._patch_lang_tensor = patch_and_mend
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On the interpreter too; and each test of a kernel meets one."""
+    if IS_INTERPRETED:
+        monkeypatch.setattr(device, "launches_kernels", lambda where: True)
+    met, choose = [], gpu.kernels
+
+    def kernels(name: str, *tensors: Tensor | None) -> object:
+        module = choose(name, *tensors)
+        met.append(module)
+        return module
+
+    monkeypatch.setattr(gpu, "kernels", kernels)
+    yield
+    assert any(met), "no kernel was asked for"
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], object]:
+    """Call a function as if there were no kernels."""
+
+    def call(function: Callable[[], object]) -> object:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpu, "kernels", lambda name, *tensors: None)
+            return function()
+
+    return call

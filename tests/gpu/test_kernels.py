@@ -1,0 +1,150 @@
+"""Each kernel has the values and gradients of its plain form, on sizes that fill no block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
+from megatron.core.fusions import linear_cross_entropy as loss_fusion
+from megatron.core.fusions.bias_glu import glu, glu_reference, weighed
+from megatron.core.fusions.linear_cross_entropy import loss_and_gradient
+from megatron.core.fusions.rope import RotaryTable, apply_rotary, apply_rotary_reference
+from tests import tolerances
+from tests.unit.one_process import one_rank
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def values_and_gradients(function: Callable[..., Tensor], *inputs: Tensor | None) -> list[Any]:
+    """Of ``function``, for a gradient that differs everywhere."""
+    leaves = [None if t is None else t.clone().requires_grad_() for t in inputs]
+    out = function(*leaves)
+    grad = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
+    out.backward(grad)
+    return [out, *(None if leaf is None else leaf.grad for leaf in leaves)]
+
+
+def compare(
+    kernel: Callable[..., Tensor], reference: Callable[..., Tensor], *inputs: Tensor | None
+) -> None:
+    """The reference computes in float64 on the same numbers."""
+    found = values_and_gradients(kernel, *inputs)
+    wide = values_and_gradients(reference, *(None if t is None else t.double() for t in inputs))
+    for ours, expected in zip(found, wide, strict=True):
+        if expected is not None:
+            torch.testing.assert_close(ours, expected.to(ours.dtype), **tolerances.of(ours.dtype))
+
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "openai_gelu": openai_gelu,
+    "quick_gelu": quick_gelu,
+    "squared_relu": squared_relu,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_gated_activations(act: str, dtype: torch.dtype, where: str) -> None:
+    x = torch.randn(3, 2, 2 * 1300, device=where).mul_(2).to(dtype)
+    function = ACTIVATIONS[act]
+    compare(lambda x: glu(x, function), lambda x: glu_reference(x, function), x)
+
+
+@pytest.mark.parametrize("act", [F.silu, quick_gelu])
+def test_gated_activations_clamped_offset_and_weighed(act: Any, where: str) -> None:
+    x, weights = torch.randn(5, 2 * 1100, device=where).mul_(2), torch.rand(5, device=where)
+
+    def reference(x: Tensor, weights: Tensor) -> Tensor:
+        return weighed(glu_reference(x, act, 0.7, 1.0), weights)
+
+    compare(lambda x, w: glu(x, act, 0.7, 1.0, w), reference, x, weights)
+
+
+def test_gated_activations_of_no_tokens(where: str) -> None:
+    x = torch.randn(0, 8, device=where, requires_grad=True)
+    glu(x, F.silu).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotated", [24, 14])
+def test_rotary_positions(rotated: int, interleaved: bool, dtype: torch.dtype, where: str) -> None:
+    angles = torch.randn(5, 2, 1, rotated // 2, device=where)
+    table = RotaryTable(angles.cos(), angles.sin(), interleaved)
+    wide = torch.randn(5, 2, 3, 40, device=where).to(dtype)
+    both = [lambda x, f=f: f(x[..., 4:28], table) for f in (apply_rotary, apply_rotary_reference)]
+    compare(*both, wide)
+
+
+def test_rotary_positions_of_all_sequences_alike(where: str) -> None:
+    angles = torch.randn(5, 1, 1, 4, device=where)
+    table = RotaryTable(angles.cos(), angles.sin())
+    x = torch.randn(5, 3, 600, 8, device=where)
+    compare(lambda x: apply_rotary(x, table), lambda x: apply_rotary_reference(x, table), x)
+
+
+def some_logits(where: str, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
+    logits = torch.randn(4, width, device=where).mul_(5).to(dtype)
+    logits[1] -= 1000
+    target = torch.tensor([0, width - 3, -100, 77], device=where)
+    return logits, target
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("width", [5001, 131])
+def test_the_loss_and_its_gradient(width: int, dtype: torch.dtype, where: str) -> None:
+    logits, target = some_logits(where, dtype, width)
+    leaf = logits.double().requires_grad_()
+    expected = F.cross_entropy(leaf[:, : width - 2], target, reduction="none", ignore_index=-100)
+    scale = loss_fusion.gradient_scale(dtype)
+    (expected.sum() * scale).backward()
+    loss = loss_and_gradient(logits, target, group=one_rank(), num_columns=width - 2)
+    torch.testing.assert_close(loss, expected.float(), **tolerances.of(torch.float32))
+    assert leaf.grad is not None
+    torch.testing.assert_close(logits, leaf.grad.to(dtype), **tolerances.of(dtype))
+    torch.testing.assert_close(logits[2], torch.zeros_like(logits[2]), **tolerances.BITWISE)
+
+
+@pytest.mark.parametrize(("rank", "columns"), [(0, 501), (1, 499), (2, 0)])
+def test_the_loss_of_a_divided_vocabulary(
+    rank: int, columns: int, where: str, plain: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each third of the columns; the last is padding alone."""
+    logits, target = some_logits(where, torch.float32, 1503)
+    # What other ranks know is not asked for: any sum will do.
+    monkeypatch.setattr(loss_fusion, "_sum_over_ranks", lambda own, *rest: own.clamp_min(2))
+
+    def results() -> list[Tensor]:
+        own, group = logits[:, 501 * rank : 501 * rank + 501].clone(), Group(rank)
+        rows = loss_fusion._Rows(target, group, 501, columns)
+        sums = loss_fusion._own_sums(own, rows, slice(None))
+        loss = loss_fusion._turn_into_gradient_divided(own, rows, group)
+        own[2] = 0  # is never looked at, and plain torch leaves the softmax there
+        again = logits[:, 501 * rank : 501 * rank + 501].clone()
+        both = sums[0].clamp_min(2), torch.tensor([0.5, 2.0, 3.0, -1.0], device=where)
+        loss_fusion.gradient_from_sums(again, target, both, group=group, num_columns=columns)
+        return [*sums, loss, own, again]
+
+    torch.testing.assert_close(results(), plain(results), **tolerances.of(torch.float32))
+
+
+class Group:
+    """A rank of three, as far as the arithmetic asks."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return 3
