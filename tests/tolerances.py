@@ -32,6 +32,18 @@ LAYOUT = {
     torch.float64: dict.fromkeys(("loss", "norm", "gradient", "weight"), 1e-11),
 }
 
+# The same where products have codes and the layout cuts what shares a scale.  Those of fp8 are
+# powers of two: another one rounds otherwise only what lies 2^-14 below the largest value, by 2^-18
+# of that.  One of some thousand values is then perhaps moved to the next code, 2^-4 of it away.
+# Those of nvfp4 are any numbers, and gradients are rounded at random by place: its own error, of
+# which sums over tokens leave about a fifth.
+LAYOUT_OF_FP8 = {"loss": 1e-4, "norm": 1e-3, "gradient": 2e-3, "weight": 1e-3}
+LAYOUT_OF_NVFP4 = {"loss": 5e-3, "norm": 0.1, "gradient": 0.5, "weight": 3e-2}
+
+# With moments of fewer bits: where the upper half of a parameter is another its noise is, and the
+# last bit of a moment of 8, an eighth of a step.
+LAYOUT_OF_ROUNDED_STATE = {"loss": 1e-4, "norm": 1e-4, "gradient": 1e-5, "weight": 4e-3}
+
 # Logits of one fp32 model against another implementation of it.
 LOGITS = {"rtol": 1e-5, "atol": 1e-5}
 

@@ -20,6 +20,7 @@ BASE = (
 )
 
 
+WIDE = "--hidden-size 64"  # blocks of codes have 32 values, on two ranks too
 MAMBA = "--model-kind mamba --mamba-state-dim 4 --mamba-head-dim 4 --mamba-num-groups 4"
 
 
@@ -38,6 +39,7 @@ class Feature:
     needs: tuple[str, ...] = ()
     axis: str = ""  # whose degree in `Sizes` it turns on
     is_of_micro_batch: bool = False  # by definition: another micro-batch size, another answer
+    is_paired: bool = True  # with every other in docs/matrix.md; only drawn otherwise
 
 
 def _axis(axis: str, name: str, flags: str) -> Feature:
@@ -60,6 +62,19 @@ def _of_micro_batch(group: str, name: str, flags: str) -> Feature:
         needs=("experts",),
         is_layout=False,
         is_of_micro_batch=True,
+    )
+
+
+def _drawn(group: str, name: str, flags: str, *needs: str, is_layout: bool = False) -> Feature:
+    of_micro_batch = group == "codes"  # whose tokens share scales
+    return Feature(
+        name=name,
+        group=group,
+        flags=flags,
+        needs=needs,
+        is_layout=is_layout,
+        is_of_micro_batch=of_micro_batch,
+        is_paired=False,
     )
 
 
@@ -156,16 +171,16 @@ _FEATURES = (
     _model("ahead", "tokens-ahead",
            "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5", "rope"),
     _model("norm", "rms-norm", "--normalization RMSNorm"),
-    _model("mlp", "swiglu", "--swiglu --ffn-hidden-size 48"),
+    _model("mlp", "swiglu", "--swiglu --ffn-hidden-size 64"),
     _model("mlp", "clamped-geglu",
-           "--quick-geglu --ffn-hidden-size 48 --activation-func-clamp-value 0.05 "
+           "--quick-geglu --ffn-hidden-size 64 --activation-func-clamp-value 0.05 "
            "--glu-linear-offset 1"),
     _model("bias", "no-bias", "--disable-bias-linear"),
     _model("precision", "bf16", "--bf16"),
     _model("precision", "fp16", "--fp16 --loss-scale 256"),
     _layout("reduced in", "grad-reduce-in-bf16", "--grad-reduce-in-bf16", "bf16", "dp"),
     _model("experts", "experts",
-           "--num-experts {experts} --moe-router-topk {topk} --moe-ffn-hidden-size 24"),
+           "--num-experts {experts} --moe-router-topk {topk} --moe-ffn-hidden-size 64"),
     _layout("ep", "ep", "--expert-model-parallel-size {ep}", "experts", "dp"),
     _layout("ep", "ep-in-tp", "--expert-model-parallel-size {ep} --expert-tensor-parallel-size 1",
             "experts", "tp", "sp"),
@@ -201,14 +216,14 @@ _FEATURES = (
                     "--moe-expert-capacity-factor 0.8 --moe-token-drop-policy position"),
     _of_micro_batch("capacity", "padded-capacity",
                     "--moe-expert-capacity-factor 0.9 --moe-pad-expert-input-to-capacity"),
-    _model("shared", "shared-expert", "--moe-shared-expert-intermediate-size 16", "experts"),
+    _model("shared", "shared-expert", "--moe-shared-expert-intermediate-size 32", "experts"),
     _layout("shared overlap", "shared-expert-overlap", "--moe-shared-expert-overlap",
             "shared-expert", "alltoall"),
     _model("gate", "shared-expert-gate", "--moe-shared-expert-gate", "shared-expert"),
     _model("which layers", "every-other-layer", "--moe-layer-freq 2", "experts"),
     _model("which layers", "dense-first-layer", "--moe-layer-freq [0]+[1]*{later}", "experts"),
     _model("attention", "mla",
-           "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 8 --qk-head-dim 8 "
+           "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 12 "
            "--qk-pos-emb-head-dim 4 --v-head-dim 8", "rope"),
     _model("layers", "mamba", "{mamba}"),
     _model("layers", "hybrid", "{mamba} --is-hybrid-model --hybrid-override-pattern {pattern}"),
@@ -224,6 +239,34 @@ _FEATURES = (
     _model("documents", "reset-mask", "--reset-attention-mask"),
     _model("masked", "eod-mask", "--eod-mask-loss"),
     Feature(name="padded", group="padded", words="samples that end early", is_layout=False),
+    # The sign of a gradient that is noise, as that of a bias of keys, is one of the layout.
+    _drawn("optimizer", "lion", "--optimizer lion --lr 1e-3", "no-bias"),
+    _drawn("optimizer", "muon", "--optimizer muon --adam-eps 1e-3 --lr 0.01"),
+    _drawn("optimizer", "muon-nesterov",
+           "--optimizer muon --adam-eps 1e-3 --lr 0.01 --muon-nesterov --muon-no-split-qkv"),
+    _drawn("cut matrices", "muon-distributed", "--muon-tp-mode distributed", "muon", "tp",
+           is_layout=True),
+    _drawn("state", "moments-in-16-bits", "--use-precision-aware-optimizer "
+           "--exp-avg-dtype bf16 --exp-avg-sq-dtype fp16", "adam"),
+    _drawn("state", "moments-in-8-bits", "--use-precision-aware-optimizer "
+           "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp8", "adam"),
+    _drawn("state", "main-in-16-bits", "--use-precision-aware-optimizer", "bf16", "adam"),
+    _drawn("state", "gradients-in-16-bits",
+           "--use-precision-aware-optimizer --main-grads-dtype bf16", "bf16"),
+    _drawn("host", "state-on-host", "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+           is_layout=True),
+    _drawn("host", "state-on-host-beside-work",
+           "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d", is_layout=True),
+    _drawn("recompute", "recompute-adaptive", "--recompute-granularity adaptive", is_layout=True),
+    _drawn("codes", "fp8-delayed", f"{WIDE} --fp8-format hybrid --fp8-amax-history-len 2"),
+    _drawn("codes", "fp8-tensorwise", f"{WIDE} --fp8-format hybrid --fp8-recipe tensorwise"),
+    _drawn("codes", "fp8-blockwise", f"{WIDE} --fp8-format e4m3 --fp8-recipe blockwise"),
+    _drawn("codes", "mxfp8", f"{WIDE} --fp8-format e4m3 --fp8-recipe mxfp8"),
+    _drawn("codes", "nvfp4", f"{WIDE} --fp4-format e2m1"),
+    _drawn("left out", "plain-weight-gradients", "--no-fp8-wgrad", "fp8-delayed"),
+    _drawn("ends", "ends-in-bf16", "--first-last-layers-bf16", "fp8-delayed"),
+    _drawn("codes gathered", "gathered-as-codes", "--fp8-param-gather", "fp8-tensorwise", "bf16",
+           "zero-1", is_layout=True),
 )  # fmt: skip
 AXES = ("tp", "cp", "cp4", "pp", "dp", "instances")
 FEATURES = {feature.name: feature for feature in _FEATURES}

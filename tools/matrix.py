@@ -25,6 +25,7 @@ from tools.layout_axes import FEATURES, Case, case_of, with_needs  # noqa: E402
 
 TARGET = ROOT / "docs/matrix.md"
 COVERING = ROOT / "tests/distributed/covering.txt"
+PAIRED = {name: feature for name, feature in FEATURES.items() if feature.is_paired}
 MAX_RANKS = 8
 LOW_PRECISION = ("precision", "reduced in")  # groups whose numbers are compared loosely
 ORDINARY = 24  # cases of `make test`; `make test-slow` runs the others, each for fewer new pairs
@@ -120,7 +121,7 @@ def untested() -> list[str]:
 def render() -> str:
     """The page."""
     tested, sentences = tested_pairs(), {}
-    names = list(FEATURES)
+    names = list(PAIRED)
     rows = [f"| | {' | '.join(str(i) for i in range(1, len(names)))} |"]
     rows.append("|---" * len(names) + "|")
     for number, name in enumerate(names, 1):
@@ -134,7 +135,7 @@ def render() -> str:
     lines = [HEAD, *rows, "", "## Refused", ""]
     lines += [f"- R{number}: {text}" for text, number in sentences.items()]
     lines += ["", "## The features", ""]
-    for f in FEATURES.values():
+    for f in PAIRED.values():
         flags = f.flags.format(**case_of([f.name]).numbers())
         lines.append(f"- {f.name}: {f'`{flags}`' if flags else f.words}")
     lines += ["", "## The cases", ""]
@@ -166,14 +167,14 @@ def choose_cases() -> Iterator[Pair]:
 
 def _pairs() -> Iterator[Pair]:
     """All but alternatives of each other."""
-    for one, other in combinations(FEATURES.values(), 2):
+    for one, other in combinations(PAIRED.values(), 2):
         if one.group != other.group:
             yield frozenset((one.name, other.name))
 
 
 def _partners(pairs: set[Pair]) -> dict[str, set[str]]:
     """The others of the pairs that each feature is in, and itself."""
-    return {name: {name}.union(*(pair for pair in pairs if name in pair)) for name in FEATURES}
+    return {name: {name}.union(*(pair for pair in pairs if name in pair)) for name in PAIRED}
 
 
 def _cost(case: Case) -> float:
@@ -193,7 +194,7 @@ def _fill(
     steps = [names]
     while gains := {
         wider: gain
-        for name in rng.sample(list(FEATURES), len(FEATURES))
+        for name in rng.sample(list(PAIRED), len(PAIRED))
         if low or FEATURES[name].group not in LOW_PRECISION
         for wider in [names | with_needs([name])]
         if (gain := sum(len(left[n] & (low or wider) - {n}) for n in wider - names)) > 0

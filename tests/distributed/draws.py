@@ -19,9 +19,9 @@ from math import prod
 
 import torch
 
-from tests.distributed.layouts import differences
+from tests.distributed.layouts import cuts_scales, disagreements, dtype_of
 from tools.layout_axes import AXES, FEATURES, Case, Sizes, case_of, with_needs
-from tools.matrix import LOW_PRECISION, MAX_RANKS, refusals
+from tools.matrix import MAX_RANKS, refusals
 
 DEGREES = {
     "tp": (1, 2, 4),
@@ -32,7 +32,9 @@ DEGREES = {
 }
 # Shares of draws with a feature of these groups, chosen together; of other groups half.
 FIRST = {**dict.fromkeys(AXES, 0.9), "sequence": 0.7, "sharded": 0.3, "experts": 0.9, "ep": 0.7}
-LIKELY = {"attention": 0.3}
+LIKELY = {"attention": 0.3, "precision": 0.1, "codes": 0.2, "state": 0.2, "host": 0.1}
+# On a CPU it has none, and a stand-in (`runs.train_gpt`).
+STANDS_IN = "--optimizer-cpu-offload is without effect"
 VOCABULARIES = (60, 96, 100, 112)  # one less than a prime: the token that ends a document
 
 
@@ -96,7 +98,21 @@ def _problems(case: Case) -> list[str]:
         return ["N ranks are not several, or more than a test starts"]
     if case.has_alternatives:
         return ["alternatives of each other"]
-    return refusals(case.command(), case.num_processes) + refusals(case.command_alone(), 1)
+    if _is_decided_by_rounding(case):
+        return ["what amplifies noise, and noise"]
+    problems = refusals(case.command(), case.num_processes) + refusals(case.command_alone(), 1)
+    return without_stand_ins(problems)
+
+
+def _is_decided_by_rounding(case: Case) -> bool:
+    """Whether tokens go to other experts, or directions without a gradient to another side."""
+    is_noisy = dtype_of(case) != torch.float32 or ("nvfp4" in case.features and cuts_scales(case))
+    return is_noisy and bool({"experts", "muon", "muon-nesterov"} & case.features)
+
+
+def without_stand_ins(problems: list[str]) -> list[str]:
+    """Those that stay where a test stands in for what a CPU lacks."""
+    return [problem for problem in problems if not problem.startswith(STANDS_IN)]
 
 
 def _groups_of(names: list[str]) -> set[str]:
@@ -111,7 +127,7 @@ def _open_groups(degrees: dict[str, int], *, has_experts: bool) -> dict[str, lis
         needs = with_needs([feature.name])
         wanted = {FEATURES[name].axis for name in needs} - {""}
         is_open = has_experts or "experts" not in needs
-        if wanted <= axes and is_open and feature.group not in LOW_PRECISION:
+        if wanted <= axes and is_open:
             groups.setdefault(feature.group, []).append(feature.name)
     return groups
 
@@ -145,14 +161,13 @@ class Night:
         self.features.update(drawn.case.features)
         self.rules.update(re.sub(r"\d+", "N", problem) for problem in drawn.refused)
         try:
-            in_fp32 = differences(drawn.case, dtype=torch.float32)
-            wrong = differences(drawn.case, dtype=torch.float64) if in_fp32 else []
+            wrongs = disagreements(drawn.case)
         except AssertionError as error:  # a rank failed
-            in_fp32 = wrong = str(error).splitlines()[-20:]
-        if wrong:
-            self.failed[drawn.seed] = "\n    ".join([str(drawn), *wrong])
+            wrongs = [str(error).splitlines()[-20:]]
+        if wrongs[-1]:
+            self.failed[drawn.seed] = "\n    ".join([str(drawn), *wrongs[-1]])
             print(f"FAILED {self.failed[drawn.seed]}", flush=True)
-        elif in_fp32:
+        elif len(wrongs) > 1:
             self.settled.append(drawn.seed)
 
     def summary(self) -> str:

@@ -31,8 +31,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.training import checkpoint_io, loop
 from megatron.training.checkpointing.run_tensors import model_tensors, optimizer_tensors
-from tests import tolerances
-from tests.distributed.layouts import TIMEOUT_S, Parts, assembled, dtype_of
+from tests.distributed.draws import without_stand_ins
+from tests.distributed.layouts import TIMEOUT_S, Parts, allowed, assembled, dtype_of
 from tests.distributed.test_fsdp import SHARD, Sharded
 from tests.functional.runs import train_gpt
 from tests.ranks import run_ranks
@@ -49,9 +49,10 @@ DEGREES = {
 }
 # Groups of features that say where a value lies, and of those that say which values there are.
 LAYOUT = (*AXES, "sequence", "schedule", "stages", "mapping", "ep", "etp", "halves")
+LAYOUT += ("host", "cut matrices", "codes gathered")
 REDUCTION = ("gather", "reduce", "buckets", "bucket ends")  # of a wrapper that is not sharded
 MODEL = ("optimizer", "output", "heads", "positions", "ahead", "norm", "mlp", "bias", "scores")
-MODEL += ("shared", "gate", "which layers", "attention", "layers")
+MODEL += ("shared", "gate", "which layers", "attention", "layers", "state", "codes", "ends")
 # Over replicas: features, and what has no feature.
 FORMATS = ("safetensors_dist", "safetensors_dist", "torch_dist", "torch")
 SHARDED = ("", "zero-1", "zero-1", "zero-1", "fsdp2", "hsdp", "optim_grads", "optim_grads_params")
@@ -95,7 +96,7 @@ def draw(seed: int, max_ranks: int = 8) -> Pair:
             if case is None:
                 continue
             argv = [*case.command(), "--save", "x", "--ckpt-format", kind]
-            if refusals(argv, case.world_size):
+            if without_stand_ins(refusals(argv, case.world_size)):
                 refused += 1
             else:
                 cases.append(case)
@@ -216,8 +217,11 @@ def differences(pair: Pair, folder: Path) -> list[str]:
     wrong = [f"copies of {key} differ" for key in (*torn, *torn_again)]
     wrong += [f"{key} is on one side only" for key in expected.keys() ^ found.keys()]
     wrong += [f"{key} is not stored as it was" for key in expected.keys() ^ stored.keys()]
+    shares_exponents = any(FEATURES[name].group == "state" for name in pair.saved.features)
     for key in expected.keys() & found.keys() & stored.keys():
-        if not torch.equal(found[key], expected[key]):
+        if not torch.equal(found[key], expected[key]) and not (
+            shares_exponents and _is_as_near_as_blocks_allow(found[key], expected[key])
+        ):
             wrong.append(f"{key} is another")
         rows = expected[key].shape[0] if expected[key].dim() else None  # others store padding too
         if not torch.equal(stored[key][:rows], expected[key]):
@@ -225,25 +229,33 @@ def differences(pair: Pair, folder: Path) -> list[str]:
     if not any(".exp_avg." in key or ".momentum_buffer." in key for key in expected):
         wrong.append("the optimizer has no state")
     if dtype_of(pair.saved) == torch.float32 and not wrong:
-        wrong = _different_steps(saved, loaded)
+        wrong = _different_steps(saved, loaded, allowed(pair.saved))
     return wrong
+
+
+def _is_as_near_as_blocks_allow(found: Tensor, expected: Tensor) -> bool:
+    """Numbers that share an exponent with larger neighbours elsewhere have fewer bits."""
+    off = (found - expected).abs().max()
+    return bool(off <= 2.0**-15 * expected.abs().max())
 
 
 def _run(case: Case, more: Sequence[str]) -> list[Seen]:
     return run_ranks(watch, case.world_size, [*case.command(), *more], timeout_s=TIMEOUT_S)
 
 
-def _different_steps(saved: Sequence[Seen], loaded: Sequence[Seen]) -> list[str]:
+def _different_steps(
+    saved: Sequence[Seen], loaded: Sequence[Seen], line: dict[str, float]
+) -> list[str]:
     """The step that follows uses what was loaded: losses by the weights, weights by the moments."""
-    allowed, wrong = tolerances.LAYOUT[torch.float32], []
+    wrong = []
     losses = [next(rank.losses for rank in side if rank.losses) for side in (saved, loaded)]
     for old, new in zip(*losses, strict=True):
-        if not abs(old - new) <= allowed["loss"] * abs(old):
+        if not abs(old - new) <= line["loss"] * abs(old):
             wrong.append(f"the loss of the next step is {new!r}, it was {old!r}")
     old, new = (assembled([rank.after for rank in side])[0] for side in (saved, loaded))
     for key in old:
         if not key.startswith("optimizer.") and not (
-            float((old[key] - new[key]).abs().max()) <= allowed["weight"]
+            float((old[key] - new[key]).abs().max()) <= line["weight"]
         ):
             wrong.append(f"{key} of the next step is another")
     return wrong

@@ -53,6 +53,14 @@ HYBRID = (
     "--mamba-num-groups 2 --mamba-state-dim 16 --position-embedding-type none"
 )
 ONE |= {"BERT": BERT, "T5": T5, "hybrid": HYBRID}
+ONE |= {
+    "activations as codes": "--bf16 --swiglu --fp8-format hybrid",
+    "activations as codes of blocks": "--bf16 --fp8-format e4m3 --fp8-recipe mxfp8",
+    "activations as codes of 4 bits": "--fp4-format e2m1",
+    "14 bytes a parameter": "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16",
+    "one moment": "--optimizer lion --use-precision-aware-optimizer --exp-avg-dtype fp8",
+    "one moment of matrices": "--optimizer muon --bf16",
+}
 TWO = {
     "BERT, cut": f"{BERT} --tensor-model-parallel-size 2 --sequence-parallel --bf16 "
     "--vocab-size 511",
@@ -88,6 +96,10 @@ TWO = {
     "distributed optimizer, whole by 16 bits": "--use-distributed-optimizer --bf16 "
     "--use-precision-aware-optimizer --exp-avg-dtype fp16",
     "matrices over replicas": "--optimizer dist_muon --swiglu",
+    "weights gathered as codes": "--use-distributed-optimizer --bf16 --fp8-format hybrid "
+    "--fp8-recipe tensorwise --fp8-param-gather",
+    "activations as codes, gathered": "--tensor-model-parallel-size 2 --sequence-parallel --bf16 "
+    "--fp8-format hybrid",
     "distributed optimizer, fp32": "--use-distributed-optimizer --optimizer sgd",
     "context": "--context-parallel-size 2",
     "fully sharded": "--use-torch-fsdp2 --no-gradient-accumulation-fusion",

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from megatron.core import device
 from megatron.core.enums import ModelType
 from megatron.training.training import pretrain
 from tests.ranks import run_ranks
@@ -42,10 +43,17 @@ def run_gpt(
 
 
 def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
-    """What pretrain_gpt.py does, or the entry script of --model-kind, on initialised groups."""
+    """What pretrain_gpt.py does, or the entry script of --model-kind, on initialised groups.
+
+    State that is to lie in host memory has a place apart there, as beside a GPU.
+    """
+    is_apart = mock.patch.object(device, "host_is_apart", return_value=True)
     kind = argv[argv.index("--model-kind") + 1] if "--model-kind" in argv else "gpt"
     entry = importlib.import_module(f"pretrain_{kind}")
-    with mock.patch("sys.argv", [f"pretrain_{kind}.py", *argv]):
+    with (
+        mock.patch("sys.argv", [f"pretrain_{kind}.py", *argv]),
+        is_apart if "--optimizer-cpu-offload" in argv else contextlib.nullcontext(),
+    ):
         pretrain(
             entry.train_valid_test_datasets_provider,
             entry.model_provider,

@@ -108,7 +108,8 @@ def test_a_run_may_go_over_to_fp8_and_back(tmp_path: Path) -> None:
 
 
 def test_a_width_that_no_check_knows_is_named() -> None:
-    flags = "--fp8-format hybrid --multi-latent-attention --position-embedding-type rope"
-    (said,) = run_ranks(refusal, 1, [*SHORT, *flags.split(), "--kv-lora-rank", "12"])
+    flags = "--fp8-format hybrid --num-experts 2 --disable-bias-linear --moe-layer-freq 2"
+    widths = "--moe-ffn-hidden-size 32 --ffn-hidden-size 72"
+    (said,) = run_ranks(refusal, 1, [*SHORT, *flags.split(), *widths.split()])
     assert "a rank's weight of" in said
     assert "is no multiple of 16 in both directions, as --fp8-format hybrid" in said

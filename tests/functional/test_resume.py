@@ -37,7 +37,11 @@ KINDS = {
     ),
     "state-in-fewer-bits": (
         2, "--use-distributed-optimizer --bf16 --use-precision-aware-optimizer "
-        "--main-grads-dtype bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8"
+        "--main-grads-dtype bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
+    ),
+    "state-on-the-host": (
+        2, "--use-distributed-optimizer --bf16 --optimizer-cpu-offload "
+        "--optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d"
     ),
     "muon": (2, "--optimizer dist_muon --muon-nesterov --swiglu"),
     "fp8": (
@@ -48,6 +52,9 @@ KINDS = {
         2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 "
         "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"
     ),
+    "nvfp4": (1, "--fp4-format e2m1 --bf16"),
+    # Losses have the same bits; the search for what need not be computed again begins anew.
+    "recompute-as-fits": (1, f"{DROPOUT} --recompute-granularity adaptive"),
     "zero-3": (2, f"{SHARD} optim_grads_params"),
     "ramp-up": (1, "--rampup-batch-size 2 2 24 --global-batch-size 6 --train-samples 90"),
     "decoupled-lr": (

@@ -95,14 +95,26 @@ def quantised_widths_fit_kernels(run: RunConfig) -> Iterator[str]:
     tp, etp = m.tensor_model_parallel_size, m.expert_tensor_parallel_size or 1
     heads, channels = m.num_attention_heads, m.kv_channels or 0
     widths = [("--hidden-size", m.hidden_size, 1)]
-    if not m.multi_latent_attention:
+    if m.multi_latent_attention:
+        place = m.qk_pos_emb_head_dim
+        widths += [
+            ("--q-lora-rank", m.q_lora_rank or 0, 1),
+            ("--kv-lora-rank", m.kv_lora_rank, 1),
+            ("--kv-lora-rank and --qk-pos-emb-head-dim, together", m.kv_lora_rank + place, 1),
+            ("width of all queries", heads * (m.qk_head_dim + place), tp),
+            ("width of keys and values", heads * (m.qk_head_dim + m.v_head_dim), tp),
+            ("width of all values", heads * m.v_head_dim, tp),
+        ]
+    else:
         keys = 2 * (m.num_query_groups or heads) * channels
         widths.append(("width of all heads", heads * channels, tp))
         widths.append(("width of queries, keys and values", heads * channels + keys, tp))
     if m.num_moe_experts is None:
         widths.append(("--ffn-hidden-size", m.ffn_hidden_size or 0, tp))
     else:
+        shared = m.moe_shared_expert_intermediate_size or 0
         widths.append(("--moe-ffn-hidden-size", m.moe_ffn_hidden_size or 0, etp))
+        widths.append(("--moe-shared-expert-intermediate-size", shared, tp))
     for name, width, ranks in widths:
         if width % (m.width_multiple * ranks):
             yield (
