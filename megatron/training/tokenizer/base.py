@@ -119,7 +119,9 @@ class MegatronTokenizer(ABC):
         return self._special("mask")
 
     # Names of NeMo, which users' scripts call.
-    eos_id, bos_id, pad_id = eos, bos, pad
+    eos_id = property(lambda self: self.eos, doc="Alias of ``eos``.")
+    bos_id = property(lambda self: self.bos, doc="Alias of ``bos``.")
+    pad_id = property(lambda self: self.pad, doc="Alias of ``pad``.")
 
     def _missing(self, role: str) -> MissingToken:
         return MissingToken(

@@ -114,7 +114,7 @@ class _SentencePieceTokenizer(_PieceTokenizer):
             vocab.setdefault(token, len(vocab))
         self._vocab = vocab
         special = sorted((*self._names.values(), *self._extra), key=len, reverse=True)
-        self._special = frozenset(vocab[token] for token in special)
+        self._special_ids = frozenset(vocab[token] for token in special)
         self._split = re.compile("(" + "|".join(map(re.escape, special)) + ")")
 
     @classmethod
@@ -140,7 +140,7 @@ class _SentencePieceTokenizer(_PieceTokenizer):
         parts: list[str] = []
         run: list[int] = []
         for index in ids:
-            if index in self._special:
+            if index in self._special_ids:
                 parts += [self._pieces.decode(run)] if run else []
                 parts.append(self.inv_vocab[index])
                 run = []
