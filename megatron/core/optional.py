@@ -51,7 +51,7 @@ def require(package: str, wanted_by: str) -> ModuleType:
     """Import ``package``, or say which flag wanted it and how to get it."""
     reason = why_missing(package)
     if reason is not None:
-        extra = _EXTRA.get(package)
+        extra = _EXTRA.get(package) or _EXTRA.get(package.partition(".")[0])
         cure = f'pip install "megatron-train[{extra}]"' if extra else f"pip install {package}"
         raise MissingDependency(f"{wanted_by}: {reason}; {cure}")
     return importlib.import_module(package)

@@ -14,6 +14,12 @@ import torch
 from torch import Tensor, nn
 
 _ATTRIBUTE = "_megatron_param_info"
+# A norm that is part of the matrix behind it, and what it is called everywhere.
+_NORM_INSIDE = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "mixer.in_proj.layer_norm_": "norm.",
+}
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def name_parameters(model: nn.Module, rename: dict[str, str] | None = None) -> None:
-    """Write the layout-free name of each parameter and buffer into its record.
+    """Write the name of each parameter and buffer, free of layouts and kernels, into its record.
 
     ``rename`` maps a local prefix to a global one (``decoder.layers.0.`` -> ``decoder.layers.4.``
     on a later pipeline stage).
@@ -146,6 +152,8 @@ def name_parameters(model: nn.Module, rename: dict[str, str] | None = None) -> N
             if name.startswith(local):
                 name = global_ + name.removeprefix(local)
                 break
+        for inside, apart in _NORM_INSIDE.items():
+            name = name.replace(inside, apart)
         set_info(param, replace(info_of(param), name=name))
 
 

@@ -17,7 +17,7 @@ tokens, and adds up results and input gradients of the ranks.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.param_info import ParamInfo
+from megatron.core.param_info import ParamInfo, info_of
 from megatron.core.param_init import Init, new_parameter
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.tensor_parallel.mappings import (
@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer
+from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer, Recipe
 
 
 class LayerConfig(Protocol):
@@ -57,13 +57,21 @@ def share_of(size: int, group: ProcessGroup, what: str) -> int:
 
 
 class Linear(nn.Module):
-    """A layer of products; ``quantizer``, set once it is built, does them in few bits."""
+    """A layer of products; its ``quantizer``, where it has one, does them in our stead."""
 
     weight: nn.Parameter | None
 
     def __init__(self) -> None:
         super().__init__()
-        self.quantizer: LinearQuantizer | None = None
+        self.quantizer: Any = None
+
+    def quantize(self, recipe: Recipe, amax_group: ProcessGroup) -> None:
+        """Let products take numbers of few bits; the layer has a weight of its own."""
+        assert self.weight is not None, "a layer without a weight"
+        is_expert = info_of(self.weight).is_expert
+        self.quantizer = LinearQuantizer(
+            recipe, self.weight, amax_group=amax_group, is_expert=is_expert
+        )
 
 
 class ColumnParallelLinear(Linear):
@@ -223,14 +231,17 @@ class RowParallelLinear(Linear):
             x = scatter_to_tensor_model_parallel_region(x, self.tp_group)
         if self.tp_group.size() == 1 and not self.skip_bias_add:
             return linear(x, self.weight, self.bias, quantizer=self.quantizer), None
-        y = linear(x, self.weight, None, quantizer=self.quantizer)
-        if self.sequence_parallel:
-            y = reduce_scatter_to_sequence_parallel_region(y, self.tp_group)
-        elif not self.is_expert:
-            y = reduce_from_tensor_model_parallel_region(y, self.tp_group)
+        y = self.summed_product(x)
         if self.skip_bias_add or self.bias is None:
             return y, self.bias
         return y + self.bias, None
+
+    def summed_product(self, x: Tensor) -> Tensor:
+        """x W^T, summed over the ranks unless the layer is of an expert."""
+        y = linear(x, self.weight, None, quantizer=self.quantizer)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(y, self.tp_group)
+        return y if self.is_expert else reduce_from_tensor_model_parallel_region(y, self.tp_group)
 
     def extra_repr(self) -> str:
         """Global sizes and this rank's share."""

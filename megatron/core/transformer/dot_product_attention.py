@@ -44,7 +44,7 @@ from megatron.core.transformer.context_parallel_ring import RingPlan, Transport,
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class DotProductAttention(MegatronModule):
@@ -107,7 +107,7 @@ class DotProductAttention(MegatronModule):
         rank's tokens, masks and biases have columns for those of all ranks, and the call is
         collective over cp.
         """
-        is_causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
+        is_causal = (attn_mask_type or self.attn_mask_type) in CAUSAL
         num_keys = key.shape[0] * (1 if self.exchange is None else self.exchange.cp.size())
         if packed_seq_params is not None and not is_causal:  # else it is in the future
             padding = packed_seq_params.is_padding(num_keys)

@@ -11,7 +11,7 @@ from megatron.core.low_precision import E2M1, E4M3, E5M2
 from megatron.core.param_info import info_of, set_info
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import Linear
-from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer, Recipe
+from megatron.core.tensor_parallel.quantized_linear import Recipe
 from megatron.core.transformer.config.precision import PrecisionConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -41,13 +41,10 @@ def quantize_layer(
                     "needs: change the widths, --tensor-model-parallel-size, or drop the flag"
                 )
             info = info_of(linear.weight)
-            is_expert = info.is_expert
             if config.fp8_param:
                 set_info(linear.weight, replace(info, travels_as_codes=True))
-            group = pg_collection.expt_tp if is_expert else pg_collection.tp_cp
-            linear.quantizer = LinearQuantizer(
-                recipe, linear.weight, amax_group=group, is_expert=is_expert
-            )
+            group = pg_collection.expt_tp if info.is_expert else pg_collection.tp_cp
+            linear.quantize(recipe, group)
 
 
 def recipe_of(config: PrecisionConfig) -> Recipe | None:

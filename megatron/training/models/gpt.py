@@ -42,11 +42,12 @@ def gpt_layer_spec(config: RunConfig) -> Any:
     spec = config.language_model.spec
     if spec and spec[0] != "local":
         return get_imported_layer_spec(tuple(spec), config.model)
+    is_local = bool(spec) or config.model.transformer_impl == "local"
     if layer_shapes(config.model) is not None:
-        return get_gpt_heterogeneous_layer_spec(config.model)
+        return get_gpt_heterogeneous_layer_spec(config.model, not is_local)
     if config.model.num_moe_experts is not None:
-        return get_gpt_decoder_block_spec(config.model)
-    if spec or config.model.transformer_impl == "local":
+        return get_gpt_decoder_block_spec(config.model, not is_local)
+    if is_local:
         return get_gpt_layer_local_spec(config=config.model)
     return get_gpt_layer_with_transformer_engine_spec(config=config.model)
 

@@ -16,7 +16,9 @@ from megatron.core.datasets.t5_dataset import (
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.T5.t5_spec import (
     get_t5_decoder_with_local_block_spec,
+    get_t5_decoder_with_transformer_engine_block_spec,
     get_t5_encoder_with_local_block_spec,
+    get_t5_encoder_with_transformer_engine_block_spec,
 )
 from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import Batch, BatchTable, Expected, ModelKind, language_arguments
@@ -28,11 +30,21 @@ def build_t5_model(config: RunConfig, *, vp_stage: int | None = None, **stage: A
     assert vp_stage is None, "the checks refuse virtual stages"
     encoder = config.model
     decoder = replace(encoder, num_layers=config.language_model.decoder_num_layers)
+    if encoder.transformer_impl == "local":
+        encoder_spec = get_t5_encoder_with_local_block_spec(encoder.num_layers)
+        decoder_spec = get_t5_decoder_with_local_block_spec(decoder.num_layers)
+    else:
+        encoder_spec = get_t5_encoder_with_transformer_engine_block_spec(
+            encoder.num_layers, encoder
+        )
+        decoder_spec = get_t5_decoder_with_transformer_engine_block_spec(
+            decoder.num_layers, decoder
+        )
     return T5Model(
         config=decoder,
         encoder_config=encoder,
-        transformer_encoder_layer_spec=get_t5_encoder_with_local_block_spec(encoder.num_layers),
-        transformer_decoder_layer_spec=get_t5_decoder_with_local_block_spec(decoder.num_layers),
+        transformer_encoder_layer_spec=encoder_spec,
+        transformer_decoder_layer_spec=decoder_spec,
         relative_attention_num_buckets=encoder.relative_attention_num_buckets,
         relative_attention_max_distance=encoder.relative_attention_max_distance,
         **language_arguments(config, **stage),

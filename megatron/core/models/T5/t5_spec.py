@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.models.common.layer_parts import LOCAL, LayerParts, transformer_engine_parts
 from megatron.core.transformer.attention import (
     CrossAttention,
     CrossAttentionSubmodules,
     SelfAttention,
     SelfAttentionSubmodules,
 )
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
@@ -24,53 +23,69 @@ from megatron.core.transformer.transformer_layer import (
 
 def get_t5_encoder_with_local_block_spec(num_layers: int) -> TransformerBlockSubmodules:
     """``num_layers`` layers whose tokens see each other."""
-    return TransformerBlockSubmodules([_layer(AttnMaskType.padding)] * num_layers, Norm)
+    return _encoder(LOCAL, num_layers)
 
 
 def get_t5_decoder_with_local_block_spec(num_layers: int) -> TransformerBlockSubmodules:
     """``num_layers`` layers whose tokens see those before them, and the encoder's output."""
-    layer = _layer(AttnMaskType.causal)
-    layer.submodules.pre_cross_attn_layernorm = Norm
+    return _decoder(LOCAL, num_layers)
+
+
+def get_t5_encoder_with_transformer_engine_block_spec(
+    num_layers: int, config: TransformerConfig | None = None
+) -> TransformerBlockSubmodules:
+    """The same of Transformer Engine's modules, ours where it cannot do what ``config`` asks."""
+    return _encoder(transformer_engine_parts(config), num_layers)
+
+
+def get_t5_decoder_with_transformer_engine_block_spec(
+    num_layers: int, config: TransformerConfig | None = None
+) -> TransformerBlockSubmodules:
+    """The same of Transformer Engine's modules, ours where it cannot do what ``config`` asks."""
+    return _decoder(transformer_engine_parts(config), num_layers)
+
+
+def _encoder(parts: LayerParts, num_layers: int) -> TransformerBlockSubmodules:
+    layer = _layer(parts, AttnMaskType.padding)
+    return TransformerBlockSubmodules([layer] * num_layers, parts.norm)
+
+
+def _decoder(parts: LayerParts, num_layers: int) -> TransformerBlockSubmodules:
+    layer = _layer(parts, AttnMaskType.causal)
+    layer.submodules.pre_cross_attn_layernorm = parts.norm
     layer.submodules.cross_attention = ModuleSpec(
         module=CrossAttention,
         params={"attn_mask_type": AttnMaskType.padding},
         submodules=CrossAttentionSubmodules(
-            linear_q=ColumnParallelLinear,
-            linear_kv=ColumnParallelLinear,
-            core_attention=DotProductAttention,
-            linear_proj=RowParallelLinear,
+            linear_q=parts.column,
+            linear_kv=parts.column,
+            core_attention=parts.core_attention,
+            linear_proj=parts.row,
         ),
     )
     layer.submodules.cross_attn_bda = get_bias_dropout_add
-    return TransformerBlockSubmodules([layer] * num_layers, Norm)
+    return TransformerBlockSubmodules([layer] * num_layers, parts.norm)
 
 
-# Layers of Transformer Engine compute the same; what GPT says of them holds here.
-get_t5_encoder_with_transformer_engine_block_spec = get_t5_encoder_with_local_block_spec
-get_t5_decoder_with_transformer_engine_block_spec = get_t5_decoder_with_local_block_spec
-
-
-def _layer(mask: AttnMaskType) -> ModuleSpec:
+def _layer(parts: LayerParts, mask: AttnMaskType) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=Norm,
+            input_layernorm=parts.norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 params={"attn_mask_type": mask},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=DotProductAttention,
-                    linear_proj=RowParallelLinear,
+                    linear_qkv=parts.column,
+                    core_attention=parts.core_attention,
+                    linear_proj=parts.row,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=Norm,
+            pre_mlp_layernorm=parts.norm,
             mlp=ModuleSpec(
                 module=MLP,
-                submodules=MLPSubmodules(
-                    linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
-                ),
+                submodules=MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row),
             ),
             mlp_bda=get_bias_dropout_add,
         ),

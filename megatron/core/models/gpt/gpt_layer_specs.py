@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
-from megatron.core import optional
 from megatron.core.config import states
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.models.common.layer_parts import LOCAL, LayerParts, transformer_engine_parts
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.layer_layout import has_experts
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -36,8 +33,6 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-
-logger = logging.getLogger(__name__)
 
 
 def get_gpt_layer_local_spec(
@@ -62,66 +57,80 @@ def get_gpt_layer_local_spec(
     if use_kitchen:
         raise ConfigError(f"a GPT layer with use_kitchen: {states.KITCHEN}")
     del qk_l2_norm  # the attention reads it in its config
+    return _layer(LOCAL, num_experts, qk_layernorm, multi_latent_attention, config=config)
+
+
+def _layer(
+    parts: LayerParts,
+    num_experts: int | None = None,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+    *,
+    config: TransformerConfig | None,
+) -> ModuleSpec:
     qk_layernorm = qk_layernorm or (config is not None and config.qk_layernorm)
     is_wide = config is not None and config.qk_layernorm_full_width
     placement = "pre" if config is None else config.layer_norm_placement
     is_latent = multi_latent_attention or (config is not None and config.multi_latent_attention)
     attention = _latent_attention if is_latent else partial(_self_attention, is_wide=is_wide)
-    before = IdentityOp if placement == "post" else Norm
-    after = IdentityOp if placement == "pre" else Norm
+    before = IdentityOp if placement == "post" else parts.norm
+    after = IdentityOp if placement == "pre" else parts.norm
+    # A norm that is part of the matrix behind it leaves its own slot empty.
+    inside = parts.with_norm_inside(config)
+    is_dense = num_experts is None
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=before,
-            self_attention=attention(qk_layernorm),
+            input_layernorm=IdentityOp if inside and not is_latent else before,
+            self_attention=attention(parts if is_latent else inside or parts, qk_layernorm),
             self_attn_bda=get_bias_dropout_add,
             post_self_attn_layernorm=after,
-            pre_mlp_layernorm=before,
-            mlp=_mlp() if num_experts is None else _experts(),
+            pre_mlp_layernorm=IdentityOp if inside and is_dense else before,
+            mlp=_mlp(inside or parts) if is_dense else _experts(parts),
             mlp_bda=get_bias_dropout_add,
             post_mlp_layernorm=after,
         ),
     )
 
 
-def _latent_attention(qk_layernorm: bool) -> ModuleSpec:
+def _latent_attention(parts: LayerParts, qk_layernorm: bool) -> ModuleSpec:
     return ModuleSpec(
         module=MLASelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=MLASelfAttentionSubmodules(
-            linear_up=ColumnParallelLinear,
-            core_attention=DotProductAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=Norm if qk_layernorm else None,
-            kv_layernorm=Norm if qk_layernorm else None,
+            linear_up=parts.column,
+            core_attention=parts.core_attention,
+            linear_proj=parts.row,
+            q_layernorm=parts.norm if qk_layernorm else None,
+            kv_layernorm=parts.norm if qk_layernorm else None,
         ),
     )
 
 
-def _self_attention(qk_layernorm: bool, is_wide: bool) -> ModuleSpec:
-    norm = HeadsWideRMSNorm if is_wide else Norm
+def _self_attention(parts: LayerParts, qk_layernorm: bool, is_wide: bool) -> ModuleSpec:
+    norm = HeadsWideRMSNorm if is_wide else parts.norm
     return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=DotProductAttention,
-            linear_proj=RowParallelLinear,
+            linear_qkv=parts.column,
+            core_attention=parts.core_attention,
+            linear_proj=parts.row,
             q_layernorm=norm if qk_layernorm or is_wide else None,
             k_layernorm=norm if qk_layernorm or is_wide else None,
         ),
     )
 
 
-def _mlp() -> ModuleSpec:
+def _mlp(parts: LayerParts) -> ModuleSpec:
     return ModuleSpec(
         module=MLP,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+        submodules=MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row),
     )
 
 
-def _experts() -> ModuleSpec:
-    matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+def _experts(parts: LayerParts) -> ModuleSpec:
+    matrices = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row)
     shared = ModuleSpec(module=SharedExpertMLP, submodules=matrices)
     return ModuleSpec(
         module=MoELayer, submodules=MoESubmodules(experts=matrices, shared_experts=shared)
@@ -163,27 +172,16 @@ def get_gpt_layer_with_transformer_engine_spec(
     *,
     config: TransformerConfig | None = None,
 ) -> ModuleSpec:
-    """A layer of Transformer Engine's modules; of plain torch, with one warning, without it."""
+    """A layer of Transformer Engine's modules, as far as it can do what ``config`` asks for.
+
+    Of plain torch, with one warning, where it cannot be had.
+    """
+    del moe_grouped_gemm, fp8, moe_use_legacy_grouped_gemm, qk_l2_norm  # the config says it
     del use_te_op_fuser  # a choice among kernels
-    _warn_without_transformer_engine()
-    return get_gpt_layer_local_spec(
-        num_experts,
-        moe_grouped_gemm,
-        qk_layernorm,
-        multi_latent_attention,
-        fp8,
-        moe_use_legacy_grouped_gemm,
-        qk_l2_norm=qk_l2_norm,
-        use_kitchen=use_kitchen,
-        config=config,
-    )
-
-
-@lru_cache(maxsize=1)
-def _warn_without_transformer_engine() -> None:
-    reason = optional.why_missing("transformer_engine")
-    why = reason or "its layers are not used by this release"
-    logger.warning("--transformer-impl transformer_engine falls back to local: %s", why)
+    if use_kitchen:
+        raise ConfigError(f"a GPT layer with use_kitchen: {states.KITCHEN}")
+    parts = transformer_engine_parts(config)
+    return _layer(parts, num_experts, qk_layernorm, multi_latent_attention, config=config)
 
 
 def get_gpt_decoder_block_spec(
@@ -195,10 +193,8 @@ def get_gpt_decoder_block_spec(
 ) -> TransformerBlockSubmodules:
     """A spec for every layer of the model; a stage takes its own."""
     del normalization, qk_l2_norm, vp_stage  # the config and the stage say it
-    if use_transformer_engine:
-        _warn_without_transformer_engine()
-    dense = get_gpt_layer_local_spec(config=config)
-    sparse = get_gpt_layer_local_spec(config.num_moe_experts, config=config)
+    parts = transformer_engine_parts(config) if use_transformer_engine else LOCAL
+    dense, sparse = (_layer(parts, n, config=config) for n in (None, config.num_moe_experts))
     layers = [sparse if has_experts(config, i) else dense for i in range(config.num_layers)]
     return TransformerBlockSubmodules(layers, Norm)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.common.layer_parts import LOCAL, transformer_engine_parts
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -14,24 +15,25 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def get_mamba_stack_spec(config: TransformerConfig | None = None) -> ModuleSpec:
-    """Layers of plain torch; what is particular about attention is read from ``config``."""
+    """What is particular about attention is read from ``config``, without it all is plain torch."""
     is_local = config is None or config.transformer_impl == "local"
+    parts = LOCAL if is_local else transformer_engine_parts(config)
+    behind_norm = parts.with_norm_inside(config)
     layer = get_gpt_layer_local_spec if is_local else get_gpt_layer_with_transformer_engine_spec
     dense = layer(config=config)
     sparse = layer(num_experts=1, config=config)  # any number: the config's
-    projections = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    projections = MambaMixerSubmodules(in_proj=(behind_norm or parts).column, out_proj=parts.row)
     layers = MambaStackSubmodules(
         mamba_layer=ModuleSpec(
             module=MambaLayer,
             submodules=MambaLayerSubmodules(
-                norm=Norm,
+                norm=IdentityOp if behind_norm else parts.norm,
                 mixer=ModuleSpec(module=MambaMixer, submodules=projections),
                 mamba_bda=get_bias_dropout_add,
             ),

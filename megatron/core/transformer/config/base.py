@@ -163,8 +163,6 @@ class BaseConfig:
         False,
         "Stop if Transformer Engine cannot be used, instead of running our own layers.",
         group="Transformer-Engine",
-        refused="layers of Transformer Engine are not in this version; drop the flag: our own "
-        "layers compute the same",
     )
     te_rng_tracker: bool = option(
         False,

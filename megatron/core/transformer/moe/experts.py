@@ -26,6 +26,8 @@ from megatron.core.transformer.moe.grouped_linear import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+_MATRICES = ("linear_fc1", "linear_fc2")
+
 
 class Expert(MLP):
     """An MLP that weighs its tokens."""
@@ -90,14 +92,21 @@ class Experts(MegatronModule):
             config.moe_grouped_gemm
             and not config.is_quantized
             and all(
-                can_group([getattr(expert, name).weight for expert in self._in_order])
-                for name in ("linear_fc1", "linear_fc2")
+                can_group([linear.weight for linear in self._linears(name)]) for name in _MATRICES
             )
         )
+        # Of a package whose layers compute here: a product of all, by the name of the matrix.
+        self._products: dict[str, Any] = {}
+        if config.moe_grouped_gemm and hasattr(self._in_order[0].linear_fc1, "product_of_all"):
+            every = {name: self._linears(name) for name in _MATRICES}
+            self._products = {name: own[0].product_of_all(own) for name, own in every.items()}
+
+    def _linears(self, name: str) -> list[Any]:
+        return [getattr(expert, name) for expert in self._in_order]
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
         """[m, h], [m] and rows per expert -> [m, h].  An expert without tokens computes on none."""
-        if self._can_group and device.is_cuda(rows.device):
+        if self._products or (self._can_group and device.is_cuda(rows.device)):
             first, groups = self._in_order[0], RowGroups.on(rows.device, counts)
             inner, bias = self._grouped(rows, groups, "linear_fc1")
             inner = inner if bias is None else inner + bias
@@ -108,8 +117,11 @@ class Experts(MegatronModule):
 
     def _grouped(self, rows: Tensor, groups: RowGroups, name: str) -> tuple[Tensor, Tensor | None]:
         """Rows times the matrix ``name`` of their experts, and what bias each is still to get."""
-        linears: list[Any] = [getattr(expert, name) for expert in self._in_order]
-        result = grouped_linear(rows, groups, [linear.weight for linear in linears])
+        linears = self._linears(name)
+        if name in self._products:
+            result = self._products[name](rows, groups.counts)
+        else:
+            result = grouped_linear(rows, groups, [linear.weight for linear in linears])
         if not self.config.add_bias_linear:
             return result, None
         sized = zip(linears, groups.counts, strict=True)

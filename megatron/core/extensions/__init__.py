@@ -1,0 +1,1 @@
+"""Layers of other packages in the places of ours."""

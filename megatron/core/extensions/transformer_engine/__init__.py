@@ -1,0 +1,61 @@
+"""Transformer Engine in the places of our layers: ``--transformer-impl transformer_engine``.
+
+The names are those of Megatron Core.  They import without the package, and say what is missing
+when one is built.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron.core import optional
+from megatron.core.extensions.transformer_engine.attention import TEDotProductAttention
+from megatron.core.extensions.transformer_engine.engine import (
+    WANTED_BY,
+    why_not,
+    why_not_matrices,
+)
+from megatron.core.extensions.transformer_engine.layers import (
+    TEColumnParallelGroupedLinear,
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TELinear,
+    TENorm,
+    TERowParallelGroupedLinear,
+    TERowParallelLinear,
+)
+
+__all__ = [
+    "SplitAlongDim",
+    "TEColumnParallelGroupedLinear",
+    "TEColumnParallelLinear",
+    "TEDelayedScaling",
+    "TEDotProductAttention",
+    "TELayerNormColumnParallelLinear",
+    "TELinear",
+    "TENorm",
+    "TERowParallelGroupedLinear",
+    "TERowParallelLinear",
+    "why_not",
+    "why_not_matrices",
+]
+
+
+def SplitAlongDim(x: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:  # noqa: N802
+    """``x`` in pieces of ``sizes`` along ``dim``."""
+    return x.split(list(sizes), dim)
+
+
+def TEDelayedScaling(  # noqa: N802
+    config: Any, fp8_format: Any, override_linear_precision: tuple[bool, ...] = ()
+) -> Any:
+    """The package's recipe of delayed scaling, for scripts that enter its autocast themselves."""
+    keeps = {"override_linear_precision": override_linear_precision}  # of versions that have it
+    return optional.require("transformer_engine.common.recipe", WANTED_BY).DelayedScaling(
+        margin=config.fp8_margin,
+        fp8_format=fp8_format,
+        amax_history_len=config.fp8_amax_history_len,
+        amax_compute_algo=config.fp8_amax_compute_algo,
+        **(keeps if any(override_linear_precision) else {}),
+    )

@@ -1,0 +1,143 @@
+"""The attention core of Transformer Engine, where it can do what a call asks for."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.config.errors import ConfigError
+from megatron.core.enums import AttnBackend, AttnMaskType
+from megatron.core.extensions.transformer_engine.engine import package
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import fork_if
+from megatron.core.transformer.attention_masks import causal_window
+from megatron.core.transformer.context_parallel import Exchange
+from megatron.core.transformer.dot_product_attention import CAUSAL, DotProductAttention
+
+DTYPES = (torch.bfloat16, torch.float16)  # of its kernels
+# Which of its three kinds of kernels it may take, in variables that it reads in each call.
+_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+_SWITCHES = {AttnBackend.flash: "100", AttnBackend.fused: "010"}
+_BACKENDS = (AttnBackend.auto, *_SWITCHES)
+
+
+class TEDotProductAttention(DotProductAttention):
+    """`DotProductAttention`, by Transformer Engine where nothing but causality hides keys.
+
+    It exchanges keys and values over cp itself.  Masks, biases, soft caps, plain scores, and
+    windows or sinks under context parallelism go the way of the class above.
+    """
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._module: list[Any] = []  # hidden from torch; made for the heads of the first call
+        backend = self.config.attention_backend
+        has_many_ranks = self.exchange is not None
+        self._may_compute = (
+            backend in _BACKENDS
+            and self.softcap is None
+            and self.depth_scale == 1
+            and not (has_many_ranks and (self.window or self.config.softmax_type != "vanilla"))
+        )
+        if self._may_compute and backend in _SWITCHES:
+            _choose_kernels(backend)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """See `DotProductAttention.forward`."""
+        is_causal = (attn_mask_type or self.attn_mask_type) in CAUSAL
+        fits = (
+            self._may_compute
+            and attention_mask is None
+            and attention_bias is None
+            and query.dtype in DTYPES
+            and (len(query) == len(key) or not is_causal)  # no cache of earlier keys
+        )
+        if not fits:
+            return super().forward(
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type,
+                attention_bias,
+                packed_seq_params,
+            )
+        kind, more = "causal" if is_causal else "no_mask", {}
+        if packed_seq_params is not None:
+            query, key, value = (x.squeeze(1) for x in (query, key, value))  # [t, n, d]
+            kind, more = "padding_causal" if is_causal else "padding", _packed(packed_seq_params)
+        if self.window is not None:
+            more["window_size"] = causal_window(self.window) if is_causal else self.window
+        module = self._module_for(query, key)
+        with fork_if(self._dropout() > 0):
+            out: Tensor = module(query, key, value, attn_mask_type=kind, **more)
+        return out if packed_seq_params is None else out.unsqueeze(1)
+
+    def _module_for(self, query: Tensor, key: Tensor) -> Any:
+        """The package's module for this rank's heads, in the present mode."""
+        if not self._module:
+            softmax = self.config.softmax_type
+            more = {} if softmax == "vanilla" else {"softmax_type": softmax}
+            module = package().DotProductAttention(
+                num_attention_heads=query.shape[-2],
+                kv_channels=query.shape[-1],
+                num_gqa_groups=key.shape[-2],
+                attention_dropout=self.dropout,
+                softmax_scale=self.scale,
+                attention_type=self.attention_type,
+                layer_number=1,  # the depth says nothing to it
+                **more,
+                **({} if self.exchange is None else _exchange(self.exchange)),
+            )
+            self._module.append(module)
+        (module,) = self._module
+        if self.softmax_offset is not None:
+            module._parameters["softmax_offset"] = self.softmax_offset
+        return module.train(self.training)
+
+
+def _packed(packed: PackedSeqParams) -> dict[str, Any]:
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    values = {name: getattr(packed, name) for name in (*names, "max_seqlen_q", "max_seqlen_kv")}
+    return {"qkv_format": "thd", **values}
+
+
+def _exchange(exchange: Exchange) -> dict[str, Any]:
+    """How keys and values travel over cp, in the package's words."""
+    heads, ring = exchange.heads, exchange.ring
+    group: Any = exchange.cp
+    kind = "p2p" if ring is not None else "all_gather"
+    if heads is not None:
+        kind = "a2a"
+        if ring is not None:
+            kind, group = "a2a+p2p", [heads, ring]
+    return {
+        "cp_group": group,
+        "cp_global_ranks": dist.get_process_group_ranks(exchange.cp),
+        "cp_stream": device.side_stream(),
+        "cp_comm_type": kind,
+    }
+
+
+def _choose_kernels(backend: AttnBackend) -> None:
+    """Tell the package of --attention-backend.  Raises ConfigError if it was told otherwise."""
+    for name, value in zip(_VARIABLES, _SWITCHES[backend], strict=True):
+        if os.environ.setdefault(name, value) != value:
+            raise ConfigError(
+                f"--attention-backend {backend.name} and {name}={os.environ[name]} in the "
+                f"environment contradict each other: unset it, or use --attention-backend auto"
+            )

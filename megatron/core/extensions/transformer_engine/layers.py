@@ -1,0 +1,206 @@
+"""Linear layers and norms whose products Transformer Engine computes.
+
+Shapes and parameters are those of the layers they derive from; the names of a norm inside a matrix
+are those of a norm before it (`param_info.name_parameters`).  Collectives are the same too, but it
+is the package that gathers, reduces and overlaps, and that gathers codes where it quantises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.core.extensions.transformer_engine.engine import (
+    Engine,
+    package,
+    quantized,
+    recipe_of,
+)
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    Linear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from megatron.core.tensor_parallel.quantized_linear import Recipe
+from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class _Computed(Linear):
+    """A linear layer whose product an `Engine` computes, in the place of its quantizer."""
+
+    config: TransformerConfig
+    bias: nn.Parameter | None
+
+    def use_engine(self, kind: str, mode: str, group: ProcessGroup | None, **more: Any) -> None:
+        """``group``: the ranks that the weight is cut over, and that the package talks to."""
+        assert self.weight is not None, "the engine of a layer without a weight"
+        out_features, in_features = self.weight.shape
+        if group is not None:
+            out_features *= group.size() if mode == "column" else 1
+            in_features *= group.size() if mode == "row" else 1
+            more |= {"parallel_mode": mode, "tp_group": group, "tp_size": group.size()}
+        self.quantizer = Engine(
+            kind,
+            self.config,
+            self.engine_parameters,
+            in_features=in_features,
+            out_features=out_features,
+            **more,
+        )
+
+    def engine_parameters(self) -> dict[str, nn.Parameter | None]:
+        """By the package's names."""
+        return {"weight": self.weight, "bias": self.bias}
+
+    def quantize(self, recipe: Recipe, amax_group: ProcessGroup) -> None:
+        """Let the package multiply in few bits; it reduces largest values itself."""
+        del recipe, amax_group
+        if self.quantizer is not None:
+            self.quantizer.recipe = recipe_of(self.config)
+
+    @staticmethod
+    def product_of_all(
+        linears: Sequence[Any],
+    ) -> Callable[[Tensor, Sequence[int]], Tensor]:
+        """One product of the rows [m, i] of several layers, so many each, and their weights.
+
+        Biases are left to the caller.
+        """
+        first, total = linears[0], len(linears)
+        config: TransformerConfig = first.config
+        engine = Engine(
+            "GroupedLinear",
+            config,
+            lambda: {f"weight{i}": linear.weight for i, linear in enumerate(linears)},
+            num_gemms=total,
+            in_features=first.weight.shape[1],
+            out_features=first.weight.shape[0],
+            bias=False,
+        )
+        rows_each = 128 if config.fp4 is not None else config.width_multiple
+        pad = package().Fp8Padding(num_gemms=total, align_size=rows_each)
+        cut = package().Fp8Unpadding(num_gemms=total, align_size=rows_each)
+
+        def product(rows: Tensor, counts: Sequence[int]) -> Tensor:
+            engine.recipe = first.quantizer.recipe
+            if engine.recipe is None:
+                return engine.run(rows, list(counts))
+            with quantized(engine.recipe):
+                padded, sizes = pad(rows, list(counts))
+                y: Tensor = cut(engine.run(padded, sizes), list(counts))
+            return y
+
+        return product
+
+
+class TEColumnParallelLinear(_Computed, ColumnParallelLinear):
+    """`ColumnParallelLinear`; with a weight from the caller, its own way."""
+
+    kind = "Linear"
+
+    def __init__(self, *sizes: int, config: TransformerConfig, **arguments: Any) -> None:
+        super().__init__(*sizes, config=config, **arguments)
+        self.config = config
+        if self.weight is None:
+            return
+        self.use_engine(
+            self.kind,
+            "column",
+            self._grad_group,
+            sequence_parallel=self.sequence_parallel,
+            bias=self.bias is not None and not self.skip_bias_add,
+            **self.norm_arguments(),
+        )
+
+    def norm_arguments(self) -> dict[str, Any]:
+        """What the package wants to know of a norm before the matrix."""
+        return {}
+
+
+class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
+    """The norm of hidden states and the matrix behind it, in one."""
+
+    kind = "LayerNormLinear"
+
+    def __init__(self, *sizes: int, config: TransformerConfig, **arguments: Any) -> None:
+        super().__init__(*sizes, config=config, **arguments)
+        norm = Norm(config, self.input_size, config.layernorm_epsilon)
+        self.layer_norm_weight, self.layer_norm_bias = norm.weight, norm.bias
+
+    def norm_arguments(self) -> dict[str, Any]:
+        """See there."""
+        return {
+            "eps": self.config.layernorm_epsilon,
+            "normalization": self.config.normalization,
+            "zero_centered_gamma": self.config.layernorm_zero_centered_gamma,
+        }
+
+    def engine_parameters(self) -> dict[str, nn.Parameter | None]:
+        """See there."""
+        of_norm = {"layer_norm_weight": self.layer_norm_weight}
+        return {**super().engine_parameters(), **of_norm, "layer_norm_bias": self.layer_norm_bias}
+
+
+class TERowParallelLinear(_Computed, RowParallelLinear):
+    """`RowParallelLinear`."""
+
+    def __init__(self, *sizes: int, config: TransformerConfig, **arguments: Any) -> None:
+        super().__init__(*sizes, config=config, **arguments)
+        self.config = config
+        is_alone = self.tp_group.size() == 1
+        self.use_engine(
+            "Linear",
+            "row",
+            None if is_alone or self.is_expert else self.tp_group,
+            sequence_parallel=self.sequence_parallel,
+            bias=is_alone and not self.skip_bias_add and self.bias is not None,
+        )
+
+    def summed_product(self, x: Tensor) -> Tensor:
+        """See there."""
+        y: Tensor = self.quantizer(x)
+        return y
+
+
+class TELinear(_Computed, ReplicatedLinear):
+    """`ReplicatedLinear`."""
+
+    def __init__(self, *sizes: int, config: TransformerConfig, **arguments: Any) -> None:
+        super().__init__(*sizes, config=config, **arguments)
+        self.config = config
+        self.use_engine("Linear", "", None, bias=self.bias is not None)
+
+
+# Matrices of experts: those of a rank are multiplied at once where --moe-grouped-gemm asks for it.
+TEColumnParallelGroupedLinear = TEColumnParallelLinear
+TERowParallelGroupedLinear = TERowParallelLinear
+
+
+class TENorm(Norm):
+    """`Norm`; a float32 residual stream goes its own way."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        **more: Any,
+    ) -> None:
+        super().__init__(config, hidden_size, eps, **more)
+        self._engine = Engine(
+            "RMSNorm" if self.is_rms else "LayerNorm",
+            config,
+            lambda: {"weight": self.weight, "bias": self.bias},
+            normalized_shape=hidden_size,
+            eps=eps,
+            zero_centered_gamma=self.is_zero_centered,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., h] -> [..., h]"""
+        return self._engine.run(x) if x.dtype == self.weight.dtype else super().forward(x)

@@ -1,0 +1,85 @@
+"""Which classes the parts of a layer are made of: ours, or Transformer Engine's."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from megatron.core.config.errors import MissingDependency
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+    why_not,
+    why_not_matrices,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
+from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The classes; ``column_behind_norm``: of a column matrix and the norm before it, in one."""
+
+    column: Any = ColumnParallelLinear
+    row: Any = RowParallelLinear
+    norm: Any = Norm
+    core_attention: Any = DotProductAttention
+    column_behind_norm: Any = None
+
+    def with_norm_inside(self, config: TransformerConfig | None) -> LayerParts | None:
+        """These parts with norms inside of column matrices; None where a norm stands by itself."""
+        if self.column_behind_norm is None:
+            return None
+        if config is not None and (
+            layer_shapes(config) is not None  # another part may take the place of the matrix
+            or config.layer_norm_placement != "pre"
+            or config.apply_residual_connection_post_layernorm
+            or config.fp32_residual_connection
+            or "layernorm" in config.modules_to_recompute
+        ):
+            return None
+        return replace(self, column=self.column_behind_norm)
+
+
+LOCAL = LayerParts()
+
+
+def transformer_engine_parts(config: TransformerConfig | None) -> LayerParts:
+    """Those of Transformer Engine, ours where it cannot do what ``config`` asks for.
+
+    Says so once.  Raises MissingDependency where --require-transformer-engine forbids it.
+    """
+    reason = why_not()
+    if reason is None and config is not None:
+        reason = why_not_matrices(config)
+        parts = replace(LOCAL, norm=TENorm, core_attention=TEDotProductAttention)
+    else:
+        parts = LOCAL
+    if reason is None:
+        return LayerParts(
+            column=TEColumnParallelLinear,
+            row=TERowParallelLinear,
+            norm=TENorm,
+            core_attention=TEDotProductAttention,
+            column_behind_norm=TELayerNormColumnParallelLinear,
+        )
+    which = "" if parts is LOCAL else " for matrices"
+    if config is not None and config.require_transformer_engine:
+        raise MissingDependency(f"--require-transformer-engine{which}: {reason}; drop the flag")
+    _warn(f"--transformer-impl transformer_engine falls back to local{which}: {reason}")
+    return parts
+
+
+@cache
+def _warn(sentence: str) -> None:
+    logger.warning(sentence)

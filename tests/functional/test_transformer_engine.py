@@ -1,0 +1,140 @@
+"""The command line with Transformer Engine in a stand-in: the runs of our own layers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tolerances
+from tests.fake_transformer_engine import installed
+from tests.functional.runs import TINY, losses, refusal, run_gpt, train_gpt
+from tests.ranks import run_ranks
+
+KEYS = ("lm loss", "grad-norm", "params-norm")
+BASE = [*TINY, "--log-params-norm"]
+LAYOUT = (
+    "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+    "--use-distributed-optimizer --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1 --micro-batch-size 1"
+).split()
+EXPERTS = (
+    "--num-experts 4 --swiglu --moe-grouped-gemm --moe-router-topk 2 --disable-bias-linear "
+    "--moe-token-dispatcher-type alltoall --moe-layer-freq [0,1] --normalization RMSNorm"
+).split()
+
+
+def train_with_engine(rank: int, world_size: int, argv: Sequence[str]) -> list[dict[str, Any]]:
+    """The calls of the package's modules in a run."""
+    with installed() as calls:
+        train_gpt(rank, world_size, [*argv, "--require-transformer-engine"])
+        return [{k: call.get(k) for k in ("kind", "recipe", "is_first")} for call in calls]
+
+
+def run_with_engine(
+    folder: Path, *flags: str, world_size: int = 1, base: Sequence[str] = BASE
+) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+    """The metrics of a run, and the calls on each rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = folder / "metrics.jsonl"
+    argv = [*base, "--metrics-file", str(metrics), *flags]
+    calls = run_ranks(train_with_engine, world_size, argv)
+    return [json.loads(line) for line in metrics.read_text().splitlines()], calls
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for key in KEYS:
+        assert losses(expected, key)
+        torch.testing.assert_close(
+            torch.tensor(losses(found, key)),
+            torch.tensor(losses(expected, key)),
+            **tolerances.LAYOUT_LOSS,
+        )
+
+
+@pytest.mark.feature("Speed: layers of Transformer Engine where it is installed")
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        (["--group-query-attention", "--num-query-groups", "2", "--window-size", "8,0"], 1),
+        (LAYOUT, 4),
+        ([*LAYOUT, "--no-gradient-accumulation-fusion"], 4),
+    ],
+    ids=["alone", "layout", "unfused"],
+)
+def test_a_run_is_that_of_our_own_layers(tmp_path, flags, world_size):
+    of_model = [] if flags[0].startswith("--tensor") else flags
+    expected = run_gpt(tmp_path / "local", "--transformer-impl", "local", *of_model, base=BASE)
+    found, calls = run_with_engine(tmp_path / "engine", *flags, world_size=world_size)
+    assert_same(found, expected)
+    kinds = Counter(call["kind"] for call in calls[0])
+    assert kinds["LayerNormLinear"] == kinds["Linear"] == 2 * kinds["DotProductAttention"] > 0
+
+
+def test_experts_of_a_rank_are_one_product(tmp_path):
+    base = [*BASE, *EXPERTS]
+    expected = run_gpt(tmp_path / "local", "--transformer-impl", "local", base=base)
+    flags = ["--expert-model-parallel-size", "2", "--micro-batch-size", "1"]
+    found, calls = run_with_engine(tmp_path / "engine", *flags, base=base, world_size=2)
+    assert_same(found, expected)
+    assert Counter(call["kind"] for call in calls[0])["GroupedLinear"] > 0
+
+
+def test_a_checkpoint_moves_between_implementations_and_layouts(tmp_path):
+    local = ["--transformer-impl", "local"]
+    expected = run_gpt(tmp_path / "whole", *local, base=BASE)
+    first = ["--save-interval", "3", "--exit-interval", "3", "--save"]
+    engines, ours = str(tmp_path / "engines"), str(tmp_path / "ours")
+    run_with_engine(tmp_path / "a", *LAYOUT, *first, engines, world_size=4)
+    run_gpt(tmp_path / "b", *local, *first, ours, base=BASE)
+    by_ours = run_gpt(tmp_path / "c", *local, "--load", engines, base=BASE)
+    by_engine, _ = run_with_engine(tmp_path / "d", *LAYOUT, "--load", ours, world_size=4)
+    for found in (by_ours, by_engine):
+        assert len(losses(found)) == 3
+        assert_same(found, expected[3:])
+
+
+def test_layers_follow_their_recipe_and_the_outer_ones_none(tmp_path):
+    flags = "--bf16 --num-layers 4 --fp8-format hybrid --fp8-recipe blockwise".split()
+    flags += ["--first-last-layers-bf16", "--train-iters", "1", *EXPERTS]
+    flags += ["--moe-layer-freq", "[0,0,1,0]", "--recompute-granularity", "selective"]
+    flags += ["--recompute-modules", "mlp"]
+    _, (calls,) = run_with_engine(tmp_path, *flags)
+    recipes = {str(call["recipe"]) for call in calls if call["kind"] == "GroupedLinear"}
+    assert recipes == {"Float8BlockScaling(fp8_format='hybrid')"}
+    # Two dense ones of four layers are inner ones; one is computed twice, but for its attention.
+    matrices = [call for call in calls if call["kind"] in ("Linear", "LayerNormLinear")]
+    counts = Counter(call["recipe"] is not None for call in matrices)
+    assert counts[True] > 0
+    assert counts[False] > 0
+    # Weights are quantised anew for the first of the micro-batches alone.
+    assert Counter(call["is_first"] for call in calls if call["recipe"] is not None)[True] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--fp8-format hybrid --bf16", "matrices: --fp8-recipe delayed: histories that resume"),
+        ("--delay-wgrad-compute", "matrices: weight gradients that wait in a queue"),
+    ],
+)
+def test_what_is_left_to_our_own_layers_is_no_requirement_met(flags, sentence):
+    (complaint,) = run_ranks(refused_with_engine, 1, [*BASE, *flags.split()])
+    assert re.search(f"--require-transformer-engine for {sentence}", complaint)
+
+
+def refused_with_engine(rank: int, world_size: int, argv: Sequence[str]) -> str:
+    with installed():
+        return refusal(rank, world_size, [*argv, "--require-transformer-engine"])
+
+
+def test_without_the_package_a_requirement_is_refused():
+    argv = [*BASE, "--require-transformer-engine"]
+    (complaint,) = run_ranks(refusal, 1, argv)
+    assert "--require-transformer-engine: transformer_engine" in complaint

@@ -1,0 +1,1 @@
+"""Layers of other packages, by stand-ins."""
