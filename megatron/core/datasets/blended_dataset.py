@@ -14,13 +14,7 @@ import torch
 from megatron.core.config.errors import DataError
 from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.index_cache import (
-    build_once,
-    load_array,
-    save_array,
-    warn_once,
-    write_atomically,
-)
+from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.megatron_dataset import (
     MegatronDataset,
     describe,
@@ -111,7 +105,7 @@ class BlendedDataset(torch.utils.data.Dataset[dict[str, Any]]):
                 dataset.dataset_path,
             )
 
-    def _load_or_build(self) -> tuple[np.ndarray, np.ndarray]:
+    def _load_or_build(self) -> Sequence[np.ndarray]:
         """From the cache if --data-cache-path names one.  No collective."""
         directory = self.config.path_to_cache
         if directory is None:
@@ -119,32 +113,16 @@ class BlendedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         stem = f"{self.unique_description_hash}-{type(self).__name__}-{self.split.name}"
         prefix = os.path.join(directory, stem)
 
-        def build() -> tuple[np.ndarray, np.ndarray]:
-            built = self._build()
-            text = self.unique_description.encode("utf-8")
-            for name, array in zip(_ARRAYS, built, strict=True):
-                save_array(f"{prefix}-{name}.npy", array)
-            write_atomically(f"{prefix}-description.txt", lambda file: file.write(text))
-            return self._load(prefix) or built
+        shape = (sum(self.weights) if self.size is None else self.size,)
 
-        return build_once(prefix, lambda: self._load(prefix), build)
+        def fits(dataset_index: np.ndarray, dataset_sample_index: np.ndarray) -> bool:
+            return (
+                dataset_index.dtype == np.int16
+                and dataset_sample_index.dtype == np.int64
+                and dataset_index.shape == dataset_sample_index.shape == shape
+            )
 
-    def _load(self, prefix: str) -> tuple[np.ndarray, np.ndarray] | None:
-        if not os.path.exists(f"{prefix}-description.txt"):
-            return None
-        loaded = [load_array(f"{prefix}-{name}.npy") for name in _ARRAYS]
-        dataset_index, dataset_sample_index = loaded
-        if dataset_index is None or dataset_sample_index is None:
-            return None
-        size = sum(self.weights) if self.size is None else self.size
-        fits = (
-            dataset_index.dtype == np.int16
-            and dataset_sample_index.dtype == np.int64
-            and dataset_index.shape == dataset_sample_index.shape == (size,)
-        )
-        if not fits:
-            warn_once(f"{prefix}-*.npy belong to another blend and are built again")
-        return (dataset_index, dataset_sample_index) if fits else None
+        return cached_arrays(prefix, self.unique_description, _ARRAYS, self._build, fits)
 
     def _build(self) -> tuple[np.ndarray, np.ndarray]:
         size = int(sum(self.weights)) if self.size is None else self.size

@@ -9,7 +9,6 @@ Arrays, file names and random draws are a file format: equal requests give equal
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 
@@ -17,13 +16,7 @@ import numpy as np
 
 from megatron.core.config.errors import DataError
 from megatron.core.datasets import helpers
-from megatron.core.datasets.index_cache import (
-    build_once,
-    load_array,
-    save_array,
-    warn_once,
-    write_atomically,
-)
+from megatron.core.datasets.index_cache import cached_arrays
 
 logger = logging.getLogger(__name__)
 
@@ -161,59 +154,26 @@ def load_or_build_indices(
     if path_prefix is None:
         return build_indices(request)
 
-    def load() -> GPTIndices | None:
-        return _load(request, path_prefix, description)
+    tokens_per_epoch = count_tokens(request.sequence_lengths, request.indices)
 
-    def build() -> GPTIndices:
+    def of(document_index: np.ndarray, *others: np.ndarray) -> GPTIndices:
+        num_epochs = len(document_index) // max(1, len(request.indices))
+        return GPTIndices(document_index, *others, num_epochs, tokens_per_epoch)
+
+    def build() -> list[np.ndarray]:
         started_at_s = time.perf_counter()
         built = build_indices(request)
-        _save(built, path_prefix, description)
         elapsed_s = time.perf_counter() - started_at_s
         logger.info("built the index of %s in %.2f s", request.source, elapsed_s)
-        return _load(request, path_prefix, description) or built  # mapped: shared by all ranks
+        return [getattr(built, name) for name in _ARRAYS]
 
-    return build_once(path_prefix, load, build)
+    def fits(*arrays: np.ndarray) -> bool:
+        return _fits(of(*arrays), request)
+
+    return of(*cached_arrays(path_prefix, description, _ARRAYS, build, fits))
 
 
 _ARRAYS = ("document_index", "sample_index", "shuffle_index")
-
-
-def _save(built: GPTIndices, path_prefix: str, description: str) -> None:
-    """The description comes last: with it the cache is complete."""
-    text_path = f"{path_prefix}-description.txt"
-    if os.path.exists(text_path):
-        os.remove(text_path)
-    arrays = (built.document_index, built.sample_index, built.shuffle_index)
-    for name, array in zip(_ARRAYS, arrays, strict=True):
-        save_array(f"{path_prefix}-{name}.npy", array)
-    write_atomically(text_path, lambda file: file.write(description.encode("utf-8")))
-
-
-def _load(request: SampleRequest, path_prefix: str, description: str) -> GPTIndices | None:
-    try:
-        with open(f"{path_prefix}-description.txt", encoding="utf-8") as file:
-            is_same = file.read() == description
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        warn_once(f"{path_prefix}-*.npy cannot be read and are built again: {error}")
-        return None
-    loaded = [load_array(f"{path_prefix}-{name}.npy") for name in _ARRAYS]
-    document_index, sample_index, shuffle_index = loaded
-    if document_index is None or sample_index is None or shuffle_index is None:
-        return None
-    tokens_per_epoch = count_tokens(request.sequence_lengths, request.indices)
-    found = GPTIndices(
-        document_index,
-        sample_index,
-        shuffle_index,
-        len(document_index) // max(1, len(request.indices)),
-        tokens_per_epoch,
-    )
-    if not is_same or not _fits(found, request):
-        warn_once(f"{path_prefix}-*.npy belong to other data and are built again")
-        return None
-    return found
 
 
 def _fits(found: GPTIndices, request: SampleRequest) -> bool:

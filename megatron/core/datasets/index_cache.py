@@ -16,7 +16,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import BinaryIO, TypeVar
 
@@ -71,6 +71,50 @@ def build_once(
             )
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+
+def cached_arrays(
+    prefix: str,
+    description: str,
+    names: Sequence[str],
+    build: Callable[[], Sequence[np.ndarray]],
+    fits: Callable[..., bool],
+) -> Sequence[np.ndarray]:
+    """The arrays ``prefix-NAME.npy``, which one process builds where they are missing.
+
+    Damaged ones, and ones of another ``description`` or that ``fits(*arrays)`` refuses, are built
+    again.  The description lies beside them and is written last: with it they are complete.
+    """
+    path = f"{prefix}-description.txt"
+
+    def load() -> Sequence[np.ndarray] | None:
+        try:
+            with open(path, encoding="utf-8") as file:
+                is_same = file.read() == description
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as error:
+            warn_once(f"{prefix}-*.npy cannot be read and are built again: {error}")
+            return None
+        arrays = [load_array(f"{prefix}-{name}.npy") for name in names]
+        found = [array for array in arrays if array is not None]
+        if len(found) < len(names):
+            return None
+        if is_same and fits(*found):
+            return found
+        warn_once(f"{prefix}-*.npy belong to other data and are built again")
+        return None
+
+    def build_and_save() -> Sequence[np.ndarray]:
+        built = build()
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)
+        for name, array in zip(names, built, strict=True):
+            save_array(f"{prefix}-{name}.npy", array)
+        write_atomically(path, lambda file: file.write(description.encode("utf-8")))
+        return load() or built  # mapped: shared by all ranks
+
+    return build_once(prefix, load, build_and_save)
 
 
 def _build(build: Callable[[], T], error_path: str) -> T:

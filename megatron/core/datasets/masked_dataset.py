@@ -18,13 +18,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets import helpers
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.helpers_numpy import LONGEST_SENTENCE
-from megatron.core.datasets.index_cache import (
-    build_once,
-    load_array,
-    save_array,
-    warn_once,
-    write_atomically,
-)
+from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.masking import SpanLengths, Words
 from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
@@ -198,12 +192,8 @@ class MaskedWordPieceDataset(MegatronDataset):
 
         ``helpers.build_mapping`` says how.  Not a collective: one process builds, others wait.
         """
-        prefix = self._cache_prefix()
 
-        def load() -> np.ndarray | None:
-            return self._load_sample_index(prefix)
-
-        def build() -> np.ndarray:
+        def build() -> list[np.ndarray]:
             low, high = int(self.indices[0]), int(self.indices[-1])
             documents = self.dataset.document_indices[low : high + 2]
             mapping = helpers.build_mapping(
@@ -218,29 +208,20 @@ class MaskedWordPieceDataset(MegatronDataset):
                 min_sentences_per_sample,
             )
             self._tell_of_unused(documents, min_sentences_per_sample, len(mapping))
-            save_array(f"{prefix}-sample_index.npy", mapping)
-            text = self.unique_description.encode("utf-8")
-            write_atomically(f"{prefix}-description.txt", lambda file: file.write(text))
-            return mapping
+            return [mapping]
 
-        return build_once(prefix, load, build)
+        (found,) = cached_arrays(
+            self._cache_prefix(), self.unique_description, ["sample_index"], build, self._fits
+        )
+        return found
 
-    def _load_sample_index(self, prefix: str) -> np.ndarray | None:
-        try:
-            with open(f"{prefix}-description.txt", encoding="utf-8") as file:
-                is_same = file.read() == self.unique_description
-        except (OSError, ValueError):
-            return None
-        found = load_array(f"{prefix}-sample_index.npy")
-        if found is None:
-            return None
+    def _fits(self, found: np.ndarray) -> bool:
+        """Whether a cached index has the right form, and no sentence outside the split."""
         has_shape = found.ndim == 2 and found.shape[1] == 3 and len(found) > 0
-        if is_same and has_shape and found.dtype in (np.uint32, np.uint64):
-            low, high = self.dataset.document_indices[[self.indices[0], self.indices[-1] + 1]]
-            if low <= found[:, 0].min() and found[:, 1].max() <= high:
-                return found
-        warn_once(f"{prefix}-*.npy belong to other data and are built again")
-        return None
+        if not has_shape or found.dtype not in (np.uint32, np.uint64):
+            return False
+        low, high = self.dataset.document_indices[[self.indices[0], self.indices[-1] + 1]]
+        return bool(low <= found[:, 0].min() and found[:, 1].max() <= high)
 
     def _tell_of_unused(self, documents: np.ndarray, min_sentences: int, num_rows: int) -> None:
         """Say how many documents give no sample; DataError if there is none that does."""

@@ -30,28 +30,24 @@ class Sized(Protocol):
     def __len__(self) -> int: ...
 
 
+@dataclass(eq=False)
 class _Sampler:
     """What both samplers know: the shape of the stream and this rank's share of it."""
 
-    def __init__(
-        self,
-        total_samples: int,
-        consumed_samples: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-    ) -> None:
-        assert micro_batch_size > 0, f"micro-batch size {micro_batch_size}"
-        assert 0 <= data_parallel_rank < data_parallel_size, (
-            f"data-parallel rank {data_parallel_rank} of {data_parallel_size}"
+    total_samples: int
+    consumed_samples: int
+    micro_batch_size: int
+    data_parallel_rank: int
+    data_parallel_size: int
+
+    def __post_init__(self) -> None:
+        assert self.micro_batch_size > 0, f"micro-batch size {self.micro_batch_size}"
+        assert 0 <= self.data_parallel_rank < self.data_parallel_size, (
+            f"data-parallel rank {self.data_parallel_rank} of {self.data_parallel_size}"
         )
-        if total_samples < 1:
+        if self.total_samples < 1:
             raise DataError("a sampler needs at least one sample, the dataset has none")
-        self.total_samples = total_samples
-        self.consumed_samples = consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.data_parallel_rank = data_parallel_rank
-        self.step_samples = micro_batch_size * data_parallel_size
+        self.step_samples = self.micro_batch_size * self.data_parallel_size
 
     def __len__(self) -> int:
         return self.total_samples
@@ -62,6 +58,7 @@ class _Sampler:
         return range(start, start + self.micro_batch_size)
 
 
+@dataclass(eq=False)
 class MegatronPretrainingSampler(_Sampler):
     """``single``: samples 0, 1, 2, ... once, from ``consumed_samples`` on.
 
@@ -69,35 +66,24 @@ class MegatronPretrainingSampler(_Sampler):
     ``pad_to_samples`` fills up further, to whole global batches.
     """
 
-    def __init__(
-        self,
-        total_samples: int,
-        consumed_samples: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        drop_last: bool = True,
-        pad_to_samples: int | None = None,
-    ) -> None:
-        super().__init__(
-            total_samples,
-            consumed_samples,
-            micro_batch_size,
-            data_parallel_rank,
-            data_parallel_size,
-        )
-        if consumed_samples >= total_samples:
+    drop_last: bool = True
+    pad_to_samples: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        left = self.total_samples - self.consumed_samples
+        if left <= 0:
             raise DataError(
-                f"all {total_samples} samples are consumed (the run stands at "
-                f"{consumed_samples}): raise --train-samples or --train-iters, or give more data"
+                f"all {self.total_samples} samples are consumed (the run stands at "
+                f"{self.consumed_samples}): raise --train-samples or --train-iters, or give more "
+                "data"
             )
-        unit = pad_to_samples or self.step_samples
+        unit = self.pad_to_samples or self.step_samples
         assert unit % self.step_samples == 0, f"{unit} is no multiple of {self.step_samples}"
-        left = total_samples - consumed_samples
         num_samples = left // self.step_samples * self.step_samples
-        if not drop_last:
+        if not self.drop_last:
             num_samples = -(-left // unit) * unit
-        self._stop = consumed_samples + num_samples
+        self._stop = self.consumed_samples + num_samples
 
     def __iter__(self) -> Iterator[Batch]:
         for first in range(self.consumed_samples, self._stop, self.step_samples):
@@ -114,21 +100,12 @@ class MegatronPretrainingRandomSampler(_Sampler):
     def __init__(
         self,
         dataset: Sized,
-        total_samples: int,
-        consumed_samples: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
+        *share: int,
         data_sharding: bool = True,
         seed: int = 1234,
+        **named: int,
     ) -> None:
-        super().__init__(
-            total_samples,
-            consumed_samples,
-            micro_batch_size,
-            data_parallel_rank,
-            data_parallel_size,
-        )
+        super().__init__(*share, **named)
         self.dataset = dataset
         self.data_sharding = data_sharding
         self.seed = seed

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.datasets import gpt_indices
+from megatron.core.datasets import gpt_indices, index_cache
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.datasets.gpt_indices import SampleRequest, build_indices
@@ -123,7 +123,7 @@ class TestCache:
             if len(saved) == 2:
                 raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(gpt_indices, "save_array", interrupted)
+        monkeypatch.setattr(index_cache, "save_array", interrupted)
         with pytest.raises(OSError, match="No space left"):
             golden_datasets(tmp_path, monkeypatch)
         assert not list(tmp_path.glob("*description*"))
