@@ -25,9 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
-from megatron.core.config.errors import ConfigError, MegatronError
+from megatron.core.config.errors import ConfigError, DataError, MegatronError
+from megatron.core.optional import require
 from tools.recipe_scale import scale_down, smallest_world
-from tools.recipe_yaml import read_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 TEST_TYPES = ("regular", "ckpt-resume")
@@ -110,6 +110,21 @@ def load(path: Path, script: str | None = None) -> Recipe:
         raise ConfigError(f"{path}: it wants {script}, which is not here; name one by --script")
     env = {key: str(value) for key, value in (content.get("ENV_VARS") or {}).items()}
     return Recipe(args, env, test_type, script)
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The mapping in ``path``, every scalar the text it was written as.
+
+    A recipe becomes a command line, where ``1e-4`` must not turn into something else.
+    """
+    yaml = require("yaml", str(path))
+    try:
+        value = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise DataError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: a recipe is a mapping with MODEL_ARGS, this is no mapping")
+    return value
 
 
 def script_of(path: Path) -> str:
