@@ -156,9 +156,9 @@ def load_or_build_indices(
 
     tokens_per_epoch = count_tokens(request.sequence_lengths, request.indices)
 
-    def of(document_index: np.ndarray, *others: np.ndarray) -> GPTIndices:
-        num_epochs = len(document_index) // max(1, len(request.indices))
-        return GPTIndices(document_index, *others, num_epochs, tokens_per_epoch)
+    def of(documents: np.ndarray, samples: np.ndarray, shuffle: np.ndarray) -> GPTIndices:
+        num_epochs = len(documents) // max(1, len(request.indices))
+        return GPTIndices(documents, samples, shuffle, num_epochs, tokens_per_epoch)
 
     def build() -> list[np.ndarray]:
         started_at_s = time.perf_counter()
