@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,12 +120,28 @@ def _wrapped(run: Runtime, model: nn.Module, with_data_parallelism: bool) -> nn.
             if is_fully_sharded(config.ddp)
             else distributed.DistributedDataParallel
         )
-        model = wrapper(
-            config=model_config, ddp_config=config.ddp, module=model, pg_collection=run.groups
+        ddp = replace(
+            config.ddp, grad_reduce_in_fp32=config.ddp.grad_reduce_in_fp32 and _sums_gradients(run)
         )
+        model = wrapper(config=model_config, ddp_config=ddp, module=model, pg_collection=run.groups)
         if config.training.data_parallel_random_init:
             model.broadcast_params()
     return model
+
+
+def _sums_gradients(run: Runtime) -> bool:
+    """Whether anything is ever added to, or done with, the gradient that a backward pass leaves.
+
+    If not, fp32 would hold the same 16 bits.  A GPU writes products to it in fp32.
+    """
+    config, training = run.config, run.config.training
+    return (
+        config.world_size > 1
+        or device.is_cuda()
+        or training.global_batch_size != training.micro_batch_size
+        or config.model.calculate_per_token_loss
+        or config.model.mtp_num_layers is not None
+    )
 
 
 def build_optimizer(
