@@ -1,4 +1,4 @@
-"""Where kernels in Triton stand in for plain torch."""
+"""Where kernels stand in for plain torch: in Triton on a GPU, in C++ on a CPU."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megatron.core import device
+from megatron.core import cpu_kernels, device
 from megatron.core.optional import available
 
+_ON_CPU = {"cross_entropy"}  # modules of fusions.cpu
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
-    """Module ``fusions.triton.<name>`` for ``tensors`` that lie on a GPU; None for plain torch.
+    """Module ``fusions.triton.<name>`` or ``fusions.cpu.<name>``; None for plain torch.
 
-    None too without triton, in float64, and inside torch.compile, which fuses by itself.
+    None too without triton or the compiled kernels, in float64, and inside torch.compile, which
+    fuses by itself.  The modules have the same functions, and take what is contiguous.
     """
     if torch.compiler.is_compiling():
         return None
     given = [t for t in tensors if t is not None]
-    if not all(device.launches_kernels(t.device) and t.dtype in _DTYPES for t in given):
-        return None
-    return _module(name)
+    if all(device.launches_kernels(t.device) and t.dtype in _DTYPES for t in given):
+        return _module(name)
+    if name in _ON_CPU and cpu_kernels.take(*tensors):
+        return importlib.import_module(f"megatron.core.fusions.cpu.{name}")
+    return None
 
 
 @cache

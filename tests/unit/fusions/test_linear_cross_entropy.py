@@ -12,6 +12,8 @@ from megatron.core.tensor_parallel.output_loss import linear_cross_entropy
 from tests import tolerances
 from tests.unit.one_process import one_rank
 
+pytestmark = pytest.mark.usefixtures("each_form")
+
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)

@@ -1,0 +1,109 @@
+"""Each fused kernel against torch's operations and against the memory's speed.
+
+    python -m benchmarks.kernels [--rounds 15] [--only glu] [--device cpu]
+
+A case does the same work in two ways: through its public function with the kernels of this device
+switched on, and with them off.  Contenders take turns; on a CPU figures are medians of CPU time of
+one thread, on a GPU of the time between events.  The floor is a copy of as many bytes as the work
+has to read and write, counted once.  Dated results are in kernels.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+
+from benchmarks import kernel_cases
+from benchmarks.kernel_cases import Case
+from megatron.core import cpu_kernels, cpu_tuning, device
+
+
+def kernels_off() -> AbstractContextManager[object]:
+    """Inside, public functions take the way of torch's operations."""
+    if device.is_cuda():
+        return nullcontext()
+    return mock.patch.object(cpu_kernels, "take", return_value=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians of one case in milliseconds."""
+
+    name: str
+    num_bytes: int
+    torch_ms: float
+    fused_ms: float
+    copy_ms: float
+
+    def __str__(self) -> str:
+        speed = self.num_bytes / self.fused_ms / 1e6
+        return (
+            f"| {self.name} | {self.num_bytes / 2**20:.0f} | {self.torch_ms:.2f} | "
+            f"{self.fused_ms:.2f} | {self.torch_ms / self.fused_ms:.2f} | {speed:.1f} | "
+            f"{self.copy_ms / self.fused_ms:.2f} |"
+        )
+
+
+def time_of(work: Callable[[], object]) -> float:
+    """Milliseconds of one call: CPU time, or a GPU's own."""
+    if device.is_cuda():
+        begin = device.moment()
+        work()
+        end = device.moment()
+        device.synchronize()
+        return 1e3 * device.seconds_between(begin, end)
+    started_at_s = time.process_time()
+    work()
+    return 1e3 * (time.process_time() - started_at_s)
+
+
+def measured(case: Case, rounds: int) -> Row:
+    """The contenders of one case in turns, after a turn to warm up."""
+    source = torch.zeros(case.num_bytes // 2, dtype=torch.uint8, device=device.current())
+    target = torch.ones_like(source)
+    seen: dict[str, list[float]] = {"torch": [], "fused": [], "copy": []}
+    for turn in range(rounds + 1):
+        for name, times in seen.items():
+            case.prepare()
+            with kernels_off() if name == "torch" else nullcontext():
+                work = case.work if name != "copy" else lambda: target.copy_(source)
+                found = time_of(work)
+            if turn:
+                times.append(found)
+    torch_ms, fused_ms, copy_ms = (statistics.median(times) for times in seen.values())
+    return Row(case.name, case.num_bytes, torch_ms, fused_ms, copy_ms)
+
+
+def rows(rounds: int, only: str) -> Iterator[Row]:
+    """All cases of this device whose names contain ``only``."""
+    for make in kernel_cases.CASES:
+        case = make()
+        if only in case.name:
+            yield measured(case, rounds)
+
+
+def main() -> None:
+    """Print the rows of kernels.md."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="part of the names of cases")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args()
+    device.choose(args.device, 0)
+    torch.set_num_threads(1)
+    cpu_tuning.keep_freed_memory()
+    print("| work | MiB | torch ms | fused ms | torch / fused | GB/s | of a copy |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows(args.rounds, args.only):
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Fused kernels in C++ for tensors on a CPU, where they are installed.
+
+The only caller of ``kernels_cpp`` (fusions/cpu/kernels.cpp), which takes addresses.  Results do not
+depend on the number of threads, and a call with one thread makes none.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import device
+from megatron.core.optional import why_missing
+
+_CPP = "megatron.core.kernels_cpp"
+_FORMATS = {torch.float32: " float32", torch.bfloat16: " bfloat16"}
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+_NUMBERS = 2**14  # a piece of work: small enough for the cache, large enough for a thread
+
+
+@cache
+def compiled() -> ModuleType | None:
+    """The extension, or None where it is not installed."""
+    return importlib.import_module(_CPP) if why_missing(_CPP) is None else None
+
+
+def why_not() -> str | None:
+    """None if kernels run on a CPU here, else the reason."""
+    if compiled() is None:
+        return f"{why_missing(_CPP)}: python setup.py build_ext --inplace"
+    return None
+
+
+def take(*tensors: Tensor | None) -> bool:
+    """Whether kernels take these tensors, of which None is left out; all of one format.
+
+    That they are contiguous is left to the caller.
+    """
+    given = [t for t in tensors if t is not None]
+    return (
+        compiled() is not None
+        and not torch.compiler.is_compiling()  # which fuses the plain form itself
+        and given[0].dtype in _FORMATS
+        and all(
+            t.is_cpu
+            and type(t) in _PLAIN_TYPES
+            and t.dtype == given[0].dtype
+            and not device.is_cuda(t.device)
+            for t in given
+        )
+    )
+
+
+def run(
+    name: str,
+    tensors: Sequence[Tensor | None],
+    *,
+    format: torch.dtype,
+    count: int,
+    sizes: Sequence[int] = (),
+    numbers: Sequence[float] = (),
+    width: int = 1,
+    grain: int | None = None,
+) -> None:
+    """Run a kernel over ``count`` units of ``width`` numbers, ``grain`` of them at a time."""
+    kernels = compiled()
+    assert kernels is not None, "kernels are run where `take` says so"
+    kernels.run(
+        name + _FORMATS[format],
+        [0 if t is None else t.data_ptr() for t in tensors],
+        sizes,
+        numbers,
+        count,
+        grain or max(1, _NUMBERS // width),
+        torch.get_num_threads(),
+    )

@@ -1,0 +1,153 @@
+// Fused kernels of a training step on a CPU, in three instruction sets of which the best is chosen
+// when they are called first.
+//
+// A kernel works on the units [begin, end) of a call: numbers, or rows.  A call is cut into pieces
+// of `grain` units whatever the number of threads, and what is summed over pieces is summed in
+// their order, so that results are the same for any number of threads, and from run to run.
+// Tensors come as addresses.  Who calls, and what each address is: megatron/core/cpu_kernels.py.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <vector>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+namespace py = pybind11;
+
+namespace {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+struct Call {
+    std::vector<uintptr_t> pointers;  // 0: none
+    std::vector<int64_t> sizes;
+    std::vector<float> numbers;
+
+    template <class T>
+    T* at(size_t i) const {
+        return reinterpret_cast<T*>(pointers[i]);
+    }
+};
+
+using Kernel = void (*)(const Call&, int64_t begin, int64_t end);
+using Kernels = std::map<std::string, Kernel>;
+
+#define LANES 4
+namespace plain {
+#include "kernels.h"
+}
+#undef LANES
+
+#ifdef __x86_64__
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define LANES 8
+namespace avx2 {
+#include "kernels.h"
+}
+#undef LANES
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+#define LANES 16
+namespace avx512 {
+#include "kernels.h"
+}
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+#define HAS_BF16
+namespace avx512_bf16 {
+#include "kernels.h"
+}
+#undef LANES
+#pragma GCC pop_options
+#endif
+
+using Sets = std::vector<std::pair<std::string, const Kernels*>>;
+
+// Instruction sets of this CPU, the best one first.
+const Sets& usable() {
+    static const Kernels in_plain = plain::kernels();
+    static const Sets sets = [] {
+        Sets found;
+#ifdef __x86_64__
+        static const Kernels in_avx2 = avx2::kernels(), in_avx512 = avx512::kernels(),
+                             in_bf16 = avx512_bf16::kernels();
+        const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+        const bool has_avx512 =
+            has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+        if (has_avx512 && __builtin_cpu_supports("avx512bf16"))
+            found.emplace_back("avx512_bf16", &in_bf16);
+        if (has_avx512) found.emplace_back("avx512", &in_avx512);
+        if (has_avx2) found.emplace_back("avx2", &in_avx2);
+#endif
+        found.emplace_back("plain", &in_plain);
+        return found;
+    }();
+    return sets;
+}
+
+const Kernels* chosen = usable().front().second;
+
+void run(const std::string& name, Call call, int64_t count, int64_t grain, int threads) {
+    const Kernel kernel = chosen->at(name);
+    py::gil_scoped_release release;
+    const int64_t pieces = (count + grain - 1) / grain;
+    const auto work = [&](int64_t piece) {
+        kernel(call, piece * grain, std::min(count, (piece + 1) * grain));
+    };
+    if (threads <= 1 || pieces <= 1) {
+        for (int64_t piece = 0; piece < pieces; ++piece) work(piece);
+        return;
+    }
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t piece = 0; piece < pieces; ++piece) work(piece);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(kernels_cpp, m) {
+    m.doc() = "Fused kernels on a CPU; see megatron/core/cpu_kernels.py.";
+    m.def(
+        "run",
+        [](const std::string& name, std::vector<uintptr_t> pointers, std::vector<int64_t> sizes,
+           std::vector<float> numbers, int64_t count, int64_t grain, int threads) {
+            run(name, {std::move(pointers), std::move(sizes), std::move(numbers)}, count, grain,
+                threads);
+        });
+    m.def("names", [] {
+        std::vector<std::string> found;
+        for (const auto& [name, kernel] : *chosen) found.push_back(name);
+        return found;
+    });
+    m.def("instruction_sets", [] {
+        std::vector<std::string> found;
+        for (const auto& [name, kernels] : usable()) found.push_back(name);
+        return found;
+    });
+    m.def("use", [](const std::string& wanted) {
+        for (const auto& [name, kernels] : usable())
+            if (name == wanted) {
+                chosen = kernels;
+                return;
+            }
+        throw std::invalid_argument("this CPU has no " + wanted);
+    });
+}

@@ -1,0 +1,198 @@
+// Softmax and norms: a row at a time, which stays in the cache, with sums in float.
+
+// Highest of a row's first `count` numbers; -inf without any.
+template <class T>
+INLINE float row_max(const T* x, int64_t count) {
+    F top = splat(-INFINITY), others[3] = {top, top, top};
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= count; i += 4 * kLanes) {  // else each waits for the one before
+        top = larger(load(x + i, kLanes), top);
+        for (int j = 0; j < 3; ++j)
+            others[j] = larger(load(x + i + (j + 1) * kLanes, kLanes), others[j]);
+    }
+    each(count - i, [&](int64_t k, int64_t n) {
+        top = larger(first(load(x + i + k, n), n, -INFINITY), top);
+    });
+    for (const F& other : others) top = larger(other, top);
+    return largest(top);
+}
+
+// Log of the sum of exponentials, without overflow.
+template <class T>
+INLINE float log_sum_exp(const T* x, int64_t count) {
+    const float top = row_max(x, count);
+    if (!(top > -INFINITY)) return top;  // nothing, or nothing but -inf
+    F total{};
+    each(count, [&](int64_t i, int64_t n) { total += first(exp(load(x + i, n) - top), n, 0); });
+    return top + std::log(sum(total));
+}
+
+// Column of a target here; -1 where it is elsewhere or there is none.
+INLINE int64_t column_of(int64_t target, const Call& c) {
+    const int64_t column = target - c.sizes[2];
+    return target >= 0 && column >= 0 && column < c.sizes[1] ? column : -1;
+}
+
+// (softmax - onehot) * scale over the logits; zero without a target anywhere.
+template <class T>
+INLINE void turn_into_gradient(T* x, const Call& c, float log_sum, int64_t target, float scale) {
+    const int64_t width = c.sizes[0], columns = target < 0 ? 0 : c.sizes[1];
+    const int64_t column = column_of(target, c);
+    const float at_target =
+        column < 0 ? 0.0f : scale * (exp(splat(at(x, column)) - log_sum)[0] - 1.0f);
+    each(columns, [&](int64_t i, int64_t n) {
+        store(x + i, exp(load(x + i, n) - log_sum) * scale, n);
+    });
+    if (column >= 0) store(x + column, splat(at_target), 1);
+    std::memset(x + columns, 0, (width - columns) * sizeof(T));
+}
+
+// In these three: logits [rows, width], targets (int64) [rows]; sizes: width, true columns, id of
+// the first column.
+
+// Beside them log of sums, logit of the target or 0 (float) [rows].
+template <class T>
+void own_sums(const Call& c, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+        const T* x = c.at<T>(0) + row * c.sizes[0];
+        const int64_t column = column_of(c.at<int64_t>(1)[row], c);
+        c.at<float>(2)[row] = log_sum_exp(x, c.sizes[1]);
+        c.at<float>(3)[row] = column < 0 ? 0.0f : at(x, column);
+    }
+}
+
+// Beside them log of sums, factor (float, none: the same for all) [rows]; numbers: factor.
+template <class T>
+void gradients_of_log_sums(const Call& c, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+        turn_into_gradient(c.at<T>(0) + row * c.sizes[0], c, c.at<float>(2)[row],
+                           c.at<int64_t>(1)[row],
+                           c.pointers[3] ? c.at<float>(3)[row] : c.numbers[0]);
+}
+
+// Both at once where a row is whole; beside them loss (float) [rows]; numbers: factor.
+template <class T>
+void cross_entropy(const Call& c, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+        T* x = c.at<T>(0) + row * c.sizes[0];
+        const int64_t target = c.at<int64_t>(1)[row];
+        const float log_sum = target < 0 ? 0.0f : log_sum_exp(x, c.sizes[1]);
+        c.at<float>(2)[row] = target < 0 ? 0.0f : log_sum - at(x, target);
+        turn_into_gradient(x, c, log_sum, target, c.numbers[0]);
+    }
+}
+
+// scores (float) [.., queries, keys] over which exponentials are written, probabilities
+// [.., queries, keys]; sizes: queries, keys, keys that come before the first query
+template <class T>
+void causal_softmax(const Call& c, int64_t begin, int64_t end) {
+    const int64_t queries = c.sizes[0], keys = c.sizes[1];
+    for (int64_t row = begin; row < end; ++row) {
+        float* x = c.at<float>(0) + row * keys;
+        T* y = c.at<T>(1) + row * keys;
+        const int64_t seen = c.sizes[2] + row % queries + 1;
+        const float top = row_max(x, seen);
+        F total{};
+        each(seen, [&](int64_t i, int64_t n) {
+            const F e = first(exp(load(x + i, n) - top), n, 0);
+            total += e;
+            store(x + i, e, n);
+        });
+        const float share = 1.0f / sum(total);
+        each(seen, [&](int64_t i, int64_t n) { store(y + i, load(x + i, n) * share, n); });
+        std::memset(y + seen, 0, (keys - seen) * sizeof(T));
+    }
+}
+
+// grad of probabilities [rows, keys] becomes that of scores, probabilities; sizes: as above
+template <class T>
+void causal_softmax_backward(const Call& c, int64_t begin, int64_t end) {
+    const int64_t queries = c.sizes[0], keys = c.sizes[1];
+    for (int64_t row = begin; row < end; ++row) {
+        T* grad = c.at<T>(0) + row * keys;
+        const T* prob = c.at<T>(1) + row * keys;
+        const int64_t seen = c.sizes[2] + row % queries + 1;
+        F along{};
+        each(seen, [&](int64_t i, int64_t n) { along += load(grad + i, n) * load(prob + i, n); });
+        const float mean = sum(along);
+        each(seen, [&](int64_t i, int64_t n) {
+            store(grad + i, (load(grad + i, n) - mean) * load(prob + i, n), n);
+        });
+        std::memset(grad + seen, 0, (keys - seen) * sizeof(T));
+    }
+}
+
+// x, weight, bias (none for RMSNorm), y, mean (none) and scale (float) [rows]; sizes: width;
+// numbers: eps
+template <bool kIsRms, class T>
+void norm_forward(const Call& c, int64_t begin, int64_t end) {
+    const int64_t width = c.sizes[0];
+    const T *weight = c.at<T>(1), *bias = c.at<T>(2);
+    for (int64_t row = begin; row < end; ++row) {
+        const T* x = c.at<T>(0) + row * width;
+        T* y = c.at<T>(3) + row * width;
+        float mean = 0;
+        if (!kIsRms) {
+            F total{};
+            each(width, [&](int64_t i, int64_t n) { total += load(x + i, n); });
+            mean = sum(total) / width;
+            c.at<float>(4)[row] = mean;
+        }
+        F squares{};
+        each(width, [&](int64_t i, int64_t n) {
+            const F away = first(load(x + i, n) - mean, n, 0);
+            squares += away * away;
+        });
+        const float scale = 1.0f / std::sqrt(sum(squares) / width + c.numbers[0]);
+        c.at<float>(5)[row] = scale;
+        each(width, [&](int64_t i, int64_t n) {
+            F out = (load(x + i, n) - mean) * scale * load(weight + i, n);
+            if (!kIsRms) out += load(bias + i, n);
+            store(y + i, out, n);
+        });
+    }
+}
+
+// x, weight, mean (none), scale, grad of y, grad of x (none where nobody asks), sums of the
+// gradients of weight and of bias (none): float [pieces, width]; sizes: width, rows of a piece
+template <bool kIsRms, class T>
+void norm_backward(const Call& c, int64_t begin, int64_t end) {
+    const int64_t width = c.sizes[0], piece = begin / c.sizes[1];
+    const T* weight = c.at<T>(1);
+    float *of_weight = c.at<float>(6) + piece * width, *of_bias = c.at<float>(7) + piece * width;
+    std::memset(of_weight, 0, width * sizeof(float));
+    if (!kIsRms) std::memset(of_bias, 0, width * sizeof(float));
+    for (int64_t row = begin; row < end; ++row) {
+        const T *x = c.at<T>(0) + row * width, *grad = c.at<T>(4) + row * width;
+        const float mean = kIsRms ? 0.0f : c.at<float>(2)[row], scale = c.at<float>(3)[row];
+        F along{}, total{};
+        each(width, [&](int64_t i, int64_t n) {
+            const F g = load(grad + i, n), normed = (load(x + i, n) - mean) * scale;
+            const F through = g * load(weight + i, n);
+            along += through * normed;
+            total += through;
+            store(of_weight + i, load(of_weight + i, n) + g * normed, n);
+            if (!kIsRms) store(of_bias + i, load(of_bias + i, n) + g, n);
+        });
+        if (!c.pointers[5]) continue;
+        T* out = c.at<T>(5) + row * width;
+        const float share = sum(along) / width, shift = kIsRms ? 0.0f : sum(total) / width;
+        each(width, [&](int64_t i, int64_t n) {
+            const F normed = (load(x + i, n) - mean) * scale;
+            const F through = load(grad + i, n) * load(weight + i, n);
+            store(out + i, (through - shift - normed * share) * scale, n);
+        });
+    }
+}
+
+// parts (float) [pieces, width], their sum [width] in order; sizes: width, pieces
+template <class T>
+void sum_of_pieces(const Call& c, int64_t begin, int64_t end) {
+    const int64_t width = c.sizes[0];
+    each(end - begin, [&](int64_t i, int64_t n) {
+        F total{};
+        for (int64_t piece = 0; piece < c.sizes[1]; ++piece)
+            total += load(c.at<float>(0) + piece * width + begin + i, n);
+        store(c.at<T>(1) + begin + i, total, n);
+    });
+}
