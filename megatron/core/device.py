@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,8 @@ Kind = Literal["cpu", "cuda"]
 CPU: Kind = "cpu"
 _current = torch.device("cpu")
 _imagined: Kind | None = None  # inside `imagining`
-each_rank_owns(__name__, "_current", "_imagined")
+_own_stream: Any = None  # in place of the default one
+each_rank_owns(__name__, "_current", "_imagined", "_own_stream")
 
 
 def choose(wanted: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:
@@ -51,6 +53,8 @@ def use_in_this_thread() -> None:
     """Say so in a thread that was started later: each begins with the first GPU."""
     if _has_gpu():
         torch.cuda.set_device(_current)
+    if _own_stream is not None:
+        torch.cuda.set_stream(_own_stream)
 
 
 @contextlib.contextmanager
@@ -273,6 +277,113 @@ def finish_stream() -> None:
 def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
     """Run the block on ``stream`` (from `side_stream`)."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+class RandomStream:
+    """Random numbers apart from those of the default generator, which draws them in `drawing`.
+
+    ``capturable``: also inside a `Graph`, which goes on with them each time it is replayed.
+    """
+
+    def __init__(self, state: torch.Tensor, *, capturable: bool = False) -> None:
+        self.generator = torch.Generator(_current) if capturable and _has_gpu() else None
+        self.set_state(state)
+
+    def get_state(self) -> torch.Tensor:
+        """A copy of what `set_state` takes: a state of the default generator."""
+        return self._state.clone() if self.generator is None else self.generator.get_state()
+
+    def set_state(self, state: torch.Tensor) -> None:
+        """Go on from ``state``."""
+        if self.generator is None:
+            self._state = state.clone()
+        else:
+            self.generator.set_state(state)
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Let the default generator draw from here inside the block."""
+        if self.generator is None:
+            before = rng_state()
+            set_rng_state(self._state)
+            try:
+                yield
+            finally:
+                self._state = rng_state()
+                set_rng_state(before)
+            return
+        default = torch.cuda.default_generators[_current.index]
+        own = default.graphsafe_get_state()
+        default.graphsafe_set_state(self.generator)  # the state itself, not a copy
+        try:
+            yield
+        finally:
+            default.graphsafe_set_state(own)
+
+
+class Graph:
+    """Work of the device that is recorded once and then done again, in one go, without Python.
+
+    A replay reads and writes the memory that was there at the recording.  What is allocated while
+    recording comes from ``pool``: graphs of one pool are replayed in the order of their recording.
+    ``streams`` are those that may be drawn from inside.
+    """
+
+    def __init__(self, pool: Any, streams: Iterable[RandomStream] = ()) -> None:
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+        for stream in streams:
+            if stream.generator is not None:
+                self._graph.register_generator_state(stream.generator)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what the block asks of the device; nothing is computed yet."""
+        # Other threads (of the loader, of NCCL's watchdog) may go on meanwhile.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            self._graph.capture_end()
+
+    def replay(self) -> None:
+        """Do it again, behind what is queued on the present stream."""
+        self._graph.replay()
+
+
+def records_graphs() -> bool:
+    """Whether `Graph` works here."""
+    return _has_gpu()
+
+
+def graph_pool() -> Any:
+    """Memory that graphs share."""
+    return torch.cuda.graph_pool_handle()
+
+
+def leave_default_stream() -> None:
+    """Work on a stream of this process's own from now on: the default one cannot be recorded.
+
+    What is recorded meets autograd's nodes of parameters; all of them have to be of this stream.
+    """
+    global _own_stream
+    if _has_gpu() and _own_stream is None:
+        _own_stream = side_stream()
+        torch.cuda.set_stream(_own_stream)
+
+
+@contextlib.contextmanager
+def about_to_record() -> Iterator[None]:
+    """Around the recording of graphs: garbage that is freed inside one would break it."""
+    synchronize()
+    gc.collect()
+    empty_cache()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def nvtx_push(name: str) -> None:

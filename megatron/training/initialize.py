@@ -232,7 +232,10 @@ def _set_seeds(config: RunConfig, groups: ProcessGroupCollection) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     cp_rank = groups.cp.rank() if groups.cp.size() > 1 else None
-    model_parallel_seed(seed, tp_rank=groups.tp.rank(), cp_rank=cp_rank)
+    has_graphs = config.model.enable_cuda_graph
+    if has_graphs:
+        device.leave_default_stream()
+    model_parallel_seed(seed, tp_rank=groups.tp.rank(), cp_rank=cp_rank, capturable=has_graphs)
 
 
 def fail(error: Exception) -> None:

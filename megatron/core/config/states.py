@@ -13,7 +13,6 @@ def only_with(flag: str) -> str:
 
 
 # ---- refused: not in this version ----------------------------------------------------------
-CUDA_GRAPHS = "CUDA graphs are not in this version; drop the flag"
 TP_OVERLAP = (
     "overlap of tensor-parallel communication through Transformer Engine's buffers is not in this "
     "version; drop the flag"

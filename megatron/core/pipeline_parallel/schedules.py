@@ -88,6 +88,9 @@ def forward_backward(
     if not forward_only:
         for aux_losses in aux_losses_of(chunks):
             aux_losses.begin(task.rule.aux_weight(hooks.grad_scale_func))
+        for module in (m for chunk in chunks for m in chunk.modules()):
+            if (graphs := module.__dict__.get("graphs")) is not None:
+                graphs.begin_step()
     losses = executor.run(plan[rank])
     if hooks.finalize_model_grads_func is not None and not forward_only:
         num_tokens = losses.num_tokens

@@ -38,49 +38,54 @@ class RNGStatesTracker:
     """Named streams of random numbers on this process's device."""
 
     def __init__(self) -> None:
-        self._states: dict[str, Tensor] = {}
+        self._streams: dict[str, device.RandomStream] = {}
         self._seeds: dict[str, int] = {}
+        self._capturable = False
 
-    def reset(self) -> None:
-        """Forget all streams."""
-        self._states, self._seeds = {}, {}
+    def reset(self, *, capturable: bool = False) -> None:
+        """Forget all streams; those to come may be drawn from in a `device.Graph`, or not."""
+        self._streams, self._seeds, self._capturable = {}, {}, capturable
 
     def is_initialized(self) -> bool:
         """Whether there is any stream."""
-        return bool(self._states)
+        return bool(self._streams)
 
     def has(self, name: str) -> bool:
         """Whether there is a stream ``name``."""
-        return name in self._states
+        return name in self._streams
+
+    def streams(self) -> list[device.RandomStream]:
+        """All of them."""
+        return list(self._streams.values())
 
     def get_states(self) -> dict[str, Tensor]:
         """A copy of every stream's state, for a checkpoint."""
-        return {name: state.clone() for name, state in self._states.items()}
+        return {name: stream.get_state() for name, stream in self._streams.items()}
 
     def set_states(self, states: dict[str, Tensor]) -> None:
         """Continue the streams of a checkpoint."""
-        self._states = {name: state.clone() for name, state in states.items()}
+        before, self._streams = self._streams, {}
+        for name, state in states.items():
+            if name in before:  # graphs may know it
+                before[name].set_state(state)
+                self._streams[name] = before[name]
+            else:
+                self._streams[name] = device.RandomStream(state, capturable=self._capturable)
 
     def add(self, name: str, seed: int) -> None:
         """Begin stream ``name``.  Two streams never share a seed."""
         assert seed not in self._seeds.values(), f"seed {seed} is taken by another stream"
-        assert name not in self._states, f"stream {name} exists"
+        assert name not in self._streams, f"stream {name} exists"
         before = device.rng_state()
         device.manual_seed(seed)
-        self._states[name], self._seeds[name] = device.rng_state(), seed
+        stream = device.RandomStream(device.rng_state(), capturable=self._capturable)
+        self._streams[name], self._seeds[name] = stream, seed
         device.set_rng_state(before)
 
-    @contextlib.contextmanager
-    def fork(self, name: str = MODEL_PARALLEL_STREAM) -> Iterator[None]:
+    def fork(self, name: str = MODEL_PARALLEL_STREAM) -> contextlib.AbstractContextManager[None]:
         """Draw from stream ``name`` inside the block."""
-        assert name in self._states, f"no stream {name}: model_parallel_seed comes first"
-        before = device.rng_state()
-        device.set_rng_state(self._states[name])
-        try:
-            yield
-        finally:
-            self._states[name] = device.rng_state()
-            device.set_rng_state(before)
+        assert name in self._streams, f"no stream {name}: model_parallel_seed comes first"
+        return self._streams[name].drawing()
 
 
 CudaRNGStatesTracker = RNGStatesTracker  # the name that scripts know
@@ -103,12 +108,13 @@ def model_parallel_seed(
     cp_rank: int | None = None,
     ep_rank: int = 0,
     expert_tp_rank: int = 0,
+    capturable: bool = False,
 ) -> None:
     """Seed the default stream alike, and the named streams apart, for this rank.
 
-    ``cp_rank`` is None where a sequence lies on one rank.
+    ``cp_rank`` is None where a sequence lies on one rank; ``capturable``: CUDA graphs may draw.
     """
-    _tracker.reset()
+    _tracker.reset(capturable=capturable)
     device.manual_seed(seed)
     _tracker.add(DATA_PARALLEL_STREAM, seed)
     context = 0 if cp_rank is None else _CONTEXT_OFFSET * (cp_rank + 1)
@@ -124,8 +130,7 @@ def model_parallel_cuda_manual_seed(
     inference_rng_tracker: bool = False,
     use_cudagraphable_rng: bool = False,
 ) -> None:
-    """`model_parallel_seed` for scripts; the kinds of tracker make no difference here."""
-    del te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng
+    """`model_parallel_seed` for scripts."""
     groups = parallel_state.current()
     model_parallel_seed(
         seed,
@@ -133,6 +138,7 @@ def model_parallel_cuda_manual_seed(
         cp_rank=groups.cp.rank() if groups.cp.size() > 1 else None,
         ep_rank=groups.ep.rank(),
         expert_tp_rank=groups.expt_tp.rank(),
+        capturable=te_rng_tracker or inference_rng_tracker or use_cudagraphable_rng,
     )
 
 

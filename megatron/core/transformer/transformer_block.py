@@ -1,4 +1,4 @@
-"""The layers of one pipeline stage, and which of them are computed again in backward.
+"""The layers of one pipeline stage, and which of them are computed again in backward or replayed.
 
 Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism.
 """
@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rope import RotaryTable
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.cuda_graphs import LayerGraphs
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.layer_layout import layer_range
 from megatron.core.transformer.low_precision import quantize_layer
@@ -89,6 +91,10 @@ class TransformerBlock(MegatronModule):
         # The first so many are computed again as a whole; adaptive recomputation changes it.
         is_adaptive = config.recompute_granularity == "adaptive"
         self.recomputed_layers = len(self.layers) if is_adaptive else None
+        self.graphs: LayerGraphs | None = None
+        if config.enable_cuda_graph and device.records_graphs():
+            whole, num_steps = config.cuda_graph_scope == "full", config.cuda_graph_warmup_steps
+            self.graphs = LayerGraphs(self.layers, num_steps, whole=whole)
         self.final_layernorm: nn.Module | None = None
         if post_process and post_layer_norm and submodules.layer_norm is not None:
             size, eps = config.hidden_size, config.layernorm_epsilon
@@ -134,6 +140,10 @@ class TransformerBlock(MegatronModule):
         return hidden_states
 
     def _run(self, hidden_states: Tensor, shared: dict[str, Any], start: int, stop: int) -> Tensor:
+        if self.graphs is not None and self.training:
+            recording = self.graphs.recording(hidden_states, shared)
+            if recording is not None:
+                return recording.run(hidden_states, shared)
         for i in range(start, stop):
             hidden_states, _ = self.layers[i](hidden_states, **shared)
         return hidden_states

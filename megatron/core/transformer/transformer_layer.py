@@ -153,13 +153,34 @@ class TransformerLayer(ResidualLayer):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> [s, b, h], and ``context``, what cross attention attends to, handed on."""
-        attend = partial(
-            self.self_attention,
-            attention_mask=attention_mask,
+        hidden_states = self.add_attention(
+            hidden_states,
+            attention_mask,
+            context,
+            context_mask,
             inference_context=inference_context,
             rotary_pos_emb=rotary_pos_emb,
             attention_bias=attention_bias,
             packed_seq_params=packed_seq_params,
+        )
+        return self.add_mlp(hidden_states), context
+
+    def add_attention(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        *,
+        inference_context: KVCache | None = None,
+        **more: Any,
+    ) -> Tensor:
+        """The first parts of `forward`: attention of the sequence to itself and to another."""
+        attend = partial(
+            self.self_attention,
+            attention_mask=attention_mask,
+            inference_context=inference_context,
+            **more,
         )
         norms = self.input_layernorm, self.post_self_attn_layernorm
         hidden_states = self.add_part(attend, hidden_states, norms, self.self_attn_bda)
@@ -172,8 +193,12 @@ class TransformerLayer(ResidualLayer):
             )
             norms = self.pre_cross_attn_layernorm, None
             hidden_states = self.add_part(attend, hidden_states, norms, self.cross_attn_bda)
+        return hidden_states
+
+    def add_mlp(self, hidden_states: Tensor) -> Tensor:
+        """The last part of `forward`."""
         norms = self.pre_mlp_layernorm, self.post_mlp_layernorm
-        return self.add_part(self._run_mlp, hidden_states, norms, self.mlp_bda), context
+        return self.add_part(self._run_mlp, hidden_states, norms, self.mlp_bda)
 
     def _run_mlp(self, normed: Tensor) -> WithBias:
         if self.recomputes_mlp and self.training:

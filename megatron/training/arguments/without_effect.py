@@ -175,6 +175,11 @@ NEEDS = (
         lambda ns: ns.log_straggler,
         ("disable_straggler_on_startup", "straggler_ctrlr_port", "straggler_minmax_count"),
     ),
+    Need(
+        "--enable-cuda-graph",
+        lambda ns: ns.enable_cuda_graph,
+        ("cuda_graph_warmup_steps", "cuda_graph_scope"),
+    ),
     Need("--manual-gc", lambda ns: ns.manual_gc, ("manual_gc_interval", "manual_gc_eval")),
     Need(
         "--profile",

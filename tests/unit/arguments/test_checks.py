@@ -89,6 +89,7 @@ VALUES = {
     "fp8_recipe": "tensorwise",
     "fp8_amax_compute_algo": "max",
     "lr_wsd_decay_style": "cosine",
+    "cuda_graph_scope": "attn",
     "wandb_exp_name": "e",
     "wandb_save_dir": "d",
     "memory_snapshot_path": "p",
@@ -112,6 +113,7 @@ VALUES = {
 }
 SWITCHES = {
     "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    "enable_cuda_graph": "--enable-cuda-graph",
     "overlap_cpu_optimizer_d2h_h2d": "--overlap-cpu-optimizer-d2h-h2d",
     "pin_cpu_grads": "--no-pin-cpu-grads",
     "pin_cpu_params": "--no-pin-cpu-params",
@@ -181,7 +183,7 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
     words = SWITCHES.get(dest) or f"{flag} {VALUES.get(dest) or numbers.get(dest, '5')}"
     if dest == "reset_position_ids":
         words += " --position-embedding-type rope"
-    if dest == "optimizer_cpu_offload":
+    if dest in ("optimizer_cpu_offload", "enable_cuda_graph"):
         words += " --device cpu"
     if dest.startswith("adam"):
         words += " --optimizer sgd"

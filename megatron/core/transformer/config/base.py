@@ -168,13 +168,13 @@ class BaseConfig:
         False,
         "Keep random state the way Transformer Engine does.",
         group="Transformer-Engine",
-        ignored=states.only_with("--enable-cuda-graph"),
+        ignored="--enable-cuda-graph keeps it so by itself",
     )
     inference_rng_tracker: bool = option(
         False,
         "Keep random state the way generation under CUDA graphs needs.",
         group="Transformer-Engine",
-        ignored=states.only_with("--enable-cuda-graph"),
+        ignored="--enable-cuda-graph keeps it so by itself",
     )
     mamba_state_dim: int = option(
         128,

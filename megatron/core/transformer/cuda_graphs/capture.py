@@ -1,0 +1,141 @@
+"""Records the layers of a stack, forward and backward, for one micro-batch in flight.
+
+A recording is the layers forward and then backward, the last one first, each a graph of its own:
+between them Python runs what must not be in a graph (hooks that wait for gathered parameters or
+start to reduce gradients).  Its graphs share a pool of memory, so that activations and temporary
+memory take the room they take eagerly.  That is right because one micro-batch passes them in the
+order in which they were recorded.  Two micro-batches in flight pass theirs in any order, as the
+schedule has it: each has a recording, and a pool, of its own.
+
+Recording computes nothing on a GPU, so it changes no gradient and draws no random number.
+Collectives inside are recorded like anything else: all ranks of a group record alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import device
+from megatron.core.fusions.rope import RotaryTable
+from megatron.core.tensor_parallel.random import get_rng_tracker
+from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
+
+HIDDEN = "hidden_states"
+Run = Callable[..., Tensor]  # hidden states and what the layers of a stack share -> hidden states
+
+
+@dataclass
+class Part:
+    """One layer, or its attention.  All tensors but the parameters lie where the graphs use them.
+
+    ``inputs``: hidden states, then what the layers share; ``grad_inputs`` and ``grad_params`` are
+    None where there is no gradient.  ``adding``: parameters whose gradient is added to
+    ``main_grad`` by the graph itself.
+    """
+
+    forward: device.Graph
+    backward: device.Graph
+    inputs: list[Tensor]
+    output: Tensor
+    params: list[nn.Parameter]
+    hooked: list[nn.Module]  # modules that wait before a forward pass
+    grad_output: Tensor | None = None
+    grad_inputs: Sequence[Tensor | None] = ()
+    grad_params: Sequence[Tensor | None] = ()
+    adding: frozenset[nn.Parameter] = frozenset()
+
+
+def tensors_of(hidden: Tensor, shared: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What a stack of layers is given, tensor by tensor; hidden states first."""
+    found = {HIDDEN: hidden}
+    for name, value in shared.items():
+        if isinstance(value, RotaryTable):
+            found |= {f"{name}.cos": value.cos, f"{name}.sin": value.sin}
+        elif torch.is_tensor(value):
+            found[name] = value
+    return found
+
+
+def _with_tensors(shared: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """``shared`` with other tensors in the same places."""
+    result = dict(shared)
+    for name, value in shared.items():
+        if isinstance(value, RotaryTable):
+            cos, sin = tensors[f"{name}.cos"], tensors[f"{name}.sin"]
+            result[name] = replace(value, cos=cos, sin=sin)
+        elif torch.is_tensor(value):
+            result[name] = tensors[name]
+    return result
+
+
+def record(
+    runs: Sequence[Run],
+    modules: Sequence[nn.Module],
+    hidden: Tensor,
+    shared: Mapping[str, Any],
+    *,
+    is_chain: bool,
+) -> list[Part]:
+    """Graphs of ``runs``, which read the parameters of ``modules``.
+
+    ``is_chain``: what one of them gives is what the next one gets, nothing between.  Collective
+    where the layers are.
+    """
+    fixed = {name: _fixed(t) for name, t in tensors_of(hidden, shared).items()}
+    others = [t for name, t in fixed.items() if name != HIDDEN]
+    arguments, pool, parts = _with_tensors(shared, fixed), device.graph_pool(), []
+    outputs: list[Tensor] = []
+    before = fixed[HIDDEN]
+    with device.about_to_record():
+        for run, module in zip(runs, modules, strict=True):
+            graph = device.Graph(pool, get_rng_tracker().streams())
+            with graph.recording(), torch.enable_grad():
+                output = run(before, **arguments)
+            params = [p for p in module.parameters() if p.requires_grad]
+            hooked = [m for m in module.modules() if m._forward_pre_hooks]
+            own = [before, *others]
+            parts.append(Part(graph, device.Graph(pool), own, output.detach(), params, hooked))
+            outputs.append(output)
+            after = parts[-1].output if is_chain else torch.empty_like(output)
+            before = after.detach().requires_grad_()
+        grad = None
+        for part in reversed(parts):
+            if grad is None or not is_chain:
+                grad = torch.zeros_like(part.output)
+            grad = _record_backward(part, outputs.pop(), grad)
+    return parts
+
+
+def _fixed(tensor: Tensor) -> Tensor:
+    """Memory for what is copied in before each replay."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _record_backward(part: Part, output: Tensor, grad: Tensor) -> Tensor | None:
+    """Record the gradients of a part; returns that of its hidden states.
+
+    Layers that add to ``main_grad`` themselves are recorded adding, never overwriting.
+    """
+    told = {p: p.overwrite_main_grad for p in part.params if adds_to_main_grad(p)}
+    for param in told:
+        param.overwrite_main_grad = False
+    wanted = [t for t in (*part.inputs, *part.params) if t.requires_grad]
+    part.grad_output = grad
+    with part.backward.recording():
+        found = torch.autograd.grad(output, wanted, grad, allow_unused=True)
+    grads = dict(zip(wanted, found, strict=True))
+    adding = [p for p in part.params if getattr(p, "grad_added_to_main_grad", False)]
+    for param in adding:
+        param.grad_added_to_main_grad = False
+    for param, overwrites in told.items():
+        param.overwrite_main_grad = overwrites
+    part.adding = frozenset(adding)
+    part.grad_inputs = [grads.get(t) for t in part.inputs]
+    part.params = [p for p in part.params if p in part.adding or grads[p] is not None]
+    part.grad_params = [None if p in part.adding else grads[p] for p in part.params]
+    return part.grad_inputs[0]

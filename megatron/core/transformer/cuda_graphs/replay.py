@@ -1,0 +1,152 @@
+"""Runs recorded layers in place of Python, inside autograd.
+
+Each replay is a node of autograd: gradients of parameters arrive as from a layer that was run, so
+that a data-parallel wrapper reduces them layer by layer while backward goes on.  One micro-batch at
+a time uses a recording, from its first layer forward to its first layer backward; as many are made
+as the schedule keeps in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.tensor_parallel.weight_gradient import has_been_added
+from megatron.core.transformer.cuda_graphs.capture import HIDDEN, Part, Run, record, tensors_of
+from megatron.core.transformer.module import before_reading
+
+_Key = tuple[tuple[str, torch.Size, torch.dtype, bool], ...]
+
+
+class _Replay(torch.autograd.Function):
+    """A part of a layer, forward and backward by its graphs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, part: Part, when_done: Callable[[], None] | None, *tensors: Tensor
+    ) -> Tensor:
+        ctx.part, ctx.when_done = part, when_done
+        # The first part copies for all of them what they share.
+        num_copied = 1 if when_done is None else len(part.inputs)
+        for fixed, tensor in zip(part.inputs[:num_copied], tensors, strict=False):
+            _put(fixed, tensor)
+        part.forward.replay()
+        return part.output.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        part: Part = ctx.part
+        assert part.grad_output is not None, "recorded as a whole"
+        for param in part.adding:
+            if param.overwrite_main_grad:  # the wrapper left the last step's numbers there
+                param.main_grad.zero_()
+        _put(part.grad_output, grad)
+        part.backward.replay()
+        inputs = part.grad_inputs
+        if ctx.when_done is not None:  # the memory may be used again before these are
+            inputs = [None if g is None else g.clone() for g in inputs]
+            ctx.when_done()
+        return None, None, *inputs, *map(_given, part.params, part.grad_params)
+
+
+def _put(fixed: Tensor, tensor: Tensor) -> None:
+    """Copy, unless the graph before has written to the place itself."""
+    if fixed.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            fixed.copy_(tensor)
+
+
+def _given(param: nn.Parameter, grad: Tensor | None) -> Tensor | None:
+    """What autograd gets: of a gradient in main_grad, that goes there at once, or that stays."""
+    if grad is None:
+        return has_been_added(param)
+    return grad if hasattr(param, "main_grad") else grad.clone()
+
+
+class _Recording:
+    """The parts of all layers, for one micro-batch in flight."""
+
+    def __init__(self, parts: list[Part], rests: Sequence[Run | None], owner: LayerGraphs) -> None:
+        self._parts, self._rests, self._owner = parts, rests, owner
+
+    def run(self, hidden: Tensor, shared: Mapping[str, Any]) -> Tensor:
+        """All layers: [s, b, h] -> [s, b, h]."""
+        others = [t for name, t in tensors_of(hidden, shared).items() if name != HIDDEN]
+        for i, (part, rest) in enumerate(zip(self._parts, self._rests, strict=True)):
+            for module in part.hooked:
+                before_reading(module)
+            when_done = partial(self._owner.give_back, self) if i == 0 else None
+            hidden = _Replay.apply(part, when_done, hidden, *others, *part.params)
+            if rest is not None:
+                hidden = rest(hidden)
+        return hidden
+
+
+class LayerGraphs:
+    """The graphs of a stack of layers.
+
+    Micro-batches run eagerly for ``num_warmup_steps`` steps, in which kernels are chosen and
+    communicators are made, and whenever they have other shapes than the first that was recorded.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], num_warmup_steps: int, *, whole: bool) -> None:
+        """``whole``: all of a layer; else its attention, and what follows runs eagerly."""
+        if not whole and not all(hasattr(layer, "add_attention") for layer in layers):
+            raise ConfigError(
+                "--cuda-graph-scope attn: a layer of this model is no TransformerLayer; use "
+                "--cuda-graph-scope full"
+            )
+        self._layers, self._whole = layers, whole
+        self._steps_to_warm_up = num_warmup_steps
+        self._recordings: list[_Recording] = []
+        self._idle: list[_Recording] = []
+        self._key: _Key | None = None
+
+    def begin_step(self) -> None:
+        """A training step begins, and nothing is in flight."""
+        self._steps_to_warm_up -= 1
+        self._idle = list(self._recordings)
+
+    def give_back(self, recording: _Recording) -> None:
+        """Its micro-batch is done."""
+        self._idle.append(recording)
+
+    def recording(self, hidden: Tensor, shared: Mapping[str, Any]) -> _Recording | None:
+        """An idle one for these inputs; None where they are to be run eagerly."""
+        tensors = tensors_of(hidden, shared)
+        has_more = any(v is not None and n not in _names(tensors) for n, v in shared.items())
+        if self._steps_to_warm_up >= 0 or has_more or not torch.is_grad_enabled():
+            return None
+        key = tuple((n, t.shape, t.dtype, t.requires_grad) for n, t in tensors.items())
+        self._key = self._key or key
+        if key != self._key:
+            return None
+        return self._idle.pop() if self._idle else self._record(hidden, shared)
+
+    def _record(self, hidden: Tensor, shared: Mapping[str, Any]) -> _Recording:
+        layers: Sequence[Any] = self._layers
+        runs: list[Run] = [partial(_first_output, layer) for layer in layers]
+        rests: list[Run | None] = [None] * len(layers)
+        if not self._whole:
+            runs, rests = [x.add_attention for x in layers], [x.add_mlp for x in layers]
+        for layer in layers:  # their hooks have nothing to wait for inside a graph
+            for module in layer.modules():
+                before_reading(module)
+        parts = record(runs, layers, hidden, shared, is_chain=self._whole)
+        self._recordings.append(_Recording(parts, rests, self))
+        return self._recordings[-1]
+
+
+def _first_output(layer: nn.Module, hidden: Tensor, **shared: Any) -> Tensor:
+    output: Tensor = layer(hidden, **shared)[0]
+    return output
+
+
+def _names(tensors: Mapping[str, Tensor]) -> set[str]:
+    return {name.split(".")[0] for name in tensors}

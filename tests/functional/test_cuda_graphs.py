@@ -1,0 +1,63 @@
+"""Replayed layers give the bits of layers that Python runs, in every schedule."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional.runs import TINY, train_gpt
+from tests.graph_stand_in import graphs_on_cpu
+from tests.ranks import run_ranks
+
+GRAPHS = ("--enable-cuda-graph", "--cuda-graph-warmup-steps", "1")
+SHORT = ("--num-layers", "4", "--train-iters", "3", "--eval-iters", "0", "--bf16")
+DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+PIPELINE = ("--pipeline-model-parallel-size", "2")
+# Ranks, layers of each, micro-batches of each, flags.
+CASES: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
+    "alone": (1, 4, 4, (*DROPOUT, "--swiglu", "--position-embedding-type", "rope")),
+    "attention": (1, 4, 4, (*DROPOUT, "--cuda-graph-scope", "attn", "--num-experts", "2")),
+    "1f1b": (
+        4,
+        2,
+        2,
+        (
+            *(*PIPELINE, *DROPOUT, "--use-distributed-optimizer"),
+            *("--overlap-grad-reduce", "--overlap-param-gather"),
+        ),
+    ),
+    "interleaved": (2, 2, 4, (*PIPELINE, "--num-layers-per-virtual-pipeline-stage", "1")),
+    "sequence": (2, 4, 4, ("--tensor-model-parallel-size", "2", "--sequence-parallel", *DROPOUT)),
+}
+
+
+def trained(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, int]:
+    with graphs_on_cpu() as graphs:
+        train_gpt(rank, world_size, argv)
+        return graphs.graphs, graphs.replays
+
+
+def metrics(folder: Path, ranks: int, *flags: str) -> tuple[list[Any], list[tuple[int, int]]]:
+    folder.mkdir()
+    path = folder / "metrics.jsonl"
+    found = run_ranks(trained, ranks, [*TINY, *SHORT, "--metrics-file", str(path), *flags])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(line["lm loss"], line["grad-norm"]) for line in lines], found
+
+
+@pytest.mark.feature("Speed: layers replayed as CUDA graphs, 1F1B and interleaved, the same bits")
+@pytest.mark.parametrize("name", CASES)
+def test_replayed_layers_train_as_layers_that_python_runs(tmp_path: Path, name: str) -> None:
+    ranks, layers, micro_batches, flags = CASES[name]
+    eager, nothing = metrics(tmp_path / "eager", ranks, *flags)
+    graphed, found = metrics(tmp_path / "graphed", ranks, *flags, *GRAPHS)
+    assert nothing == [(0, 0)] * ranks
+    assert graphed == eager
+    for rank, (graphs, replays) in enumerate(found):
+        assert replays == 2 * layers * micro_batches * 2, "forward and backward, in two steps"
+        in_flight = 2 if name == "1f1b" and rank < 2 else 1  # its first stage
+        assert name == "interleaved" or graphs == 2 * layers * in_flight

@@ -1,0 +1,155 @@
+"""What `device.Graph` is on a GPU, on a CPU: operations on fixed memory, replayed without Python.
+
+Recording notes every operation below autograd with the tensors it was given and those it made.  A
+replay runs the same operations on the same memory: what Python has made since is not seen.  As on
+a GPU, a recording leaves no trace: what it wrote to, and random numbers it drew, are put back.
+What it cannot show: memory that graphs of one pool share, and what is slow or refused on a stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from megatron.core import device
+
+
+class _Tape(TorchDispatchMode):
+    """Steps, each a function without arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Any] = []
+        self.made: set[int] = set()  # storages; alive as long as the steps
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # what is to be put back
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("a graph is being recorded: Python must not wait for a number")
+        given = tree_leaves((args, kwargs))
+        for tensor in (t for t in given if isinstance(t, Tensor)):
+            self._keep(tensor)
+        result = func(*args, **kwargs)
+        old = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        known = {_storage(t) for t in given if isinstance(t, Tensor)}
+        fresh = [i for i, t in enumerate(old) if _storage(t) not in known]
+        self.made |= {_storage(old[i]) for i in fresh}
+
+        def again() -> None:
+            new = func(*args, **kwargs)
+            _finish(new)
+            tensors = [t for t in tree_leaves(new) if isinstance(t, Tensor)]
+            for i in fresh:
+                old[i].data.copy_(tensors[i])
+
+        self.steps.append(again)
+        return result
+
+    def _keep(self, tensor: Tensor) -> None:
+        key = _storage(tensor)
+        if key not in self.made and key not in self.before:
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            self.before[key] = whole, whole.clone()
+
+    def put_back(self) -> None:
+        for now, before in self.before.values():
+            now.copy_(before)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _finish(result: Any) -> None:
+    for leaf in tree_leaves(result):
+        if hasattr(leaf, "wait"):  # of a collective
+            leaf.wait()
+
+
+class TapeGraph:
+    """Takes the place of `device.Graph`."""
+
+    replays = 0  # of all graphs, so that a test knows that there were any
+    graphs = 0
+
+    def __init__(self, pool: Any, streams: Iterable[device.RandomStream] = ()) -> None:
+        self._tape, self._streams = _Tape(), list(streams)
+        TapeGraph.graphs += 1
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        own, named = torch.get_rng_state(), [s.get_state() for s in self._streams]
+        _recorded.append(self._tape)
+        try:
+            with self._tape:
+                yield
+        finally:
+            _recorded.pop()
+            self._tape.put_back()
+            torch.set_rng_state(own)
+            for stream, state in zip(self._streams, named, strict=True):
+                stream.set_state(state)
+
+    def replay(self) -> None:
+        TapeGraph.replays += 1
+        with torch.no_grad():
+            for step in self._tape.steps:
+                step()
+
+
+def _unseen_wait(work: dist.Work, *args: Any) -> Any:
+    """What gloo copies at the end of a collective is no operation of its own."""
+    with _disable_current_modes():
+        return _wait(work, *args)
+
+
+_wait = dist.Work.wait
+_recorded: list[_Tape] = []
+_drawing = device.RandomStream.drawing
+
+
+@contextlib.contextmanager
+def _noted_drawing(stream: device.RandomStream) -> Iterator[None]:
+    """`RandomStream.drawing`, which a graph does without Python."""
+    tape = _recorded[-1] if _recorded else None
+    blocks: list[Any] = []
+
+    def enter() -> None:
+        blocks.append(_drawing(stream))
+        blocks[-1].__enter__()
+
+    def leave() -> None:
+        blocks.pop().__exit__(None, None, None)
+
+    if tape is not None:
+        tape.steps.append(enter)
+    enter()
+    try:
+        yield
+    finally:
+        leave()
+        if tape is not None:
+            tape.steps.append(leave)
+
+
+@contextlib.contextmanager
+def graphs_on_cpu() -> Iterator[type[TapeGraph]]:
+    """Code inside records graphs as on a GPU."""
+    TapeGraph.replays = TapeGraph.graphs = 0
+    with (
+        mock.patch.object(device, "Graph", TapeGraph),
+        mock.patch.object(device, "records_graphs", return_value=True),
+        mock.patch.object(device, "graph_pool", return_value=None),
+        mock.patch.object(device.RandomStream, "drawing", _noted_drawing),
+        mock.patch.object(dist.Work, "wait", _unseen_wait),
+    ):
+        yield TapeGraph
