@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "virtual_ranks": BASE,
     "tensor_parallel": _LOWER | {"fusions"},
     "distributed": _LOWER,
-    "optimizer": _LOWER | {"distributed"},
+    "optimizer": _LOWER | {"distributed", "fusions"},
     "transformer": _LOWER | {"fusions", "tensor_parallel", "pipeline_parallel"},  # where stages lie
     "ssm": _LOWER | {"fusions", "tensor_parallel", "transformer"},
     "extensions": _MIDDLE,

@@ -75,6 +75,7 @@ class Rounded(Kept):
         blocks = -(-like.numel() // _BLOCK)
         self.values = torch.zeros(blocks * _BLOCK, dtype=dtype, device=like.device)
         kept = [self.values]
+        self.exponents: Tensor | None = None
         if dtype in _TOP:
             self.exponents = torch.zeros(blocks, dtype=torch.int8, device=like.device)
             kept.append(self.exponents)
@@ -116,6 +117,7 @@ class Rounded(Kept):
         return blocks.view(-1)[:count]
 
     def _exponents(self, start: int, count: int) -> Tensor:
+        assert self.exponents is not None, "these numbers need none"
         return self.exponents[start // _BLOCK : (start + count) // _BLOCK]
 
 
@@ -193,6 +195,11 @@ class Stretch:
             kept.put(start, values, chance)
 
 
+def is_all_plain(param: Tensor, grad: Tensor, state: Mapping[str, Tensor | Kept]) -> bool:
+    """Whether nothing has to be converted."""
+    return grad.dtype == param.dtype and not any(isinstance(s, Kept) for s in state.values())
+
+
 def stretches(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -204,10 +211,7 @@ def stretches(
     Whoever takes a stretch puts it back before the next.
     """
     length = _STRETCH_GPU if device.is_cuda(params[0].device) else _STRETCH_CPU
-    are_plain = [
-        grad.dtype == param.dtype and not any(isinstance(kept, Kept) for kept in state.values())
-        for param, grad, state in zip(params, grads, states, strict=True)
-    ]
+    are_plain = [is_all_plain(*each) for each in zip(params, grads, states, strict=True)]
     if all(are_plain):
         yield Stretch(list(params), list(grads), cast(list[dict[str, Tensor]], list(states)))
         return

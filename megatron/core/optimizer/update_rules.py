@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.optimizer.kept_state import DTYPES, Beside, Kept, Rounded, Split, stretches
+from megatron.core.fusions import gpu
+from megatron.core.optimizer.kept_state import (
+    DTYPES,
+    Beside,
+    Kept,
+    Rounded,
+    Split,
+    is_all_plain,
+    stretches,
+)
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 State = dict[str, Tensor | Kept]
@@ -37,6 +46,17 @@ class UpdateRule(ABC):
     @abstractmethod
     def new_state(self, param: nn.Parameter) -> State:
         """State before the first update."""
+
+    def update_at_once(
+        self,
+        params: Sequence[nn.Parameter],
+        states: Sequence[State],
+        *,
+        group: dict[str, Any],
+        divisor: float,
+    ) -> Sequence[nn.Parameter]:
+        """Step those that a kernel takes as they are kept; the others."""
+        return params
 
     @abstractmethod
     def update(
@@ -89,7 +109,11 @@ class UpdateRule(ABC):
         A step may be made in parts, ``only`` some parameters at a time, after one `begin_step`.
         """
         for group in self.param_groups:
-            for params in _alike(p for p in group["params"] if only is None or p in only):
+            for alike in _alike(p for p in group["params"] if only is None or p in only):
+                every = [self.state_of(param) for param in alike]
+                params = self.update_at_once(alike, every, group=group, divisor=divisor)
+                if not params:
+                    continue
                 states = [self.state_of(param) for param in params]
                 where = params[0].device
                 scale = torch.tensor(divisor, device=where) if divisor != 1.0 else None
@@ -153,6 +177,32 @@ class AdamW(UpdateRule):
             "exp_avg": _zeros(param, self.config.exp_avg_dtype),
             "exp_avg_sq": _zeros(param, self.config.exp_avg_sq_dtype, is_square=True),
         }
+
+    def update_at_once(
+        self,
+        params: Sequence[nn.Parameter],
+        states: Sequence[State],
+        *,
+        group: dict[str, Any],
+        divisor: float,
+    ) -> Sequence[nn.Parameter]:
+        grads = _gradients(params)
+        fused = gpu.kernels("adam", *params, *grads)
+        if fused is None:
+            return params
+        number, (beta1, beta2) = self._steps[params[0].device], group["betas"]
+        corrections = torch.stack([1 - beta1 ** number.double(), 1 - beta2 ** number.double()])
+        rates = group["lr"], (beta1, beta2), group["eps"], group["weight_decay"], divisor
+        step, rest = fused.Step(number, corrections.float(), *rates), []
+        for param, grad, state in zip(params, grads, states, strict=True):
+            moments = [_as_kept(state[key]) for key in ("exp_avg", "exp_avg_sq")]
+            main, is_dense = state.get("main"), param.is_contiguous() and grad.is_contiguous()
+            if isinstance(main, Beside) or is_all_plain(param, grad, state) or not is_dense:
+                rest.append(param)
+            else:
+                lower = main.lower if isinstance(main, Split) else None
+                fused.update(param.detach(), lower, grad, *moments, step)
+        return rest
 
     def update(
         self,
@@ -249,6 +299,14 @@ def _zeros(param: Tensor, dtype: str = "fp32", *, is_square: bool = False) -> Te
     if dtype != "fp32":
         return Rounded(param, DTYPES[dtype], is_square=is_square)
     return torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
+
+
+def _as_kept(kept: Tensor | Kept) -> tuple[Tensor, Tensor | None, bool]:
+    """Values, exponents of blocks, and whether they are roots."""
+    if isinstance(kept, Rounded):
+        return kept.values, kept.exponents, kept.is_square
+    assert isinstance(kept, Tensor), "a moment is no main parameter"
+    return kept, None, False
 
 
 def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
