@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, bytes_of
-from megatron.core.dist_checkpointing.serialization import together
+from megatron.core.dist_checkpointing.serialization import all_or_none
 
 Box = tuple[str, str, tuple[int, ...], tuple[int, ...]]  # key, dtype, offset, shape
 
@@ -109,19 +109,21 @@ def load_local(
         wanted = {
             (t.key, DTYPE_NAMES[t.dtype], p.offset, p.shape): (t, p) for t in part for p in t.pieces
         }
-        error: CheckpointError | None = None
-        try:
-            for box in wanted.keys() & offered.keys():
-                wanted[box][1].fill(partial(offered[box].read_box, box[0], box[2]))
-        except CheckpointError as problem:
-            error = problem
-        together(error, group)
+        all_or_none(partial(_fill, wanted, offered), "a local part", group)
         missing = {box: wanted[box] for box in wanted if box not in offered}
         _send_and_receive(offered, missing, group)
     content = _content(readers, group)
     for reader in readers.values():
         reader.close()
     return content
+
+
+def _fill(
+    wanted: Mapping[Box, tuple[ShardedTensor, Piece | LazyPiece]],
+    offered: Mapping[Box, CheckpointReader],
+) -> None:
+    for box in wanted.keys() & offered.keys():
+        wanted[box][1].fill(partial(offered[box].read_box, box[0], box[2]))
 
 
 @torch.no_grad()

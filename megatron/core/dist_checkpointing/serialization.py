@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import ProcessGroup
 
@@ -49,6 +50,8 @@ from megatron.core.dist_checkpointing.validation import (
     shorten,
 )
 from megatron.core.faults import InjectedFault, fault_point
+
+T = TypeVar("T")
 
 _MAX_THREADS = 4  # that read at the same time; more do not help on one disk or one memory
 # What a rank reports instead of leaving the others in a collective.  torch's lack of memory is a
@@ -105,27 +108,13 @@ def save(
     iteration: int,
     contents: Contents,
     group: ProcessGroup | None,
-    *,
-    share_work: bool = True,
-    format: Format = SAFETENSORS_DIST,
-    retention: Retention = KEEP_ALL,
+    **how: Any,
 ) -> Saved:
-    """Publish a checkpoint of ``iteration`` in ``root``.  Collective over ``group``.
+    """Publish a checkpoint of ``iteration`` in ``root``; ``how`` as for `begin`.  Collective.
 
-    ``group`` spans all ranks, None is a world of one.  ``share_work``: data-parallel replicas
-    share the writing.  Older checkpoints are deleted as ``retention`` says.  Raises SaveFailed on
-    every rank if any rank fails: then nothing was published.
+    Raises SaveFailed on every rank if any rank fails: then nothing was published.
     """
-    begun = begin(
-        root,
-        iteration,
-        contents,
-        group,
-        share_work=share_work,
-        format=format,
-        retention=retention,
-    )
-    return finish(begun, group)
+    return finish(begin(root, iteration, contents, group, **how), group)
 
 
 def begin(
@@ -140,7 +129,9 @@ def begin(
 ) -> Begun:
     """Let rank 0 check the space and make the folder.  Collective over ``group``.
 
-    Raises SaveFailed on every rank if it cannot.
+    ``group`` spans all ranks, None is a world of one.  ``share_work``: data-parallel replicas
+    share the writing.  Older checkpoints are deleted as ``retention`` says, when this one is
+    published.  Raises SaveFailed on every rank if it cannot.
     """
     mine = to_write(contents.tensors, share_work)
     sizes = gather_json(sum(tensor.num_bytes for tensor in mine), group)
@@ -296,15 +287,8 @@ def load(
     reader, plan = _plan(folder, wanted, cast)
     agreed = _agree(folder, plan, group, strictness, leave_out)
     assert reader is not None
-    error: CheckpointError | None = None
     with reader:
-        try:
-            fill(wanted, reader, cast=cast)
-        except CheckpointError as problem:
-            error = problem
-        except OSError as problem:
-            error = CheckpointDamaged(f"{folder}: {_reason(problem)}")
-    together(error, group)
+        all_or_none(partial(fill, wanted, reader, cast=cast), folder, group)
     return agreed
 
 
@@ -332,6 +316,22 @@ def _processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def all_or_none(call: Callable[[], T], where: object, group: ProcessGroup | None) -> T:
+    """What ``call`` returns on this rank; or, on every rank, what it raised on any.  Collective.
+
+    An OSError becomes CheckpointDamaged, with ``where`` before it.
+    """
+    error: CheckpointError | None = None
+    try:
+        result = call()
+    except CheckpointError as problem:
+        error = problem
+    except OSError as problem:
+        error = CheckpointDamaged(f"{where}: {_reason(problem)}")
+    together(error, group)
+    return result
 
 
 def together(error: CheckpointError | None, group: ProcessGroup | None) -> None:

@@ -7,8 +7,9 @@ with the same result or the same error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron.core.dist_checkpointing.local_load import find_local, load_local
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.opening import open_reader
-from megatron.core.dist_checkpointing.serialization import load, together
+from megatron.core.dist_checkpointing.serialization import all_or_none, load
 from megatron.core.dist_checkpointing.validation import Differences
 from megatron.training.checkpointing.checkpoint_args import check_kind
 from megatron.training.checkpointing.paths import (
@@ -169,17 +170,8 @@ def _choose(
     config: CheckpointConfig, parts: RunParts, world: ProcessGroup
 ) -> tuple[_Wanted | None, list[str], str | None]:
     """What to take from where: the folders to try in order, and a note.  Same on all ranks."""
-    answer: dict[str, Any] = {}
-    error: CheckpointError | None = None
-    if world.rank() == 0:
-        try:
-            answer = _choose_here(config)
-        except CheckpointError as problem:
-            error = problem
-        except OSError as problem:
-            error = CheckpointError(f"--load {config.load} cannot be read: {problem}")
-    together(error, world)
-    answer = broadcast_json(answer, world)
+    where = f"--load {config.load} cannot be read"
+    answer = _on_rank_0(partial(_choose_here, config), where, world)
     if not answer:
         return None, [], None
     weights_only = answer["finetune"] or answer["release"]
@@ -257,7 +249,7 @@ def _load_folder(
 ) -> Loaded:
     """Load one folder: all of it, or an error on all ranks."""
     world = parts.groups.world
-    common = _read_common(folder, wanted, world)
+    common = _on_rank_0(partial(_check_folder, folder, wanted), folder, world)
     check_kind(common["args"], parts.kind)
     at = f" at iteration {common['iteration']}" if wanted.counters else ""
     print_rank_0(f" loading{wanted.kind} distributed checkpoint from {wanted.root}{at}")
@@ -288,20 +280,13 @@ def _load_folder(
     )
 
 
-def _read_common(folder: Path, wanted: _Wanted, world: ProcessGroup) -> dict[str, Any]:
-    """What is no tensor, once rank 0 found the folder complete.  The same on all ranks."""
-    common: dict[str, Any] = {}
-    error: CheckpointError | None = None
-    if world.rank() == 0:
-        try:
-            common = _check_folder(folder, wanted)
-        except CheckpointError as problem:
-            error = problem
-        except OSError as problem:
-            error = CheckpointDamaged(f"{folder}: {problem}")
-    together(error, world)
-    answer: dict[str, Any] = broadcast_json(common, world)
-    return answer
+def _on_rank_0(
+    call: Callable[[], dict[str, Any]], where: object, world: ProcessGroup
+) -> dict[str, Any]:
+    """What ``call`` returns on rank 0, or its error, on all ranks.  Collective."""
+    answer = all_or_none(call if world.rank() == 0 else dict, where, world)
+    told: dict[str, Any] = broadcast_json(answer, world)
+    return told
 
 
 def _check_folder(folder: Path, wanted: _Wanted) -> dict[str, Any]:
@@ -324,17 +309,13 @@ def _check_folder(folder: Path, wanted: _Wanted) -> dict[str, Any]:
 
 def _read_rng_states(folder: Path, parts: RunParts) -> dict[str, Any] | None:
     """This rank's random states; None if the ranks of the checkpoint are not those of this run."""
-    state: dict[str, Any] | None = None
-    error: CheckpointError | None = None
-    try:
+
+    def read() -> dict[str, Any] | None:
         with open_reader(folder) as reader:
-            if reader.manifest.layout == layout_of(parts.groups):
-                state = reader.rank_state(parts.groups.world.rank())
-    except CheckpointError as problem:
-        error = problem
-    except OSError as problem:
-        error = CheckpointDamaged(f"{folder}: {problem}")
-    together(error, parts.groups.world)
+            is_same = reader.manifest.layout == layout_of(parts.groups)
+            return reader.rank_state(parts.groups.world.rank()) if is_same else None
+
+    state = all_or_none(read, folder, parts.groups.world)
     if not is_so_everywhere(state is not None, parts.groups.world) or state is None:
         print_rank_0(
             "NOTE: random states are not taken over: the checkpoint was written in another layout"

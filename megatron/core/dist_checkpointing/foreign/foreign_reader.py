@@ -3,7 +3,6 @@ no tensors, under the names of this project."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +31,7 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
 )
 from megatron.core.dist_checkpointing.reader import Box, CheckpointReader, StoredTensor
+from megatron.core.dist_checkpointing.rng_json import to_json
 from megatron.core.enums import AttnBackend
 from megatron.core.param_info import ParamInfo
 from megatron.core.process_groups_config import make_grids
@@ -246,25 +245,18 @@ def as_json(value: Any) -> Any:
 
 
 def rng_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Random states as `megatron.training.checkpointing.rng_state` writes them."""
-    version, words, gauss = state["random_rng_state"]
-    kind, keys, *rest = state["np_rng_state"]
-    device_state = state.get("cuda_rng_state")
-    if device_state is not None and device_state.shape != (_CUDA_STATE_BYTES,):
-        device_state = None  # of a run on CPUs
-    return {
-        "random_rng_state": [version, list(words), gauss],
-        "np_rng_state": [kind, np.asarray(keys).tolist(), *rest],
-        "torch_rng_state": _to_text(state["torch_rng_state"]),
-        "cuda_rng_state": None if device_state is None else _to_text(device_state),
-        "rng_tracker_states": {
-            name: _to_text(stream) for name, stream in state["rng_tracker_states"].items()
-        },
-    }
-
-
-def _to_text(state: StoredArray) -> str:
-    return base64.b64encode(state.read().numpy().tobytes()).decode()
+    """Random states as JSON; that of a device is None where the run was on CPUs."""
+    on_device = state.get("cuda_rng_state")
+    if on_device is not None:
+        on_device = on_device.read() if on_device.shape == (_CUDA_STATE_BYTES,) else None
+    return to_json(
+        {
+            **state,
+            "torch_rng_state": state["torch_rng_state"].read(),
+            "cuda_rng_state": on_device,
+            "rng_tracker_states": {k: v.read() for k, v in state["rng_tracker_states"].items()},
+        }
+    )
 
 
 def layout_of(asked: Mapping[str, Any]) -> dict[str, Any]:

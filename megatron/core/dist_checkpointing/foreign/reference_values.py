@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from megatron.core.dist_checkpointing.foreign.pickler import named
+from megatron.core.dist_checkpointing.rng_json import from_json
 from megatron.core.enums import AttnBackend, ModelType
 
 _FLOPS = "num_floating_point_operations_so_far"
@@ -90,23 +88,13 @@ def grad_scaler(common: Mapping[str, Any]) -> dict[str, Any]:
     return {"grad_scaler": {**state, "scale": scale}}
 
 
-def reference_rng(state: Mapping[str, Any]) -> dict[str, Any]:
+def reference_rng(values: Mapping[str, Any]) -> dict[str, Any]:
     """Random states as Megatron-LM has them, from those of a rank."""
-    version, words, gauss = state["random_rng_state"]
-    kind, keys, *rest = state["np_rng_state"]
-    return {
-        "random_rng_state": (version, tuple(words), gauss),
-        "np_rng_state": (kind, np.array(keys, dtype=np.uint32), *rest),
-        "torch_rng_state": _tensor(state["torch_rng_state"]),
-        "cuda_rng_state": _tensor(state["cuda_rng_state"] or state["torch_rng_state"]),
-        "rng_tracker_states": {
-            name: _tensor(stream) for name, stream in state["rng_tracker_states"].items()
-        },
+    states = from_json(values)
+    on_device = states["cuda_rng_state"]
+    return states | {
+        "cuda_rng_state": states["torch_rng_state"] if on_device is None else on_device
     }
-
-
-def _tensor(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 def _restored(name: str, value: Any) -> Any:
