@@ -38,6 +38,8 @@ class TEDotProductAttention(DotProductAttention):
         self._module: list[Any] = []  # hidden from torch; made for the heads of the first call
         backend = self.config.attention_backend
         has_many_ranks = self.exchange is not None
+        trading = None if self.exchange is None else self.exchange.heads
+        self._ranks_of_heads = 1 if trading is None else trading.size()
         self._may_compute = (
             backend in _BACKENDS
             and self.softcap is None
@@ -65,6 +67,7 @@ class TEDotProductAttention(DotProductAttention):
             and attention_bias is None
             and query.dtype in DTYPES
             and (len(query) == len(key) or not is_causal)  # no cache of earlier keys
+            and key.shape[2] % self._ranks_of_heads == 0
         )
         if not fits:
             return super().forward(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from megatron.core import device
 from megatron.core.config.errors import MissingDependency
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelLinear,
@@ -59,6 +60,9 @@ def transformer_engine_parts(config: TransformerConfig | None) -> LayerParts:
 
     Says so once.  Raises MissingDependency where --require-transformer-engine forbids it.
     """
+    # A plan is made for another machine.
+    if device.is_cuda() and not device.launches_kernels(device.current()):
+        return LOCAL
     reason = why_not()
     if reason is None and config is not None:
         reason = why_not_matrices(config)

@@ -1,0 +1,243 @@
+"""What Transformer Engine's modules are told, and where our own layers take their place."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.errors import ConfigError, MissingDependency
+from megatron.core.enums import AttnBackend, AttnMaskType
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.param_info import info_of, name_parameters
+from megatron.core.param_init import initialize_parameters
+from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.tensor_parallel.random import get_rng_tracker, model_parallel_seed
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from tests import tolerances
+from tests.fake_transformer_engine import installed
+from tests.ranks import run_ranks
+from tests.unit.one_process import one_process_groups, one_rank, tiny_config
+
+S, B, N, G, D = 8, 2, 4, 2, 8
+
+
+def qkv(dtype: torch.dtype = torch.float64, b: int = B) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(S, b, heads, D, generator=generator, dtype=dtype).requires_grad_()
+        for heads in (N, G, G)
+    ]
+
+
+def cores(**changes: Any) -> tuple[Any, Any]:
+    """The package's core and ours, with the same sinks."""
+    config = tiny_config(num_query_groups=G, params_dtype=torch.float64, **changes)
+    both = [kind(config, 2) for kind in (te.TEDotProductAttention, DotProductAttention)]
+    for core in both:
+        if core.softmax_offset is not None:
+            nn.init.constant_(core.softmax_offset, 0.5)
+    return both[0], both[1]
+
+
+def values_and_gradients(core: Any, inputs: list[Tensor], **more: Any) -> list[Tensor]:
+    out = core(*inputs, **more)
+    parameters = list(core.parameters())
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out, *torch.autograd.grad((out * weights).sum(), [*inputs, *parameters])]
+
+
+def packed() -> PackedSeqParams:
+    ends = torch.tensor([0, 3, S], dtype=torch.int32)
+    return PackedSeqParams(cu_seqlens_q=ends, cu_seqlens_kv=ends)
+
+
+KINDS = {
+    "causal": ({}, {}, {"mask": "causal"}),
+    "window": ({"window_size": (2, 0)}, {}, {"window": (2, 0)}),
+    "bidirectional": ({}, {"attn_mask_type": AttnMaskType.padding}, {"mask": "no_mask"}),
+    "packed": ({}, {"packed_seq_params": packed()}, {"mask": "padding_causal", "format": "thd"}),
+    "sink": ({"softmax_type": "learnable"}, {}, {"mask": "causal"}),
+    "zero sink": ({"softmax_type": "off-by-one"}, {}, {"mask": "causal"}),
+}
+
+
+@pytest.mark.parametrize(("changes", "call", "told"), KINDS.values(), ids=KINDS)
+def test_attention_is_the_formula(changes, call, told):
+    with installed() as calls:
+        mine, ours = cores(**changes)
+        inputs = qkv(b=1 if "packed_seq_params" in call else B)
+        found = values_and_gradients(mine, inputs, **call)
+        expected = values_and_gradients(ours, inputs, **call)
+    for have, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(have, want, **tolerances.of(torch.float64))
+    assert len(calls) == 1
+    assert told.items() <= calls[0].items()
+
+
+@pytest.mark.parametrize(
+    ("changes", "call"),
+    [
+        ({}, {"attention_bias": torch.zeros(1, N, S, S, dtype=torch.float64)}),
+        ({}, {"attention_mask": torch.zeros(B, 1, S, S, dtype=torch.bool)}),
+        ({"attn_logit_softcapping": 5.0}, {}),
+        ({"apply_query_key_layer_scaling": True}, {}),
+        ({"attention_backend": AttnBackend.unfused}, {}),
+    ],
+)
+def test_what_its_kernels_do_not_do_goes_our_way(changes, call):
+    with installed() as calls:
+        mine, ours = cores(**changes)
+        assert torch.equal(mine(*qkv(), **call), ours(*qkv(), **call))
+    assert not calls
+
+
+def test_dropout_draws_from_the_stream_of_this_rank():
+    with installed():
+        mine, _ = cores(attention_dropout=0.5)
+        model_parallel_seed(1, tp_rank=0)
+        try:
+            before = torch.get_rng_state()
+            dropped = mine(*qkv())
+            assert torch.equal(torch.get_rng_state(), before)
+            assert not torch.equal(mine(*qkv()), dropped)
+            mine.eval()
+            assert torch.equal(mine(*qkv()), mine(*qkv()))
+        finally:
+            get_rng_tracker().reset()
+
+
+def test_kernels_are_chosen_by_its_own_variables():
+    with mock.patch.dict(os.environ):
+        cores(attention_backend=AttnBackend.fused)
+        assert (os.environ["NVTE_FLASH_ATTN"], os.environ["NVTE_FUSED_ATTN"]) == ("0", "1")
+        with pytest.raises(ConfigError, match="--attention-backend flash and NVTE_FLASH_ATTN=0"):
+            cores(attention_backend=AttnBackend.flash)
+
+
+CP_KINDS = {"p2p": "p2p", "a2a": "a2a", "allgather": "all_gather", "a2a+p2p": "a2a+p2p"}
+
+
+def what_cp_ranks_tell(rank: int, world_size: int, size: int) -> list[tuple[Any, ...]]:
+    told = []
+    for kind in CP_KINDS:
+        levels = (2, 2) if kind == "a2a+p2p" else None
+        if (levels is None) != (size == 2):
+            continue
+        groups = create_process_groups(*make_grids(size, cp=size), context_levels=levels)
+        config = tiny_config(num_query_groups=G, cp_comm_type=(kind,), context_parallel_size=size)
+        with installed() as calls:
+            core = te.TEDotProductAttention(config, 1, pg_collection=groups)
+            core(*qkv(torch.float32))
+            (call,) = calls
+            if kind == "a2a":  # one head of keys is none for each rank
+                query, key, value = qkv(torch.float32)
+                core(query, key[:, :, :1], value[:, :, :1])
+                assert len(calls) == 1
+        cp = call["cp"]
+        sizes = [g.size() for g in cp] if isinstance(cp, list) else cp.size()
+        told.append((kind, call["cp_type"], sizes, call["cp_ranks"]))
+    return told
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_share_a_sequence_are_told_of_each_other(size):
+    for told in run_ranks(what_cp_ranks_tell, size, size):
+        sizes: Any = [2, 2] if size == 4 else 2
+        kinds = [kind for kind in CP_KINDS if (kind == "a2a+p2p") == (size == 4)]
+        assert told == [(kind, CP_KINDS[kind], sizes, list(range(size))) for kind in kinds]
+
+
+def model_of(spec: Any, config: Any) -> GPTModel:
+    model = GPTModel(config, spec, 16, 8, pg_collection=one_process_groups())
+    name_parameters(model)
+    initialize_parameters(model, seed=1)
+    return model
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"normalization": "RMSNorm", "qk_layernorm": True, "add_qkv_bias": True},
+    "norm by itself": {"fp32_residual_connection": True},
+    "1p": {"layernorm_zero_centered_gamma": True},
+    "sandwich": {"layer_norm_placement": "sandwich"},
+    "latent": {
+        "multi_latent_attention": True,
+        **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4},
+        "v_head_dim": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_a_model_has_the_same_parameters_values_and_gradients(changes):
+    config = tiny_config(params_dtype=torch.float64, **changes)
+    tokens, ids = torch.arange(16).view(2, 8) % 11, torch.arange(8).expand(2, 8)
+    found = []
+    with installed():
+        for make in (get_gpt_layer_with_transformer_engine_spec, get_gpt_layer_local_spec):
+            extra = {"position_embedding_type": "rope"} if "q_lora_rank" in changes else {}
+            model = GPTModel(
+                config, make(config=config), 16, 8, pg_collection=one_process_groups(), **extra
+            )
+            name_parameters(model)
+            initialize_parameters(model, seed=1)
+            loss = model(tokens, ids, None, labels=tokens).sum()
+            loss.backward()
+            named = {info_of(p).name: (info_of(p), p.detach(), p.grad) for p in model.parameters()}
+            found.append((loss, named))
+    (loss, mine), (expected, ours) = found
+    torch.testing.assert_close(loss, expected, **tolerances.of(torch.float64))
+    assert mine.keys() == ours.keys()
+    for name, (info, value, grad) in ours.items():
+        assert mine[name][0] == info
+        assert torch.equal(mine[name][1], value)
+        torch.testing.assert_close(mine[name][2], grad, **tolerances.of(torch.float64))
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda config, given: te.TEColumnParallelLinear(8, 8, config=config, **given),
+        lambda config, given: te.TENorm(config, 8),
+        lambda config, given: te.TEDelayedScaling(config, "hybrid"),
+    ],
+)
+def test_without_the_package_a_layer_says_what_is_missing(build):
+    config = tiny_config()
+    given = {"init_method": config.init_method, "tp_group": one_rank()}
+    with pytest.raises(MissingDependency, match="--transformer-impl transformer_engine: transf"):
+        build(config, given)
+
+
+def test_a_scripts_own_layers_compute_alone():
+    config = tiny_config(params_dtype=torch.float64)
+    with installed():
+        layer = te.TELinear(8, 4, config=config, init_method=config.init_method, bias=True)
+        norm = te.TENorm(config, 8, 1e-5)
+        for param in (*layer.parameters(), *norm.parameters()):
+            nn.init.normal_(param)
+        x = torch.randn(3, 8, dtype=torch.float64)
+        want = nn.functional.layer_norm(x, (8,), norm.weight, norm.bias)
+        torch.testing.assert_close(norm(x), want)
+        torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+        recipe = te.TEDelayedScaling(config, "hybrid")
+    assert (recipe.fp8_format, recipe.amax_history_len) == ("hybrid", config.fp8_amax_history_len)
+    assert [len(part) for part in te.SplitAlongDim(x, 1, [3, 5])[0:1]] == [3]
+
+
+def test_a_spec_with_matrices_that_cannot_quantise_is_refused():
+    config = tiny_config(fp8="hybrid", params_dtype=torch.bfloat16)
+    with installed():
+        spec = get_gpt_layer_with_transformer_engine_spec()
+        with pytest.raises(ConfigError, match="names matrices of Transformer Engine: --fp8-recipe"):
+            model_of(spec, config)
