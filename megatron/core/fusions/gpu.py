@@ -13,7 +13,6 @@ from megatron.core import cpu_kernels, device
 from megatron.core.optional import available
 
 _ON_CPU = {"cross_entropy"}  # modules of fusions.cpu
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
@@ -25,7 +24,7 @@ def kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
     if torch.compiler.is_compiling():
         return None
     given = [t for t in tensors if t is not None]
-    if all(device.launches_kernels(t.device) and t.dtype in _DTYPES for t in given):
+    if all(device.launches_kernels(t.device) and t.dtype != torch.float64 for t in given):
         return _module(name)
     if name in _ON_CPU and cpu_kernels.take(*tensors):
         return importlib.import_module(f"megatron.core.fusions.cpu.{name}")

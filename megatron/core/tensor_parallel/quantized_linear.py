@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.low_precision import E2M1, Format, Scaled, largest, product, quantize, rotated
+from megatron.core.fusions.quantize import product, quantize, quantize_and_look
+from megatron.core.low_precision import E2M1, Format, Scaled, largest, rotated
 from megatron.core.param_info import ParamInfo, set_info
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.linear import linear_backward
@@ -96,19 +97,24 @@ class LinearQuantizer(nn.Module):
         if recipe.block is not None:
             at_random = recipe.is_fp4 and which == _GRADIENT
             return quantize(x, to, (1, recipe.block), at_random=at_random)
-        amax = largest(x)
         if not recipe.history:
+            amax = largest(x)
             return quantize(x, to, amax=self._agreed(amax) if is_gathered else amax)
-        if self.training:
-            self.amax[which] = torch.maximum(self.amax[which], amax)
         past = self.amax_history[which]
         known = past.amax() if recipe.takes_max else past[0]
         # Asks a GPU, as long as there is no history.
         self._is_warm[which] = self._is_warm[which] or bool(known > 0)
-        if not self._is_warm[which]:
-            return quantize(x, to, amax=self._agreed(amax), margin=recipe.margin)
-        # Zero times what is not finite makes all values NaN, as without a history.
-        return quantize(x, to, amax=known + 0 * amax, margin=recipe.margin)
+        if self._is_warm[which]:
+            scaled, amax = quantize_and_look(x, to, known, recipe.margin)
+            self._note(which, amax)
+            return scaled
+        amax = largest(x)
+        self._note(which, amax)
+        return quantize(x, to, amax=self._agreed(amax), margin=recipe.margin)
+
+    def _note(self, which: int, amax: Tensor) -> None:
+        if self.training:
+            self.amax[which] = torch.maximum(self.amax[which], amax)
 
     def _agreed(self, amax: Tensor) -> Tensor:
         if self.amax_group.size() > 1:

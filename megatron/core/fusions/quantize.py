@@ -1,0 +1,59 @@
+"""`low_precision` by kernels of the GPU where there are some: quantising matrices, and products."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megatron.core import device, low_precision
+from megatron.core.fusions import gpu
+from megatron.core.low_precision import E2M1, Block, Format, Scaled, largest
+
+
+def quantize(
+    x: Tensor,
+    to: Format,
+    block: Block | None = None,
+    *,
+    amax: Tensor | None = None,
+    margin: int = 0,
+    at_random: bool = False,
+) -> Scaled:
+    """`low_precision.quantize`: ``x`` [r, c] rounded to codes, with their scales."""
+    if to is not E2M1 and (fused := _kernels(x)):
+        if block is not None:
+            return Scaled(*fused.by_block(x, to.dtype, block), block)
+        amax = largest(x) if amax is None else amax
+        return Scaled(*fused.cast(x, to.dtype, amax, margin)[:2])
+    return low_precision.quantize(x, to, block, amax=amax, margin=margin, at_random=at_random)
+
+
+def quantize_and_look(x: Tensor, to: Format, known: Tensor, margin: int) -> tuple[Scaled, Tensor]:
+    """``x`` rounded with room for ``known``, and its true largest value, in one pass on a GPU.
+
+    What is not finite makes all NaN, though ``known`` would cut it off.
+    """
+    if fused := _kernels(x):
+        codes, scale, amax = fused.cast(x, to.dtype, known, margin)
+        return Scaled(codes, scale + 0 * amax), amax
+    amax = largest(x)
+    return low_precision.quantize(x, to, amax=known + 0 * amax, margin=margin), amax
+
+
+def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+    """`low_precision.product`: a b^T of [m, k] and [n, k] -> [m, n]."""
+    if a.block is None and b.block is None:  # by torch's operation, which wants rows in one piece
+        a, b = _in_rows(a), _in_rows(b)
+    return low_precision.product(a, b, dtype, fast=fast)
+
+
+def _in_rows(x: Scaled) -> Scaled:
+    fused = None if x.codes.is_contiguous() else _kernels(x.codes.t())
+    return Scaled(fused.transposed(x.codes.t()), x.scale) if fused else x
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    can = x.dim() == 2 and x.is_contiguous() and device.multiplies_fp8(x.device)
+    return gpu.kernels("quantize", x) if can else None

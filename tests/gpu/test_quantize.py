@@ -1,0 +1,77 @@
+"""Matrices of 8 bits: codes and scales of `low_precision`, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core import device, low_precision
+from megatron.core.fusions.quantize import product, quantize, quantize_and_look
+from megatron.core.low_precision import E4M3, E5M2, Block, Format, Scaled
+from tests import tolerances
+
+BITS = {E4M3: 4, E5M2: 3}  # of a number of the format
+
+
+@pytest.fixture(autouse=True)
+def has_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "multiplies_fp8", lambda where: True)
+
+
+def numbers(where: str, to: Format, rows: int = 133, columns: int = 209) -> Tensor:
+    """The interpreter does not round, so these have no more bits than the format."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-(2 ** BITS[to]) + 1, 2 ** BITS[to], (rows, columns), generator=generator)
+    place = torch.arange(rows)[:, None] + torch.arange(columns)[None, :]
+    return (codes * 2.0 ** (place // 61 - 3)).to(where, torch.bfloat16)
+
+
+def same(ours: Scaled, expected: Scaled) -> None:
+    assert ours.block == expected.block
+    for a, b in ((ours.codes.float(), expected.codes.float()), (ours.scale, expected.scale)):
+        torch.testing.assert_close(a, b, equal_nan=True, **tolerances.BITWISE)
+
+
+@pytest.mark.parametrize("to", [E4M3, E5M2])
+def test_one_scale_for_a_matrix(to: Format, where: str) -> None:
+    x = numbers(where, to)
+    same(quantize(x, to), low_precision.quantize(x, to))
+    for amax in (0.0, 1e-40, to.largest, to.largest * 1.01, 3.0):  # the last cuts off
+        known = torch.tensor(amax, device=where)
+        same(
+            quantize(x, to, amax=known, margin=2),
+            low_precision.quantize(x, to, amax=known, margin=2),
+        )
+
+
+@pytest.mark.parametrize("block", [(1, 32), (1, 128), (32, 1), (128, 1), (128, 128)])
+def test_a_scale_for_each_block(block: Block, where: str) -> None:
+    x = numbers(where, E4M3)
+    x[:, 130:] = 0
+    same(quantize(x, E4M3, block), low_precision.quantize(x, E4M3, block))
+
+
+def test_what_is_not_finite_is_not_lost(where: str) -> None:
+    for value in (float("nan"), float("inf"), float("-inf")):
+        x = numbers(where, E4M3)
+        x[70, 3] = value
+        ours, expected = (f(x, E4M3, (1, 32)) for f in (quantize, low_precision.quantize))
+        torch.testing.assert_close(ours.scale, expected.scale, equal_nan=True, **tolerances.BITWISE)
+        scaled, amax = quantize_and_look(x, E4M3, torch.tensor(2.0, device=where), 0)
+        nothing = torch.full_like(amax, torch.nan)
+        torch.testing.assert_close([scaled.scale, 0 * amax], [nothing] * 2, equal_nan=True)
+
+
+def test_the_largest_value_is_seen_on_the_way(where: str) -> None:
+    x, known = numbers(where, E4M3), torch.tensor(2.0, device=where)
+    scaled, amax = quantize_and_look(x, E4M3, known, 1)
+    same(scaled, low_precision.quantize(x, E4M3, amax=known, margin=1))
+    torch.testing.assert_close(amax, x.abs().max().float(), **tolerances.BITWISE)
+
+
+def test_a_transposed_matrix_is_multiplied(where: str) -> None:
+    a, b = quantize(numbers(where, E4M3), E4M3), quantize(numbers(where, E4M3), E4M3)
+    result = product(a.t(), b.t(), torch.bfloat16)
+    expected = low_precision.product(a.t(), b.t(), torch.bfloat16)
+    torch.testing.assert_close(result, expected, **tolerances.BITWISE)
