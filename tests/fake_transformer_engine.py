@@ -150,7 +150,8 @@ class LayerNormLinear(Linear):
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         weight = self.layer_norm_weight
         bias = self.layer_norm_bias if self.has_norm_bias else None
-        return super().forward(_norm(inp, weight, bias, self.eps, self.one_off))
+        x = _norm(inp, weight, bias, self.eps, self.one_off)
+        return super().forward(x, is_first_microbatch)
 
 
 class LayerNorm(_Module):

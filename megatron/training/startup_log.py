@@ -9,6 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core import device
+from megatron.core.extensions.transformer_engine import why_not as why_no_engine
+from megatron.core.extensions.transformer_engine import why_not_matrices
 from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
 from megatron.core.transformer.attention_backends import (
     AttentionRequest,
@@ -67,10 +69,16 @@ def print_attention_backends(run: Runtime) -> None:
     if all(layer.attention == NO_OP for layer in layers_of(run.config)):
         return
     kinds = dict.fromkeys(model.cp_comm_type) if model.context_parallel_size > 1 else ("",)
+    if _engine_computes(run):
+        print_rank_0("attention: Transformer Engine's; what it cannot do:")
     for kind in kinds:
         print_rank_0(f"attention backends{f' with {kind}' if kind else ''}:")
         for row in attention_report(model.attention_backend, _attention_request(run.config, kind)):
             print_rank_0(f"    {row.name:8} {row.reason}")
+
+
+def _engine_computes(run: Runtime) -> bool:
+    return run.config.model.transformer_impl != "local" and why_no_engine() is None
 
 
 def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
@@ -113,7 +121,9 @@ def print_low_precision(run: Runtime) -> None:
     if not model.is_quantized:
         return
     is_plain = model.fp4 is None and model.fp8_recipe in ("delayed", "tensorwise")
-    if is_plain and device.multiplies_fp8(device.current()):
+    if _engine_computes(run) and why_not_matrices(model) is None:
+        answer = "yes, through Transformer Engine"
+    elif is_plain and device.multiplies_fp8(device.current()):
         answer = "yes"
     else:
         answer = f"no, dequantised ones in {model.params_dtype} instead, at no gain in speed"

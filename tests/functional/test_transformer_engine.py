@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 from collections import Counter
@@ -32,9 +34,13 @@ EXPERTS = (
 
 def train_with_engine(rank: int, world_size: int, argv: Sequence[str]) -> list[dict[str, Any]]:
     """The calls of the package's modules in a run."""
-    with installed() as calls:
+    with installed() as calls, contextlib.redirect_stdout(io.StringIO()) as said:
         train_gpt(rank, world_size, [*argv, "--require-transformer-engine"])
-        return [{k: call.get(k) for k in ("kind", "recipe", "is_first")} for call in calls]
+    if rank == 0:
+        assert "attention: Transformer Engine's; what it cannot do:" in said.getvalue()
+        is_quantized = "--fp8-recipe" in argv
+        assert ("by the device: yes, through Transformer" in said.getvalue()) is is_quantized
+    return [{k: call.get(k) for k in ("kind", "recipe", "is_first")} for call in calls]
 
 
 def run_with_engine(
@@ -102,19 +108,25 @@ def test_a_checkpoint_moves_between_implementations_and_layouts(tmp_path):
 
 def test_layers_follow_their_recipe_and_the_outer_ones_none(tmp_path):
     flags = "--bf16 --num-layers 4 --fp8-format hybrid --fp8-recipe blockwise".split()
-    flags += ["--first-last-layers-bf16", "--train-iters", "1", *EXPERTS]
+    flags += ["--first-last-layers-bf16", "--train-iters", "1", "--eval-iters", "0", *EXPERTS]
     flags += ["--moe-layer-freq", "[0,0,1,0]", "--recompute-granularity", "selective"]
-    flags += ["--recompute-modules", "mlp"]
+    flags += ["--recompute-modules", "mlp"]  # where no layer enters the recipe
     _, (calls,) = run_with_engine(tmp_path, *flags)
-    recipes = {str(call["recipe"]) for call in calls if call["kind"] == "GroupedLinear"}
-    assert recipes == {"Float8BlockScaling(fp8_format='hybrid')"}
-    # Two dense ones of four layers are inner ones; one is computed twice, but for its attention.
-    matrices = [call for call in calls if call["kind"] in ("Linear", "LayerNormLinear")]
-    counts = Counter(call["recipe"] is not None for call in matrices)
-    assert counts[True] > 0
-    assert counts[False] > 0
-    # Weights are quantised anew for the first of the micro-batches alone.
-    assert Counter(call["is_first"] for call in calls if call["recipe"] is not None)[True] > 0
+    blockwise, batches = "Float8BlockScaling(fp8_format='hybrid')", 4
+    # Calls of a micro-batch: one dense layer of four is an inner one, and its MLP computed twice.
+    per_batch = {
+        ("LayerNormLinear", None): 2 * (1 + 2),  # queries, keys, values; the MLP
+        ("Linear", None): 2 * (1 + 2),
+        ("LayerNormLinear", blockwise): 1 + 2 + 1,
+        ("Linear", blockwise): 1 + 2 + 1,
+        ("GroupedLinear", blockwise): 2,
+    }
+    matrices = {kind for kind, _ in per_batch}
+    names = [(c["kind"], c["recipe"] and str(c["recipe"])) for c in calls if c["kind"] in matrices]
+    assert Counter(names) == {name: batches * n for name, n in per_batch.items()}
+    # Weights are quantised anew where the first micro-batch meets them.
+    anew = [call["kind"] for call in calls if call["is_first"]]
+    assert Counter(anew) == {"LayerNormLinear": 3, "Linear": 3, "GroupedLinear": 2}
 
 
 @pytest.mark.parametrize(

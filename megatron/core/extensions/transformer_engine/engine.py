@@ -32,8 +32,11 @@ _RECIPES = {
 
 
 def package() -> Any:
-    """Its layers.  Raises MissingDependency."""
-    return optional.require(_PYTORCH, WANTED_BY)
+    """Its layers.  Raises MissingDependency, or ConfigError where there is no GPU."""
+    layers = optional.require(_PYTORCH, WANTED_BY)
+    if (reason := _why_no_gpu()) is not None:
+        raise ConfigError(f"a layer of Transformer Engine: {reason}; use one of our own")
+    return layers
 
 
 def why_not() -> str | None:
