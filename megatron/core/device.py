@@ -257,6 +257,18 @@ def join_stream(stream: Any) -> None:
         torch.cuda.current_stream().wait_stream(stream)
 
 
+def let_follow(stream: Any) -> None:
+    """Let ``stream`` (from `side_stream`) wait for what is queued on the present one."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+
+
+def follow(marked: Any) -> None:
+    """Let the present stream wait until the device is at a `marker`; the host goes on."""
+    if marked is not None:
+        torch.cuda.current_stream().wait_event(marked)
+
+
 def marker() -> Any:
     """The end of what is queued on the present stream, for `wait_for`; None on the CPU."""
     return torch.cuda.current_stream().record_event() if _has_gpu() else None

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron.core import device
+from tests import tolerances
 from tests.functional.runs import TINY, train_gpt
 from tests.graph_stand_in import graphs_on_cpu
 from tests.ranks import run_ranks
@@ -41,10 +44,12 @@ def trained(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, int]:
         return graphs.graphs, graphs.replays
 
 
-def metrics(folder: Path, ranks: int, *flags: str) -> tuple[list[Any], list[tuple[int, int]]]:
+def metrics(
+    folder: Path, ranks: int, *flags: str, run: Any = trained
+) -> tuple[list[Any], list[Any]]:
     folder.mkdir()
     path = folder / "metrics.jsonl"
-    found = run_ranks(trained, ranks, [*TINY, *SHORT, "--metrics-file", str(path), *flags])
+    found = run_ranks(run, ranks, [*TINY, *SHORT, "--metrics-file", str(path), *flags])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [(line["lm loss"], line["grad-norm"]) for line in lines], found
 
@@ -61,3 +66,17 @@ def test_replayed_layers_train_as_layers_that_python_runs(tmp_path: Path, name: 
         assert replays == 2 * layers * micro_batches * 2, "forward and backward, in two steps"
         in_flight = 2 if name == "1f1b" and rank < 2 else 1  # its first stage
         assert name == "interleaved" or graphs == 2 * layers * in_flight
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_graphs_of_a_gpu_train_alike(tmp_path: Path, name: str) -> None:
+    ranks, *_, flags = CASES[name]
+    if device.gpu_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    on_gpu = (*flags, "--device", "cuda")
+    eager, _ = metrics(tmp_path / "eager", ranks, *on_gpu, run=train_gpt)
+    graphed, _ = metrics(tmp_path / "graphed", ranks, *on_gpu, *GRAPHS, run=train_gpt)
+    allowed = tolerances.LAYOUT[torch.bfloat16]  # kernels add up in an order of their own
+    for (loss, norm), (expected_loss, expected_norm) in zip(graphed, eager, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=allowed["loss"])
+        assert norm == pytest.approx(expected_norm, rel=allowed["norm"])

@@ -17,6 +17,7 @@ from megatron.core.fusions.rope import RotaryTable
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.activation_offload import ActivationOffload
 from megatron.core.transformer.cuda_graphs import LayerGraphs
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.layer_layout import layer_range
@@ -95,6 +96,7 @@ class TransformerBlock(MegatronModule):
         if config.enable_cuda_graph and device.records_graphs():
             whole, num_steps = config.cuda_graph_scope == "full", config.cuda_graph_warmup_steps
             self.graphs = LayerGraphs(self.layers, num_steps, whole=whole)
+        self.offload = _offload_of(config)
         self.final_layernorm: nn.Module | None = None
         if post_process and post_layer_norm and submodules.layer_norm is not None:
             size, eps = config.hidden_size, config.layernorm_epsilon
@@ -144,6 +146,8 @@ class TransformerBlock(MegatronModule):
             recording = self.graphs.recording(hidden_states, shared)
             if recording is not None:
                 return recording.run(hidden_states, shared)
+        if self.offload is not None and self.training and torch.is_grad_enabled():
+            return self.offload.run(self.layers, hidden_states, shared)
         for i in range(start, stop):
             hidden_states, _ = self.layers[i](hidden_states, **shared)
         return hidden_states
@@ -174,3 +178,15 @@ class TransformerBlock(MegatronModule):
                 tp_group=self.tp_group,
             )
         return self._run(hidden_states, shared, covered, end)
+
+
+def _offload_of(config: TransformerConfig) -> ActivationOffload | None:
+    """Where activations wait in host memory, if they do."""
+    if not config.cpu_offloading or not device.host_is_apart():
+        return None
+    if config.cpu_offloading_weights:
+        raise ConfigError(
+            "cpu_offloading_weights: weights stay on the device; leave it out, and use "
+            "data_parallel_sharding_strategy where they do not fit"
+        )
+    return ActivationOffload(config.cpu_offloading_num_layers * config.cpu_offloading_activations)

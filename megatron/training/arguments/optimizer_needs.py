@@ -71,5 +71,9 @@ NEEDS_OF_OPTIMIZER = (
             "pin_cpu_params",
         ),
     ),
-    Need("a GPU", lambda ns: ns.device != CPU, ("optimizer_cpu_offload", "enable_cuda_graph")),
+    Need(
+        "a GPU",
+        lambda ns: ns.device != CPU,
+        ("optimizer_cpu_offload", "enable_cuda_graph", "cpu_offloading"),
+    ),
 )

@@ -175,6 +175,7 @@ NEEDS = (
         lambda ns: ns.log_straggler,
         ("disable_straggler_on_startup", "straggler_ctrlr_port", "straggler_minmax_count"),
     ),
+    Need("--cpu-offloading", lambda ns: ns.cpu_offloading, ("cpu_offloading_num_layers",)),
     Need(
         "--enable-cuda-graph",
         lambda ns: ns.enable_cuda_graph,

@@ -1,4 +1,4 @@
-"""What backward computes again instead of keeping."""
+"""What backward computes again, or fetches from the host, instead of keeping it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.core.config.option import option
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """What backward computes again instead of keeping."""
+    """What backward computes again, or fetches from the host, instead of keeping it."""
 
     recompute_granularity: str | None = option(
         None,
@@ -48,6 +48,20 @@ class RecomputeConfig:
         "Share of the device's memory that adaptive recomputation may fill, 0 to 1.",
         group="training",
     )
+
+    cpu_offloading: bool = option(
+        False,
+        "Let what the first --cpu-offloading-num-layers layers keep for backward wait in host "
+        "memory.",
+        group="training",
+    )
+    cpu_offloading_num_layers: int = option(
+        0,
+        "Layers of each stage whose activations leave the device; with --cpu-offloading.",
+        group="training",
+    )
+    cpu_offloading_activations: bool = True
+    cpu_offloading_weights: bool = False
 
     loss_chunk_size: int | None = option(
         None,

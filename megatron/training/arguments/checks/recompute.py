@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.training.config.run import RunConfig
 
 MODULES = ("core_attn", "mlp", "layernorm", "moe", "moe_act", "shared_experts", "mla_up_proj")
@@ -83,7 +84,28 @@ def chunks_of_the_loss_defer_nothing(run: RunConfig) -> Iterator[str]:
         )
 
 
+def offloaded_layers_are_some(run: RunConfig) -> Iterator[str]:
+    """The last layers are needed at once; what others want to do with saved tensors, one can do."""
+    m = run.model
+    if not m.cpu_offloading:
+        return
+    if not 0 < m.cpu_offloading_num_layers < max(2, m.num_layers):
+        yield (
+            f"--cpu-offloading-num-layers {m.cpu_offloading_num_layers} of --num-layers "
+            f"{m.num_layers}: with --cpu-offloading it is 1 or more, and fewer than all"
+        )
+    for flag, is_on in (
+        ("--recompute-granularity", m.recompute_granularity is not None),
+        ("--enable-cuda-graph", m.enable_cuda_graph),
+        ("--overlap-moe-expert-parallel-comm", m.overlap_moe_expert_parallel_comm),
+        ("parameters that are sharded", is_fully_sharded(run.ddp)),
+    ):
+        if is_on:
+            yield f"--cpu-offloading and {flag} exclude each other: drop one of them"
+
+
 CHECKS = (
+    offloaded_layers_are_some,
     chunks_of_the_loss_defer_nothing,
     the_budget_is_a_share,
     full_recompute_says_which_layers,
