@@ -14,96 +14,47 @@ from megatron.training.checkpointing.paths import find, read_content, usable
 from megatron.training.printing import print_rank_0
 
 # What experts, latent attention and YaRN are described by, dests of our flags.
-EXPERTS = (
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_group_score_topk",
-    "moe_router_topk_scaling_factor",
-    "moe_router_enable_expert_bias",
-    "moe_router_dtype",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
+EXPERTS = tuple(
+    "num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function "
+    "moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
+    "moe_router_group_score_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias "
+    "moe_router_dtype moe_shared_expert_intermediate_size moe_shared_expert_gate".split()
 )
-LATENT = (
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
+LATENT = tuple(
+    "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
+    "v_head_dim".split()
 )
-YARN = (
-    "rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_correction_range_round_to_int",
-    "mscale",
-    "mscale_all_dim",
+YARN = tuple(
+    "rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "
+    "yarn_correction_range_round_to_int mscale mscale_all_dim".split()
 )
+_ATTENTION = (
+    "num_query_groups group_query_attention add_qkv_bias qk_layernorm qk_layernorm_full_width "
+    "qk_l2_norm apply_query_key_layer_scaling attn_logit_softcapping softmax_scale softmax_type"
+)
+_POSITIONS = (
+    "position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base "
+    "rotary_percent rotary_interleaved rope_type no_rope_freq use_rope_scaling "
+    "rope_scaling_factor rotary_seq_len_interpolation_factor"
+)
+_MLP = (
+    "relu squared_relu swiglu openai_gelu geglu quick_geglu bias_gelu_fusion "
+    "activation_func_clamp_value glu_linear_offset moe_layer_freq moe_token_dispatcher_type "
+    "moe_grouped_gemm moe_apply_probs_on_input"
+)
+_NORMS = (
+    "normalization norm_epsilon apply_layernorm_1p layer_norm_placement "
+    "apply_residual_connection_post_layernorm"
+)
+_WHOLE = (
+    "add_bias_linear attention_dropout hidden_dropout embedding_scale output_scale "
+    "final_logit_softcapping untie_embeddings_and_output_weights bert_binary_head mtp_num_layers "
+    "is_hybrid_model spec"
+)
+_TOKENS = "pad_vocab_in_loss tokenizer_type tiktoken_pattern vocab_extra_ids"
 # Taken from the checkpoint whatever the command line says: another value is another model.
 FORCED = (
-    "num_query_groups",
-    "group_query_attention",
-    "position_embedding_type",
-    "relative_attention_num_buckets",
-    "relative_attention_max_distance",
-    "bert_binary_head",
-    "add_position_embedding",
-    "use_rotary_position_embeddings",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_interleaved",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "relu",
-    "squared_relu",
-    "swiglu",
-    "openai_gelu",
-    "bias_gelu_fusion",
-    "geglu",
-    "quick_geglu",
-    "activation_func_clamp_value",
-    "glu_linear_offset",
-    "qk_layernorm",
-    "qk_layernorm_full_width",
-    "qk_l2_norm",
-    "no_rope_freq",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "rotary_seq_len_interpolation_factor",
-    "norm_epsilon",
-    "apply_residual_connection_post_layernorm",
-    "layer_norm_placement",
-    "embedding_scale",
-    "output_scale",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "softmax_scale",
-    "softmax_type",
-    "untie_embeddings_and_output_weights",
-    "apply_layernorm_1p",
-    "normalization",
-    "apply_query_key_layer_scaling",
-    "attention_dropout",
-    "hidden_dropout",
-    "spec",
-    "moe_layer_freq",
-    "moe_token_dispatcher_type",
-    "moe_grouped_gemm",
-    "moe_apply_probs_on_input",
-    "mtp_num_layers",
-    "rope_type",
-    "is_hybrid_model",
-    "pad_vocab_in_loss",
-    "tokenizer_type",
-    "tiktoken_pattern",
-    "vocab_extra_ids",
+    *" ".join((_ATTENTION, _POSITIONS, _MLP, _NORMS, _WHOLE, _TOKENS)).split(),
     *EXPERTS,
     *LATENT,
     *YARN,
@@ -111,33 +62,16 @@ FORCED = (
 FORCED_PREFIXES = (
     "hybrid_", "mamba_", "heterogeneous_", "window_", "longrope_", "relative_attention_",
 )  # fmt: skip
-FORCED_PARALLEL = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "encoder_pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
+FORCED_PARALLEL = tuple(
+    "tensor_model_parallel_size pipeline_model_parallel_size encoder_pipeline_model_parallel_size "
+    "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
+    "expert_model_parallel_size expert_tensor_parallel_size".split()
 )
 # Taken where the command line says nothing.
-IF_UNSET = (
-    "model_kind",
-    "num_layers",
-    "encoder_num_layers",
-    "decoder_num_layers",
-    "encoder_seq_length",
-    "decoder_seq_length",
-    "hidden_size",
-    "ffn_hidden_size",
-    "seq_length",
-    "num_attention_heads",
-    "kv_channels",
-    "max_position_embeddings",
-    "padded_vocab_size",
-    "vocab_size",
-    "vocab_file",
-    "merge_file",
+IF_UNSET = tuple(
+    "model_kind num_layers encoder_num_layers decoder_num_layers encoder_seq_length "
+    "decoder_seq_length hidden_size ffn_hidden_size seq_length num_attention_heads kv_channels "
+    "max_position_embeddings padded_vocab_size vocab_size vocab_file merge_file".split()
 )
 
 

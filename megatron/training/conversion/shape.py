@@ -195,64 +195,50 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
     """The model that ``run`` builds over ``vocab_size`` tokens."""
     m, lm = run.model, run.language_model
     is_rope = lm.position_embedding_type == "rope"
-    rotary: dict[str, Any] = {}
+    values = {name: getattr(m, name) for name in (*_ALIKE, *(_LONGROPE if is_rope else ()))}
     if is_rope:
-        rotary = {
-            "rotary_base": lm.rotary_base,
-            "rotary_percent": lm.rotary_percent,
-            "rotary_interleaved": m.rotary_interleaved,
-            "rope_scaling_factor": lm.rope_scaling_factor if lm.use_rope_scaling else None,
-            "rotary_seq_len_interpolation_factor": lm.rotary_seq_len_interpolation_factor,
-            "longrope_short_factor": _tuple(m.longrope_short_factor),
-            "longrope_long_factor": _tuple(m.longrope_long_factor),
-            "longrope_original_max_position_embeddings": (
-                m.longrope_original_max_position_embeddings
-            ),
-        }
+        values |= {name: getattr(lm, name) for name in _ROTARY}
+        values["rope_scaling_factor"] = lm.rope_scaling_factor if lm.use_rope_scaling else None
+        values |= {name: _tuple(values[name]) for name in _LONGROPE[:2]}
+        values["rotary_interleaved"] = m.rotary_interleaved
+        values |= _yarn(m, lm.max_position_embeddings)
     scale = m.embedding_scale
     heads = ("latent" if m.multi_latent_attention else "head") if m.qk_layernorm else None
-    return ModelShape(
-        kind=lm.model_kind or "gpt",
-        hidden_size=m.hidden_size,
-        ffn_hidden_size=m.ffn_hidden_size,
-        num_attention_heads=m.num_attention_heads,
-        num_query_groups=m.num_query_groups,
-        kv_channels=m.kv_channels,
-        max_position_embeddings=lm.max_position_embeddings or 0,
-        vocab_size=vocab_size,
-        normalization=m.normalization,
-        norm_epsilon=m.layernorm_epsilon,
-        apply_layernorm_1p=m.layernorm_zero_centered_gamma,
-        layer_norm_placement=m.layer_norm_placement,
-        apply_residual_connection_post_layernorm=m.apply_residual_connection_post_layernorm,
-        activation=_activation(m),
-        is_gated=m.gated_linear_unit,
-        add_bias_linear=m.add_bias_linear,
-        add_qkv_bias=m.add_bias_linear or m.add_qkv_bias,
-        position_embedding_type=lm.position_embedding_type,
-        windows=tuple(_window(m, layer) for layer in range(m.num_layers)),
-        qk_norm="wide" if m.qk_layernorm_full_width else heads,
-        softmax_scale=m.kv_channels**-0.5 if m.softmax_scale is None else m.softmax_scale,
-        attn_logit_softcapping=m.attn_logit_softcapping,
-        final_logit_softcapping=m.final_logit_softcapping,
-        embedding_scale=1.0 if scale is None else scale or math.sqrt(m.hidden_size),
-        output_scale=1.0 if m.output_scale is None else m.output_scale or m.hidden_size**-0.5,
-        softmax_type=m.softmax_type,
-        activation_func_clamp_value=m.activation_func_clamp_value,
-        glu_linear_offset=m.glu_linear_offset,
-        mtp_num_layers=m.mtp_num_layers or None,
-        is_tied=not lm.untie_embeddings_and_output_weights,
-        attention_dropout=m.attention_dropout,
-        hidden_dropout=m.hidden_dropout,
-        others=tuple(_others(run)),
-        **rotary,
-        **_experts(m),
-        **_of_kind(run),
-        **_latent(m),
-        **(_yarn(m, lm.max_position_embeddings) if is_rope else {}),
-    )
+    values |= {
+        "kind": lm.model_kind or "gpt",
+        "max_position_embeddings": lm.max_position_embeddings or 0,
+        "vocab_size": vocab_size,
+        "norm_epsilon": m.layernorm_epsilon,
+        "apply_layernorm_1p": m.layernorm_zero_centered_gamma,
+        "activation": _activation(m),
+        "is_gated": m.gated_linear_unit,
+        "add_qkv_bias": m.add_bias_linear or m.add_qkv_bias,
+        "position_embedding_type": lm.position_embedding_type,
+        "windows": tuple(_window(m, layer) for layer in range(m.num_layers)),
+        "qk_norm": "wide" if m.qk_layernorm_full_width else heads,
+        "softmax_scale": m.kv_channels**-0.5 if m.softmax_scale is None else m.softmax_scale,
+        "embedding_scale": 1.0 if scale is None else scale or math.sqrt(m.hidden_size),
+        "output_scale": 1.0 if m.output_scale is None else m.output_scale or m.hidden_size**-0.5,
+        "mtp_num_layers": m.mtp_num_layers or None,
+        "is_tied": not lm.untie_embeddings_and_output_weights,
+        "others": tuple(_others(run)),
+    }
+    return ModelShape(**values, **_experts(m), **_of_kind(run), **_latent(m))
 
 
+# Under one name in a shape, in the configuration and on the command line.
+_ALIKE = (
+    "hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
+    "layer_norm_placement apply_residual_connection_post_layernorm add_bias_linear "
+    "attn_logit_softcapping final_logit_softcapping softmax_type activation_func_clamp_value "
+    "glu_linear_offset attention_dropout hidden_dropout"
+).split()
+_ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor")
+_LONGROPE = (
+    "longrope_short_factor",
+    "longrope_long_factor",
+    "longrope_original_max_position_embeddings",
+)
 _BUCKETS = ("relative_attention_num_buckets", "relative_attention_max_distance")
 _MIXER = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
 
@@ -301,17 +287,12 @@ def _yarn(m: TransformerConfig, longest: int | None) -> dict[str, Any]:
 
 def args_of(shape: ModelShape) -> dict[str, Any]:
     """The flags that build ``shape``, dest -> value."""
-    same = (
-        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-        "max_position_embeddings normalization norm_epsilon apply_layernorm_1p "
-        "layer_norm_placement apply_residual_connection_post_layernorm add_bias_linear "
-        "add_qkv_bias position_embedding_type rotary_percent "
-        "rotary_interleaved rotary_seq_len_interpolation_factor longrope_short_factor "
-        "longrope_long_factor longrope_original_max_position_embeddings softmax_scale "
-        "attn_logit_softcapping final_logit_softcapping attention_dropout hidden_dropout "
-        "softmax_type activation_func_clamp_value glu_linear_offset mtp_num_layers"
-    ).split()
-    values: dict[str, Any] = {name: getattr(shape, name) for name in same}
+    more = (
+        "num_layers max_position_embeddings norm_epsilon apply_layernorm_1p add_qkv_bias "
+        "position_embedding_type rotary_interleaved softmax_scale mtp_num_layers"
+    )
+    names = (*_ALIKE, *_ROTARY, *_LONGROPE, *more.split())
+    values: dict[str, Any] = {name: getattr(shape, name) for name in names}
     values["model_kind"] = shape.kind
     if shape.kind == "bert":
         values["bert_binary_head"] = shape.has_binary_head
