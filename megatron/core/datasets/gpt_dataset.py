@@ -7,7 +7,6 @@ crosses document boundaries.  Which tokens it holds depends on data, seed and sa
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.gpt_indices import SampleRequest, load_or_build_indices
 from megatron.core.datasets.gpt_masks import causal_mask, get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
+from megatron.core.datasets.megatron_dataset import LowLevelDataset, MadeUp, MegatronDataset
 from megatron.core.datasets.utils import Split
 
 logger = logging.getLogger(__name__)
@@ -213,17 +212,7 @@ class GPTDataset(MegatronDataset):
         return built.document_index, built.sample_index, built.shuffle_index
 
 
-class _MadeUp(Iterable[Any]):
-    """What a mock dataset reads from: nothing."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-
-class MockGPTDataset(GPTDataset):
+class MockGPTDataset(MadeUp, GPTDataset):
     """Made-up samples that can be learned: documents count upwards from a random id.
 
     A sample depends on seed, split and its number alone; it needs no file and no memory.
@@ -231,26 +220,10 @@ class MockGPTDataset(GPTDataset):
     """
 
     _MEAN_DOCUMENT_LENGTH = 256
-    _SAMPLES_WITHOUT_REQUEST = 128
-
-    @staticmethod
-    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
-        """Enough for every split to have a share."""
-        return 1_000_000
-
-    @staticmethod
-    def build_low_level_dataset(
-        dataset_path: str | None, config: BlendedMegatronDatasetConfig
-    ) -> LowLevelDataset:
-        """Nothing to open."""
-        return _MadeUp()
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         empty = np.empty(0, np.int32)
         return empty, empty, empty
-
-    def __len__(self) -> int:
-        return self._SAMPLES_WITHOUT_REQUEST if self.num_samples is None else self.num_samples
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
         if not 0 <= idx < len(self):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from megatron.core.datasets.helpers_numpy import LONGEST_SENTENCE
 from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.masking import SpanLengths, Words
-from megatron.core.datasets.megatron_dataset import LowLevelDataset, MegatronDataset
+from megatron.core.datasets.megatron_dataset import LowLevelDataset, MadeUp, MegatronDataset
 from megatron.core.datasets.utils import Split
 
 logger = logging.getLogger(__name__)
@@ -241,35 +240,18 @@ class MaskedWordPieceDataset(MegatronDataset):
             logger.warning("%s: %s, and give no samples%s", source, unused, cure)
 
 
-class CountingSentences(MaskedWordPieceDataset):
+class CountingSentences(MadeUp, MaskedWordPieceDataset):
     """Made-up samples that can be learned: each counts upwards from a random id, often a low one.
 
     A sample depends on seed, split and its number alone; it needs no file.
     """
 
-    _SAMPLES_WITHOUT_REQUEST = 128
     _SENTENCE_LENGTHS = (4, 32)
-
-    @staticmethod
-    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
-        """Enough for every split to have a share."""
-        return 1_000_000
-
-    @staticmethod
-    def build_low_level_dataset(
-        dataset_path: str | None, config: BlendedMegatronDatasetConfig
-    ) -> LowLevelDataset:
-        """Nothing to open."""
-        return deque[Any]()
 
     def _build_sample_index(
         self, sequence_length: int, min_sentences_per_sample: int
     ) -> np.ndarray:
         return np.empty((0, 3), np.uint32)
-
-    def __len__(self) -> int:
-        count = self.num_samples
-        return self._SAMPLES_WITHOUT_REQUEST if count is None else count
 
     def _special_id(self, name: str) -> int:
         try:

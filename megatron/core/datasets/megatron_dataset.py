@@ -110,6 +110,27 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, Any]]):
     def __getitem__(self, idx: int | None) -> dict[str, Any]: ...
 
 
+class MadeUp(MegatronDataset):
+    """What sets of made-up samples share: there is no source, and as many samples as are wanted."""
+
+    _SAMPLES_WITHOUT_REQUEST = 128
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
+        """Enough for every split to have a share."""
+        return 1_000_000
+
+    @staticmethod
+    def build_low_level_dataset(
+        dataset_path: str | None, config: BlendedMegatronDatasetConfig
+    ) -> LowLevelDataset:
+        """Nothing to open."""
+        return ()
+
+    def __len__(self) -> int:
+        return self._SAMPLES_WITHOUT_REQUEST if self.num_samples is None else self.num_samples
+
+
 def describe(unique_identifiers: OrderedDict[str, Any]) -> str:
     """The text that goes into description.txt and, hashed, into the names of cache files."""
     return json.dumps(unique_identifiers, indent=4, default=lambda part: part.unique_identifiers)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.foreign.optimizer_order import numbered_groups
 from megatron.core.dist_checkpointing.foreign.pickler import named
 from megatron.core.dist_checkpointing.rng_json import from_json
 from megatron.core.enums import AttnBackend, ModelType
@@ -86,6 +87,30 @@ def grad_scaler(common: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     scale = torch.tensor([state["scale"]], dtype=torch.float32)
     return {"grad_scaler": {**state, "scale": scale}}
+
+
+def numbered_optimizer(
+    common: Mapping[str, Any],
+    params: Sequence[tuple[str, int]],
+    kinds: Iterable[str],
+    state_of: Callable[[str, str], Any],
+) -> dict[str, Any]:
+    """The entry of an optimizer that is not divided, whose state goes by numbers.
+
+    ``params``: name and number of dimensions; ``state_of(kind, name)``: what lies there.
+    """
+    members = numbered_groups(param_groups(common, with_step=False), params, common["args"])
+    step = torch.tensor(float(common["optimizer"]["step"]))
+    state = {
+        number: {"step": step.clone(), **{kind: state_of(kind, name) for kind in sorted(kinds)}}
+        for group, names in members
+        for number, name in zip(group["params"], names, strict=True)
+    }
+    inner = {"state": state, "param_groups": [group for group, _ in members]}
+    if not is_half(common):
+        return inner
+    mains = [[state_of("fp32_param", name) for name in names] for _, names in members]
+    return {"optimizer": inner, **grad_scaler(common), "fp32_from_fp16_params": mains}
 
 
 def reference_rng(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from megatron.core.dist_checkpointing.foreign.dcp_writer import DcpFile, write_m
 from megatron.core.dist_checkpointing.foreign.foreign_reader import STATE_PREFIX
 from megatron.core.dist_checkpointing.foreign.model_order import ordered_names
 from megatron.core.dist_checkpointing.foreign.names import cut_of, is_buffer, split_state
-from megatron.core.dist_checkpointing.foreign.optimizer_order import group_of, numbered_groups
+from megatron.core.dist_checkpointing.foreign.optimizer_order import group_of
 from megatron.core.dist_checkpointing.foreign.reference_values import (
     grad_scaler,
-    is_half,
+    numbered_optimizer,
     param_groups,
     reference_rng,
     reference_values,
@@ -174,26 +174,13 @@ def _numbered(stored: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str,
     if common.get("optimizer") is None:
         return state
     shapes = [(name, len(stored[name]["shape"])) for _, name in names if not is_buffer(name)]
-    groups = numbered_groups(param_groups(common, with_step=False), shapes, asked)
     kinds = {key.removeprefix(STATE_PREFIX).split(".")[0] for key in stored if split_state(key)[0]}
-    moments: dict[int, dict[str, Any]] = {}
-    for group, members in groups:
-        for number, name in zip(group["params"], members, strict=True):
-            moments[number] = {"step": torch.tensor(float(common["optimizer"]["step"]))}
-            for kind in sorted(kinds - {"fp32_param"}):
-                moments[number][kind] = _Stored(f"{STATE_PREFIX}{kind}.{name}")
-    inner = {"state": moments, "param_groups": [group for group, _ in groups]}
-    state["optimizer"] = inner
-    if is_half(common):
-        mains = [
-            [_Stored(f"{STATE_PREFIX}fp32_param.{name}") for name in members]
-            for _, members in groups
-        ]
-        state["optimizer"] = {
-            "optimizer": inner,
-            **grad_scaler(common),
-            "fp32_from_fp16_params": mains,
-        }
+    state["optimizer"] = numbered_optimizer(
+        common,
+        shapes,
+        kinds - {"fp32_param"},
+        lambda kind, name: _Stored(f"{STATE_PREFIX}{kind}.{name}"),
+    )
     return state
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from megatron.core.dist_checkpointing.foreign.reference_values import (
     grad_scaler,
     has_two_optimizers,
     is_distributed,
-    is_half,
+    numbered_optimizer,
     param_groups,
     reference_rng,
     reference_values,
@@ -242,7 +243,7 @@ class _Tree:
             self.reader.read_box(prefix + name, offset, view)
         return out
 
-    def _state(self, kind: str, name: str, tp: int) -> Tensor:
+    def _state(self, tp: int, kind: str, name: str) -> Tensor:
         """A kind of state; weights are their own main parameters where they are fp32."""
         prefix = f"{STATE_PREFIX}{kind}."
         is_stored = prefix + name in self.reader.tensors
@@ -267,30 +268,19 @@ class _Tree:
     def _optimizer(
         self, chunks: list[list[str]], tp: int, pp: int, of_experts: bool = False
     ) -> tuple[dict[str, Any], dict[Any, Any] | None]:
-        common, scaler = self.common, grad_scaler(self.common)
-        params = [name for names in chunks for name in names]
-        shapes = [(name, len(self.reader.tensors[name].shape)) for name in params]
-        known = param_groups(common, with_step=is_distributed(common))
-        members = numbered_groups(known, shapes, self.args)
-        groups = [group for group, _ in members]
+        common, stored = self.common, self.reader.tensors
+        params = [(name, len(stored[name].shape)) for names in chunks for name in names]
         if is_distributed(common):
-            buffers = self._buffers(chunks, tp, pp, of_experts)
+            known = param_groups(common, with_step=True)
+            groups = [group for group, _ in numbered_groups(known, params, self.args)]
             for group in groups:
                 del group["params"]
-            return {"optimizer": {"param_groups": groups}, **scaler}, buffers
-        kinds = {key.removeprefix(STATE_PREFIX).split(".")[0] for key in self.reader.tensors}
+            state = {"optimizer": {"param_groups": groups}, **grad_scaler(common)}
+            return state, self._buffers(chunks, tp, pp, of_experts)
+        kinds = {key.removeprefix(STATE_PREFIX).split(".")[0] for key in stored}
         kinds &= {"exp_avg", "exp_avg_sq", "momentum_buffer"}
-        step = torch.tensor(float(common["optimizer"]["step"]))
-        state: dict[int, dict[str, Any]] = {}
-        for group, names in members:
-            for number, name in zip(group["params"], names, strict=True):
-                moments = {kind: self._state(kind, name, tp) for kind in sorted(kinds)}
-                state[number] = {"step": step.clone(), **moments}
-        inner = {"state": state, "param_groups": groups}
-        if not is_half(common):
-            return inner, None
-        mains = [[self._state("fp32_param", n, tp) for n in names] for _, names in members]
-        return {"optimizer": inner, **scaler, "fp32_from_fp16_params": mains}, None
+        share = partial(self._state, tp)
+        return numbered_optimizer(common, params, kinds, share), None
 
     def _buffers(
         self, chunks: list[list[str]], tp: int, pp: int, of_experts: bool
@@ -298,7 +288,7 @@ class _Tree:
         is_tied = OUTPUT not in self.reader.tensors and self.pp > 1
         buffers: dict[Any, Any] = {"buckets_coalesced": True}
         for number, names in enumerate(names for names in chunks if names):
-            mains = {name: self._state("fp32_param", name, tp) for name in names}
+            mains = {name: self._state(tp, "fp32_param", name) for name in names}
             numels = [mains[name].numel() for name in names]
             size, alignment, replicas = bucket_rules(
                 self.args,
@@ -312,7 +302,7 @@ class _Tree:
             for key, kind in BUFFER_KINDS.items():
                 flat = torch.zeros(total)
                 for name, start in zip(names, starts, strict=True):
-                    values = mains[name] if key == "param" else self._state(kind, name, tp)
+                    values = mains[name] if key == "param" else self._state(tp, kind, name)
                     flat[start : start + values.numel()] = values.reshape(-1)
                 entry[key] = flat
             dtype = self.reader.tensors[names[0]].dtype
