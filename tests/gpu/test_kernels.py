@@ -13,8 +13,11 @@ from torch import Tensor
 from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
 from megatron.core.fusions import linear_cross_entropy as loss_fusion
 from megatron.core.fusions.bias_glu import glu, glu_reference, weighed
+from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
 from megatron.core.fusions.linear_cross_entropy import loss_and_gradient
 from megatron.core.fusions.rope import RotaryTable, apply_rotary, apply_rotary_reference
+from megatron.core.tensor_parallel.random import checkpoint
+from megatron.core.transformer.moe.permute import Order, by_expert, combine, expand
 from tests import tolerances
 from tests.unit.one_process import one_rank
 
@@ -148,3 +151,50 @@ class Group:
 
     def size(self) -> int:
         return 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bias_and_residual(dtype: torch.dtype, where: str) -> None:
+    """In a float32 residual stream too."""
+    x, bias = (torch.randn(s, device=where).to(dtype) for s in ((3, 5, 130), (130,)))
+    residual = torch.randn(3, 5, 130, device=where)
+
+    def seam(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return bias_dropout_add((x, bias), residual, 0.3, False)
+
+    compare(seam, lambda x, bias, residual: x + bias + residual, x, bias, residual)
+
+
+def test_dropout_comes_from_the_generator_and_comes_again(where: str) -> None:
+    x, residual = torch.ones(3, 1111, device=where), torch.zeros(3, 1111, device=where)
+    leaf = x.clone().requires_grad_()
+
+    def drop(x: Tensor) -> Tensor:
+        return bias_dropout_add((x, None), residual, 0.25, True)
+
+    torch.manual_seed(7)
+    first, second = drop(leaf), checkpoint(drop, False, leaf)
+    torch.manual_seed(7)
+    torch.testing.assert_close(drop(x), first, **tolerances.BITWISE)  # one seed, one mask
+    kept = first != 0
+    torch.testing.assert_close(first[kept], torch.full_like(first[kept], 4 / 3))
+    shares = torch.stack([kept.float().mean(), (kept & (second != 0)).float().mean()])
+    torch.testing.assert_close(shares, torch.tensor([0.75, 0.5625]), atol=0.03, rtol=0)
+    second.sum().backward()  # the mask of the recomputation is that of the first time
+    torch.testing.assert_close(leaf.grad, second.detach(), **tolerances.BITWISE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("left_out", [0, 3])
+def test_rows_of_tokens(left_out: int, dtype: torch.dtype, where: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.stack([torch.randperm(4, generator=generator)[:3] for _ in range(7)])
+    order: Order = by_expert(experts.to(where), 21 - left_out)
+    weights = torch.rand(21 - left_out, 1, device=where).to(dtype)
+
+    def reference(x: Tensor) -> Tensor:
+        rows = x[order.token] * weights
+        return torch.zeros_like(x).index_add(0, order.token, rows)
+
+    x = torch.randn(7, 1100, device=where).to(dtype)
+    compare(lambda x: combine(expand(x, order) * weights, order), reference, x)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.fusions import gpu
+
 BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
@@ -15,9 +17,15 @@ def bias_dropout_add(
 ) -> Tensor:
     """[..., h] -> [..., h] in the dtype of ``residual``."""
     x, bias = x_with_bias
+    prob = prob if training else 0.0
+    # Else it is one operation of torch too.
+    is_several = prob > 0.0 or bias is not None or x.dtype != residual.dtype
+    are_alike = x.shape == residual.shape and x.is_contiguous() and residual.is_contiguous()
+    if is_several and are_alike and (fused := gpu.kernels("seam", x, bias, residual)):
+        return fused.bias_dropout_add(x, bias, residual, prob)
     if bias is not None:
         x = x + bias
-    if training and prob > 0.0:
+    if prob > 0.0:
         x = F.dropout(x, p=prob)
     return residual + x.to(residual.dtype)
 

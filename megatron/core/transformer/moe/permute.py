@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.fusions import gpu
+
 
 @dataclass(frozen=True)
 class Order:
@@ -49,6 +51,8 @@ def combine(rows: Tensor, order: Order) -> Tensor:
 
 
 def _sum_of_rows(rows: Tensor, order: Order) -> Tensor:
+    if rows.dim() == 2 and rows.is_contiguous() and (fused := gpu.kernels("rows", rows)):
+        return fused.sum_of_rows(rows, order.row)
     if len(order.visit) < order.row.numel():
         rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
     first, *others = order.row.clamp(max=len(rows) - 1).unbind(1)
