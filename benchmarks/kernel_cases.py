@@ -7,15 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.activations import openai_gelu
+from megatron.core.distributed.grad_buffer import add_into
+from megatron.core.fusions.bias_glu import activation, glu
+from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.fusions.linear_cross_entropy import loss_and_gradient
+from megatron.core.fusions.rms_norm import layer_norm, rms_norm
+from megatron.core.fusions.rope import RotaryTable, apply_rotary
 
-_TOKENS, _VOCABULARY = 1024, 50304
+_TOKENS, _WIDTH, _VOCABULARY = 1024, 1024, 50304
 
 
 def _nothing() -> None:
@@ -36,17 +44,85 @@ def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device=device.current()).to(dtype)
 
 
-def cross_entropy() -> Case:
+def cross_entropy(dtype: torch.dtype) -> Case:
     """Logits to gradient and loss."""
-    source = _random(_TOKENS, _VOCABULARY)
+    source = _random(_TOKENS, _VOCABULARY, dtype=dtype)
     logits, target = source.clone(), torch.randint(_VOCABULARY, (_TOKENS,), device=source.device)
     group = ProcessGroup(0, 1)
     return Case(
-        "softmax cross entropy and its gradient, bf16",
+        f"softmax cross entropy and its gradient, {_short(dtype)}",
         2 * logits.nbytes,
         lambda: loss_and_gradient(logits, target, group=group, num_columns=_VOCABULARY),
         lambda: logits.copy_(source),
     )
 
 
-CASES: list[Callable[[], Case]] = [cross_entropy]
+def _both_ways(name: str, function: Callable[..., Tensor], *inputs: Tensor, passes: int) -> Case:
+    """Forward and backward; ``passes``: how often the first input's bytes travel in all."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    grad = _random(*out.shape, dtype=out.dtype)
+
+    def work() -> None:
+        torch.autograd.grad(function(*leaves), leaves, grad)
+
+    return Case(name, passes * inputs[0].nbytes, work)
+
+
+def _activation(act: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Case:
+    x = _random(_TOKENS, 4 * _WIDTH, dtype=dtype)
+    name = f"{act.__name__}, {_short(dtype)}"
+    return _both_ways(name, lambda x: activation(x, act), x, passes=5)
+
+
+def _gated(act: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Case:
+    x = _random(_TOKENS, 6 * _WIDTH, dtype=dtype)
+    name = f"{act.__name__} of a gate, {_short(dtype)}"
+    return _both_ways(name, lambda x: glu(x, act), x, passes=4)
+
+
+def _norm(*, is_rms: bool, dtype: torch.dtype) -> Case:
+    x, weight, bias = (_random(*n, dtype=dtype) for n in ((_TOKENS, _WIDTH), (_WIDTH,), (_WIDTH,)))
+    if is_rms:
+        return _both_ways(
+            f"RMSNorm, {_short(dtype)}", lambda *a: rms_norm(*a, 1e-5), x, weight, passes=5
+        )
+    return _both_ways(
+        f"LayerNorm, {_short(dtype)}", lambda *a: layer_norm(*a, 1e-5), x, weight, bias, passes=5
+    )
+
+
+def _rotary(*, interleaved: bool, dtype: torch.dtype) -> Case:
+    x = _random(_TOKENS, 1, 16, 192, dtype=dtype)[..., :64]  # a third of query, key and value
+    angles = _random(_TOKENS, 1, 1, 32, dtype=torch.float32)
+    table = RotaryTable(angles.cos(), angles.sin(), interleaved).to(dtype)
+    name = f"rotary positions, {'neighbours' if interleaved else 'halves'}, {_short(dtype)}"
+    return _both_ways(name, lambda x: apply_rotary(x, table), x, passes=4)
+
+
+def _attention(dtype: torch.dtype) -> Case:
+    q, k, v = (_random(_TOKENS, 1, 16, 64, dtype=dtype) for _ in range(3))
+    name = f"causal attention with its products, {_short(dtype)}"
+    return _both_ways(name, lambda *a: causal_attention(*a, 0.125), q, k, v, passes=11)
+
+
+def _addition() -> Case:
+    total, more = _random(4 * _WIDTH, _WIDTH, dtype=torch.float32), _random(4 * _WIDTH, _WIDTH)
+    num_bytes = 2 * total.nbytes + more.nbytes
+    return Case("bf16 gradient added to fp32", num_bytes, lambda: add_into(total, more))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+
+
+_FORMATS = (torch.bfloat16, torch.float32)
+CASES: list[Callable[[], Case]] = [
+    *(partial(cross_entropy, dtype) for dtype in _FORMATS),
+    *(partial(_activation, act, d) for act in (F.gelu, openai_gelu) for d in _FORMATS),
+    *(partial(_gated, act, d) for act in (F.silu, F.gelu) for d in _FORMATS),
+    *(partial(_norm, is_rms=is_rms, dtype=d) for is_rms in (False, True) for d in _FORMATS),
+    *(partial(_rotary, interleaved=i, dtype=d) for i in (False, True) for d in _FORMATS),
+    *(partial(_attention, dtype) for dtype in _FORMATS),
+    _addition,
+]

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core import device
+from megatron.core import cpu_kernels, device
 from megatron.core.collectives import all_gather_single, reduce_scatter_single
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.distributed.buckets import BufferLayout
@@ -256,6 +256,9 @@ def add_into(total: Tensor, grad: Tensor) -> None:
     """``total += grad`` for equal shapes and any two dtypes; ``total`` is contiguous."""
     if total.dtype == grad.dtype or device.is_cuda(total.device):
         total.add_(grad)
+        return
+    if total.dtype == torch.float32 and grad.is_contiguous() and cpu_kernels.take(grad):
+        cpu_kernels.run("add_into", [total, grad], format=grad.dtype, count=grad.numel())
         return
     scratch = torch.empty(min(_CHUNK, grad.numel()), dtype=total.dtype, device=total.device)
     flat = grad.reshape(-1)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core import cpu_kernels
+
 _BLOCK = 128  # queries
 _SCORES = 1 << 21  # at a time, so that they stay in the cache
 _WIDE = torch.float32
@@ -43,8 +45,7 @@ class _CausalAttention(torch.autograd.Function):
             wide_q, keys_by_query = q[heads].to(wide) * scale, k[heads].to(wide).transpose(1, 2)
             for start, stop in _blocks(q.shape[1]):
                 scores = torch.bmm(wide_q[:, start:stop], keys_by_query[:, :, :stop])
-                scores[:, :, start:].add_(_hidden(stop - start, wide, q.device))
-                probs = torch.softmax(scores, -1, out=scores).to(q.dtype)
+                probs = _causal_softmax(scores, start, q.dtype)
                 kept.append(probs)
                 if dropout > 0:
                     probs, is_kept = torch.native_dropout(probs, dropout, True)
@@ -69,7 +70,7 @@ class _CausalAttention(torch.autograd.Function):
             if is_kept is not None:
                 dropped = probs * is_kept * (1 / (1 - ctx.dropout))
                 grad_probs = grad_probs.mul_(is_kept).mul_(1 / (1 - ctx.dropout))
-            grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+            grad_scores = _causal_softmax_backward(grad_probs, probs, start)
             grad_q[heads, start:stop] = torch.bmm(grad_scores, scaled_k[heads, :stop])
             more_k = torch.bmm(grad_scores.transpose(1, 2), scaled_q[heads, start:stop])
             more_v = torch.bmm(dropped.transpose(1, 2), rows)
@@ -80,6 +81,36 @@ class _CausalAttention(torch.autograd.Function):
                 grad_v[heads, :stop] += more_v
         grads = (x.unflatten(0, (num_sequences, -1)) for x in (grad_q, grad_k, grad_v))
         return *(x.permute(2, 0, 1, 3) for x in grads), None, None
+
+
+def _causal_softmax(scores: Tensor, start: int, dtype: torch.dtype) -> Tensor:
+    """Probabilities of queries from ``start`` on; ``scores`` are of no use afterwards."""
+    probs = torch.empty_like(scores, dtype=dtype)
+    if scores.dtype == torch.float32 and cpu_kernels.take(probs):
+        _run("causal_softmax", scores, probs, start)
+        return probs
+    scores[:, :, start:].add_(_hidden(scores.shape[1], scores.dtype, scores.device))
+    return torch.softmax(scores, -1, out=scores).to(dtype)
+
+
+def _causal_softmax_backward(grad: Tensor, probs: Tensor, start: int) -> Tensor:
+    """Of the scores; ``grad`` is of no use afterwards."""
+    if cpu_kernels.take(grad, probs):
+        _run("causal_softmax_backward", grad, probs, start)
+        return grad
+    return torch._softmax_backward_data(grad, probs, -1, probs.dtype)
+
+
+def _run(kernel: str, first: Tensor, probs: Tensor, start: int) -> None:
+    heads, queries, keys = probs.shape
+    cpu_kernels.run(
+        kernel,
+        [first, probs],
+        format=probs.dtype,
+        sizes=(queries, keys, start),
+        count=heads * queries,
+        width=keys,
+    )
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core import device
+from megatron.core import cpu_kernels, device
+from megatron.core.fusions.cpu import norm
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -52,4 +53,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[..., h], [h] -> [..., h]"""
     if device.is_cuda(x.device):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    if x.is_contiguous() and cpu_kernels.take(x, weight):
+        return norm.norm(x, weight, None, eps)
     return _RMSNorm.apply(x, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """[..., h], [h], [h] -> [..., h]; torch has a kernel of its own everywhere."""
+    if x.is_contiguous() and cpu_kernels.take(x, weight, bias):
+        return norm.norm(x, weight, bias, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.activations import openai_gelu
-from megatron.core.fusions.bias_glu import glu, weighed
+from megatron.core.fusions.bias_glu import activation, glu, weighed
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -76,7 +76,8 @@ class MLP(MegatronModule):
     def activate(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """[.., f/tp], where gated [.., 2 f/tp], -> [.., f/tp], each row times its weight [..]."""
         if not self.config.gated_linear_unit:
-            return self.act(x) if weights is None else weighed(self.act(x), weights)
+            y = activation(x, self.act)
+            return y if weights is None else weighed(y, weights)
         clamp, offset = self.config.activation_func_clamp_value, self.config.glu_linear_offset
         return glu(x, self.act, clamp, offset, weights)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.fusions.rms_norm import rms_norm
+from megatron.core.fusions.rms_norm import layer_norm, rms_norm
 from megatron.core.param_info import ParamInfo
 from megatron.core.param_init import new_parameter
 from megatron.core.tensor_parallel.mappings import (
@@ -63,11 +63,9 @@ class Norm(nn.Module):
         if x.dtype != dtype:  # a float32 residual stream
             weight = weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
-        if self.is_rms:
-            y = rms_norm(x, weight, self.eps)
-        else:
-            y = F.layer_norm(x, weight.shape, weight, bias, self.eps)
-        return y.to(dtype)
+        if bias is None:
+            return rms_norm(x, weight, self.eps).to(dtype)
+        return layer_norm(x, weight, bias, self.eps).to(dtype)
 
     def extra_repr(self) -> str:
         """Kind and width."""

@@ -12,6 +12,8 @@ from tests import tolerances
 
 S, B, N, D = 11, 2, 4, 8
 
+pytestmark = pytest.mark.usefixtures("each_form")
+
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ import torch
 from megatron.core.fusions.rms_norm import rms_norm, rms_norm_reference
 from tests import tolerances
 
+pytestmark = pytest.mark.usefixtures("each_form")
+
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_values_and_gradients_are_those_of_the_plain_form(dtype: torch.dtype) -> None:

@@ -69,34 +69,121 @@ void act_backward(const Call& c, int64_t begin, int64_t end) {
     });
 }
 
-// gate and up side by side [rows, 2 width], y [rows, width]; sizes: width
+// x sigmoid(1.702 x)
+struct QuickGelu {
+    static INLINE F value(F x) { return x * sigmoid(x * 1.702f); }
+    static INLINE F slope(F x, F& value) {
+        const F s = sigmoid(x * 1.702f);
+        value = x * s;
+        return s + value * (1.0f - s) * 1.702f;
+    }
+};
+
+struct SquaredRelu {
+    static INLINE F value(F x) { return x < 0.0f ? F{} : x * x; }
+    static INLINE F slope(F x, F& value) {
+        value = SquaredRelu::value(x);
+        return x < 0.0f ? F{} : x * 2.0f;
+    }
+};
+
+// The gate and up side by side in rows [2 width] of x, bounded by a clamp, and up moved by an
+// offset; sizes: width; numbers: clamp or inf, offset.
+template <class T>
+struct Gated {
+    const T *gates, *ups;
+    float clamp, offset;
+
+    INLINE Gated(const Call& c, int64_t row)
+        : gates(c.at<T>(0) + 2 * row * c.sizes[0]),
+          ups(gates + c.sizes[0]),
+          clamp(c.numbers[0]),
+          offset(c.numbers[1]) {}
+    INLINE F gate(int64_t i, int64_t n) const {
+        const F x = load(gates + i, n);
+        return clamp < x ? splat(clamp) : x;
+    }
+    INLINE F up(int64_t i, int64_t n) const {
+        const F x = load(ups + i, n), below = clamp < x ? splat(clamp) : x;
+        return (-clamp > below ? splat(-clamp) : below) + offset;
+    }
+    INLINE F gate_passes(int64_t i, int64_t n, F grad) const {
+        return load(gates + i, n) > clamp ? F{} : grad;
+    }
+    INLINE F up_passes(int64_t i, int64_t n, F grad) const {
+        const F x = load(ups + i, n), size = x < 0.0f ? -x : x;
+        return size > clamp ? F{} : grad;
+    }
+};
+
+// x, y [rows, width], weight of each row (float, none)
 template <class Act, class T>
 void glu_forward(const Call& c, int64_t begin, int64_t end) {
-    const int64_t width = c.sizes[0];
     for (int64_t row = begin; row < end; ++row) {
-        const T *gate = c.at<T>(0) + 2 * row * width, *up = gate + width;
-        T* y = c.at<T>(1) + row * width;
-        each(width, [&](int64_t i, int64_t n) {
-            store(y + i, Act::value(load(gate + i, n)) * load(up + i, n), n);
+        const Gated<T> x(c, row);
+        T* y = c.at<T>(1) + row * c.sizes[0];
+        const float weight = c.pointers[2] ? c.at<float>(2)[row] : 1.0f;
+        each(c.sizes[0], [&](int64_t i, int64_t n) {
+            store(y + i, Act::value(x.gate(i, n)) * x.up(i, n) * weight, n);
         });
     }
 }
 
-// gate and up, grad of y, grad of gate and up; sizes: width
+// x, grad of y, grad of x, weights and their gradients (float, none)
 template <class Act, class T>
 void glu_backward(const Call& c, int64_t begin, int64_t end) {
     const int64_t width = c.sizes[0];
     for (int64_t row = begin; row < end; ++row) {
-        const T *gate = c.at<T>(0) + 2 * row * width, *up = gate + width;
+        const Gated<T> x(c, row);
         const T* grad = c.at<T>(1) + row * width;
         T *grad_gate = c.at<T>(2) + 2 * row * width, *grad_up = grad_gate + width;
+        const float weight = c.pointers[3] ? c.at<float>(3)[row] : 1.0f;
+        F along{};
         each(width, [&](int64_t i, int64_t n) {
-            const F g = load(grad + i, n);
+            const F of_y = load(grad + i, n), g = of_y * weight, up = x.up(i, n);
             F value;
-            const F slope = Act::slope(load(gate + i, n), value);
-            store(grad_gate + i, g * load(up + i, n) * slope, n);
-            store(grad_up + i, g * value, n);
+            const F slope = Act::slope(x.gate(i, n), value);
+            along += of_y * value * up;
+            store(grad_gate + i, x.gate_passes(i, n, g * up * slope), n);
+            store(grad_up + i, x.up_passes(i, n, g * value), n);
         });
+        if (c.pointers[4]) c.at<float>(4)[row] = sum(along);
+    }
+}
+
+// x [tokens, sequences, heads, width] in any strides but of the last dim, cosines and sines
+// [tokens, 1 or sequences, angles], y like x but contiguous; sizes: sequences, heads, width,
+// angles, strides of x, whether tables differ by sequence, whether pairs are neighbours; numbers:
+// sign of the angle.  A unit is a token of a sequence.
+template <class T>
+void rotate(const Call& c, int64_t begin, int64_t end) {
+    const auto& s = c.sizes;
+    const int64_t sequences = s[0], heads = s[1], width = s[2], angles = s[3];
+    const float sign = c.numbers[0];
+    for (int64_t unit = begin; unit < end; ++unit) {
+        const int64_t token = unit / sequences, sequence = unit % sequences;
+        const int64_t place = (s[7] ? unit : token) * angles;
+        const T *cosines = c.at<T>(1) + place, *sines = c.at<T>(2) + place;
+        for (int64_t head = 0; head < heads; ++head) {
+            const T* x = c.at<T>(0) + token * s[4] + sequence * s[5] + head * s[6];
+            T* y = c.at<T>(3) + (unit * heads + head) * width;
+            if (s[8]) {
+                for (int64_t i = 0; i < angles; ++i) {
+                    const float a = at(x, 2 * i), b = at(x, 2 * i + 1), cos = at(cosines, i);
+                    const float sin = sign * at(sines, i);
+                    store(y + 2 * i, splat(a * cos - b * sin), 1);
+                    store(y + 2 * i + 1, splat(b * cos + a * sin), 1);
+                }
+            } else {
+                each(angles, [&](int64_t i, int64_t n) {
+                    const F a = load(x + i, n), b = load(x + angles + i, n);
+                    const F cos = load(cosines + i, n), sin = load(sines + i, n) * sign;
+                    store(y + i, a * cos - b * sin, n);
+                    store(y + angles + i, b * cos + a * sin, n);
+                });
+            }
+            std::memcpy(y + 2 * angles, x + 2 * angles, (width - 2 * angles) * sizeof(T));
+        }
     }
 }
 

@@ -7,22 +7,24 @@ INLINE float at(const bf16* x, int64_t i) { return load(x + i, 1)[0]; }
 
 #include "elementwise.h"
 #include "rows.h"
+#include "adam.h"
+
+template <class Act, class T, class Add>
+void add_activation(const std::string& name, Add add) {
+    add(name, act_forward<Act, T>);
+    add(name + "_backward", act_backward<Act, T>);
+    add(name + "_glu", glu_forward<Act, T>);
+    add(name + "_glu_backward", glu_backward<Act, T>);
+}
 
 template <class T>
 void add_kernels(Kernels& found, const std::string& format) {
-    const auto add = [&](const char* name, Kernel kernel) { found[name + format] = kernel; };
-    add("silu", act_forward<Silu, T>);
-    add("silu_backward", act_backward<Silu, T>);
-    add("gelu", act_forward<Gelu, T>);
-    add("gelu_backward", act_backward<Gelu, T>);
-    add("gelu_tanh", act_forward<GeluTanh, T>);
-    add("gelu_tanh_backward", act_backward<GeluTanh, T>);
-    add("silu_glu", glu_forward<Silu, T>);
-    add("silu_glu_backward", glu_backward<Silu, T>);
-    add("gelu_glu", glu_forward<Gelu, T>);
-    add("gelu_glu_backward", glu_backward<Gelu, T>);
-    add("gelu_tanh_glu", glu_forward<GeluTanh, T>);
-    add("gelu_tanh_glu_backward", glu_backward<GeluTanh, T>);
+    const auto add = [&](const std::string& name, Kernel kernel) { found[name + format] = kernel; };
+    add_activation<Silu, T>("silu", add);
+    add_activation<Gelu, T>("gelu", add);
+    add_activation<GeluTanh, T>("openai_gelu", add);
+    add_activation<QuickGelu, T>("quick_gelu", add);
+    add_activation<SquaredRelu, T>("squared_relu", add);
     add("add_into", add_into<T>);
     add("own_sums", own_sums<T>);
     add("gradients_of_log_sums", gradients_of_log_sums<T>);
@@ -33,6 +35,9 @@ void add_kernels(Kernels& found, const std::string& format) {
     add("layer_norm_backward", norm_backward<false, T>);
     add("rms_norm", norm_forward<true, T>);
     add("rms_norm_backward", norm_backward<true, T>);
+    add("rotate", rotate<T>);
+    add("adam", adam<T>);
+    add("adam_rounded", adam_rounded<T>);
     add("sum_of_pieces", sum_of_pieces<T>);
 }
 
