@@ -27,8 +27,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.training import checkpoint_io, loop
 from megatron.training.checkpointing.run_tensors import model_tensors, optimizer_tensors
 from tests.distributed.draws import without_stand_ins

@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 import torch
 
 from megatron.core.config.errors import CheckpointError, ConfigError
-from megatron.core.dist_checkpointing.formats import FORMATS
-from megatron.core.dist_checkpointing.opening import format_of, open_reader
+from megatron.core.dist_checkpointing.formats import FORMATS, format_of, open_reader
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.conversion.convert import HF, Wanted, convert

@@ -1,4 +1,6 @@
-"""Which checkpoint of a directory is meant.  Reads names, manifests and the tracker; no torch.
+"""Which checkpoint of a directory is meant, and which stay there.
+
+Reads names, manifests and the tracker; no torch.
 
     {root}/iter_0000100/                         published
     {root}/iter_0000100.tmp-{attempt}/           being written, or left by a killed save
@@ -22,7 +24,7 @@ than the abandoned 200.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,3 +205,34 @@ def _lags(tracker: Tracker, newest: Found) -> bool:
     if before[1] == tracker.modified_at_ns:
         return True
     return tracker.modified_at_ns <= newest.manifest.published_at_ns
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Keep the ``last`` newest whole ones, and those whose iteration is a multiple.
+
+    With ``multiples_of`` alone only the one before the newest is looked at: older ones are those
+    of runs that did not ask for it.
+    """
+
+    last: int | None = None
+    multiples_of: int | None = None
+
+    def doomed(self, order: Sequence[Found]) -> list[Found]:
+        """What may be deleted of ``order``, which is newest first; never its first.
+
+        A damaged one does not count as kept: were it the only older one, nothing would be left to
+        go back to.
+        """
+        if self.last is not None:
+            whole = [i for i, found in enumerate(order) if found.problem is None]
+            old = order[whole[self.last - 1] + 1 :] if len(whole) >= self.last else ()
+        else:
+            old = order[1:2] if self.multiples_of is not None else ()
+        return [found for found in old if not self._is_multiple(found)]
+
+    def _is_multiple(self, found: Found) -> bool:
+        return self.multiples_of is not None and (found.iteration or 0) % self.multiples_of == 0
+
+
+KEEP_ALL = Retention()

@@ -1,11 +1,61 @@
-"""The formats that are written, by the names of ``--ckpt-format``."""
+"""The formats of ``--ckpt-format``: how each is written, which lies in a folder, and its reader."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
+from megatron.core.dist_checkpointing.foreign.foreign_reader import COMMON_FILE
+from megatron.core.dist_checkpointing.foreign.torch_dcp import TorchDcpReader
 from megatron.core.dist_checkpointing.foreign.torch_dcp_writer import FSDP_DTENSOR, TORCH_DCP
+from megatron.core.dist_checkpointing.foreign.torch_dist import TorchDistReader
 from megatron.core.dist_checkpointing.foreign.torch_dist_writer import TORCH_DIST
+from megatron.core.dist_checkpointing.foreign.torch_ranks import TorchRanksReader
 from megatron.core.dist_checkpointing.foreign.torch_ranks_writer import TORCH
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format
+from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, CheckpointDamaged
+from megatron.core.dist_checkpointing.reader import CheckpointReader
 
 _ALL = (SAFETENSORS_DIST, TORCH_DIST, TORCH, TORCH_DCP, FSDP_DTENSOR)
 FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
+_READERS = {
+    FORMAT: CheckpointReader,
+    "torch_dist": TorchDistReader,
+    "torch": TorchRanksReader,
+    "torch_dcp": TorchDcpReader,
+}
+
+
+def format_of(folder: Path) -> str | None:
+    """The format that lies in ``folder``; None for no checkpoint.  One look at names, one file."""
+    try:
+        described = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        if any(folder.glob("mp_rank_0*")):
+            return "torch"
+        is_dcp = (folder / METADATA).is_file() and not (folder / COMMON_FILE).is_file()
+        return "torch_dcp" if is_dcp else None
+    except (ValueError, NotADirectoryError):
+        return FORMAT  # damaged, which its reader says
+    is_foreign = isinstance(described, dict) and "sharded_backend" in described
+    return str(described["sharded_backend"]) if is_foreign else FORMAT
+
+
+def open_reader(folder: str | Path, *, verify: bool = True) -> CheckpointReader:
+    """The checkpoint in ``folder``, whatever its format, under this project's keys.
+
+    Raises CheckpointDamaged if a file is missing or not what was written, CheckpointError for a
+    format that is not read.
+    """
+    folder = Path(folder)
+    found = format_of(folder)
+    if found is None:
+        is_dcp = any(folder.glob("*.distcp")) and not (folder / COMMON_FILE).is_file()
+        raise CheckpointDamaged(f"{folder / (METADATA if is_dcp else MANIFEST)} is missing")
+    if found not in _READERS:
+        raise CheckpointError(
+            f"{folder} is a checkpoint of format {found}; read are {', '.join(_READERS)}"
+        )
+    return _READERS[found](folder, verify=verify)

@@ -34,11 +34,10 @@ from megatron.core.dist_checkpointing.collectives import (
     gather_json,
     on_wire,
 )
-from megatron.core.dist_checkpointing.folders import Found, folder_name, published
+from megatron.core.dist_checkpointing.folders import Found, Retention, folder_name, published
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, complete
 from megatron.core.dist_checkpointing.manifest import adopt_file, read_manifest
 from megatron.core.dist_checkpointing.mapping import Replica, to_write
-from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.safetensors_file import bytes_of
 from megatron.core.dist_checkpointing.serialization import (
     REPORTED,

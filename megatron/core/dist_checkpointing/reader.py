@@ -22,7 +22,6 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.checksum import crc32
 from megatron.core.dist_checkpointing.manifest import (
     COMMON,
     INDEX,
@@ -30,6 +29,7 @@ from megatron.core.dist_checkpointing.manifest import (
     CheckpointDamaged,
     Manifest,
     check_size,
+    crc32,
     rank_state_name,
     read_checked,
     read_manifest,

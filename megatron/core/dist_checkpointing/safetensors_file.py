@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.checksum import crc32
+from megatron.core.dist_checkpointing.manifest import crc32
 from megatron.core.faults import fault_point, flipped
 
 BLOCK_BYTES = 4 << 20

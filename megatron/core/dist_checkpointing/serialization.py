@@ -25,8 +25,9 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.collectives import broadcast_json, gather_json, rank_in
-from megatron.core.dist_checkpointing.folders import published
+from megatron.core.dist_checkpointing.folders import KEEP_ALL, Retention, published
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format, RankReport
+from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
     MANIFEST_BESIDE,
@@ -38,9 +39,7 @@ from megatron.core.dist_checkpointing.mapping import (
     to_write,
     weights_then_state,
 )
-from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
-from megatron.core.dist_checkpointing.retention import KEEP_ALL, Retention
 from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.dist_checkpointing.validation import (
     Differences,

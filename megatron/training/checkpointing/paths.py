@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER, Choice, Found, choose, folder_name
+from megatron.core.dist_checkpointing.formats import format_of, open_reader
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
-from megatron.core.dist_checkpointing.opening import format_of, open_reader
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing.folders import Retention
 from megatron.core.dist_checkpointing.format import INCREMENTAL
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.local import Replication, save_local
-from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.serialization import Begun, Contents, Saved, begin, finish
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing.rng_state import rng_state

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, MegatronError
-from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.core.dist_checkpointing.formats import FORMATS, open_reader
 from megatron.core.dist_checkpointing.mapping import LazyPiece, ShardedTensor
-from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.serialization import (
     Contents,
@@ -41,8 +40,8 @@ from megatron.training.checkpointing.run_tensors import OPTIMIZER_PREFIX
 from megatron.training.checkpointing.save import CHECKPOINT_VERSION, plain
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf, hf_folder
-from megatron.training.conversion.ahead import made_ahead
 from megatron.training.conversion.family import Family
+from megatron.training.conversion.lazy import made_ahead
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.verify import compare_logits
 from megatron.training.generation import saved_namespace

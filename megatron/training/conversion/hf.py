@@ -18,9 +18,9 @@ from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training.conversion.families import FAMILIES
 from megatron.training.conversion.family import Config, Family
+from megatron.training.conversion.lazy import Entries, stacked, unstacked
 from megatron.training.conversion.quantized import plain_numbers
 from megatron.training.conversion.shape import ModelShape
-from megatron.training.conversion.stacked import Entries, stacked, unstacked
 from megatron.training.conversion.tensors import Rule, output_of, size_of, tensors_of
 
 _EMBEDDING = "embedding.word_embeddings.weight"

@@ -31,8 +31,7 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     read_header,
     write_file,
 )
-from megatron.training.conversion.ahead import made_ahead
-from megatron.training.conversion.stacked import Entries
+from megatron.training.conversion.lazy import Entries, made_ahead
 
 CONFIG = "config.json"
 _SAFETENSORS, _BIN = "model.safetensors", "pytorch_model.bin"

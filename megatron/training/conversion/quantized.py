@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.training.conversion.stacked import Entries, entry_of
+from megatron.training.conversion.lazy import Entries, entry_of
 
 _BLOCKS, _SCALES, _INVERSE = "_blocks", "_scales", "_scale_inv"
 _EXPONENT_OF_ONE = 127

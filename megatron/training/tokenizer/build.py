@@ -7,8 +7,8 @@ from collections.abc import Callable
 from megatron.core.config.errors import ConfigError
 from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.bert_wordpiece import _BertWordPieceTokenizer
-from megatron.training.tokenizer.gpt2_bpe import _GPT2BPETokenizer
 from megatron.training.tokenizer.huggingface import _HuggingFaceTokenizer
+from megatron.training.tokenizer.library import _GPT2BPETokenizer
 from megatron.training.tokenizer.null import _NullMultimodalTokenizer, _NullTokenizer
 from megatron.training.tokenizer.sentencepiece import (
     _GPTSentencePieceTokenizer,

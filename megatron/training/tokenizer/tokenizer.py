@@ -17,8 +17,8 @@ from megatron.training.tokenizer.build import (
     padded_vocab_size,
     padding_message,
 )
-from megatron.training.tokenizer.gpt2_bpe import _GPT2BPETokenizer as _GPT2BPETokenizer
 from megatron.training.tokenizer.huggingface import _HuggingFaceTokenizer as _HuggingFaceTokenizer
+from megatron.training.tokenizer.library import _GPT2BPETokenizer as _GPT2BPETokenizer
 from megatron.training.tokenizer.null import _NullMultimodalTokenizer as _NullMultimodalTokenizer
 from megatron.training.tokenizer.null import _NullTokenizer as _NullTokenizer
 from megatron.training.tokenizer.sentencepiece import (

@@ -18,10 +18,15 @@ import torch
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.folders import TRACKER, choose, published, read_tracker
+from megatron.core.dist_checkpointing.folders import (
+    TRACKER,
+    Retention,
+    choose,
+    published,
+    read_tracker,
+)
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.mapping import ParamInfo, from_param
-from megatron.core.dist_checkpointing.retention import Retention
 from megatron.core.dist_checkpointing.serialization import (
     Contents,
     SaveFailed,

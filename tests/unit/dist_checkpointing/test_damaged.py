@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.core.dist_checkpointing.formats import FORMATS, open_reader
 from megatron.core.dist_checkpointing.manifest import (
     INDEX,
     MANIFEST_BESIDE,
@@ -26,7 +26,6 @@ from megatron.core.dist_checkpointing.manifest import (
     write_json,
     write_manifest,
 )
-from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.core.dist_checkpointing.serialization import save
 from tests.functional.runs import TINY, train_gpt
 from tests.ranks import run_ranks

@@ -11,9 +11,8 @@ import torch
 
 from megatron.core.dist_checkpointing.background import BackgroundSave
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
-from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.core.dist_checkpointing.formats import FORMATS, open_reader
 from megatron.core.dist_checkpointing.mapping import from_param
-from megatron.core.dist_checkpointing.opening import open_reader
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed, begin, save
 from megatron.core.dist_checkpointing.snapshot import HostBuffer

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing.folders import TRACKER, Found, choose, published
+from megatron.core.dist_checkpointing.folders import (
+    KEEP_ALL,
+    TRACKER,
+    Found,
+    Retention,
+    choose,
+    published,
+)
 from megatron.core.dist_checkpointing.manifest import MANIFEST, CheckpointDamaged
-from megatron.core.dist_checkpointing.retention import KEEP_ALL, Retention
 from megatron.core.dist_checkpointing.serialization import Contents, save
 
 

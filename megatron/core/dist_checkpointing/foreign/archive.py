@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing import checksum
+from megatron.core.dist_checkpointing import manifest
 from megatron.core.dist_checkpointing.foreign.unpickler import Storage, unpickle
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 
@@ -52,7 +52,7 @@ class MappedFile:
         if start in self._checked:
             return
         with memoryview(self.bytes) as view, view[start : start + num_bytes] as record:
-            found = checksum.crc32(record)
+            found = manifest.crc32(record)
         if found != crc32:
             raise CheckpointDamaged(
                 f"{self.path} is damaged: {name} at byte {start} does not fit its checksum"

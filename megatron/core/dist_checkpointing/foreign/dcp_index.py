@@ -24,8 +24,8 @@ METADATA = ".metadata"
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A box of a tensor as one rank wrote it."""
+class ForeignPiece:
+    """A box of a tensor, and what finds its values when they are read."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class DcpTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ForeignPiece, ...]
     unflattened: tuple[int, ...] | None
 
 
@@ -85,11 +85,11 @@ class DcpIndex:
                 whole and tuple(whole),
             )
 
-    def _chunks(self, key: str, chunks: Any) -> Iterator[Chunk]:
+    def _chunks(self, key: str, chunks: Any) -> Iterator[ForeignPiece]:
         for chunk in chunks:
             offset, shape = tuple(chunk.offsets), tuple(chunk.sizes)
             self._place(key, offset)
-            yield Chunk(offset, shape, lambda o=offset, s=shape: self._array(key, o, s))  # type: ignore[misc]
+            yield ForeignPiece(offset, shape, lambda o=offset, s=shape: self._array(key, o, s))  # type: ignore[misc]
 
     def _array(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> StoredArray:
         array = self._load(key, offset)

@@ -3,8 +3,7 @@ no tensors, under the names of this project."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray
-from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA, DcpTensor
+from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA, DcpTensor, ForeignPiece
 from megatron.core.dist_checkpointing.foreign.names import (
     OUTPUT,
     cut_of,
@@ -22,7 +21,6 @@ from megatron.core.dist_checkpointing.foreign.names import (
     split_expert,
     split_state,
 )
-from megatron.core.dist_checkpointing.foreign.qkv import in_our_order
 from megatron.core.dist_checkpointing.foreign.unpickler import Record
 from megatron.core.dist_checkpointing.manifest import (
     CheckpointDamaged,
@@ -44,15 +42,6 @@ _NAMES = {f"AttnBackend({backend.value})": backend.name for backend in AttnBacke
 _CUDA_STATE_BYTES = 16
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 _FLOPS = "num_floating_point_operations_so_far"
-
-
-@dataclass(frozen=True)
-class ForeignPiece:
-    """A box of a tensor, and what finds its values when they are read."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    array: Callable[[], StoredArray]
 
 
 class ForeignReader(CheckpointReader):
@@ -142,7 +131,7 @@ class ForeignReader(CheckpointReader):
         heads = max(1, int(self.args.get("num_attention_heads") or 1) // tp)
         if "linear_qkv" not in key:
             version = 3.0
-        for row, rows in in_our_order(array, version, heads):
+        for row, rows in _in_our_order(array, version, heads):
             at = (offset[0] + row, *offset[1:]) if offset else offset
             self._add(key, array.dtype, ForeignPiece(at, rows.shape, partial(_same, rows)))
 
@@ -177,6 +166,28 @@ class ForeignReader(CheckpointReader):
     def _read_overlap(self, piece: Any, dtype: torch.dtype, box: Box, target: Tensor) -> None:
         del dtype
         target.copy_(piece.array().narrow(*box).read(verify=self._verify))
+
+
+def _in_our_order(
+    array: StoredArray, version: float, heads: int
+) -> Iterator[tuple[int, StoredArray]]:
+    """(row of ours, rows as stored) of query, key and value: a rank's share of ``heads`` heads.
+
+    Ours: per head its query, key and value rows.  Version 0 has all queries, then all keys, then
+    all values; version 1 the three side by side in every row of a head.
+    """
+    if version >= 2:
+        yield 0, array
+        return
+    width = array.shape[0] // (3 * heads)
+    step = array.stride[0]
+    for head in range(heads):
+        for kind in range(3):
+            first = (kind * heads + head) * width if version < 1 else head * width * 3 + kind
+            rows = array.narrow(slice(first, first + width))
+            if version >= 1:
+                rows = rows.with_stride(3 * step, *array.stride[1:])
+            yield (head * 3 + kind) * width, rows
 
 
 def _same(array: StoredArray) -> StoredArray:

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA, DcpIndex, DcpTensor
+from megatron.core.dist_checkpointing.foreign.dcp_index import (
+    METADATA,
+    DcpIndex,
+    DcpTensor,
+    ForeignPiece,
+)
 from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     STATE_PREFIX,
-    ForeignPiece,
     ForeignReader,
     rng_state_of,
 )

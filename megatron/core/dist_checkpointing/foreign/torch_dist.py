@@ -20,11 +20,10 @@ import torch
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.foreign.archive import StoredArray, load_archive
-from megatron.core.dist_checkpointing.foreign.dcp_index import Chunk, DcpIndex, DcpTensor
+from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex, DcpTensor, ForeignPiece
 from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     COMMON_FILE,
     STATE_PREFIX,
-    ForeignPiece,
     ForeignReader,
     degree,
     rng_state_of,
@@ -176,7 +175,7 @@ def _numbered(name: str) -> tuple[str, int]:
     return name, name.count("{}")
 
 
-def _boxes(tensor: DcpTensor, chunk: Chunk) -> Iterator[tuple[Any, Any, Any]]:
+def _boxes(tensor: DcpTensor, chunk: ForeignPiece) -> Iterator[tuple[Any, Any, Any]]:
     """Offset, shape and array of what a chunk holds of the real tensor."""
     if tensor.unflattened is None:
         yield chunk.offset, chunk.shape, chunk.array

@@ -8,8 +8,7 @@ from megatron.training.conversion.families.experts import MIXTRAL, QWEN2_MOE, QW
 from megatron.training.conversion.families.gpt2 import GPT2
 from megatron.training.conversion.families.gpt_oss import GPT_OSS
 from megatron.training.conversion.families.llama import DENSE
-from megatron.training.conversion.families.mamba2 import MAMBA2
-from megatron.training.conversion.families.nemotron_h import NEMOTRON_H
+from megatron.training.conversion.families.mamba import MAMBA2, NEMOTRON_H
 from megatron.training.conversion.families.t5 import T5
 from megatron.training.conversion.family import Family
 
