@@ -95,7 +95,7 @@ class Linear(_Module):
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         assert self.weight.shape == self.shape
-        self.note(is_first=is_first_microbatch)
+        self.note(is_first=is_first_microbatch, fuses=self.fuse_wgrad_accumulation)
         return self.product(inp, is_first_microbatch)
 
     def product(self, x: Tensor, is_first: bool | None) -> Tensor:
@@ -339,11 +339,11 @@ RECIPES = (
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[list[dict[str, Any]]]:
+def installed(version: str = "2.20.2") -> Iterator[list[dict[str, Any]]]:
     """As if the package imported here, on a GPU; gives the calls of its modules."""
     formats = types.SimpleNamespace(HYBRID="hybrid", E4M3="e4m3")
     contents: dict[str, dict[str, Any]] = {
-        "transformer_engine": {},
+        "transformer_engine": {"__version__": version},
         "transformer_engine.pytorch": {part.__name__: part for part in PARTS},
         "transformer_engine.common": {},
         "transformer_engine.common.recipe": {r.__name__: r for r in RECIPES} | {"Format": formats},

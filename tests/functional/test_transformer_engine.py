@@ -19,6 +19,7 @@ from tests.fake_transformer_engine import installed
 from tests.functional.runs import TINY, losses, refusal, run_gpt, train_gpt
 from tests.ranks import run_ranks
 
+NOTED = ("kind", "recipe", "is_first", "splits", "fuses")
 KEYS = ("lm loss", "grad-norm", "params-norm")
 BASE = [*TINY, "--log-params-norm"]
 LAYOUT = (
@@ -40,7 +41,7 @@ def train_with_engine(rank: int, world_size: int, argv: Sequence[str]) -> list[d
         assert "attention: Transformer Engine's; what it cannot do:" in said.getvalue()
         is_quantized = "--fp8-recipe" in argv
         assert ("by the device: yes, through Transformer" in said.getvalue()) is is_quantized
-    return [{k: call.get(k) for k in ("kind", "recipe", "is_first")} for call in calls]
+    return [{k: call.get(k) for k in NOTED} for call in calls]
 
 
 def run_with_engine(
@@ -80,6 +81,8 @@ def test_a_run_is_that_of_our_own_layers(tmp_path, flags, world_size):
     found, calls = run_with_engine(tmp_path / "engine", *flags, world_size=world_size)
     assert_same(found, expected)
     kinds = Counter(call["kind"] for call in calls[0])
+    fuses = {call["fuses"] for call in calls[0] if call["kind"] == "Linear"}
+    assert fuses == {world_size > 1 and "--no-gradient-accumulation-fusion" not in flags}
     assert kinds["LayerNormLinear"] == kinds["Linear"] == 2 * kinds["DotProductAttention"] > 0
 
 
@@ -124,6 +127,9 @@ def test_layers_follow_their_recipe_and_the_outer_ones_none(tmp_path):
     matrices = {kind for kind, _ in per_batch}
     names = [(c["kind"], c["recipe"] and str(c["recipe"])) for c in calls if c["kind"] in matrices]
     assert Counter(names) == {name: batches * n for name, n in per_batch.items()}
+    splits = {n for call in calls for n in call["splits"] or ()}
+    assert splits
+    assert not any(n % 16 for n in splits)  # rows of an expert, filled up for the kernels
     # Weights are quantised anew where the first micro-batch meets them.
     anew = [call["kind"] for call in calls if call["is_first"]]
     assert Counter(anew) == {"LayerNormLinear": 3, "Linear": 3, "GroupedLinear": 2}

@@ -219,6 +219,14 @@ def test_without_the_package_a_layer_says_what_is_missing(build):
         build(config, given)
 
 
+@pytest.mark.parametrize(
+    ("version", "reason"), [("1.13.0", "version 1.13.0 is older than 2.4"), ("2.4.0+cu128", None)]
+)
+def test_an_old_version_is_told_from_a_known_one(version, reason):
+    with installed(version):
+        assert te.why_not() == reason
+
+
 def test_a_scripts_own_layers_compute_alone():
     config = tiny_config(params_dtype=torch.float64)
     with installed():

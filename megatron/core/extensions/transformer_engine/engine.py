@@ -23,7 +23,8 @@ from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 WANTED_BY = "--transformer-impl transformer_engine"
-_PYTORCH, _RECIPE = "transformer_engine.pytorch", "transformer_engine.common.recipe"
+_PACKAGE, _OLDEST = "transformer_engine", (2, 4)
+_PYTORCH, _RECIPE = f"{_PACKAGE}.pytorch", f"{_PACKAGE}.common.recipe"
 _RECIPES = {
     "tensorwise": "Float8CurrentScaling",
     "blockwise": "Float8BlockScaling",
@@ -41,7 +42,12 @@ def package() -> Any:
 
 def why_not() -> str | None:
     """Why its layers cannot run here; None where they can."""
-    return optional.why_missing(_PYTORCH) or _why_no_gpu()
+    reason = optional.why_missing(_PYTORCH)
+    if reason is None:
+        version = optional.require(_PACKAGE, WANTED_BY).__version__
+        if tuple(map(int, version.split(".")[:2])) < _OLDEST:
+            reason = f"version {version} is older than 2.4"
+    return reason or _why_no_gpu()
 
 
 def _why_no_gpu() -> str | None:
@@ -131,7 +137,9 @@ class Engine:
     def _has_changed(self, weights: list[nn.Parameter]) -> bool | None:
         """Whether weights are to be quantised anew; None: they are not to be kept.
 
-        As with `LinearQuantizer` they are kept where ``main_grad`` tells of whole weights.
+        As with `LinearQuantizer` they are kept where ``main_grad`` tells of whole weights.  Weights
+        change between steps alone: the package writes the gradient of the first pass over what is
+        there, and adds the others.
         """
         if not torch.is_grad_enabled() or not all(hasattr(p, "main_grad") for p in weights):
             return None
