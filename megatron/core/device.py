@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -185,11 +186,18 @@ def empty_cache() -> None:
 
 
 def memory_stats() -> dict[str, float]:
-    """Bytes: allocated, max_allocated, reserved, max_reserved, allocated_count; zero on the CPU."""
+    """Bytes: allocated, max_allocated, reserved, max_reserved; and allocated_count.
+
+    On the CPU what the process has in memory, and 0 as the count.
+    """
     if not _has_gpu():
-        return dict.fromkeys(
-            ("allocated", "max_allocated", "reserved", "max_reserved", "allocated_count"), 0.0
-        )
+        now = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+        return {
+            **dict.fromkeys(("allocated", "reserved"), now),
+            **dict.fromkeys(("max_allocated", "max_reserved"), max(now, most)),
+            "allocated_count": 0,
+        }
     stats = torch.cuda.memory_stats()
     return {
         "allocated": torch.cuda.memory_allocated(),

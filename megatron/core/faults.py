@@ -4,8 +4,9 @@ FAULTS holds comma-separated specs ``point:kind[:rankR][:stepS][:timesT][:Xs]``,
 ``save.after_rename:kill:rank1:step3``.  Without ``rank`` or ``step`` every rank or step is meant;
 ``times`` bounds how often a spec fires in one process; ``Xs`` is how long ``slow`` takes (1 s).
 
-Kinds: raise, kill (SIGKILL), stop (SIGSTOP), hang, exit, enospc (OSError: disk full), slow, at any
-point; and nan and bitflip, which the caller carries out where `fault_point` returns their name.
+Kinds: raise, kill (SIGKILL), stop (SIGSTOP), hang, exit, enospc (OSError: disk full), oom
+(MemoryError), slow, at any point; and nan and bitflip, which the caller carries out where
+`fault_point` returns their name.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.per_rank import each_rank_owns
 
 _VARIABLE = "FAULTS"
-_KINDS = ("raise", "kill", "stop", "hang", "exit", "enospc", "slow")
+_KINDS = ("raise", "kill", "stop", "hang", "exit", "enospc", "oom", "slow")
 _BY_CALLER = {  # kind -> where somebody carries it out
     "nan": ("step.gradient",),  # the loss of a micro-batch
     "bitflip": ("step.updated", "save.tensor"),  # of a weight; of a file behind its checksum
@@ -101,6 +102,8 @@ def _carry_out(spec: _Spec) -> str | None:
         raise InjectedFault(where)
     if spec.kind == "enospc":
         raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({where})")
+    if spec.kind == "oom":
+        raise MemoryError(where)
     if spec.kind == "exit":
         os._exit(1)
     if spec.kind == "slow":

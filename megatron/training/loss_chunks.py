@@ -20,9 +20,8 @@ def settle_loss_chunks(config: RunConfig, padded_vocab_size: int, memory: float)
     model = config.model
     if model.loss_chunk_size is not None or model.defer_embedding_wgrad_compute:
         return config
-    tokens, each = _tokens(config), _bytes_of_token(config, padded_vocab_size)
-    held = tokens * each * (1 + (model.mtp_num_layers or 0))
-    if held <= _SHARE_OF_ALL * memory:
+    each = _bytes_of_token(config, padded_vocab_size)
+    if logits_bytes(config, padded_vocab_size) <= _SHARE_OF_ALL * memory:
         return config
     size = max(_LEAST_TOKENS, int(_SHARE_OF_CHUNK * memory / each))
     return replace(config, model=replace(model, loss_chunk_size=size))
@@ -38,6 +37,12 @@ def chunk_line(config: RunConfig, padded_vocab_size: int) -> str | None:
         f"loss in chunks of {size} tokens: logits of all {tokens} would take {whole:.2f} GiB "
         "(--loss-chunk-size 0 keeps them whole)"
     )
+
+
+def logits_bytes(config: RunConfig, padded_vocab_size: int) -> int:
+    """Of a micro-batch on one rank, with those of tokens further ahead."""
+    losses = 1 + (config.model.mtp_num_layers or 0)
+    return losses * _tokens(config) * _bytes_of_token(config, padded_vocab_size)
 
 
 def _tokens(config: RunConfig) -> int:

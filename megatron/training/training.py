@@ -19,6 +19,7 @@ from megatron.training.checkpoint_io import convert, finish_at_failure, load, sa
 from megatron.training.failure_watch import failure_watch
 from megatron.training.initialize import configure, fail, fail_before_start, shut_down, start
 from megatron.training.loop import train
+from megatron.training.memory_report import explaining_lack_of_memory
 from megatron.training.printing import print_rank_0
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import number_of_train_iters, recount_train_iters
@@ -74,7 +75,10 @@ def pretrain(
         run = start(config)
         try:
             timeout_s = 60.0 * config.distributed.distributed_timeout_minutes
-            with failure_watch(timeout_s=timeout_s, before_end=partial(finish_at_failure, run)):
+            with (
+                failure_watch(timeout_s=timeout_s, before_end=partial(finish_at_failure, run)),
+                explaining_lack_of_memory(run),
+            ):
                 run.forward_step_func = forward_step_func
                 run.process_non_loss_data_func = process_non_loss_data_func
                 run.non_loss_data_func = non_loss_data_func

@@ -22,3 +22,12 @@ def test_bf16_sums_can_be_kept_in_fp32() -> None:
         assert matmul.allow_bf16_reduced_precision_reduction is False
     finally:
         matmul.allow_bf16_reduced_precision_reduction = before
+
+
+@pytest.mark.feature("Logging: memory in use on a CPU too, under the same tags")
+def test_the_memory_of_a_process_on_the_cpu_is_what_it_has() -> None:
+    before = device.memory_stats()
+    held = torch.ones(2**26)
+    after = device.memory_stats()
+    assert after["allocated"] - before["allocated"] > 0.9 * held.nbytes
+    assert after["max_allocated"] >= after["allocated"] == after["reserved"]

@@ -34,5 +34,9 @@ class MissingDependency(MegatronError, ImportError):
     """An optional package is needed for what was asked."""
 
 
+class OutOfMemory(MegatronError, MemoryError):
+    """An allocation has failed; the message says who holds the memory, and what helps."""
+
+
 class NonFiniteError(MegatronError, FloatingPointError):
     """A loss or gradient is NaN or infinite."""

@@ -279,6 +279,15 @@ class MegatronOptimizer:
         ]
         return [*mains, *self.rule.tensors(mains), *copies]
 
+    def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
+        """Main parameters and the state made so far, each with the name of its kind."""
+        for p in self.params:
+            yield "main parameters", p.main
+            for kind, kept in self.rule.state.get(p.main, {}).items():
+                yield from (
+                    (kind, t) for t in ((kept,) if isinstance(kept, Tensor) else kept.tensors)
+                )
+
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         if self.timers is None:

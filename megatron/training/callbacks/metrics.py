@@ -179,7 +179,7 @@ class Metrics(Callback):
         if run.is_rank_0:
             num_microbatches = run.batches.num_microbatches(run.state.consumed_train_samples)
             print_memory(run.config, run.padded_vocab_size, num_microbatches)
-        if run.groups.dp.rank() == 0 and device.is_cuda():
+        if run.groups.dp.rank() == 0:
             print(memory_line(run.state.iteration), flush=True)
 
 

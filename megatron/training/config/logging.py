@@ -103,7 +103,7 @@ class LoggingConfig:
     )
     log_memory_to_tensorboard: bool = option(
         False,
-        "Write GPU memory in use to TensorBoard.",
+        "Write memory in use to TensorBoard: the GPU's, or what a process on the CPU has.",
         group="logging",
     )
     log_world_size_to_tensorboard: bool = option(

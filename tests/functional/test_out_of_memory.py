@@ -1,0 +1,105 @@
+"""A run that has not enough memory says who holds it and what would help, and ends on all ranks."""
+
+from __future__ import annotations
+
+import re
+import resource
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megatron.core.config.errors import OutOfMemory
+from megatron.training import memory_report
+from megatron.training.memory_owners import LOGITS, owners
+from tests.functional.runs import TINY, refusal
+from tests.ranks import run_ranks
+from tests.unit.callbacks.helpers import fake_run
+
+LARGE = "--vocab-size 40000 --seq-length 512 --max-position-embeddings 512 --micro-batch-size 8"
+LOGITS_GIB = 8 * 512 * 40_064 * 4 / 2**30
+
+
+def confined(rank: int, world_size: int, argv: list[str], room: int) -> str:
+    """What a run says whose address space may grow by ``room`` bytes."""
+    torch.ones(64, 64) @ torch.ones(64, 64)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + room, resource.RLIM_INFINITY))
+    return refusal(rank, world_size, argv)
+
+
+@pytest.mark.feature("Memory: a run without enough says who holds it, what was planned, what helps")
+def test_logits_that_do_not_fit_are_named_with_their_cure() -> None:
+    (said,) = run_ranks(confined, 1, [*TINY, *LARGE.split()], 500 * 2**20)
+    head, *lines = said[said.index("OutOfMemory: ") :].splitlines()
+    assert head == (
+        "OutOfMemory: rank 0 is out of memory in step 1, forward pass: an allocation of "
+        f"{LOGITS_GIB:.3f} GiB failed"
+    )
+    assert "output_loss.py" in lines[0]
+    sizes = {name: float(gib) for gib, name in re.findall(r"^ +([\d.]+)  (\S.*)$", said, re.M)}
+    assert any(name.startswith("parameters of embedding.word_embeddings") for name in sizes)
+    assert any(name.startswith("activations of decoder.layers.*.mlp.linear_fc2") for name in sizes)
+    assert sizes["--loss-chunk-size 1024"] == pytest.approx(LOGITS_GIB, abs=1e-3)
+    assert sizes["--micro-batch-size 4"] > LOGITS_GIB / 2
+    assert "what was planned" in said
+
+
+def test_all_ranks_end_and_name_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAULTS", "evaluate.iter:oom:rank1")
+    with pytest.raises(AssertionError, match="rank 0.*exit code 1|rank 1.*exit code 1"):
+        run_ranks(without_a_plan, 2, [*TINY, "--eval-interval", "2"])
+
+
+def without_a_plan(rank: int, world_size: int, argv: list[str]) -> str:
+    """Without the seconds that a process takes to plan."""
+    with mock.patch.object(memory_report, "_planned", return_value=()):
+        return refusal(rank, world_size, argv)
+
+
+def run_with_one_layer() -> Any:
+    layer = torch.nn.Linear(64, 32, bias=False)
+    return fake_run(model_chunks=[torch.nn.ModuleDict({"layer": layer})], optimizer=None)
+
+
+def test_what_autograd_keeps_belongs_to_the_module_that_reads_it() -> None:
+    run = run_with_one_layer()
+    layer = run.model_chunks[0]["layer"]
+    hidden = layer(torch.ones(1024, 64))
+    loss = F.gelu(layer(F.gelu(hidden.repeat(1, 2)))).sum()
+    found = {f"{o.kind} {o.name}": o.num_bytes for o in owners(run)}
+    assert found["parameters layer.weight"] == 64 * 32 * 4
+    assert found["activations layer Gelu"] == 1024 * 64 * 4, "before the layer that reads it"
+    loss.backward()
+    found = {f"{o.kind} {o.name}": o.num_bytes for o in owners(run)}
+    assert found["gradients layer.weight"] == 64 * 32 * 4
+    assert "activations layer Gelu" not in found
+    assert LOGITS not in " ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("error", "size"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), 5 * 2**29),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes. "
+                      "Error code 12"), 64),
+        (MemoryError("Unable to allocate 3.00 MiB for an array with shape (1,)"), 3 * 2**20),
+        (RuntimeError("std::bad_alloc"), None),
+    ],
+)  # fmt: skip
+def test_failed_allocations_are_known_by_their_words(error: Exception, size: int | None) -> None:
+    assert memory_report.is_lack_of_memory(error)
+    assert memory_report.asked_bytes(error) == size
+
+
+def test_other_errors_pass_through() -> None:
+    run = run_with_one_layer()
+    with pytest.raises(RuntimeError, match="shapes"), memory_report.explaining_lack_of_memory(run):
+        raise RuntimeError("shapes cannot be multiplied")
+    told = OutOfMemory("told already")
+    with pytest.raises(OutOfMemory) as found, memory_report.explaining_lack_of_memory(run):
+        raise told
+    assert found.value is told
