@@ -9,23 +9,24 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import subprocess
-import sys
 import traceback
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from types import TracebackType
 
 from megatron.core import device
-from megatron.core.config.errors import OutOfMemory
+from megatron.core.config.errors import MegatronError, OutOfMemory
+from megatron.core.virtual_ranks.run import without_groups
+from megatron.training.arguments.resolve import resolve
 from megatron.training.loss_chunks import logits_bytes
 from megatron.training.memory_owners import ACTIVATIONS, LOGITS, OPTIMIZER, Owner, owners
+from megatron.training.plan.stages import plan_run
 from megatron.training.printing import rank, ranks_here
 from megatron.training.runtime import Runtime
 
 _GIB = 2**30
 _SHOWN = 10
-_PLANNER_S = 30.0  # the other ranks wait for the report
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
 _ASKED = re.compile(r"(?:[Tt]ried|Unable) to allocate ([\d.]+) (\w+)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": _GIB, "TiB": 2**40}
@@ -87,7 +88,7 @@ def _circumstances(run: Runtime, error: BaseException) -> Iterator[str]:
     own = [place for place, name in frames if "megatron" in place]
     if own:
         yield f"  at {own[-1]}"
-    stats, total = device.memory_stats(), device.total_memory(ranks_here())
+    stats, total = device.memory_stats(), _memory()
     in_pieces = stats["reserved"] - stats["allocated"]
     yield (
         f"  {device.name()}: {stats['allocated'] / _GIB:.3f} GiB in use (most so far "
@@ -115,29 +116,30 @@ def _largest(held: list[Owner]) -> Iterator[str]:
 
 
 def _planned(run: Runtime) -> Iterator[str]:
-    """What --check-only says of this rank's stage, in a process of its own."""
-    of_launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "FAULTS")
-    flags = ["--check-only", "--check-world-size", str(run.config.world_size)]
-    flags += ["--check-rank", str(rank())]
-    said = ""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(
-            [sys.executable, *sys.argv, *flags],
-            env={k: v for k, v in os.environ.items() if k not in of_launcher},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_PLANNER_S,
-            check=True,
-            text=True,
-        ).stdout
-    found = re.search(r"^memory of one rank.*\n(.*)\n((?: .*\n)+)", said, re.MULTILINE)
-    if found is None:
-        yield "what was planned: --check-only gives no answer here"
+    """What the planner says of this rank's stage."""
+    yield "what was planned, GiB of tensors (as --check-only):"
+    asked = Namespace(**run.config.asked, yaml_cfg=None)
+    try:
+        with without_groups():
+            config = resolve(asked, run.config.world_size)
+            plan = plan_run(config, rank(), only=run.groups.pp.rank(), memory=_memory())
+    except (MemoryError, RuntimeError, MegatronError) as error:
+        yield f"  no answer: {error}"
         return
-    stages = found[2].splitlines()
-    yield "what was planned (--check-only), GiB of tensors:"
-    yield f"  {found[1]}"
-    yield f"  {stages[min(run.groups.pp.rank(), len(stages) - 1)]}"
+    (stage,) = plan.stages
+    state = stage.cost.state
+    for name, size in (
+        ("parameters", state.parameters),
+        ("gradients", state.gradients),
+        ("optimizer", state.optimizer),
+        ("activations", stage.activations),
+        ("in all", stage.peak),
+    ):
+        yield f"  {size / _GIB:9.3f}  {name}"
+
+
+def _memory() -> int:
+    return device.total_memory(ranks_here())
 
 
 def _cures(run: Runtime, held: list[Owner]) -> Iterator[str]:

@@ -145,9 +145,10 @@ def forward_backward(
     *,
     forward_only: bool,
     collect_non_loss_data: bool = False,
+    hooks: StepHooks | None = None,
 ) -> list[dict[str, Tensor]]:
     """Run the schedule; returns the reported dictionary of each micro-batch (last stage)."""
-    hooks = StepHooks(
+    hooks = hooks or StepHooks(
         grad_scale_func=partial(_scaled_loss, run) if run.optimizer is not None else None,
         finalize_model_grads_func=partial(_finalize, run),
         loss_check_func=require_finite_loss if run.config.ddp.check_for_nan_in_grad else None,

@@ -21,6 +21,7 @@ from megatron.training.initialize import configure, fail, fail_before_start, shu
 from megatron.training.loop import train
 from megatron.training.memory_report import explaining_lack_of_memory
 from megatron.training.printing import print_rank_0
+from megatron.training.rehearsal import make_optimizer_state, rehearse
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import number_of_train_iters, recount_train_iters
 from megatron.training.startup_log import (
@@ -144,6 +145,9 @@ def _train_and_evaluate(run: Runtime) -> None:
     if skip_train:
         print_rank_0("skipping training (--skip-train is on) ...")
     else:
+        make_optimizer_state(run)
+        if run.config.training.rehearse_memory and not run.finished():
+            rehearse(run)
         print_rank_0("training ...")
         print_datetime("before the start of training step")
         train(run)

@@ -79,6 +79,26 @@ def run(fn: Callable[..., T], world_size: int, *args: Any) -> list[T]:
 
 
 @contextlib.contextmanager
+def without_groups() -> Iterator[None]:
+    """Code inside finds torch as before it had a process group; those there are come back."""
+    world = distributed_c10d._world
+    places = [
+        *((distributed_c10d, name) for name in _TORCH),
+        *((world, name) for name in vars(world)),
+    ]
+    before = [getattr(owner, name) for owner, name in places]
+    for (owner, name), value in zip(places, before, strict=True):
+        setattr(owner, name, type(value)() if isinstance(value, dict | list | int) else None)
+    _set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        _set_thread_isolation_mode(False)
+        for (owner, name), value in zip(places, before, strict=True):
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
 def _default_group(rank: int, world_size: int, store: dist.Store) -> Iterator[None]:
     dist.init_process_group(transport.BACKEND, store=store, rank=rank, world_size=world_size)
     try:

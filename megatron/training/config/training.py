@@ -21,6 +21,12 @@ class TrainingConfig:
         "Samples in one optimizer step over all replicas; one micro-batch a replica if not given.",
         group="training",
     )
+    rehearse_memory: bool = option(
+        False,
+        "Before the first step, take the memory of the largest step and of an evaluation, so that "
+        "too little is found out at once. Changes no number.",
+        group="training",
+    )
     rampup_batch_size: tuple[int, ...] | None = option(
         None,
         "START INCREMENT SAMPLES: begin with a global batch of START and grow it by "
