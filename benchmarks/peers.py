@@ -146,9 +146,8 @@ class _HF(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-@torch.no_grad()
-def hf_gpt2(shape: Shape) -> nn.Module:
-    """transformers' GPT-2 with SDPA and the common start."""
+def gpt2_of(shape: Shape) -> nn.Module:
+    """transformers' GPT-2 with SDPA."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -163,7 +162,13 @@ def hf_gpt2(shape: Shape) -> nn.Module:
         attn_pdrop=0.0,
         attn_implementation="sdpa",
     )
-    model, w = GPT2LMHeadModel(config), weights(shape)
+    return GPT2LMHeadModel(config)
+
+
+@torch.no_grad()
+def hf_gpt2(shape: Shape) -> nn.Module:
+    """transformers' GPT-2 with SDPA and the common start."""
+    model, w = gpt2_of(shape), weights(shape)
     body = model.transformer
     body.wte.weight.copy_(w["wte"])
     body.wpe.weight.copy_(w["wpe"])

@@ -1,0 +1,347 @@
+"""The contenders of train_gpu.py: one shape, one start, one stream of tokens, one AdamW.
+
+Every weight is drawn on the device from a seed that its name gives, so that no contender needs the
+others' tensors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pretrain_gpt
+from benchmarks import ours, peers
+from megatron.core import device
+from megatron.core.param_info import info_of
+from megatron.training import setup
+from megatron.training.device_peak import measured_gemm_rate
+from megatron.training.initialize import configure, start
+from megatron.training.rehearsal import make_optimizer_state
+from megatron.training.step import train_step
+
+STEPS_OF_DATA = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model and of its batch; ``more`` are flags that ours needs for it to fit."""
+
+    name: str
+    family: str  # gpt2 or llama
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    batch: int
+    vocab: int = 50304
+    groups: int = 0  # of keys and values; 0: as many as heads
+    ffn: int = 0  # 0: four times the width
+    experts: int = 0  # two of which see a token
+    is_alone: bool = False  # takes the device for itself: contenders start anew each turn
+    more: str = ""
+
+    @property
+    def inner(self) -> int:
+        """Width of the MLP."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.groups or self.heads
+
+
+_14_BYTES = (  # a parameter with its gradient
+    "--use-distributed-optimizer --use-precision-aware-optimizer --main-grads-dtype bf16 "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    "--loss-chunk-size 2048"
+)
+_8B = (4096, 32, 8192, 1, 128256, 8, 14336)  # hidden, heads, seq, batch, vocab, groups, ffn
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("124m", "gpt2", 12, 768, 12, 1024, 32),
+        Shape("1.3b", "gpt2", 24, 2048, 16, 2048, 8),
+        Shape("3b", "gpt2", 28, 3072, 24, 2048, 4, is_alone=True),
+        Shape("llama-8b-stack", "llama", 8, *_8B, is_alone=True),
+        Shape("llama-8b", "llama", 32, *_8B, is_alone=True, more=_14_BYTES),
+        Shape("moe", "llama", 12, 1024, 16, 2048, 8, 32000, groups=4, ffn=3584, experts=8),
+        Shape("tiny", "gpt2", 2, 64, 2, 64, 2, 512),
+        Shape("tiny-llama", "llama", 2, 64, 4, 64, 2, 512, groups=2, ffn=96, is_alone=True),
+        Shape("tiny-moe", "llama", 2, 64, 4, 64, 2, 512, groups=2, ffn=96, experts=4),
+    )
+}
+
+
+def flags(shape: Shape, kind: str) -> list[str]:
+    """Our command line of a shape; ``kind`` is ours, or ours-fp8."""
+    words = (
+        f"--device {device.current().type} --bf16 --num-layers {shape.layers} "
+        f"--hidden-size {shape.hidden} --num-attention-heads {shape.heads} "
+        f"--ffn-hidden-size {shape.inner} --seq-length {shape.seq} "
+        f"--max-position-embeddings {shape.seq} --micro-batch-size {shape.batch} "
+        f"--global-batch-size {shape.batch} --train-iters 1000000 --lr {peers.ADAM['lr']} "
+        f"--lr-decay-style constant --adam-beta1 {peers.ADAM['betas'][0]} "
+        f"--adam-beta2 {peers.ADAM['betas'][1]} --weight-decay {peers.WEIGHT_DECAY} "
+        f"--clip-grad {peers.CLIP} --mock-data --tokenizer-type NullTokenizer "
+        f"--vocab-size {shape.vocab - 1} --make-vocab-size-divisible-by 1 --hidden-dropout 0 "
+        "--attention-dropout 0 --no-create-attention-mask-in-dataloader --eval-iters 0 "
+        f"--num-workers 0 --transformer-impl local {shape.more}"
+    )
+    if shape.family == "llama":
+        words += " --swiglu --normalization RMSNorm --position-embedding-type rope"
+        words += " --disable-bias-linear --untie-embeddings-and-output-weights"
+    else:
+        words += " --no-bias-gelu-fusion"  # the exact GELU, as the others have it
+    if shape.groups:
+        words += f" --group-query-attention --num-query-groups {shape.groups}"
+    if shape.experts:
+        words += f" --num-experts {shape.experts} --moe-router-topk 2 --moe-grouped-gemm"
+        words += f" --moe-ffn-hidden-size {shape.inner} --moe-router-load-balancing-type none"
+    if kind == "ours-fp8":
+        words += " --fp8-format hybrid --fp8-recipe tensorwise"
+    return words.split()
+
+
+def draw(name: str, *size: int, std: float = 0.02) -> Tensor:
+    """The start of a weight, in fp32 on the device."""
+    where = device.current()
+    generator = torch.Generator(where).manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(*size, generator=generator, device=where) * std
+
+
+class Start:
+    """The weights of each layer under plain names: q, k, v, proj, fc1 (gate above up), fc2."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.residual_std = 0.02 / (2 * shape.layers) ** 0.5
+
+    def layer(self, i: int) -> dict[str, Tensor]:
+        """Of layer ``i``."""
+        s, h = self.shape, self.shape.hidden
+        kv_width, wide = h // s.heads * s.kv_heads, s.inner * (2 if s.family == "llama" else 1)
+        sizes = {"q": (h, h), "k": (kv_width, h), "v": (kv_width, h), "proj": (h, h)}
+        sizes |= {"fc1": (wide, h), "fc2": (h, s.inner)}
+        stds = {"proj": self.residual_std, "fc2": self.residual_std}
+        return {n: draw(f"{i}.{n}", *size, std=stds.get(n, 0.02)) for n, size in sizes.items()}
+
+    def table(self, name: str) -> Tensor:
+        """``wte`` and ``out`` [vocabulary, width], ``wpe`` [tokens, width]."""
+        rows = self.shape.seq if name == "wpe" else self.shape.vocab
+        return draw(name, rows, self.shape.hidden)
+
+
+# -- ours ------------------------------------------------------------------------------------
+
+
+class OurTrainer:
+    """The application's own step, from flags to `train_step`."""
+
+    def __init__(self, shape: Shape, kind: str, more: str) -> None:
+        self.run = start(configure(argv=[*flags(shape, kind), *more.split()]))
+        self.run.forward_step_func = pretrain_gpt.forward_step
+        self.run.train_iters = 1_000_000
+        setup.setup_tokenizer(self.run)
+        setup.build_model(self.run, pretrain_gpt.model_provider)
+        if not shape.experts:
+            _fill_ours(self.run.model_chunks[0], shape)
+        setup.build_optimizer(self.run)
+        make_optimizer_state(self.run)
+        self.run.train_data = ours.endless(peers.batches(shape, STEPS_OF_DATA))  # type: ignore[arg-type]
+
+    def step(self) -> Tensor:
+        """The loss, not waited for."""
+        result = train_step(self.run)
+        self.run.state.advance(result, 0.0)
+        return result.losses["lm loss"]
+
+
+@torch.no_grad()
+def _fill_ours(model: nn.Module, shape: Shape) -> None:
+    """Query, key and value lie interleaved by group of heads."""
+    begin, params = Start(shape), {info_of(p).name: p for p in model.parameters()}
+
+    def put(name: str, values: Tensor) -> None:
+        params.pop(name).copy_(values)
+
+    put("embedding.word_embeddings.weight", begin.table("wte"))
+    if shape.family == "llama":
+        put("output_layer.weight", begin.table("out"))
+    else:
+        put("embedding.position_embeddings.weight", begin.table("wpe"))
+    for i in range(shape.layers):
+        w, prefix = begin.layer(i), f"decoder.layers.{i}."
+        by_group = [w[part].view(shape.kv_heads, -1, shape.hidden) for part in ("q", "k", "v")]
+        put(prefix + "self_attention.linear_qkv.weight", torch.cat(by_group, 1).flatten(0, 1))
+        put(prefix + "self_attention.linear_proj.weight", w["proj"])
+        put(prefix + "mlp.linear_fc1.weight", w["fc1"])
+        put(prefix + "mlp.linear_fc2.weight", w["fc2"])
+    forgotten = [name for name, param in params.items() if param.dim() > 1]
+    assert not forgotten, f"the common start has nothing for {forgotten}"
+
+
+# -- peers -----------------------------------------------------------------------------------
+
+
+class PeerTrainer:
+    """bf16 by autocast over fp32 weights, clipped, fused AdamW: as peers are run by default."""
+
+    def __init__(self, model: nn.Module, shape: Shape, *, is_compiled: bool) -> None:
+        self.model: Any = torch.compile(model) if is_compiled else model
+        self.params, self.optimizer = list(model.parameters()), peers.adamw(model)
+        self.data, self.at = peers.batches(shape, STEPS_OF_DATA), 0  # type: ignore[arg-type]
+
+    def step(self) -> Tensor:
+        """The loss, not waited for."""
+        where = device.current()
+        batch = self.data[self.at % len(self.data)].to(where, non_blocking=True)
+        self.at += 1
+        with torch.autocast(where.type, torch.bfloat16):
+            loss: Tensor = self.model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.params, peers.CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+@torch.no_grad()
+def _plain(shape: Shape) -> nn.Module:
+    """The single-file GPT."""
+    with device.current():
+        model = peers.PlainGPT(shape)  # type: ignore[arg-type]
+    begin = Start(shape)
+    model.wte.weight.copy_(begin.table("wte"))
+    model.wpe.weight.copy_(begin.table("wpe"))
+    for i, block in enumerate(model.blocks):
+        w = begin.layer(i)
+        w["qkv"] = torch.cat([w[part] for part in ("q", "k", "v")])
+        for name in ("qkv", "proj", "fc1", "fc2"):
+            linear: Any = getattr(block, name)
+            linear.weight.copy_(w[name])
+            linear.bias.zero_()
+    return model
+
+
+class _Huggingface(nn.Module):
+    """With the loss of the model's own, over labels that are shifted already."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        out: Any = self.model(tokens, labels=labels, shift_labels=labels, use_cache=False)
+        loss: Tensor = out.loss
+        return loss
+
+
+@torch.no_grad()
+def _hf_gpt2(shape: Shape) -> nn.Module:
+    with device.current():
+        wrapped: Any = peers.gpt2_of(shape)  # type: ignore[arg-type]
+    begin, body = Start(shape), wrapped.transformer
+    body.wte.weight.copy_(begin.table("wte"))
+    body.wpe.weight.copy_(begin.table("wpe"))
+    for i, block in enumerate(body.h):
+        w = begin.layer(i)
+        pairs = {
+            block.attn.c_attn: torch.cat([w[part] for part in ("q", "k", "v")]),
+            block.attn.c_proj: w["proj"],
+            block.mlp.c_fc: w["fc1"],
+            block.mlp.c_proj: w["fc2"],
+        }
+        for conv, values in pairs.items():  # Conv1D keeps [in, out]
+            conv.weight.copy_(values.t())
+            conv.bias.zero_()
+    return _Huggingface(wrapped)
+
+
+@torch.no_grad()
+def _hf_llama(shape: Shape) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        max_position_embeddings=shape.seq,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        rms_norm_eps=1e-5,
+    )
+    with device.current():
+        model: Any = LlamaForCausalLM(config)
+    begin = Start(shape)
+    model.model.embed_tokens.weight.copy_(begin.table("wte"))
+    model.lm_head.weight.copy_(begin.table("out"))
+    for i, block in enumerate(model.model.layers):
+        w, attention, mlp = begin.layer(i), block.self_attn, block.mlp
+        attention.q_proj.weight.copy_(w["q"])
+        attention.k_proj.weight.copy_(w["k"])
+        attention.v_proj.weight.copy_(w["v"])
+        attention.o_proj.weight.copy_(w["proj"])
+        gate, up = w["fc1"].chunk(2)
+        mlp.gate_proj.weight.copy_(gate)
+        mlp.up_proj.weight.copy_(up)
+        mlp.down_proj.weight.copy_(w["fc2"])
+    return _Huggingface(model)
+
+
+def _liger_llama(shape: Shape) -> nn.Module:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama()
+    return _hf_llama(shape)
+
+
+# -- the matrix product that speeds are a share of -------------------------------------------
+
+
+class MatrixProduct:
+    """FLOP/s of a large bf16 product in place of a loss."""
+
+    def step(self) -> Tensor:
+        """One measurement."""
+        size = 8192 if device.is_cuda() else 512
+        return torch.tensor(measured_gemm_rate(torch.bfloat16, size))
+
+
+_PEERS: dict[str, Callable[[Shape], nn.Module]] = {
+    "plain-compiled": _plain,
+    "hf-gpt2": _hf_gpt2,
+    "hf-gpt2-compiled": _hf_gpt2,
+    "hf-llama": _hf_llama,
+    "hf-llama-compiled": _hf_llama,
+    "hf-llama-liger": _liger_llama,
+}
+
+
+def contenders(shape: Shape) -> list[str]:
+    """Who can train this shape here."""
+    names = ["ours", "ours-fp8"]
+    if shape.experts:
+        return names
+    mark = "hf-llama" if shape.family == "llama" else ("plain", "hf-gpt2")
+    has_liger = importlib.util.find_spec("liger_kernel") is not None
+    names += [n for n in _PEERS if n.startswith(mark) and (has_liger or "liger" not in n)]
+    return names
+
+
+def make_trainer(name: str, shape: Shape, more: str) -> Any:
+    """The contender ``name``; ``more`` are further flags of ours."""
+    if name == "product":
+        return MatrixProduct()
+    if name.startswith("ours"):
+        return OurTrainer(shape, name, more)
+    return PeerTrainer(_PEERS[name](shape), shape, is_compiled=name.endswith("compiled"))
