@@ -204,7 +204,7 @@ class PeerTrainer:
         batch = self.data[self.at % len(self.data)].to(where, non_blocking=True)
         self.at += 1
         with torch.autocast(where.type, torch.bfloat16):
-            loss: Tensor = self.model(batch[:, :-1], batch[:, 1:])
+            loss: Tensor = self.model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous())
         loss.backward()
         nn.utils.clip_grad_norm_(self.params, peers.CLIP)
         self.optimizer.step()

@@ -2,13 +2,26 @@
 
 For the first line of a program: the imports behind it take seconds, and a launcher may want to
 stop by then.  Where the flag stands in a --yaml-cfg file, the handler comes with start-up.
+
+Until `end_of_imports` nobody looks for garbage: imports make none, and looking takes a fifth of
+their time.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from megatron.training.signals import catch_stop_signal
 
 if "--exit-signal-handler" in sys.argv:
     catch_stop_signal()
+_was_enabled = gc.isenabled()
+gc.disable()
+
+
+def end_of_imports() -> None:
+    """Look for garbage again, but not among what has been imported."""
+    gc.freeze()
+    if _was_enabled:
+        gc.enable()

@@ -16,6 +16,7 @@ from megatron.training import evaluate as evaluation
 from megatron.training.arguments.legacy import flat_values
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.checkpoint_io import convert, finish_at_failure, load, save_last
+from megatron.training.early_stop_signal import end_of_imports
 from megatron.training.failure_watch import failure_watch
 from megatron.training.initialize import configure, fail, fail_before_start, shut_down, start
 from megatron.training.loop import train
@@ -49,6 +50,7 @@ _OWN_LOOP = (
     "update_train_iters",
 )
 __getattr__ = lazy_exports(__name__, dict.fromkeys(_OWN_LOOP, "megatron.training.own_loop"))
+end_of_imports()  # entry scripts import this last
 
 
 def pretrain(
