@@ -11,7 +11,6 @@ import functools
 import gc
 import os
 import resource
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -186,10 +185,7 @@ def empty_cache() -> None:
 
 
 def memory_stats() -> dict[str, float]:
-    """Bytes: allocated, max_allocated, reserved, max_reserved; and allocated_count.
-
-    On the CPU what the process has in memory, and 0 as the count.
-    """
+    """Bytes in use; on the CPU those of the process, and 0 as the count of allocations."""
     if not _has_gpu():
         now = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
@@ -213,12 +209,11 @@ def total_memory(ranks_here: int = 1) -> int:
     if _has_gpu():
         return int(torch.cuda.get_device_properties(current()).total_memory)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(physical, *_limits_of_the_job()) // ranks_here
+    return min([physical, *_limits_of_the_job()]) // ranks_here
 
 
 def _limits_of_the_job() -> Iterator[int]:
-    """Bytes that control groups of either version allow, and a number beyond all."""
-    yield sys.maxsize
+    """Bytes that control groups of either version allow."""
     for path in ("memory.max", "memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             yield int(Path("/sys/fs/cgroup", path).read_text())
