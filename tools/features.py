@@ -2,13 +2,11 @@
 
 A test says so with ``@pytest.mark.feature("Area: sentence")``; the rows are read from the source.
 
-    python tools/features.py            write the table
-    python tools/features.py --check    exit 1 if it is not current
+    python tools/features.py
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 from pathlib import Path
 
@@ -17,19 +15,10 @@ README = ROOT / "README.md"
 BEGIN, END = "<!-- features: written by tools/features.py -->", "<!-- end of features -->"
 
 
-def main() -> int:
-    """Write or check the table; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say whether it is current")
-    check = parser.parse_args().check
-    old = README.read_text()
-    before, _, rest = old.partition(BEGIN)
-    new = f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
-    if check:
-        print("the table is current" if new == old else "README's table is old: run make tree")
-        return 0 if new == old else 1
-    README.write_text(new)
-    return 0
+def main() -> None:
+    """Write the table."""
+    before, _, rest = README.read_text().partition(BEGIN)
+    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}")
 
 
 def table() -> str:
@@ -54,4 +43,4 @@ def collect() -> dict[tuple[str, str], set[str]]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

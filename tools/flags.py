@@ -1,12 +1,10 @@
 """Write docs/flags.md: every flag with its default, its state and what it does.
 
-python tools/flags.py            write it
-python tools/flags.py --check    exit 1 if it is not current
+python tools/flags.py
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -31,19 +29,6 @@ A flag is *implemented*, *refused* (asking for anything but the default stops th
 sentence that stands here) or *ignored* (asking for it prints one warning). Switches are off unless
 given; an empty default means that nothing is set.
 """
-
-
-def main() -> int:
-    """Write or check the page; the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say whether it is current")
-    page = render()
-    if parser.parse_args().check:
-        is_current = TARGET.exists() and TARGET.read_text(encoding="utf-8") == page
-        print("docs/flags.md is current" if is_current else "docs/flags.md is old: run make tree")
-        return 0 if is_current else 1
-    TARGET.write_text(page, encoding="utf-8")
-    return 0
 
 
 def declared() -> list[tuple[dataclasses.Field[Any], Option]]:
@@ -84,4 +69,4 @@ def _rows(f: dataclasses.Field[Any], opt: Option) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    TARGET.write_text(render(), encoding="utf-8")

@@ -1,12 +1,10 @@
 """Write docs/tree.md: every file of the project with the first sentence it says about itself.
 
-python tools/tree.py            write it
-python tools/tree.py --check    exit 1 if it is not current
+python tools/tree.py
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 from collections.abc import Iterator
@@ -20,20 +18,6 @@ HEAD = """# The tree
 Every file and what it is for, from its own first sentence. Written by `tools/tree.py`
 (`make tree`); change the file, not this page.
 """
-
-
-def main() -> int:
-    """Write or check the page; the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="only say whether it is current")
-    page = render()
-    if parser.parse_args().check:
-        is_current = TARGET.exists() and TARGET.read_text() == page
-        print("docs/tree.md is current" if is_current else "docs/tree.md is old: run make tree")
-        return 0 if is_current else 1
-    TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(page)
-    return 0
 
 
 def render() -> str:
@@ -87,4 +71,4 @@ def first_sentence(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    TARGET.write_text(render())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from math import ceil
 
 import numpy as np
@@ -147,11 +148,7 @@ class BlendedMegatronDatasetBuilder:
         if threads <= 1 or len(prefixes) == 1:
             return [self._build_prefix(p, split, s) for p, s in zip(prefixes, sizes, strict=True)]
         with ThreadPoolExecutor(max_workers=threads) as pool:
-            futures = [
-                pool.submit(self._build_prefix, prefix, split, size)
-                for prefix, size in zip(prefixes, sizes, strict=True)
-            ]
-            return [future.result() for future in futures]
+            return list(pool.map(self._build_prefix, prefixes, repeat(split), sizes))
 
     def _build_prefix(
         self, prefix: str | None, split: SplitMatrix, sizes: Sizes

@@ -69,16 +69,6 @@ class Pending:
     tracker_before: list[Any] | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What makes a folder a checkpoint when all its files are written."""
-
-    layout: Mapping[str, Any]
-    files: Mapping[str, FileEntry]  # what lies in the folder
-    manifest_name: str = MANIFEST
-    write_config: Callable[[Path], object] | None = None  # writes the resolved configuration
-
-
 @cache
 def attempt_id() -> str:
     """Names this start of the program: no two starts write into the same folder."""
@@ -115,15 +105,40 @@ def begin(root: Path, iteration: int, num_bytes: int, attempt: str) -> Pending:
     )
 
 
-def publish(pending: Pending, parts: Parts) -> Path:
+def publish(
+    pending: Pending,
+    layout: Mapping[str, Any],
+    files: Mapping[str, FileEntry],
+    *,
+    manifest_name: str = MANIFEST,
+    write_config: Callable[[Path], object] | None = None,
+) -> Path:
     """Complete the folder, give it its final name, replace the tracker; returns the final path.
+
+    ``files`` lie in the folder; ``write_config(path)`` writes the resolved configuration.
 
     Raises OSError, and CheckpointDamaged if a rank's file is not there as reported.  After an
     error nothing is published, unless the message says that it is complete.
     """
     step = pending.iteration
     final = pending.root / folder_name(step)
-    _complete(pending, parts)
+    for name, entry in files.items():
+        check_size(pending.folder, name, entry)
+    if write_config is not None:
+        write_config(pending.folder / CONFIG)
+        files = {**files, CONFIG: adopt_file(pending.folder / CONFIG)}
+    fault_point("save.before_manifest", step=step)
+    manifest = Manifest(
+        iteration=step,
+        sequence=pending.sequence,
+        attempt=pending.attempt,
+        published_at_ns=time.time_ns(),
+        tracker_before=pending.tracker_before,
+        layout=layout,
+        files=files,
+    )
+    write_manifest(pending.folder, manifest, manifest_name)
+    fsync_folder(pending.folder)
     fault_point("save.before_rename", step=step)
     if _tracker_as_found(pending.root) != pending.tracker_before:
         _check_not_stale(pending.root, published(pending.root), pending.attempt)
@@ -196,31 +211,6 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _complete(pending: Pending, parts: Parts) -> None:
-    """Check that the files are there, write the configuration and then the manifest."""
-    files = dict(parts.files)
-    for name, entry in files.items():
-        check_size(pending.folder, name, entry)
-    if parts.write_config is not None:
-        parts.write_config(pending.folder / CONFIG)
-        files[CONFIG] = adopt_file(pending.folder / CONFIG)
-    fault_point("save.before_manifest", step=pending.iteration)
-    write_manifest(
-        pending.folder,
-        Manifest(
-            iteration=pending.iteration,
-            sequence=pending.sequence,
-            attempt=pending.attempt,
-            published_at_ns=time.time_ns(),
-            tracker_before=pending.tracker_before,
-            layout=parts.layout,
-            files=files,
-        ),
-        parts.manifest_name,
-    )
-    fsync_folder(pending.folder)
 
 
 def remember(root: Path) -> None:

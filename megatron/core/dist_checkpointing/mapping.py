@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.param_info import FlatPart, ParamInfo
+from megatron.core.param_info import ParamInfo
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 OPTIMIZER_PREFIX = "optimizer."  # of the keys of what the optimizer holds
@@ -183,16 +183,6 @@ def split_rows(tensor: ShardedTensor, sizes: Sequence[int]) -> Iterator[ShardedT
         shape = (size, *tensor.global_shape[1:])
         yield replace(tensor, global_shape=shape, pieces=tuple(pieces))
         first += size
-
-
-def from_flat_range(
-    key: str, info: ParamInfo, local_shape: Sequence[int], start: int, flat: Tensor
-) -> ShardedTensor:
-    """Record elements ``[start, start + len(flat))`` of the rank's share, flattened row by row.
-
-    This is what one rank of a distributed optimizer owns of a parameter of ``local_shape``.
-    """
-    return from_param(key, replace(info, part=FlatPart(tuple(local_shape), start)), flat)
 
 
 def replica_of(info: ParamInfo, groups: ProcessGroupCollection) -> Replica | None:

@@ -223,13 +223,13 @@ def publish(begun: Begun, written: Sequence[Mapping[str, Any]]) -> dict[str, Any
     files = {name: FileEntry(**e) for report in reports for name, e in report.files.items()}
     try:
         files |= begun.format.complete(begun.folder, reports, begun.contents.common)
-        parts = commit.Parts(
-            layout=begun.contents.layout,
-            files=files,
+        folder = commit.publish(
+            pending,
+            begun.contents.layout,
+            files,
             write_config=begun.contents.write_config,
             manifest_name=MANIFEST_BESIDE if begun.format.is_foreign else MANIFEST,
         )
-        folder = commit.publish(pending, parts)
     except REPORTED as error:
         commit.abandon(pending)
         return {"error": f"rank 0: {_reason(error)}"}

@@ -30,19 +30,6 @@ def check_eod(tokenizer: MegatronTokenizer, wanted_by: str) -> int:
         raise ConfigError(f"{wanted_by} needs the id that ends a document: {error}") from error
 
 
-def check_pad_is_not_eod(tokenizer: MegatronTokenizer, wanted_by: str) -> None:
-    """PAD must differ from EOD where padding is kept out of the loss: EOD would go with it."""
-    try:
-        pad, eod = tokenizer.pad, tokenizer.eod
-    except MissingToken:
-        return
-    if pad == eod:
-        raise ConfigError(
-            f"{wanted_by}: {tokenizer.name} has one id, {pad}, for PAD and for EOD, so a model "
-            "whose padding is masked never learns to stop; give the tokenizer a PAD of its own"
-        )
-
-
 def check_vocab(tokenizer: MegatronTokenizer, padded_vocab_size: int) -> None:
     """Every id of the tokenizer must have a row in the embedding."""
     largest = max(tokenizer.vocab.values(), default=-1)

@@ -77,16 +77,3 @@ def test_every_flag_that_is_named_exists() -> None:
 def test_the_page_of_flags_is_current() -> None:
     page = flags_page.TARGET.read_text(encoding="utf-8")
     assert page == flags_page.render(), "run make tree"
-
-
-def test_the_page_of_flags_can_be_checked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(flags_page, "TARGET", tmp_path / "flags.md")
-    monkeypatch.setattr("sys.argv", ["flags.py", "--check"])
-    assert flags_page.main() == 1
-    assert capsys.readouterr().out == "docs/flags.md is old: run make tree\n"
-    monkeypatch.setattr("sys.argv", ["flags.py"])
-    assert flags_page.main() == 0
-    monkeypatch.setattr("sys.argv", ["flags.py", "--check"])
-    assert flags_page.main() == 0

@@ -267,25 +267,22 @@ def test_rubbish_of_later_steps_stays_until_its_step_comes(tmp_path):
 def test_a_file_that_another_rank_reported_but_is_not_there_stops_the_publish(tmp_path):
     pending = commit.begin(tmp_path, 1, 0, "a")
     entry = commit.FileEntry(3, 3, 0)
-    parts = commit.Parts(layout={}, files={"__1_0.safetensors": entry})
     with pytest.raises(CheckpointError, match="__1_0.safetensors is missing"):
-        commit.publish(pending, parts)
+        commit.publish(pending, {}, {"__1_0.safetensors": entry})
     assert published(tmp_path) == []
 
 
 @pytest.mark.feature("Checkpoints: a run that was replaced but still lives cannot save any more")
 def test_a_run_that_was_replaced_but_still_lives_cannot_publish(tmp_path):
-    parts = commit.Parts(layout={}, files={})
-
     def saved(iteration: int, attempt: str) -> None:
-        commit.publish(commit.begin(tmp_path, iteration, 0, attempt), parts)
+        commit.publish(commit.begin(tmp_path, iteration, 0, attempt), {}, {})
 
     saved(4, "a0-old")
     hangs = commit.begin(tmp_path, 8, 0, "a0-old")
     commit._found.clear()  # another process
     saved(5, "b0-new")
     commit._found[tmp_path] = {"a0-old"}  # what the first process had found
-    for attempt in (lambda: commit.publish(hangs, parts), lambda: saved(6, "a0-old")):
+    for attempt in (lambda: commit.publish(hangs, {}, {}), lambda: saved(6, "a0-old")):
         with pytest.raises(CheckpointError, match=r"iter_0000005 was .* started later \(b0-new\)"):
             attempt()
     assert choose(tmp_path).found.iteration == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from megatron.core.dist_checkpointing import mapping
 from megatron.core.dist_checkpointing.mapping import (
     Replica,
     ShardedTensor,
-    from_flat_range,
     from_param,
     to_write,
 )
@@ -74,8 +74,9 @@ def test_flat_ranges_of_all_owners_make_the_whole_tensor(seed):
         for rank in range(tp if PARAMS[name][1] is not None else 1):
             flat = shares(whole, tp, rank)[name].reshape(-1)
             for start, stop in zip(cuts, cuts[1:], strict=False):
-                record = from_flat_range(
-                    name, info(name, tp, rank), local_shape(name, tp), start, flat[start:stop]
+                part = param_info.FlatPart(local_shape(name, tp), start)
+                record = from_param(
+                    name, replace(info(name, tp, rank), part=part), flat[start:stop]
                 )
                 paste(found, record)
         assert torch.equal(found, tensor), (name, cuts)

@@ -99,7 +99,7 @@ def publish_ranks(root: Path, iteration: int, ranks: Sequence[Sequence[ShardedTe
     ]
     files = {name: FileEntry(**entry) for report in reports for name, entry in report.files.items()}
     files |= complete(pending.folder, reports, {"iteration": iteration, "args": {}})
-    return commit.publish(pending, commit.Parts(layout={"world_size": len(ranks)}, files=files))
+    return commit.publish(pending, {"world_size": len(ranks)}, files)
 
 
 def publish_model(root: Path, iteration: int, *, tp: int = 1, seed: int = 0) -> Path:

@@ -44,13 +44,6 @@ def test_an_absent_eod_is_named_with_the_flag_that_needs_it():
     assert checks.check_eod(_NullTokenizer(10), "--append-eod") == 10
 
 
-def test_pad_must_differ_from_eod():
-    with pytest.raises(ConfigError, match="one id, 10, for PAD and for EOD"):
-        checks.check_pad_is_not_eod(PadIsEod(10), "--sft")
-    checks.check_pad_is_not_eod(sentencepiece(), "--sft")  # no PAD at all is no trap
-    checks.check_pad_is_not_eod(sentencepiece("SentencePieceTokenizer"), "--sft")
-
-
 def test_ids_beyond_the_padded_vocabulary_are_refused():
     with pytest.raises(ConfigError, match="--padded-vocab-size 10 is fewer than the 11 ids"):
         checks.check_vocab(_NullTokenizer(10), 10)
