@@ -24,6 +24,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.training.config.data import DataConfig
 from megatron.training.models.registry import kind_of
 from megatron.training.printing import print_rank_0
+from megatron.training.read_ahead import ReadAhead
 from megatron.training.runtime import Runtime
 
 Provider = Callable[[Sequence[int | None]], tuple[Any, Any, Any]]
@@ -117,12 +118,12 @@ def chunk_iterators(run: Runtime, loader: Any) -> Any:
     """An iterator over ``loader``, or, with several model chunks, one for each that reads."""
     readers = _chunks_that_read(run)
     if len(readers) == 1:
-        return iter(loader) if loader is not None else None
+        return ReadAhead(iter(loader)) if loader is not None else None
     if loader is None:
         return [None] * len(readers)
     # Each chunk sees all micro-batches; one that another has read already is kept for it.
     copies = iter(itertools.tee(loader, sum(readers)))
-    return [next(copies) if reads else None for reads in readers]
+    return [ReadAhead(next(copies)) if reads else None for reads in readers]
 
 
 def _chunks_that_read(run: Runtime) -> list[bool]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.non_finite import naming_step, require_finite_loss
+from megatron.core.distributed.non_finite import FiniteLosses, naming_step
 from megatron.core.faults import fault_point
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm
 from megatron.core.param_info import local_part
@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.quantized_linear import update_amax_histories
 from megatron.core.transformer.moe.expert_bias import update_expert_biases
 from megatron.training.added_losses import added_losses
 from megatron.training.checkpointing.run_tensors import RunParts
+from megatron.training.read_ahead import read_ahead
 from megatron.training.runtime import Runtime
 from megatron.training.state import StepResult
 from megatron.training.weight_hash import check_replicas, params_hash
@@ -108,6 +109,7 @@ def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
     barrier = run.config.optimizer.barrier_with_L1_time
     run.timers("forward-backward", log_level=1).start(barrier=barrier)
     losses = forward_backward(run, run.train_data, num_microbatches, forward_only=False)
+    read_ahead(run.train_data)
     run.timers("forward-backward").stop()
     if run.config.training.empty_unused_memory_level >= 1:
         device.empty_cache()
@@ -148,10 +150,11 @@ def forward_backward(
     hooks: StepHooks | None = None,
 ) -> list[dict[str, Tensor]]:
     """Run the schedule; returns the reported dictionary of each micro-batch (last stage)."""
+    check = FiniteLosses() if run.config.ddp.check_for_nan_in_grad else None
     hooks = hooks or StepHooks(
         grad_scale_func=partial(_scaled_loss, run) if run.optimizer is not None else None,
-        finalize_model_grads_func=partial(_finalize, run),
-        loss_check_func=require_finite_loss if run.config.ddp.check_for_nan_in_grad else None,
+        finalize_model_grads_func=partial(_finalize, run, check),
+        loss_check_func=check,
         timers=None if forward_only else run.timers,  # evaluation is no part of training time
         barrier_with_level_1_timers=run.config.optimizer.barrier_with_L1_time,
     )
@@ -171,8 +174,12 @@ def forward_backward(
     )
 
 
-def _finalize(run: Runtime, chunks: Sequence[Any], num_tokens: Tensor | None) -> None:
+def _finalize(
+    run: Runtime, check: FiniteLosses | None, chunks: Sequence[Any], num_tokens: Tensor | None
+) -> None:
     """What follows the last backward pass.  Collective over all ranks."""
+    if check is not None:
+        check.check()
     finalize_model_grads(chunks, num_tokens, run.groups)
     update_expert_biases(chunks, run.groups, run.config.model.moe_router_bias_update_rate)
     update_amax_histories(chunks, run.groups)
@@ -191,20 +198,22 @@ def reduce_losses(
 
 
 def sum_losses(reported: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Per key [sum, count] over micro-batches; the count of a single value is negative."""
+    """Per key [sum, count] over micro-batches; of a single value [sum, count, 0].
+
+    Which of the two it is shows in the shape: to read a number would wait for the device.
+    """
     totals: dict[str, Tensor] = {}
     for losses in reported:
         for key, value in losses.items():
             flat = value.detach().reshape(-1).to(torch.float32)
-            pair = flat if flat.numel() == 2 else torch.stack([flat[0], flat.new_tensor(-1.0)])
-            totals[key] = totals[key] + pair if key in totals else pair
+            if flat.numel() == 1:
+                flat = torch.cat([flat, flat.new_ones(1), flat.new_zeros(1)])
+            totals[key] = totals[key] + flat if key in totals else flat
     return totals
 
 
 def _finish(total: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if total[1] < 0:
-        return total[0] / -total[1]
-    if group.size() > 1:
+    if total.numel() == 2 and group.size() > 1:
         total = total.clone()
         dist.all_reduce(total, group=group)
     return total[0] / total[1].clamp(min=1)

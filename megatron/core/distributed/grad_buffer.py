@@ -34,6 +34,7 @@ from megatron.core.collectives import all_gather_single, reduce_scatter_single
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.distributed.buckets import BufferLayout
 from megatron.core.distributed.non_finite import non_finite_gradients
+from megatron.core.late_read import LateRead
 from megatron.core.param_info import local_part
 
 # Elements converted at a time when a 16-bit gradient is added to a 32-bit sum on the CPU: torch's
@@ -144,7 +145,7 @@ class GradBucket:
         self.is_started = self.is_finished = False
         self._missing = set(self.slots)  # not yet finished by this step's last backward pass
         self._work: Any = None
-        self._is_finite: Tensor | None = None
+        self._is_finite: LateRead | None = None
 
     def mark_ready(self, slot: GradSlot) -> bool:
         """Backward is done with a parameter; whether it was the last."""
@@ -169,8 +170,8 @@ class GradBucket:
             slot.fill()
         reduction, group = self.reduction, self.reduction.group
         if reduction.check_for_nan and reduction.num_ranks > 1:
-            # The sum stays on the device; `finish` looks at it once the collective is under way.
-            self._is_finite = torch.isfinite(self.data.sum(dtype=torch.float32))
+            # `finish` looks at it once the collective is under way.
+            self._is_finite = LateRead(torch.isfinite(self.data.sum(dtype=torch.float32)))
         factor = reduction.factor
         if reduction.average_in_collective:
             factor *= reduction.num_ranks
@@ -201,7 +202,7 @@ class GradBucket:
             dist.all_reduce(self._share, op=reduction.op, group=reduction.outer)
         if reduction.in_fixed_order and not reduction.is_sharded and group.size() > 1:
             all_gather_single(self.data, self._share, group=group)
-        if self._is_finite is not None and not self._is_finite:
+        if self._is_finite is not None and not self._is_finite.get():
             culprits = non_finite_gradients((s.name, s.main_grad) for s in self.slots)
             if culprits is not None:  # else only their sum has overflowed
                 raise NonFiniteError(f"{culprits}, met before reducing over data-parallel ranks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.config.errors import NonFiniteError
+from megatron.core.late_read import LateRead
 
 
 @contextmanager
@@ -21,13 +23,28 @@ def naming_step(step: int) -> Iterator[None]:
         raise NonFiniteError(f"step {step}: {error}") from error
 
 
-def require_finite_loss(loss: Tensor, microbatch: int) -> None:
-    """Raise NonFiniteError when ``loss`` is not finite.  Waits for the device."""
-    if not torch.isfinite(loss).all():
-        raise NonFiniteError(
-            f"rank {_rank()} has a loss of {loss.detach().float().sum().item()} "
-            f"in micro-batch {microbatch}"
-        )
+class FiniteLosses:
+    """Sees the losses of a step one after the other; raises NonFiniteError for one that is not.
+
+    A loss is looked at when the next one comes, so that the device computes meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[LateRead, int] | None = None
+
+    def __call__(self, loss: Tensor, microbatch: int) -> None:
+        self.check()
+        self._last = LateRead(loss.detach().float().sum()), microbatch
+
+    def check(self) -> None:
+        """Look at the last loss.  Waits until the device has computed it."""
+        if self._last is not None:
+            (read, microbatch), self._last = self._last, None
+            value = read.get()
+            if not math.isfinite(value):
+                raise NonFiniteError(
+                    f"rank {_rank()} has a loss of {value} in micro-batch {microbatch}"
+                )
 
 
 def non_finite_gradients(named_grads: Iterable[tuple[str, Tensor]]) -> str | None:

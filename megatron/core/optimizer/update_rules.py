@@ -116,7 +116,8 @@ class UpdateRule(ABC):
                     continue
                 states = [self.state_of(param) for param in params]
                 where = params[0].device
-                scale = torch.tensor(divisor, device=where) if divisor != 1.0 else None
+                # filled on the device: a copy from the host would wait for it
+                scale = torch.full((), divisor, device=where) if divisor != 1.0 else None
                 for part in stretches(params, _gradients(params), states, self._steps[where]):
                     self.update(part.values, part.grads, part.states, group=group, grad_scale=scale)
                     part.put_back()

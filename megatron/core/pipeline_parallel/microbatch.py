@@ -80,7 +80,7 @@ class LossRule:
         weight = 1.0 if self.per_token else self.cp_group.size() / self.num_microbatches
         if grad_scale_func is None:
             return weight
-        return grad_scale_func(torch.tensor(weight, device=device.current()))
+        return grad_scale_func(torch.full((), weight, device=device.current()))
 
 
 def forward_step(

@@ -8,11 +8,14 @@ for the console (one all-gather).  All ranks take part; the sinks stand on the l
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from megatron.core import device
+from megatron.core.late_read import LateRead
 from megatron.core.timers import TENSORBOARD, largest_s
 from megatron.training.callbacks.base import Callback, CheckpointEvent, EvalResult, PauseReason
 from megatron.training.callbacks.energy import EnergyMeter
@@ -67,6 +70,7 @@ class Metrics(Callback):
         self._stall_s = 0.0  # in saves since the last write
         self._memory_is_reported = False
         self._in_loop = False
+        self._late: tuple[StepRecord, dict[str, LateRead]] | None = None
 
     def on_train_start(self, run: Runtime) -> None:
         if run.config.logging.log_throughput and run.is_last_rank:
@@ -89,21 +93,25 @@ class Metrics(Callback):
         is_shown = iteration % run.config.logging.log_interval == 0
         times = self._timer_values(run) | self._stall() if is_due else {}
         shown = self._end_interval(run) if is_shown else None
+        self._write_late()
         if run.is_last_rank and (is_due or is_shown):
-            self._sinks.write_step(
-                StepRecord(
-                    iteration=iteration,
-                    train_iters=run.train_iters,
-                    consumed_samples=run.state.consumed_train_samples,
-                    losses=losses_of(result) if is_due else {},
-                    values=(
-                        (step_values(run, result) if is_due else {})
-                        | times
-                        | interval_tags(run, shown or {})
-                    ),
-                    interval=shown,
-                )
+            record = StepRecord(
+                iteration=iteration,
+                train_iters=run.train_iters,
+                consumed_samples=run.state.consumed_train_samples,
+                losses={},
+                values=(
+                    (step_values(run, result) if is_due else {})
+                    | times
+                    | interval_tags(run, shown or {})
+                ),
+                interval=shown,
             )
+            losses = result.losses if is_due else {}
+            reads = {key: LateRead(torch.as_tensor(loss)) for key, loss in losses.items()}
+            self._late = record, reads
+            if is_shown:
+                self._write_late()
         if result.params_hash is not None and run.is_last_rank:
             text = f"{result.params_hash:016x}"
             print(f" params hash at iteration {iteration:8d}: {text}", flush=True)
@@ -112,6 +120,7 @@ class Metrics(Callback):
             self._report_memory_once(run)
 
     def on_pause(self, run: Runtime, reason: PauseReason) -> None:
+        self._write_late()
         if self._in_loop:
             run.timers(_INTERVAL_TIMER).stop()
             if self._energy is not None:
@@ -124,6 +133,7 @@ class Metrics(Callback):
                 self._energy.resume()
 
     def on_eval_end(self, run: Runtime, result: EvalResult) -> None:
+        self._write_late()
         if run.is_last_rank:
             self._sinks.write_eval(
                 EvalRecord(
@@ -140,17 +150,26 @@ class Metrics(Callback):
         self._stall_s += event.stall_s
 
     def on_train_end(self, run: Runtime) -> None:
+        self._write_late()
         if self._in_loop:
             run.timers(_INTERVAL_TIMER).stop()
         self._in_loop = False
 
     def close(self) -> None:
+        self._write_late()
         self._sinks.close()
         if self._energy is not None:
             self._energy.close()
 
     def writers(self) -> Mapping[str, Any]:
         return self._sinks.writers()
+
+    def _write_late(self) -> None:
+        """Hand the last step to the sinks: its losses are read when the next one is under way."""
+        if self._late is not None:
+            (record, reads), self._late = self._late, None
+            losses = {key: read.get() for key, read in reads.items()}
+            self._sinks.write_step(replace(record, losses=losses))
 
     def _timer_values(self, run: Runtime) -> dict[str, float]:
         """Seconds per step since the last write.  Collective if timers are to be written."""
@@ -208,11 +227,6 @@ def step_values(run: Runtime, result: StepResult) -> dict[str, float]:
             "mem-allocated-count": stats["allocated_count"],
         }
     return {tag: value for tag, value in values.items() if value is not None}
-
-
-def losses_of(result: StepResult) -> dict[str, float]:
-    """This step's losses; waits for the device."""
-    return {key: float(loss) for key, loss in result.losses.items()}
 
 
 def interval_tags(run: Runtime, shown: Mapping[str, float]) -> dict[str, float]:

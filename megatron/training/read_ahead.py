@@ -1,0 +1,60 @@
+"""The first micro-batch of the next step, read and sent to the device while this one computes.
+
+Between two steps the host waits for the gradient norm; the device then has nothing to do until
+the next micro-batch is there.  Inside a step reading is hidden: the host is ahead of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.core import device
+
+
+class ReadAhead:
+    """``batches``, at most one of them taken before it is asked for."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._ahead: list[Any] = []
+        self._stream: Any = None
+        self._arrived: Any = None
+
+    def __iter__(self) -> ReadAhead:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._ahead:
+            return next(self._batches)
+        device.follow(self._arrived)
+        return self._ahead.pop()
+
+    def read(self) -> None:
+        """Take the next one, if there is one, and start to copy it to the device."""
+        batch = None if self._ahead else next(self._batches, None)
+        if batch is not None:
+            self._ahead.append(self._sent(batch) if isinstance(batch, dict) else batch)
+
+    def _sent(self, batch: dict[str, Any]) -> dict[str, Any]:
+        self._stream = self._stream or device.side_stream()
+        if self._stream is None:
+            return batch
+        # Allocated on the stream that uses and frees them.
+        tensors = {name: t for name, t in batch.items() if torch.is_tensor(t)}
+        sent = {n: torch.empty_like(t, device=device.current()) for n, t in tensors.items()}
+        device.let_follow(self._stream)
+        with device.on_stream(self._stream):
+            for name, tensor in tensors.items():
+                sent[name].copy_(tensor, non_blocking=True)
+            self._arrived = device.marker()
+        return batch | sent
+
+
+def read_ahead(data: Any) -> None:
+    """Of each model chunk's iterator; not of iterators that a script has brought along."""
+    for batches in data if isinstance(data, list) else [data]:
+        if isinstance(batches, ReadAhead):
+            batches.read()
