@@ -15,6 +15,7 @@ from megatron.core.fusions import linear_cross_entropy as loss_fusion
 from megatron.core.fusions.bias_glu import glu, glu_reference, weighed
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
 from megatron.core.fusions.linear_cross_entropy import loss_and_gradient
+from megatron.core.fusions.rms_norm import layer_norm, rms_norm, rms_norm_reference
 from megatron.core.fusions.rope import RotaryTable, apply_rotary, apply_rotary_reference
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.moe.permute import Order, by_expert, combine, expand
@@ -28,8 +29,8 @@ def values_and_gradients(function: Callable[..., Tensor], *inputs: Tensor | None
     """Of ``function``, for a gradient that differs everywhere."""
     leaves = [None if t is None else t.clone().requires_grad_() for t in inputs]
     out = function(*leaves)
-    grad = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
-    out.backward(grad)
+    grad = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
+    out.backward(grad.bfloat16().to(out.dtype))
     return [out, *(None if leaf is None else leaf.grad for leaf in leaves)]
 
 
@@ -91,7 +92,7 @@ def test_rotary_positions(rotated: int, interleaved: bool, dtype: torch.dtype, w
 def test_rotary_positions_of_all_sequences_alike(where: str) -> None:
     angles = torch.randn(5, 1, 1, 4, device=where)
     table = RotaryTable(angles.cos(), angles.sin())
-    x = torch.randn(5, 3, 600, 8, device=where)
+    x = torch.randn(5, 1, 600, 8, device=where)
     compare(lambda x: apply_rotary(x, table), lambda x: apply_rotary_reference(x, table), x)
 
 
@@ -198,3 +199,21 @@ def test_rows_of_tokens(left_out: int, dtype: torch.dtype, where: str) -> None:
 
     x = torch.randn(7, 1100, device=where).to(dtype)
     compare(lambda x: combine(expand(x, order) * weights, order), reference, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_rms", [False, True])
+def test_norms(
+    is_rms: bool, dtype: torch.dtype, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs sum up the weight's gradient, one of them over fewer rows."""
+    monkeypatch.setattr("megatron.core.fusions.triton.norm._ROWS", 2)
+    width = 1030
+    x = torch.randn(1, 5, width, device=where).add_(1).to(dtype)
+    weight, bias = torch.randn(2, width, device=where).to(dtype)
+    if is_rms:
+        ours = lambda x, w: rms_norm(x, w, 1e-3)  # noqa: E731
+        compare(ours, lambda x, w: rms_norm_reference(x, w, 1e-3), x, weight)
+    else:
+        plain = lambda x, w, b: F.layer_norm(x, (width,), w, b, 1e-3)  # noqa: E731
+        compare(lambda x, w, b: layer_norm(x, w, b, 1e-3), plain, x, weight, bias)

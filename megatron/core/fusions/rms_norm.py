@@ -1,11 +1,12 @@
 """x / rms(x) * weight with statistics in float32, keeping only its input for backward.
 
-``h`` is the width.  On a GPU torch has a kernel of its own; on the CPU its formula keeps three
-tensors of the input's size.
+``h`` is the width.  On a GPU torch has a kernel of its own, which serves where rows are too narrow
+or too wide for ours; on the CPU its formula keeps three tensors of the input's size.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,7 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core import cpu_kernels, device
+from megatron.core.fusions import gpu
 from megatron.core.fusions.cpu import norm
+
+# A program of a GPU has a row in its registers; a narrow one would leave it too little to do.
+_WIDTHS = range(1024, 8193)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,6 +56,8 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[..., h], [h] -> [..., h]"""
+    if fused := _of_gpu(x, weight):
+        return fused.norm(x, weight, None, eps)
     if device.is_cuda(x.device):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     if x.is_contiguous() and cpu_kernels.take(x, weight):
@@ -60,6 +67,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """[..., h], [h], [h] -> [..., h]; torch has a kernel of its own everywhere."""
+    if fused := _of_gpu(x, weight):
+        return fused.norm(x, weight, bias, eps)
     if x.is_contiguous() and cpu_kernels.take(x, weight, bias):
         return norm.norm(x, weight, bias, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def _of_gpu(x: Tensor, weight: Tensor) -> ModuleType | None:
+    fits = x.shape[-1] in _WIDTHS and x.is_contiguous() and x.dtype == weight.dtype
+    return gpu.kernels("norm", x, weight) if fits else None

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A row lies in the registers of a program; a narrow one leaves it too little to do.
-WIDTHS = range(1024, 8193)
 _PROGRAMS = 528  # in backward: four for each of the 132 processors of an H100
 _ROWS = 16  # of each, at least: then the first sums weigh little
 
