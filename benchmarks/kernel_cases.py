@@ -40,13 +40,13 @@ class Case:
     prepare: Callable[[], object] = _nothing
 
 
-def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, device=device.current()).to(dtype)
 
 
 def cross_entropy(dtype: torch.dtype) -> Case:
     """Logits to gradient and loss."""
-    source = _random(_TOKENS, _VOCABULARY, dtype=dtype)
+    source = drawn(_TOKENS, _VOCABULARY, dtype=dtype)
     logits, target = source.clone(), torch.randint(_VOCABULARY, (_TOKENS,), device=source.device)
     group = ProcessGroup(0, 1)
     return Case(
@@ -57,11 +57,11 @@ def cross_entropy(dtype: torch.dtype) -> Case:
     )
 
 
-def _both_ways(name: str, function: Callable[..., Tensor], *inputs: Tensor, passes: int) -> Case:
+def both_ways(name: str, function: Callable[..., Tensor], *inputs: Tensor, passes: int) -> Case:
     """Forward and backward; ``passes``: how often the first input's bytes travel in all."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = function(*leaves)
-    grad = _random(*out.shape, dtype=out.dtype)
+    grad = drawn(*out.shape, dtype=out.dtype)
 
     def work() -> None:
         torch.autograd.grad(function(*leaves), leaves, grad)
@@ -70,44 +70,44 @@ def _both_ways(name: str, function: Callable[..., Tensor], *inputs: Tensor, pass
 
 
 def _activation(act: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Case:
-    x = _random(_TOKENS, 4 * _WIDTH, dtype=dtype)
+    x = drawn(_TOKENS, 4 * _WIDTH, dtype=dtype)
     name = f"{act.__name__}, {_short(dtype)}"
-    return _both_ways(name, lambda x: activation(x, act), x, passes=5)
+    return both_ways(name, lambda x: activation(x, act), x, passes=5)
 
 
 def _gated(act: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Case:
-    x = _random(_TOKENS, 6 * _WIDTH, dtype=dtype)
+    x = drawn(_TOKENS, 6 * _WIDTH, dtype=dtype)
     name = f"{act.__name__} of a gate, {_short(dtype)}"
-    return _both_ways(name, lambda x: glu(x, act), x, passes=4)
+    return both_ways(name, lambda x: glu(x, act), x, passes=4)
 
 
 def _norm(*, is_rms: bool, dtype: torch.dtype) -> Case:
-    x, weight, bias = (_random(*n, dtype=dtype) for n in ((_TOKENS, _WIDTH), (_WIDTH,), (_WIDTH,)))
+    x, weight, bias = (drawn(*n, dtype=dtype) for n in ((_TOKENS, _WIDTH), (_WIDTH,), (_WIDTH,)))
     if is_rms:
-        return _both_ways(
+        return both_ways(
             f"RMSNorm, {_short(dtype)}", lambda *a: rms_norm(*a, 1e-5), x, weight, passes=5
         )
-    return _both_ways(
+    return both_ways(
         f"LayerNorm, {_short(dtype)}", lambda *a: layer_norm(*a, 1e-5), x, weight, bias, passes=5
     )
 
 
 def _rotary(*, interleaved: bool, dtype: torch.dtype) -> Case:
-    x = _random(_TOKENS, 1, 16, 192, dtype=dtype)[..., :64]  # a third of query, key and value
-    angles = _random(_TOKENS, 1, 1, 32, dtype=torch.float32)
+    x = drawn(_TOKENS, 1, 16, 192, dtype=dtype)[..., :64]  # a third of query, key and value
+    angles = drawn(_TOKENS, 1, 1, 32, dtype=torch.float32)
     table = RotaryTable(angles.cos(), angles.sin(), interleaved).to(dtype)
     name = f"rotary positions, {'neighbours' if interleaved else 'halves'}, {_short(dtype)}"
-    return _both_ways(name, lambda x: apply_rotary(x, table), x, passes=4)
+    return both_ways(name, lambda x: apply_rotary(x, table), x, passes=4)
 
 
 def _attention(dtype: torch.dtype) -> Case:
-    q, k, v = (_random(_TOKENS, 1, 16, 64, dtype=dtype) for _ in range(3))
+    q, k, v = (drawn(_TOKENS, 1, 16, 64, dtype=dtype) for _ in range(3))
     name = f"causal attention with its products, {_short(dtype)}"
-    return _both_ways(name, lambda *a: causal_attention(*a, 0.125), q, k, v, passes=11)
+    return both_ways(name, lambda *a: causal_attention(*a, 0.125), q, k, v, passes=11)
 
 
 def _addition() -> Case:
-    total, more = _random(4 * _WIDTH, _WIDTH, dtype=torch.float32), _random(4 * _WIDTH, _WIDTH)
+    total, more = drawn(4 * _WIDTH, _WIDTH, dtype=torch.float32), drawn(4 * _WIDTH, _WIDTH)
     num_bytes = 2 * total.nbytes + more.nbytes
     return Case("bf16 gradient added to fp32", num_bytes, lambda: add_into(total, more))
 

@@ -20,15 +20,16 @@ from unittest import mock
 
 import torch
 
-from benchmarks import kernel_cases
+from benchmarks import kernel_cases, kernel_cases_gpu
 from benchmarks.kernel_cases import Case
 from megatron.core import cpu_kernels, cpu_tuning, device
+from megatron.core.fusions import gpu
 
 
 def kernels_off() -> AbstractContextManager[object]:
     """Inside, public functions take the way of torch's operations."""
     if device.is_cuda():
-        return nullcontext()
+        return mock.patch.object(gpu, "kernels", return_value=None)
     return mock.patch.object(cpu_kernels, "take", return_value=False)
 
 
@@ -83,7 +84,7 @@ def measured(case: Case, rounds: int) -> Row:
 
 def rows(rounds: int, only: str) -> Iterator[Row]:
     """All cases of this device whose names contain ``only``."""
-    for make in kernel_cases.CASES:
+    for make in (kernel_cases_gpu if device.is_cuda() else kernel_cases).CASES:
         case = make()
         if only in case.name:
             yield measured(case, rounds)

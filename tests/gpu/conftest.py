@@ -52,6 +52,8 @@ def kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On the interpreter too; and each test of a kernel meets one."""
     if IS_INTERPRETED:
         monkeypatch.setattr(device, "launches_kernels", lambda where: True)
+    else:
+        monkeypatch.setattr(device, "_current", torch.device("cuda", 0))
     met, choose = [], gpu.kernels
 
     def kernels(name: str, *tensors: Tensor | None) -> object:

@@ -180,7 +180,7 @@ def test_dropout_comes_from_the_generator_and_comes_again(where: str) -> None:
     kept = first != 0
     torch.testing.assert_close(first[kept], torch.full_like(first[kept], 4 / 3))
     shares = torch.stack([kept.float().mean(), (kept & (second != 0)).float().mean()])
-    torch.testing.assert_close(shares, torch.tensor([0.75, 0.5625]), atol=0.03, rtol=0)
+    torch.testing.assert_close(shares, shares.new_tensor([0.75, 0.5625]), atol=0.03, rtol=0)
     second.sum().backward()  # the mask of the recomputation is that of the first time
     torch.testing.assert_close(leaf.grad, second.detach(), **tolerances.BITWISE)
 

@@ -1,0 +1,138 @@
+"""The work that `benchmarks.kernels` measures on a GPU: parts of a model of 8 B, in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from benchmarks.kernel_cases import Case, both_ways, drawn
+from megatron.core import device
+from megatron.core.activations import quick_gelu
+from megatron.core.fusions.bias_glu import glu
+from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
+from megatron.core.fusions.linear_cross_entropy import loss_and_gradient
+from megatron.core.fusions.quantize import product, quantize, quantize_and_look
+from megatron.core.fusions.rms_norm import layer_norm, rms_norm
+from megatron.core.fusions.rope import RotaryTable, apply_rotary
+from megatron.core.low_precision import E4M3, Block
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.update_rules import AdamW
+from megatron.core.transformer.moe.permute import by_expert, combine
+
+_TOKENS, _WIDTH, _INNER, _VOCABULARY = 8192, 4096, 14336, 128256
+
+
+def _loss() -> Case:
+    logits, target = drawn(_TOKENS, _VOCABULARY), torch.randint(_VOCABULARY, (_TOKENS,))
+    target, group = target.to(logits.device), ProcessGroup(0, 1)
+    return Case(
+        "loss and gradient of the logits",
+        2 * logits.nbytes,
+        lambda: loss_and_gradient(logits, target, group=group, num_columns=_VOCABULARY),
+    )
+
+
+def _gated(name: str, act: Callable[[Tensor], Tensor], *how: float) -> Case:
+    return both_ways(name, lambda x: glu(x, act, *how), drawn(_TOKENS, 2 * _INNER), passes=4)
+
+
+def _weighed() -> Case:
+    x, weights = drawn(_TOKENS, 2 * _INNER), drawn(_TOKENS, dtype=torch.float32)
+    return both_ways(
+        "SwiGLU weighed by a router", lambda x, w: glu(x, F.silu, weights=w), x, weights, passes=4
+    )
+
+
+def _rotary(interleaved: bool) -> Case:
+    x, angles = drawn(_TOKENS, 1, 48, 128)[:, :, :32], drawn(_TOKENS, 1, 1, 64)
+    table = RotaryTable(angles.cos(), angles.sin(), interleaved)
+    name = f"rotary positions, {'neighbours' if interleaved else 'halves'}"
+    return both_ways(name, lambda x: apply_rotary(x, table), x, passes=4)
+
+
+def _norm(is_rms: bool) -> Case:
+    x, weight, bias = drawn(_TOKENS, _WIDTH), drawn(_WIDTH), drawn(_WIDTH)
+    if is_rms:
+        return both_ways("RMSNorm", lambda *a: rms_norm(*a, 1e-5), x, weight, passes=5)
+    return both_ways("LayerNorm", lambda *a: layer_norm(*a, 1e-5), x, weight, bias, passes=5)
+
+
+def _seam(prob: float) -> Case:
+    x, bias, residual = drawn(_TOKENS, _WIDTH), drawn(_WIDTH), drawn(_TOKENS, _WIDTH)
+
+    def seam(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return bias_dropout_add((x, bias), residual, prob, True)
+
+    # Backward: without dropout the bias's sum alone reads the gradient.
+    passes = 6 if prob else 4
+    return both_ways(f"bias, dropout {prob}, residual", seam, x, bias, residual, passes=passes)
+
+
+def _rows() -> Case:
+    experts = torch.rand(_TOKENS, 64).topk(8).indices.to(device.current())
+    order, rows = by_expert(experts), drawn(8 * _TOKENS, _WIDTH // 2)
+    num_bytes = rows.nbytes + rows.nbytes // 8
+    return Case("8 rows of each token summed", num_bytes, lambda: combine(rows, order))
+
+
+def _adam(moments: str, num_bytes: int) -> Case:
+    config = OptimizerConfig(exp_avg_dtype=moments, exp_avg_sq_dtype=moments)
+    params = [nn.Parameter(drawn(_WIDTH, _WIDTH)) for _ in range(8)]
+    rule = AdamW([{"params": params, "lr": 1e-4, "weight_decay": 0.1}], config)
+    for param in params:
+        param.grad = drawn(_WIDTH, _WIDTH)
+
+    def step() -> None:
+        rule.begin_step()
+        rule.step()
+
+    name = f"AdamW, bf16 and 16 bits, moments in {moments}"
+    return Case(name, num_bytes * len(params) * _WIDTH**2, step)
+
+
+def _quantised(name: str, block: Block | None) -> Case:
+    x = drawn(_TOKENS, _WIDTH)
+    return Case(name, x.numel() * 3, lambda: quantize(x, E4M3, block))
+
+
+def _delayed() -> Case:
+    x, known = drawn(_TOKENS, _WIDTH), torch.ones((), device=device.current())
+    name = "fp8, delayed scale, with the largest value"
+    return Case(name, x.numel() * 3, lambda: quantize_and_look(x, E4M3, known, 0))
+
+
+def _weight_gradient() -> Case:
+    """With one column of sixteen: the transposed copies are nearly all of it."""
+    x, thin = quantize(drawn(_TOKENS, _WIDTH), E4M3), quantize(drawn(_TOKENS, 16), E4M3)
+    name = "fp8 product over tokens, 16 wide"
+    return Case(name, 3 * x.codes.nbytes, lambda: product(thin.t(), x.t(), torch.bfloat16))
+
+
+CASES: list[Callable[[], Case]] = [
+    _loss,
+    partial(_gated, "SwiGLU", F.silu),
+    partial(_gated, "GeGLU", F.gelu),
+    partial(_gated, "clamped quick GeGLU", quick_gelu, 7.0, 1.0),
+    _weighed,
+    partial(_rotary, False),
+    partial(_rotary, True),
+    partial(_norm, True),
+    partial(_norm, False),
+    partial(_seam, 0.0),
+    partial(_seam, 0.1),
+    _rows,
+    partial(_adam, "fp32", 26),
+    partial(_adam, "bf16", 18),
+    partial(_adam, "fp8", 14),
+    partial(_quantised, "fp8, one scale", None),
+    partial(_quantised, "fp8, a scale for 1 x 128", (1, 128)),
+    partial(_quantised, "fp8, a scale for 128 x 1", (128, 1)),
+    partial(_quantised, "fp8, a scale for 128 x 128", (128, 128)),
+    _delayed,
+    _weight_gradient,
+]
