@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core import cpu_kernels, device
 from megatron.core.optional import available
 
-_ON_CPU = {"cross_entropy", "glu", "rope"}  # modules of fusions.cpu
+_ON_CPU = {"adam", "cross_entropy", "glu", "rope"}  # modules of fusions.cpu
 
 
 def kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
@@ -26,7 +26,7 @@ def kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
     given = [t for t in tensors if t is not None]
     if all(device.launches_kernels(t.device) and t.dtype != torch.float64 for t in given):
         return _module(name)
-    if name in _ON_CPU and cpu_kernels.take(given[0]):
+    if name in _ON_CPU and all(cpu_kernels.take(t) for t in given):
         return importlib.import_module(f"megatron.core.fusions.cpu.{name}")
     return None
 

@@ -23,7 +23,7 @@ from torch import nn
 from megatron.core.config.errors import ConfigError
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.sharding import shares_instances
-from megatron.core.optimizer.mixed_precision import Part, copy_main_to_model
+from megatron.core.optimizer.mixed_precision import OptimizedParam, Part, copy_main_to_model
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -72,10 +72,11 @@ class DistributedOptimizer(MegatronOptimizer):
                 for bucket in chunk.start_param_sync_by_bucket():
                     mine = [owned[param] for param in bucket.params if param in owned]
                     self._step(mine, divisor)
-                    copy_main_to_model([p for p in mine if not p.host])
+                    left = self.rule.weights
+                    copy_main_to_model([p for p in mine if p.main in left and not p.host])
 
-    def _publish(self) -> None:
-        super()._publish()
+    def _publish(self, left: Sequence[OptimizedParam]) -> None:
+        super()._publish(left)
         for chunk in self.model_chunks:
             chunk.start_param_sync()
 

@@ -58,9 +58,9 @@ class HostPlace:
         """Until the gradient is here."""
         device.wait_for(self._has_come)
 
-    def give_back(self, model: Tensor) -> None:
-        """Start to copy the updated values, on the present stream."""
-        if self.result is not self.main.data:
+    def give_back(self, model: Tensor, *, is_rounded: bool) -> None:
+        """Start to copy the updated values, on the present stream; ``is_rounded``: the result is."""
+        if not is_rounded:
             self.result.copy_(self.main)
         model.copy_(self.result, non_blocking=True)
 

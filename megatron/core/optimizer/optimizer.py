@@ -173,12 +173,16 @@ class MegatronOptimizer:
         with self._timed("optimizer-inner-step"):
             self._step(self.params, divisor)
         with self._timed("optimizer-copy-main-to-model-params"):
-            self._publish()
+            left = self.rule.weights
+            self._publish([p for p in self.params if p.main in left and not p.host])
 
     def _step(self, params: Sequence[OptimizedParam], divisor: float) -> None:
         """Update ``params``; those on the host are on their way to the model afterwards."""
         places = [p.host for p in params if p.host]
         is_all = not places and params is self.params
+        self.rule.weights = {
+            p.main: p.host.result if p.host else p.model_values for p in params if p.has_main
+        }
         self.rule.step(divisor, None if is_all else {p.main for p in params if not p.host})
         values = {p.host: p.model_values for p in params if p.host}
         is_overlapped = self.config.overlap_cpu_optimizer_d2h_h2d
@@ -188,12 +192,16 @@ class MegatronOptimizer:
             self.rule.step(divisor, {place.main for place in batch})
             with device.on_stream(self._copies), torch.no_grad():
                 for place in batch:
-                    place.give_back(values[place])
+                    is_rounded = place.main not in self.rule.weights
+                    place.give_back(values[place], is_rounded=is_rounded)
         device.join_stream(self._copies)
 
-    def _publish(self) -> None:
-        """Let the model have what was updated.  Collective where parameters are divided."""
-        copy_main_to_model([p for p in self.params if not p.host])
+    def _publish(self, left: Sequence[OptimizedParam]) -> None:
+        """Let the model have what was updated, ``left`` of it still in main parameters.
+
+        Collective where parameters are divided.
+        """
+        copy_main_to_model(left)
         # An update in place by a fused kernel leaves the version, which copies of weights go by.
         torch.autograd.graph.increment_version([p.model for p in self.params])
 
@@ -202,7 +210,7 @@ class MegatronOptimizer:
         on_host = [p for p in self.params if p.host]
         copy_main_to_model([p for p in on_host if p.has_main])
         copy_model_to_main([p for p in on_host if not p.has_main])
-        self._publish()
+        self._publish([p for p in self.params if not p.host])
 
     def scalar_state(self) -> dict[str, Any]:
         """What is one value for all ranks, as JSON: updates done, the loss scale, the groups.

@@ -39,6 +39,8 @@ class UpdateRule(ABC):
         self.config = config
         self.param_groups = list(groups)
         self.state: dict[nn.Parameter, State] = {}
+        # Model weights that main parameters round to; an update that writes one takes it out.
+        self.weights: dict[nn.Parameter, Tensor] = {}
         # Steps that all parameters of a device have taken.
         devices = {param.device for param in self._params()}
         self._steps = {d: torch.zeros((), dtype=torch.float32, device=d) for d in devices}
@@ -198,11 +200,15 @@ class AdamW(UpdateRule):
         for param, grad, state in zip(params, grads, states, strict=True):
             moments = [_as_kept(state[key]) for key in ("exp_avg", "exp_avg_sq")]
             main, is_dense = state.get("main"), param.is_contiguous() and grad.is_contiguous()
-            if isinstance(main, Beside) or is_all_plain(param, grad, state) or not is_dense:
+            writes = fused.WRITES_WEIGHTS and _is_rounded_to(self.weights.get(param), param)
+            is_plain = not writes and is_all_plain(param, grad, state)
+            has_kernel = all(values.dtype in fused.MOMENTS for values, *_ in moments)
+            if isinstance(main, Beside) or is_plain or not (is_dense and has_kernel):
                 rest.append(param)
             else:
                 lower = main.lower if isinstance(main, Split) else None
-                fused.update(param.detach(), lower, grad, *moments, step)
+                beside = {"weight": self.weights.pop(param)} if writes else {}
+                fused.update(param.detach(), lower, grad, *moments, step, **beside)
         return rest
 
     def update(
@@ -308,6 +314,11 @@ def _as_kept(kept: Tensor | Kept) -> tuple[Tensor, Tensor | None, bool]:
         return kept.values, kept.exponents, kept.is_square
     assert isinstance(kept, Tensor), "a moment is no main parameter"
     return kept, None, False
+
+
+def _is_rounded_to(weight: Tensor | None, main: Tensor) -> bool:
+    is_bf16 = weight is not None and weight.dtype == torch.bfloat16 and weight.is_contiguous()
+    return is_bf16 and main.dtype == torch.float32
 
 
 def _gradients(params: Sequence[Tensor]) -> list[Tensor]:

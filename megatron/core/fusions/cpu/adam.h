@@ -39,9 +39,9 @@ struct Split {
 // Parameter, its lower half (none), gradient, mean, mean of squares, bfloat16 weight to be written
 // (none); sizes: number of the step; numbers: what the gradient is divided by, 1 - lr * decay,
 // 1 - beta1, beta2, 1 - beta2, root of the second bias correction, eps, lr over the first one.
-template <class Grad, class Param, class Moment>
-INLINE void adam_loop(const Call& c, int64_t begin, int64_t end, Param param, Moment mean,
-                      Moment squares) {
+template <class Grad, class Param, class Mean, class Squares>
+INLINE void adam_loop(const Call& c, int64_t begin, int64_t end, Param param, Mean mean,
+                      Squares squares) {
     const Grad* grads = c.at<Grad>(2);
     bf16* weight = c.at<bf16>(5);
     const auto& k = c.numbers;
@@ -61,23 +61,12 @@ INLINE void adam_loop(const Call& c, int64_t begin, int64_t end, Param param, Mo
     });
 }
 
-template <class Moment, class Grad>
-INLINE void adam_of(const Call& c, int64_t begin, int64_t end) {
-    const Moment mean{c.at<typename Moment::Number>(3)}, squares{c.at<typename Moment::Number>(4)};
+template <class Mean, class Squares, class Grad>
+void adam(const Call& c, int64_t begin, int64_t end) {
+    const Mean mean{c.at<typename Mean::Number>(3)};
+    const Squares squares{c.at<typename Squares::Number>(4)};
     if (c.pointers[1])
         adam_loop<Grad>(c, begin, end, Split{c.at<bf16>(0), c.at<uint16_t>(1)}, mean, squares);
     else
         adam_loop<Grad>(c, begin, end, Whole{c.at<float>(0)}, mean, squares);
-}
-
-// T is the format of the gradient.
-template <class T>
-void adam(const Call& c, int64_t begin, int64_t end) {
-    adam_of<Whole, T>(c, begin, end);
-}
-
-// The same with both moments in bfloat16.
-template <class T>
-void adam_rounded(const Call& c, int64_t begin, int64_t end) {
-    adam_of<Rounded, T>(c, begin, end);
 }

@@ -36,8 +36,10 @@ void add_kernels(Kernels& found, const std::string& format) {
     add("rms_norm", norm_forward<true, T>);
     add("rms_norm_backward", norm_backward<true, T>);
     add("rotate", rotate<T>);
-    add("adam", adam<T>);
-    add("adam_rounded", adam_rounded<T>);
+    add("adam", adam<Whole, Whole, T>);
+    add("adam mean", adam<Rounded, Whole, T>);
+    add("adam square", adam<Whole, Rounded, T>);
+    add("adam mean square", adam<Rounded, Rounded, T>);
     add("sum_of_pieces", sum_of_pieces<T>);
 }
 

@@ -19,6 +19,8 @@ _ROWS, _WARPS = 8, 4  # 128 numbers a row, 8 a thread
 _KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
 _AS_BITS = {1: torch.int8, 2: torch.int16, 4: torch.float32}
 
+MOMENTS = tuple(_KIND)
+WRITES_WEIGHTS = False  # a float32 update is torch's own, and so is the copy
 
 Moment = tuple[Tensor, Tensor | None, bool]  # values, exponents of blocks, whether they are roots
 

@@ -1,0 +1,102 @@
+"""AdamW by the compiled kernel: values of torch's, and the same bits wherever an element lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.core import cpu_kernels
+from megatron.core.fusions.cpu import adam
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.kept_state import Kept
+from megatron.core.process_groups_config import ProcessGroupCollection
+from tests import tolerances
+
+pytestmark = pytest.mark.skipif(
+    cpu_kernels.compiled() is None, reason="not installed: python setup.py build_ext --inplace"
+)
+AWARE = {"use_precision_aware_optimizer": True}
+FORMS = [{}, AWARE, {**AWARE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}]
+
+
+def after_two_steps(flags: dict[str, Any], groups: ProcessGroupCollection) -> dict[str, Tensor]:
+    """Main parameter and moments in float32, and the weight."""
+    torch.manual_seed(0)
+    model = nn.Linear(333, 77, bias=False, dtype=torch.bfloat16)
+    config = OptimizerConfig(lr=1e-2, clip_grad=1.0, **flags)
+    optimizer = get_megatron_optimizer(config, [model], pg_collection=groups)
+    for _ in range(2):
+        model.weight.grad = torch.randn(model.weight.shape).bfloat16()
+        optimizer.step()
+    ((_, _, state),) = optimizer.named_state()
+    kept = {k: s.read() if isinstance(s, Kept) else s.detach() for k, s in state.items()}
+    return {"weight": model.weight.detach(), **kept}
+
+
+@pytest.mark.parametrize("flags", FORMS, ids=["beside", "split", "rounded"])
+@pytest.mark.feature("Optimizers: AdamW of 16-bit weights in one pass on a CPU")
+def test_values_are_those_of_torchs_kernel(
+    flags: dict[str, Any], alone: ProcessGroupCollection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    run = cpu_kernels.run
+    monkeypatch.setattr(cpu_kernels, "run", lambda *a, **k: ran.append(a[0]) or run(*a, **k))
+    found = after_two_steps(flags, alone)
+    assert {name.partition(" ")[0] for name in ran} == {"adam"}
+    monkeypatch.setattr(cpu_kernels, "take", lambda *_: False)
+    expected = after_two_steps(flags, alone)
+    is_rounded = "exp_avg_dtype" in flags
+    for name, values in expected.items():
+        dtype = torch.bfloat16 if is_rounded or name == "weight" else torch.float32
+        torch.testing.assert_close(found[name], values, **tolerances.of(dtype))
+
+
+Numbers = dict[str, Tensor | None]
+
+
+def fresh(*, split: bool, rounded: bool) -> Numbers:
+    """A parameter and all that is kept for it, in the middle of training."""
+    torch.manual_seed(1)
+    main, grad, mean = torch.randn(3, 40_005)
+    square = torch.rand(40_005)
+    return {
+        "param": main.bfloat16() if split else main,
+        "lower": torch.randint(-(2**15), 2**15, main.shape, dtype=torch.int16) if split else None,
+        "grad": grad.bfloat16(),
+        "mean": mean.bfloat16() if rounded else mean,
+        "square": square.bfloat16() if rounded else square,
+        "weight": None if split else main.bfloat16(),
+    }
+
+
+def update(numbers: Numbers) -> None:
+    corrections = torch.tensor([1 - 0.9**7, 1 - 0.95**7])
+    step = adam.Step(torch.tensor(7.0), corrections, 1e-2, (0.9, 0.95), 1e-8, 0.1, 3.0)
+    moments = {k: (numbers[k], None, False) for k in ("mean", "square")}
+    adam.update(**{**numbers, **moments}, step=step)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_bits_do_not_depend_on_the_number_of_threads(split: bool, rounded: bool) -> None:
+    seen, before = [], torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        seen.append(fresh(split=split, rounded=rounded))
+        update(seen[-1])
+    torch.set_num_threads(before)
+    torch.testing.assert_close(seen[0], seen[1], **tolerances.BITWISE)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("cut", [37, 16 * 1024 + 128])
+def test_bits_do_not_depend_on_where_an_update_is_cut(cut: int, split: bool, rounded: bool) -> None:
+    whole, parts = (fresh(split=split, rounded=rounded) for _ in range(2))
+    update(whole)
+    for span in (slice(0, cut), slice(cut, None)):
+        update({k: None if t is None else t[span] for k, t in parts.items()})
+    torch.testing.assert_close(parts, whole, **tolerances.BITWISE)
