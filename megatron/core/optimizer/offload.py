@@ -59,7 +59,7 @@ class HostPlace:
         device.wait_for(self._has_come)
 
     def give_back(self, model: Tensor, *, is_rounded: bool) -> None:
-        """Start to copy the updated values, on the present stream; ``is_rounded``: the result is."""
+        """Start to copy the updated values, ``is_rounded`` already, on the present stream."""
         if not is_rounded:
             self.result.copy_(self.main)
         model.copy_(self.result, non_blocking=True)
