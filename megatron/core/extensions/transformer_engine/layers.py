@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 from megatron.core.extensions.transformer_engine.engine import (
     Engine,
     package,
-    quantized,
     recipe_of,
 )
 from megatron.core.tensor_parallel.layers import (
@@ -72,7 +71,7 @@ class _Computed(Linear):
         Biases are left to the caller.
         """
         first, total = linears[0], len(linears)
-        config: TransformerConfig = first.config
+        config = first.config
         engine = Engine(
             "GroupedLinear",
             config,
@@ -87,12 +86,11 @@ class _Computed(Linear):
         cut = package().Fp8Unpadding(num_gemms=total, align_size=rows_each)
 
         def product(rows: Tensor, counts: Sequence[int]) -> Tensor:
-            engine.recipe = first.quantizer.recipe
+            engine.recipe, sizes = first.quantizer.recipe, list(counts)
             if engine.recipe is None:
-                return engine.run(rows, list(counts))
-            with quantized(engine.recipe):
-                padded, sizes = pad(rows, list(counts))
-                y: Tensor = cut(engine.run(padded, sizes), list(counts))
+                return engine.run(rows, sizes)
+            padded, wider = pad(rows, sizes)
+            y: Tensor = cut(engine.run(padded, wider), sizes)
             return y
 
         return product
