@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 
 from tests import tolerances
 from tests.fake_transformer_engine import installed
-from tests.functional.runs import TINY, losses, refusal, run_gpt, train_gpt
+from tests.functional.runs import TINY, losses, run_gpt, train_gpt
 from tests.ranks import run_ranks
 
 NOTED = ("kind", "recipe", "is_first", "splits", "fuses")
@@ -36,7 +35,7 @@ EXPERTS = (
 def train_with_engine(rank: int, world_size: int, argv: Sequence[str]) -> list[dict[str, Any]]:
     """The calls of the package's modules in a run."""
     with installed() as calls, contextlib.redirect_stdout(io.StringIO()) as said:
-        train_gpt(rank, world_size, [*argv, "--require-transformer-engine"])
+        train_gpt(rank, world_size, argv)
     if rank == 0:
         assert "attention: Transformer Engine's; what it cannot do:" in said.getvalue()
         is_quantized = "--fp8-recipe" in argv
@@ -133,26 +132,3 @@ def test_layers_follow_their_recipe_and_the_outer_ones_none(tmp_path):
     # Weights are quantised anew where the first micro-batch meets them.
     anew = [call["kind"] for call in calls if call["is_first"]]
     assert Counter(anew) == {"LayerNormLinear": 3, "Linear": 3, "GroupedLinear": 2}
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--fp8-format hybrid --bf16", "matrices: --fp8-recipe delayed: histories that resume"),
-        ("--delay-wgrad-compute", "matrices: weight gradients that wait in a queue"),
-    ],
-)
-def test_what_is_left_to_our_own_layers_is_no_requirement_met(flags, sentence):
-    (complaint,) = run_ranks(refused_with_engine, 1, [*BASE, *flags.split()])
-    assert re.search(f"--require-transformer-engine for {sentence}", complaint)
-
-
-def refused_with_engine(rank: int, world_size: int, argv: Sequence[str]) -> str:
-    with installed():
-        return refusal(rank, world_size, [*argv, "--require-transformer-engine"])
-
-
-def test_without_the_package_a_requirement_is_refused():
-    argv = [*BASE, "--require-transformer-engine"]
-    (complaint,) = run_ranks(refusal, 1, argv)
-    assert "--require-transformer-engine: transformer_engine" in complaint

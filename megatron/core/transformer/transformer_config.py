@@ -79,6 +79,30 @@ class TransformerConfig(
         std = self.embedding_init_method_std
         return Init("normal", self.init_method_std if std is None else std)
 
+    @property
+    def why_own_matrices(self) -> str | None:
+        """Why our own layers multiply, whatever --transformer-impl says; None where they need not.
+
+        It begins with the flag that asks for it.
+        """
+        if self.delay_wgrad_compute:
+            return "--delay-wgrad-compute: weight gradients wait in a queue of our own layers"
+        if (self.pipeline_schedule or "").startswith("zb"):
+            schedule = f"--pipeline-schedule {self.pipeline_schedule}"
+            return f"{schedule}: weight gradients wait in a queue of our own layers"
+        if not self.is_quantized:
+            return None
+        if self.fp8_param:
+            return "--fp8-param-gather: our own layers quantise weights that travel as fp8"
+        if not self.fp8_wgrad:
+            return "--no-fp8-wgrad: our own layers keep inputs in the higher precision"
+        if self.fp4 is None and self.fp8_recipe == "delayed":
+            return (
+                "--fp8-recipe delayed: histories that resume in every layout are kept by our own "
+                "layers; the other recipes need none"
+            )
+        return None
+
     def __post_init__(self) -> None:
         fill = object.__setattr__
         if self.ffn_hidden_size is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.extensions import transformer_engine as te
+from megatron.core.models.common.layer_parts import LOCAL, transformer_engine_parts
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -217,6 +219,20 @@ def test_without_the_package_a_layer_says_what_is_missing(build):
     given = {"init_method": config.init_method, "tp_group": one_rank()}
     with pytest.raises(MissingDependency, match="--transformer-impl transformer_engine: transf"):
         build(config, given)
+
+
+def test_what_cannot_be_had_is_said_once_or_refused(caplog):
+    config = tiny_config(fp8="hybrid")
+    with installed():
+        for _ in range(2):
+            parts = transformer_engine_parts(config)
+        with pytest.raises(MissingDependency, match="-engine for matrices: --fp8-recipe delayed"):
+            transformer_engine_parts(replace(config, require_transformer_engine=True))
+    assert (parts.norm, parts.column) == (te.TENorm, LOCAL.column)
+    (said,) = [r.message for r in caplog.records]
+    assert "engine falls back to local for matrices: --fp8-recipe delayed: histories" in said
+    with pytest.raises(MissingDependency, match="--require-transformer-engine: transformer_en"):
+        transformer_engine_parts(tiny_config(require_transformer_engine=True))
 
 
 @pytest.mark.parametrize(

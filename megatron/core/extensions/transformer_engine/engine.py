@@ -60,19 +60,8 @@ def why_not_matrices(config: TransformerConfig) -> str | None:
 
     It has to import here.
     """
-    if config.delay_wgrad_compute or (config.pipeline_schedule or "").startswith("zb"):
-        return "weight gradients that wait in a queue are those of our own layers"
-    if not config.is_quantized:
-        return None
-    if config.fp8_param:
-        return "--fp8-param-gather: our own layers quantise weights that travel as fp8"
-    if not config.fp8_wgrad:
-        return "--no-fp8-wgrad is done by our own layers"
-    if config.fp4 is None and config.fp8_recipe == "delayed":
-        return (
-            "--fp8-recipe delayed: histories that resume in every layout are kept by our own "
-            "layers; the other recipes need none"
-        )
+    if config.why_own_matrices is not None or not config.is_quantized:
+        return config.why_own_matrices
     name = _recipe_name(config)
     if not hasattr(optional.require(_RECIPE, WANTED_BY), name):
         return f"--{config.format_flag}: this version of Transformer Engine has no {name}"

@@ -145,10 +145,17 @@ def tokens_ahead_have_what_they_need(run: RunConfig) -> Iterator[str]:
 
 
 def transformer_impl_is_possible(run: RunConfig) -> Iterator[str]:
-    """Nobody requires what they turned off."""
-    m = run.model
-    if m.require_transformer_engine and m.transformer_impl == "local":
-        yield "--require-transformer-engine and --transformer-impl local exclude each other"
+    """Nobody requires what they turned off, or what other flags leave to our own layers."""
+    m, given = run.model, "--require-transformer-engine"
+    if not m.require_transformer_engine:
+        return
+    if m.transformer_impl == "local":
+        yield f"{given} and --transformer-impl local exclude each other"
+        return
+    if run.distributed.device == "cpu":
+        yield f"{given} and --device cpu exclude each other: Transformer Engine needs a GPU"
+    if m.why_own_matrices is not None:
+        yield f"{given}: {m.why_own_matrices}; drop one of these flags"
 
 
 CHECKS = (
