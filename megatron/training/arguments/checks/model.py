@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.device import CPU
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.training.config.run import RunConfig
 
@@ -152,7 +153,7 @@ def transformer_impl_is_possible(run: RunConfig) -> Iterator[str]:
     if m.transformer_impl == "local":
         yield f"{given} and --transformer-impl local exclude each other"
         return
-    if run.distributed.device == "cpu":
+    if run.distributed.device == CPU:
         yield f"{given} and --device cpu exclude each other: Transformer Engine needs a GPU"
     if m.why_own_matrices is not None:
         yield f"{given}: {m.why_own_matrices}; drop one of these flags"
