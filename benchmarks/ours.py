@@ -41,8 +41,8 @@ def flags(shape: Shape, dtype: str) -> list[str]:
 class OurTrainer:
     """`train_step` on the common start and the common tokens."""
 
-    def __init__(self, shape: Shape, dtype: str, steps: int):
-        config = configure(argv=flags(shape, dtype))
+    def __init__(self, shape: Shape, dtype: str, steps: int, *more: str):
+        config = configure(argv=[*flags(shape, dtype), *more])
         self.run: Runtime = start(config)
         self.run.forward_step_func = pretrain_gpt.forward_step
         self.run.train_iters = 1_000_000

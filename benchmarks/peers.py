@@ -41,6 +41,7 @@ SHAPES = {
     for s in (
         Shape("30m", "gpt2", 6, 384, 6, 256, 4),
         Shape("124m", "gpt2", 12, 768, 12, 512, 2),
+        Shape("350m", "gpt2", 24, 1024, 16, 512, 2),
         Shape("30m-llama", "llama", 6, 384, 6, 256, 4),
         Shape("tiny", "gpt2", 2, 64, 2, 64, 2, 512),
         Shape("tiny-llama", "llama", 2, 64, 2, 64, 2, 512),
@@ -218,6 +219,50 @@ def hf_llama(shape: Shape) -> nn.Module:
         mlp.up_proj.weight.copy_(up)
         mlp.down_proj.weight.copy_(w[f"{i}.fc2"])
     return _HF(model)
+
+
+class _Litgpt(nn.Module):
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(tokens).flatten(0, 1).float(), labels.flatten())
+
+
+@torch.no_grad()
+def litgpt_llama(shape: Shape) -> nn.Module:
+    """litgpt's model in the shape of Llama with the common start, tied."""
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    config = Config(
+        name="llama",
+        block_size=shape.seq,
+        padded_vocab_size=shape.vocab,
+        vocab_size=shape.vocab,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        n_embd=shape.hidden,
+        rotary_percentage=1.0,
+        parallel_residual=False,
+        bias=False,
+        norm_class_name="RMSNorm",
+        norm_eps=1e-5,
+        mlp_class_name="LLaMAMLP",
+        intermediate_size=shape.inner,
+    )
+    model, w = GPT(config), weights(shape)
+    model.transformer.wte.weight = model.lm_head.weight
+    model.lm_head.weight.copy_(w["wte"])
+    for i, block in enumerate(model.transformer.h):
+        block.attn.qkv.weight.copy_(w[f"{i}.qkv"])
+        block.attn.proj.weight.copy_(w[f"{i}.proj"])
+        gate, up = w[f"{i}.fc1"].chunk(2)
+        block.mlp.fc_1.weight.copy_(gate)
+        block.mlp.fc_2.weight.copy_(up)
+        block.mlp.proj.weight.copy_(w[f"{i}.fc2"])
+    return _Litgpt(model)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

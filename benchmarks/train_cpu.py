@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 GPT2 = ("ours", "plain", "plain-compiled", "hf-gpt2", "floor")
-LLAMA = ("ours", "hf-llama", "floor")
+LLAMA = ("ours", "hf-llama", "litgpt", "floor")
 STEPS_FOR_LOSSES = 50
 
 
@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=10, help="steps of one turn")
+    parser.add_argument("--compared", type=int, default=50, help="steps whose losses must agree")
     parser.add_argument("--contenders", default=None, help="comma-separated; default: all")
     parser.add_argument("--output", default=None, help="append the row as JSON to this file")
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
@@ -49,7 +50,7 @@ def measure(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, dict[
     """Per contender the seconds of every step, its losses, and its peak memory."""
     workers = {name: start_worker(args, name) for name in names}
     found: dict[str, dict[str, list[float]]] = {n: {"step_s": [], "losses": []} for n in names}
-    turns = max(args.rounds, -(-STEPS_FOR_LOSSES // args.steps) - 1)
+    turns = max(args.rounds, -(-args.compared // args.steps) - 1)
     for turn in range(-1, turns):  # the first turn warms up and compiles
         for name, worker in workers.items():
             answer = ask(worker, "turn")
@@ -104,15 +105,23 @@ def make_trainer(args: argparse.Namespace):
     import torch
 
     from benchmarks import peers
+    from megatron.core import cpu_tuning
 
     shape, name = peers.SHAPES[args.shape], args.worker
     if name == "ours":
         from benchmarks import ours
 
         return ours.OurTrainer(shape, args.dtype, STEPS_FOR_LOSSES)
+    if name == "ours-layer":
+        return ours.OurTrainer(shape, args.dtype, STEPS_FOR_LOSSES, "--compile", "layer")
     if name == "floor":
         return peers.MatmulFloor(shape, args.dtype)
-    build = {"hf-gpt2": peers.hf_gpt2, "hf-llama": peers.hf_llama}.get(name, peers.plain_gpt)
+    cpu_tuning.choose_float32_products(shape.hidden)  # as ours does by itself
+    build = {
+        "hf-gpt2": peers.hf_gpt2,
+        "hf-llama": peers.hf_llama,
+        "litgpt": peers.litgpt_llama,
+    }.get(name, peers.plain_gpt)
     model = build(shape)
     if name == "plain-compiled":
         model = torch.compile(model)

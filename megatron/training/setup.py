@@ -20,6 +20,7 @@ from megatron.core.optimizer.param_groups import (
     no_weight_decay_on_embeddings,
 )
 from megatron.core.param_init import initialize_parameters
+from megatron.core.transformer.compiled import compile_layers
 from megatron.core.transformer.module import Float16Module
 from megatron.training.loss_chunks import chunk_line, settle_loss_chunks
 from megatron.training.pipeline_split import settle_pipeline_split
@@ -76,6 +77,9 @@ def build_model(run: Runtime, model_provider: ModelProvider, *, wrap: bool = Tru
         _initialize(run, chunk)
     _print_number_of_parameters(run, chunks)
     run.model_chunks = [_wrapped(run, chunk, wrap) for chunk in chunks]
+    if wrap:
+        for model in run.model_chunks:
+            compile_layers(model, run.config.model.compile)
     if on_meta:
         for model in run.model_chunks:
             _initialize(run, model)

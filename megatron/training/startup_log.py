@@ -130,6 +130,15 @@ def print_low_precision(run: Runtime) -> None:
     print_rank_0(f"products of --{model.format_flag} by the device: {answer}")
 
 
+def print_compilation(run: Runtime) -> None:
+    """What is compiled, and what keeps its own kernels; on rank 0."""
+    model, regions = run.config.model, {"layer": "each layer", "model": "all layers of a stage"}
+    if model.compile != "none":
+        apart = ", but for products of --tensor-model-parallel-size"
+        beside = apart if model.tensor_model_parallel_size > 1 else ""
+        print_rank_0(f"compiled: {regions[model.compile]}{beside}; embedding and loss are not")
+
+
 def print_token_travel(run: Runtime) -> None:
     """Whether --moe-enable-deepep has what it needs; on rank 0."""
     if run.config.model.moe_enable_deepep:

@@ -28,6 +28,7 @@ from megatron.training.schedule import number_of_train_iters, recount_train_iter
 from megatron.training.startup_log import (
     print_arguments,
     print_attention_backends,
+    print_compilation,
     print_datetime,
     print_gradient_accumulation,
     print_layout,
@@ -116,6 +117,7 @@ def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
     print_arguments(flat_values(run.config))
     print_attention_backends(run)
     print_token_travel(run)
+    print_compilation(run)
     print_low_precision(run)
     setup.setup_tokenizer(run)
     print_datetime("after megatron is initialized")

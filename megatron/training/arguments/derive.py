@@ -259,6 +259,13 @@ def weight_decay(ns: Namespace) -> Iterator[str]:
     yield from ()
 
 
+def compilation(ns: Namespace) -> Iterator[str]:
+    """A compiled backward pass computes gradients and writes nowhere itself."""
+    if ns.compile != "none":
+        ns.gradient_accumulation_fusion = False
+    yield from ()
+
+
 DERIVATIONS: tuple[Derivation, ...] = (
     virtual_ranks,
     data_parallel_size,
@@ -275,6 +282,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     attention,
     positions,
     recomputation,
+    compilation,
     experts,
     batch_sizes,
     data_sources,

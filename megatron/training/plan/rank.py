@@ -53,6 +53,9 @@ from megatron.training.plan.tracing import Tracker, attention_without_memory, st
 from megatron.training.runtime import Runtime
 from megatron.training.setup import build_model
 
+# What needs memory, a package or a compiler.
+_NOT_HERE = {"perform_initialization": False, "moe_enable_deepep": False, "compile": "none"}
+
 
 def cost_of_rank(config: RunConfig, rank: int, padded_vocab_size: int) -> RankCost:
     """Build ``rank`` of the run and count.  Needs no other process, and leaves no trace in this."""
@@ -66,7 +69,7 @@ def cost_of_rank(config: RunConfig, rank: int, padded_vocab_size: int) -> RankCo
             # Else torch warns when the group is destroyed.
             dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
             # Constants are all that would be written, and there is nowhere to write them.
-            model = replace(config.model, perform_initialization=False, moe_enable_deepep=False)
+            model = replace(config.model, **_NOT_HERE)
             return _cost(_build(replace(config, model=model), padded_vocab_size))
     finally:
         if dist.is_initialized():

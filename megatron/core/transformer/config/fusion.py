@@ -12,6 +12,12 @@ from megatron.core.config.option import option
 class FusionConfig:
     """Which fused kernels may be used."""
 
+    compile: str = option(
+        "none",
+        "What PyTorch compiles: nothing, each transformer layer, or all layers of a stage as one.",
+        group="training",
+        choices=("none", "layer", "model"),
+    )
     masked_softmax_fusion: bool = option(
         True,
         "Do not fuse scaling, mask and softmax.",
