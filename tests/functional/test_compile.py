@@ -72,7 +72,11 @@ def test_a_missing_compiler_is_named_at_the_start_with_the_cure() -> None:
 @pytest.mark.parametrize(
     ("flags", "ranks"),
     [
-        ("--compile layer --recompute-granularity full --recompute-method uniform", 1),
+        (
+            "--compile layer --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1",
+            1,
+        ),
         ("--compile layer --tensor-model-parallel-size 2 --sequence-parallel", 2),
         ("--compile layer --use-distributed-optimizer --overlap-grad-reduce", 2),
         ("--compile model --pipeline-model-parallel-size 2", 2),
