@@ -39,7 +39,7 @@ def load(run: Runtime) -> None:
     """
     fault_point("load.before")
     run.timers("load-checkpoint", log_level=0).start(barrier=True)
-    loaded = load_run(run.config.checkpoint, _parts(run))
+    loaded = load_run(run.config.checkpoint, parts_of(run))
     run.timers("load-checkpoint").stop(barrier=True)
     if loaded is None:
         return
@@ -96,7 +96,7 @@ def _save(
     run: Runtime, config: CheckpointConfig, in_background: bool, is_local: bool
 ) -> Saved | None:
     """What was published; None if that is to come."""
-    world, parts, counters = run.groups.world, _parts(run), run.state.to_dict()
+    world, parts, counters = run.groups.world, parts_of(run), run.state.to_dict()
     more: dict[str, Any] = {
         "asked": _asked(run, config),
         "write_config": lambda path: write_config(run.config, path),
@@ -125,7 +125,7 @@ def convert(run: Runtime) -> None:
         save=str(Path(options.ckpt_convert_save) / options.ckpt_convert_format),
         ckpt_format=options.ckpt_convert_format,
     )
-    save_run(target, _parts(run), run.state.to_dict(), asked=_asked(run, target))
+    save_run(target, parts_of(run), run.state.to_dict(), asked=_asked(run, target))
     print_rank_0(f"> converted checkpoint: {options.load} -> {target.save}")
 
 
@@ -217,7 +217,8 @@ def _asked(run: Runtime, options: CheckpointConfig) -> Mapping[str, Any]:
     return vars(legacy_namespace(run)) if is_foreign else run.config.asked
 
 
-def _parts(run: Runtime) -> RunParts:
+def parts_of(run: Runtime) -> RunParts:
+    """What its checkpoints are made from."""
     return RunParts(
         model_chunks=run.model_chunks,
         groups=run.groups,

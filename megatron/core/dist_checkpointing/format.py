@@ -16,7 +16,7 @@ Nothing here communicates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -51,13 +51,25 @@ class RankReport:
     files: dict[str, dict[str, int]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank writes into ``folder``.  ``asked``: the command line, dest -> value."""
+
+    folder: Path
+    rank: int
+    tensors: Sequence[ShardedTensor]
+    rank_state: Mapping[str, Any] | None
+    iteration: int
+    attempt: str
+    asked: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Format:
     """How the folder of a checkpoint is filled; all else of a save is the same in every format.
 
-    ``write_rank_files(folder, rank, tensors, rank_state, iteration=, attempt=, asked=)`` writes and
-    fsyncs what one rank gives, and may run in a thread: local, reads nothing but its arguments, of
-    which ``asked`` is the command line, dest -> value.
+    ``write_rank_files`` writes and fsyncs what one rank gives, and may run in a thread: local,
+    reads nothing but its argument.
     ``complete(folder, reports, common)`` adds on rank 0 what needs the reports of all ranks, and
     returns the files it wrote.  The manifest comes behind it.  Both raise OSError, CheckpointError.
     ``is_foreign``: for other programs, with vocabulary padding and their command line.
@@ -65,38 +77,28 @@ class Format:
     """
 
     name: str
-    write_rank_files: Callable[..., RankReport]
+    write_rank_files: Callable[[Share], RankReport]
     complete: Callable[[Path, Sequence[RankReport], Mapping[str, Any]], Mapping[str, FileEntry]]
     is_foreign: bool = False
     num_copies: int = 1
 
 
-def write_rank_files(
-    folder: Path,
-    rank: int,
-    tensors: Sequence[ShardedTensor],
-    rank_state: Mapping[str, Any] | None,
-    *,
-    iteration: int,
-    attempt: str,
-    asked: Mapping[str, Any] | None = None,
-    incremental: bool = False,
-) -> RankReport:
+def write_rank_files(share: Share, *, incremental: bool = False) -> RankReport:
     """Write and fsync the files of one rank.  Local.  Raises OSError, CheckpointError.
 
     ``incremental``: constant tensors lie in a file of their own, which is linked where it can be.
     """
-    del asked  # the layout of the file does not depend on the model
+    folder, rank = share.folder, share.rank
     report = RankReport(tensors={}, files={})
-    origin = {"format": "pt", "iteration": str(iteration), "attempt": attempt}
-    constant = [tensor for tensor in tensors if incremental and tensor.is_constant]
-    changing = [tensor for tensor in tensors if not (incremental and tensor.is_constant)]
+    origin = {"format": "pt", "iteration": str(share.iteration), "attempt": share.attempt}
+    constant = [tensor for tensor in share.tensors if incremental and tensor.is_constant]
+    changing = [tensor for tensor in share.tensors if not (incremental and tensor.is_constant)]
     _write_tensors(folder, f"__{rank}_0.safetensors", changing, origin, report)
     if constant:
         _write_or_link(folder, f"__{rank}_1.safetensors", constant, origin, report)
-    if rank_state is not None:
+    if share.rank_state is not None:
         name = rank_state_name(rank)
-        report.files[name] = asdict(write_json(folder / name, rank_state))
+        report.files[name] = asdict(write_json(folder / name, share.rank_state))
     return report
 
 
@@ -178,10 +180,10 @@ def merge_index(reports: Iterable[Mapping[str, Any]], *, is_whole: bool = True) 
     for tensors in reports:
         for key, mine in tensors.items():
             entry = merged.setdefault(key, {**mine, "pieces": []})
-            for field in ("shape", "dtype"):
-                if entry[field] != mine[field]:
+            for name in ("shape", "dtype"):
+                if entry[name] != mine[name]:
                     raise CheckpointError(
-                        f"{key}: two ranks hold it with {field} {entry[field]} and {mine[field]}"
+                        f"{key}: two ranks hold it with {name} {entry[name]} and {mine[name]}"
                     )
             entry["pieces"] += mine["pieces"]
     for key, entry in merged.items() if is_whole else ():

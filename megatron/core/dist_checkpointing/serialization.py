@@ -26,7 +26,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.collectives import broadcast_json, gather_json, rank_in
 from megatron.core.dist_checkpointing.folders import KEEP_ALL, Retention, published
-from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format, RankReport
+from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format, RankReport, Share
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
@@ -188,15 +188,16 @@ def write(begun: Begun) -> dict[str, Any]:
     """Write this rank's files: ``report``, what was written, and ``error``, why not.  Local."""
     try:
         fault_point("save.write", step=begun.iteration)
-        report = begun.format.write_rank_files(
-            begun.folder,
-            begun.rank,
-            begun.tensors,
-            begun.contents.rank_state,
+        share = Share(
+            folder=begun.folder,
+            rank=begun.rank,
+            tensors=begun.tensors,
+            rank_state=begun.contents.rank_state,
             iteration=begun.iteration,
             attempt=begun.attempt,
             asked=begun.contents.common.get("args", {}),
         )
+        report = begun.format.write_rank_files(share)
         fault_point("save.written", step=begun.iteration)
     except REPORTED as error:
         return not_written(error)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.format import complete, write_rank_files
+from megatron.core.dist_checkpointing.format import Share, complete, write_rank_files
 from megatron.core.dist_checkpointing.manifest import FileEntry
 from megatron.core.dist_checkpointing.mapping import Replica, ShardedTensor, from_param
 from megatron.core.dist_checkpointing.reader import CheckpointReader
@@ -88,12 +88,14 @@ def publish_ranks(root: Path, iteration: int, ranks: Sequence[Sequence[ShardedTe
     pending = commit.begin(root, iteration, 0, ATTEMPT)
     reports = [
         write_rank_files(
-            pending.folder,
-            rank,
-            [t for t in tensors if t.replica is not None],
-            {"rng_state": rank},
-            iteration=iteration,
-            attempt=ATTEMPT,
+            Share(
+                folder=pending.folder,
+                rank=rank,
+                tensors=[t for t in tensors if t.replica is not None],
+                rank_state={"rng_state": rank},
+                iteration=iteration,
+                attempt=ATTEMPT,
+            )
         )
         for rank, tensors in enumerate(ranks)
     ]

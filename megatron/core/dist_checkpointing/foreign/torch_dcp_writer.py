@@ -32,9 +32,9 @@ from megatron.core.dist_checkpointing.foreign.reference_values import (
     reference_rng,
     reference_values,
 )
-from megatron.core.dist_checkpointing.format import Format, RankReport, check_written_once
+from megatron.core.dist_checkpointing.format import Format, RankReport, Share, check_written_once
 from megatron.core.dist_checkpointing.manifest import FileEntry
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, split_rows
+from megatron.core.dist_checkpointing.mapping import split_rows
 
 _RNG = "rng_state"
 _HALVES = ("_w", "_v")
@@ -47,23 +47,12 @@ class _Stored:
     key: str
 
 
-def write_rank_files(
-    folder: Path,
-    rank: int,
-    tensors: Sequence[ShardedTensor],
-    rank_state: Mapping[str, Any] | None,
-    *,
-    iteration: int,
-    attempt: str,
-    asked: Mapping[str, Any],
-    in_halves: bool = False,
-) -> RankReport:
+def write_rank_files(share: Share, *, in_halves: bool = False) -> RankReport:
     """Write and fsync the file of one rank.  Local.  Raises OSError."""
-    del attempt
-    file = DcpFile(folder, rank, 0, iteration)
+    file = DcpFile(share.folder, share.rank, 0, share.iteration)
     report = RankReport(tensors={}, files={})
-    for tensor in tensors:
-        is_cut = in_halves and cut_of(split_state(tensor.key)[1], asked).blocks == (1, 1)
+    for tensor in share.tensors:
+        is_cut = in_halves and cut_of(split_state(tensor.key)[1], share.asked).blocks == (1, 1)
         parts = iter([tensor])
         if is_cut:
             parts = split_rows(tensor, [tensor.global_shape[0] // 2] * 2)
@@ -77,8 +66,8 @@ def write_rank_files(
                 "dtype": str(part.dtype).removeprefix("torch."),
                 "pieces": pieces,
             }
-    if rank_state is not None:
-        report.tensors[_RNG] = dict(rank_state[_RNG])
+    if share.rank_state is not None:
+        report.tensors[_RNG] = dict(share.rank_state[_RNG])
     report.files[file.name] = asdict(file.close())
     return report
 

@@ -44,7 +44,7 @@ from megatron.core.dist_checkpointing.foreign.reference_values import (
     reference_rng,
     reference_values,
 )
-from megatron.core.dist_checkpointing.format import Format, RankReport, check_written_once
+from megatron.core.dist_checkpointing.format import Format, RankReport, Share, check_written_once
 from megatron.core.dist_checkpointing.manifest import MANIFEST, FileEntry, adopt_file, write_text
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, split_rows
 from megatron.core.rank_grid import RankGrid
@@ -60,21 +60,12 @@ _RNG = "rng_state"
 _MATRIX = re.compile(r"((?:\w+coder|mtp)\.layers\..*\b(?:linear_\w+|\w+_proj))\.weight(?:\.z)?$")
 
 
-def write_rank_files(
-    folder: Path,
-    rank: int,
-    tensors: Sequence[ShardedTensor],
-    rank_state: Mapping[str, Any] | None,
-    *,
-    iteration: int,
-    attempt: str,
-    asked: Mapping[str, Any],
-) -> RankReport:
+def write_rank_files(share: Share) -> RankReport:
     """Write and fsync the file of one rank.  Local.  Raises OSError."""
-    del attempt
-    file = DcpFile(folder, rank, 0, iteration)
+    asked, rank_state = share.asked, share.rank_state
+    file = DcpFile(share.folder, share.rank, 0, share.iteration)
     report = RankReport(tensors={}, files={})
-    for tensor in (part for whole in tensors for part in _in_blocks(whole, asked)):
+    for tensor in (part for whole in share.tensors for part in _in_blocks(whole, asked)):
         key, stack = _reference_key(tensor.key, asked)
         is_plain = not stack and len(tensor.global_shape) < 2  # stretches of it are boxes
         is_flat = tensor.is_flat and key.startswith(STATE_PREFIX) and not is_plain
@@ -97,7 +88,7 @@ def write_rank_files(
             entry.setdefault("pieces", []).append(piece)
     if rank_state is not None:
         state = [[reference_rng(rank_state["rng_state"])]]
-        report.tensors[f"{_RNG}/{rank}"] = {"object": file.add(state)}
+        report.tensors[f"{_RNG}/{share.rank}"] = {"object": file.add(state)}
     report.files[file.name] = asdict(file.close())
     return report
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,14 +53,13 @@ from megatron.core.dist_checkpointing.foreign.torch_ranks import (
     folder_name,
     ranks_of,
 )
-from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format, RankReport
+from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format, RankReport, Share
 from megatron.core.dist_checkpointing.manifest import (
     FileEntry,
     Manifest,
     adopt_file,
     write_manifest,
 )
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY, shorten
 from megatron.core.param_info import ParamInfo
@@ -69,16 +68,11 @@ from megatron.core.rank_grid import RankGrid
 _PARTS = "parts"
 
 
-def write_rank_files(
-    folder: Path,
-    rank: int,
-    tensors: Sequence[ShardedTensor],
-    rank_state: Mapping[str, Any] | None,
-    **names: Any,
-) -> RankReport:
-    """This rank's share in our own format, below ``folder``.  Local.  Raises OSError."""
-    (folder / _PARTS).mkdir(exist_ok=True)
-    report = SAFETENSORS_DIST.write_rank_files(folder / _PARTS, rank, tensors, rank_state, **names)
+def write_rank_files(share: Share) -> RankReport:
+    """This rank's share in our own format, below the folder.  Local.  Raises OSError."""
+    parts = share.folder / _PARTS
+    parts.mkdir(exist_ok=True)
+    report = SAFETENSORS_DIST.write_rank_files(replace(share, folder=parts))
     return RankReport({"tensors": report.tensors, "files": report.files}, {})
 
 
