@@ -12,7 +12,7 @@ from torch.distributed import Store
 
 from megatron.core.dist_checkpointing.background import BackgroundSave, finish_apart
 from megatron.core.dist_checkpointing.formats import FORMATS
-from megatron.core.dist_checkpointing.serialization import Saved, SaveFailed, finish
+from megatron.core.dist_checkpointing.serialization import Saved, SaveFailed
 from megatron.core.faults import fault_point
 from megatron.training.arguments.config_file import write_config
 from megatron.training.arguments.legacy import legacy_namespace
@@ -39,7 +39,7 @@ def load(run: Runtime) -> None:
     """
     fault_point("load.before")
     run.timers("load-checkpoint", log_level=0).start(barrier=True)
-    loaded = load_run(run.config.checkpoint, parts_of(run))
+    loaded = load_run(run.config.checkpoint, _parts(run))
     run.timers("load-checkpoint").stop(barrier=True)
     if loaded is None:
         return
@@ -96,19 +96,17 @@ def _save(
     run: Runtime, config: CheckpointConfig, in_background: bool, is_local: bool
 ) -> Saved | None:
     """What was published; None if that is to come."""
-    world, parts, counters = run.groups.world, parts_of(run), run.state.to_dict()
+    parts, counters = _parts(run), run.state.to_dict()
     more: dict[str, Any] = {
         "asked": _asked(run, config),
         "write_config": lambda path: write_config(run.config, path),
     }
     if is_local:
         return save_local_run(config, parts, counters, **more)
-    begun = begin_save(config, parts, counters, **more)
     if not in_background:
-        saved = finish(begun, world)
-        tell_saved(run.groups, saved)
-        return saved
-    run.pending_save = BackgroundSave(begun, run.snapshot_memory, world)
+        return save_run(config, parts, counters, **more)
+    begun = begin_save(config, parts, counters, **more)
+    run.pending_save = BackgroundSave(begun, run.snapshot_memory, run.groups.world)
     print_rank_0(
         f"  scheduled an async checkpoint save at iteration {begun.iteration:7d} to {config.save}"
     )
@@ -125,7 +123,7 @@ def convert(run: Runtime) -> None:
         save=str(Path(options.ckpt_convert_save) / options.ckpt_convert_format),
         ckpt_format=options.ckpt_convert_format,
     )
-    save_run(target, parts_of(run), run.state.to_dict(), asked=_asked(run, target))
+    save_run(target, _parts(run), run.state.to_dict(), asked=_asked(run, target))
     print_rank_0(f"> converted checkpoint: {options.load} -> {target.save}")
 
 
@@ -217,8 +215,7 @@ def _asked(run: Runtime, options: CheckpointConfig) -> Mapping[str, Any]:
     return vars(legacy_namespace(run)) if is_foreign else run.config.asked
 
 
-def parts_of(run: Runtime) -> RunParts:
-    """What its checkpoints are made from."""
+def _parts(run: Runtime) -> RunParts:
     return RunParts(
         model_chunks=run.model_chunks,
         groups=run.groups,

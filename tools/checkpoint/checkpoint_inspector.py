@@ -127,9 +127,7 @@ def verify(args: argparse.Namespace) -> None:
     content = open_checkpoint(args.checkpoint_dir, args.ckpt_step)
     with open_reader(content.folder) as reader:
         reader.check_sizes()
-        reader.check_files()
-        for key in reader.tensors:
-            reader.read(key)
+        reader.check_all()
         print(f"{content.folder} is whole: {len(reader.tensors)} tensors read and verified")
 
 

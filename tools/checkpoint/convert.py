@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 
-from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.training.conversion.convert import DTYPES, HF, Wanted, convert
 from megatron.training.preprocess.cli import run_tool
@@ -137,10 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, why in WITHOUT_EFFECT.items():
         if vars(args)[name] is not None:
             print(f"note: --{name.replace('_', '-')} is without effect: {why}")
-    try:
-        convert(wanted)
-    except OSError as error:
-        raise CheckpointError(str(error)) from error
+    convert(wanted)
 
 
 if __name__ == "__main__":

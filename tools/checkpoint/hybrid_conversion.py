@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 
-from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.config.errors import ConfigError
 from megatron.training.conversion.convert import Wanted, convert
 from megatron.training.preprocess.cli import run_tool
 
@@ -63,10 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         kind="mamba",
         is_release=args.reset_iterations,
     )
-    try:
-        convert(wanted)
-    except OSError as error:
-        raise CheckpointError(str(error)) from error
+    convert(wanted)
 
 
 if __name__ == "__main__":

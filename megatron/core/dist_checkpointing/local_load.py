@@ -207,11 +207,7 @@ def _whole(parts: Iterable[_Part]) -> tuple[dict[int, Path], list[str]]:
     for part in parts:
         try:
             with CheckpointReader(part.folder) as reader:
-                reader.check_files()
-                for key, stored in reader.tensors.items():
-                    for piece in stored.pieces:
-                        out = torch.empty(piece.shape, dtype=stored.dtype)
-                        reader.read_box(key, piece.offset, out)
+                reader.check_all()
         except (CheckpointError, OSError) as problem:
             problems.append(str(problem))
             continue

@@ -114,6 +114,13 @@ class CheckpointReader:
         for name in self.manifest.files:
             read_checked(self.folder, name, self.manifest)
 
+    def check_all(self) -> None:
+        """`check_files`, and every block of every tensor against its checksum."""
+        self.check_files()
+        for key, stored in self.tensors.items():
+            for piece in stored.pieces:
+                self.read_box(key, piece.offset, torch.empty(piece.shape, dtype=stored.dtype))
+
     def check_sizes(self) -> None:
         """Compare the size of every file with the manifest."""
         for name, entry in self.manifest.files.items():

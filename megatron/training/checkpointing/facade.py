@@ -13,7 +13,7 @@ from torch import nn
 from megatron.core.config.errors import ConfigError
 from megatron.training import global_vars
 from megatron.training.arguments.config_file import write_config
-from megatron.training.checkpoint_io import parts_of
+from megatron.training.arguments.model_layers import layers_of_stages
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import checkpoint_folder
@@ -131,9 +131,12 @@ def get_checkpoint_name(
 
 
 def _parts(model: nn.Module | Sequence[nn.Module], optimizer: Any, scheduler: Any) -> RunParts:
-    return replace(
-        parts_of(global_vars.get_run()),
+    run = global_vars.get_run()
+    is_per_rank = run.config.checkpoint.ckpt_format == "torch"
+    return RunParts(
         model_chunks=[model] if isinstance(model, nn.Module) else model,
+        groups=run.groups,
         optimizer=optimizer,
         scheduler=scheduler,
+        stages=layers_of_stages(run.config) if is_per_rank else (),
     )

@@ -64,7 +64,7 @@ def run_tool(tool: Callable[[Sequence[str] | None], None], parallelism: str = "f
     os.environ.setdefault("TOKENIZERS_PARALLELISM", parallelism)
     try:
         tool(None)
-    except MegatronError as error:
+    except (MegatronError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

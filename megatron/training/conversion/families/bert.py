@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
-from megatron.training.conversion.families.fields import demand, same
+from megatron.training.conversion.families.fields import SIZES, demand, same
 from megatron.training.conversion.family import Config, Family, Field
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule
@@ -63,12 +63,7 @@ def _both(ours: str, theirs: str) -> dict[str, str]:
 
 
 _FIELDS = (
-    same("num_hidden_layers", "num_layers"),
-    same("hidden_size", "hidden_size"),
-    same("intermediate_size", "ffn_hidden_size"),
-    same("num_attention_heads", "num_attention_heads"),
-    same("max_position_embeddings", "max_position_embeddings"),
-    same("vocab_size", "vocab_size"),
+    *SIZES,
     same("layer_norm_eps", "norm_epsilon", 1e-12),
     same("attention_probs_dropout_prob", "attention_dropout", 0.1),
     same("hidden_dropout_prob", "hidden_dropout", 0.1),

@@ -18,6 +18,7 @@ from megatron.training.conversion.families.experts import (
 )
 from megatron.training.conversion.families.fields import (
     LLAMA_OUTSIDE,
+    SIZES,
     activation,
     demand,
     rope_of,
@@ -79,13 +80,8 @@ def _write_factor(shape: ModelShape) -> dict[str, Any]:
 
 
 _FIELDS = (
-    same("num_hidden_layers", "num_layers"),
-    same("hidden_size", "hidden_size"),
-    same("intermediate_size", "ffn_hidden_size"),
-    same("num_attention_heads", "num_attention_heads"),
-    same("vocab_size", "vocab_size"),
+    *SIZES,
     same("attention_dropout", "attention_dropout", 0.0),
-    same("max_position_embeddings", "max_position_embeddings"),
     Field(_read_rope, _write_rope),
     same("rms_norm_eps", "norm_epsilon", 1e-6),
     demand("rms_norm_eps", 1e-6),  # transformers' norms of narrow vectors have no other

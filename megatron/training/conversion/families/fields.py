@@ -217,14 +217,17 @@ def windows(pattern: Callable[[Config, int], bool] | None = None, *, switch: boo
     return Field(read, write)
 
 
-LLAMA_FIELDS = (
+SIZES = (
     same("num_hidden_layers", "num_layers"),
     same("hidden_size", "hidden_size"),
     same("intermediate_size", "ffn_hidden_size"),
     same("num_attention_heads", "num_attention_heads"),
-    same("num_key_value_heads", "num_query_groups", None),
     same("max_position_embeddings", "max_position_embeddings"),
     same("vocab_size", "vocab_size"),
+)
+LLAMA_FIELDS = (
+    *SIZES,
+    same("num_key_value_heads", "num_query_groups", None),
     same("attention_dropout", "attention_dropout", 0.0),
     ROPE,
 )
