@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.core.extensions.transformer_engine import why_not as why_no_engine
 from megatron.core.extensions.transformer_engine import why_not_matrices
+from megatron.core.fusions.gpu import whose_kernels
 from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
 from megatron.core.transformer.attention_backends import (
     AttentionRequest,
@@ -98,6 +99,11 @@ def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
         causal_tokens=data.seq_length if is_whole and is_causal else 0,
         by_blocks=has_sink or comm_type in ("p2p", "a2a+p2p"),
     )
+
+
+def print_kernels() -> None:
+    """Who computes what is fused, and why not kernels of ours; on rank 0."""
+    print_rank_0(f"fused operations: {whose_kernels()}")
 
 
 def print_gradient_accumulation(run: Runtime) -> None:

@@ -31,6 +31,7 @@ from megatron.training.startup_log import (
     print_compilation,
     print_datetime,
     print_gradient_accumulation,
+    print_kernels,
     print_layout,
     print_low_precision,
     print_token_travel,
@@ -116,6 +117,7 @@ def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
     print_layout(run)
     print_arguments(flat_values(run.config))
     print_attention_backends(run)
+    print_kernels()
     print_token_travel(run)
     print_compilation(run)
     print_low_precision(run)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import cpu_kernels, device
-from megatron.core.optional import available
+from megatron.core.optional import available, why_missing
 
 _ON_CPU = {"adam", "cross_entropy", "glu", "rope"}  # modules of fusions.cpu
 
@@ -29,6 +29,15 @@ def kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
     if name in _ON_CPU and all(cpu_kernels.take(t) for t in given):
         return importlib.import_module(f"megatron.core.fusions.cpu.{name}")
     return None
+
+
+def whose_kernels() -> str:
+    """Who computes what is fused on this process's device, for the start-up table."""
+    if device.launches_kernels(device.current()):
+        kind, reason = "Triton", why_missing("triton")
+    else:
+        kind, reason = "C++", cpu_kernels.why_not()
+    return f"kernels in {kind}" if reason is None else f"PyTorch alone: {reason}"
 
 
 @cache

@@ -7,11 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.core import cpu_kernels, device
+from megatron.core.fusions import gpu
 from megatron.training.startup_log import (
     argument_lines,
     print_arguments,
     print_attention_backends,
     print_datetime,
+    print_kernels,
     print_layout,
 )
 from tests.unit.arguments.commands import run_of
@@ -70,3 +73,20 @@ def test_each_exchange_of_a_divided_sequence_names_what_computes_it(
         for table in tables
     }
     assert chosen == {"p2p": ["flash"], "a2a": ["blocks"], "allgather": ["flash"]}
+
+
+def test_what_is_fused_and_what_is_missing_for_it_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = iter([None, "triton is not installed"])
+    monkeypatch.setattr(gpu, "why_missing", lambda package: next(reasons))
+    monkeypatch.setattr(cpu_kernels, "why_not", lambda: "not compiled")
+    print_kernels()
+    monkeypatch.setattr(device, "launches_kernels", lambda where: True)
+    print_kernels()
+    print_kernels()
+    assert capsys.readouterr().out.splitlines() == [
+        "fused operations: PyTorch alone: not compiled",
+        "fused operations: kernels in Triton",
+        "fused operations: PyTorch alone: triton is not installed",
+    ]
