@@ -32,6 +32,12 @@ class ReadAhead:
         device.follow(self._arrived)
         return self._ahead.pop()
 
+    def first(self) -> Any:
+        """What `next` will return, and still has to."""
+        self.read()
+        device.follow(self._arrived)
+        return self._ahead[0]
+
     def read(self) -> None:
         """Take the next one, if there is one, and start to copy it to the device."""
         batch = None if self._ahead else next(self._batches, None)

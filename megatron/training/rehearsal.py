@@ -20,6 +20,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.training.checkpointing.rng_state import rng_state, set_rng_state
 from megatron.training.printing import print_rank_0, ranks_here
+from megatron.training.read_ahead import ReadAhead
 from megatron.training.runtime import Runtime
 from megatron.training.step import forward_backward
 
@@ -80,6 +81,8 @@ def _first_microbatch_again(data: Any) -> tuple[Any, Any]:
         return [going for going, _ in pairs], [again for _, again in pairs]
     if data is None:
         return None, None
+    if isinstance(data, ReadAhead):
+        return data, itertools.repeat(data.first())
     first = next(data)
     return itertools.chain([first], data), itertools.repeat(first)
 

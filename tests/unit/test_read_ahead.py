@@ -31,3 +31,8 @@ def test_an_iterator_of_a_script_is_left_alone() -> None:
     mine = iter([1, 2])
     read_ahead(mine)
     assert next(mine) == 1
+
+
+def test_what_is_looked_at_first_is_still_the_next() -> None:
+    batches = ReadAhead(iter([1, 2]))
+    assert [batches.first(), batches.first(), *batches] == [1, 1, 1, 2]
