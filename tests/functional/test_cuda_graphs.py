@@ -6,11 +6,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core import device
+from megatron.core.transformer.cuda_graphs import replay
 from tests import tolerances
 from tests.functional.runs import TINY, train_gpt
 from tests.graph_stand_in import graphs_on_cpu
@@ -66,6 +68,29 @@ def test_replayed_layers_train_as_layers_that_python_runs(tmp_path: Path, name: 
         assert replays == 2 * layers * micro_batches * 2, "forward and backward, in two steps"
         in_flight = 2 if name == "1f1b" and rank < 2 else 1  # its first stage
         assert name == "interleaved" or graphs == 2 * layers * in_flight
+
+
+def with_stale_inputs(rank: int, world_size: int, argv: Sequence[str]) -> None:
+    with mock.patch.object(replay, "_put"):
+        trained(rank, world_size, argv)
+
+
+def with_one_recording(rank: int, world_size: int, argv: Sequence[str]) -> None:
+    choose = replay.LayerGraphs.recording
+
+    def first(graphs: Any, hidden: Any, shared: Any) -> Any:
+        return graphs._recordings[0] if graphs._recordings else choose(graphs, hidden, shared)
+
+    with mock.patch.object(replay.LayerGraphs, "recording", first):
+        trained(rank, world_size, argv)
+
+
+@pytest.mark.parametrize("broken", [with_stale_inputs, with_one_recording])
+def test_memory_of_another_micro_batch_is_noticed(tmp_path: Path, broken: Any) -> None:
+    eager, _ = metrics(tmp_path / "eager", 2, *PIPELINE)
+    wrong, _ = metrics(tmp_path / "wrong", 2, *PIPELINE, *GRAPHS, run=broken)
+    assert wrong[0] == eager[0], "the step before the recording"
+    assert wrong[1] != eager[1]
 
 
 @pytest.mark.parametrize("name", CASES)
