@@ -28,6 +28,7 @@ class _Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Any] = []
+        self.travelling: list[Any] = []  # from rank to rank: waited for when all are under way
         self.made: set[int] = set()  # storages; alive as long as the steps
         self.before: dict[int, tuple[Tensor, Tensor]] = {}  # what is to be put back
 
@@ -45,8 +46,13 @@ class _Tape(TorchDispatchMode):
         self.made |= {_storage(old[i]) for i in fresh}
 
         def again() -> None:
+            is_message = str(func).startswith(("c10d.send", "c10d.recv"))
+            if not is_message:
+                self.finish()
             new = func(*args, **kwargs)
-            _finish(new)
+            self.travelling.append(new)
+            if not is_message:
+                self.finish()
             tensors = [t for t in tree_leaves(new) if isinstance(t, Tensor)]
             for i in fresh:
                 old[i].data.copy_(tensors[i])
@@ -60,6 +66,13 @@ class _Tape(TorchDispatchMode):
             whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             self.before[key] = whole, whole.clone()
 
+    def finish(self) -> None:
+        """Wait for collectives."""
+        while self.travelling:
+            for leaf in tree_leaves(self.travelling.pop(0)):
+                if hasattr(leaf, "wait"):
+                    leaf.wait()
+
     def put_back(self) -> None:
         for now, before in self.before.values():
             now.copy_(before)
@@ -67,12 +80,6 @@ class _Tape(TorchDispatchMode):
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _finish(result: Any) -> None:
-    for leaf in tree_leaves(result):
-        if hasattr(leaf, "wait"):  # of a collective
-            leaf.wait()
 
 
 class TapeGraph:
@@ -104,6 +111,7 @@ class TapeGraph:
         with torch.no_grad():
             for step in self._tape.steps:
                 step()
+            self._tape.finish()
 
 
 def _unseen_wait(work: dist.Work, *args: Any) -> Any:

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
         ),
     ),
     "interleaved": (2, 2, 4, (*PIPELINE, "--num-layers-per-virtual-pipeline-stage", "1")),
+    "context": (2, 4, 4, ("--context-parallel-size", "2")),
     "sequence": (2, 4, 4, ("--tensor-model-parallel-size", "2", "--sequence-parallel", *DROPOUT)),
 }
 
