@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core import optional
-from megatron.core.extensions.transformer_engine import attention, engine
+from megatron.core.extensions.transformer_engine import engine
 from megatron.core.tensor_parallel import mappings
 
 CALLS: list[dict[str, Any]] = []
@@ -360,7 +360,7 @@ def installed(version: str = "2.20.2") -> Iterator[list[dict[str, Any]]]:
     with (
         mock.patch.dict(sys.modules, modules),
         mock.patch.object(engine, "_why_no_gpu", return_value=None),
-        mock.patch.object(attention, "DTYPES", dtypes),
+        mock.patch.object(engine, "DTYPES", dtypes),
     ):
         try:
             yield CALLS

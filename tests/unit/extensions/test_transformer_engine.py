@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.extensions import transformer_engine as te
+from megatron.core.extensions.transformer_engine import engine
 from megatron.core.models.common.layer_parts import LOCAL, transformer_engine_parts
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -233,6 +234,14 @@ def test_what_cannot_be_had_is_said_once_or_refused(caplog):
     assert "engine falls back to local for matrices: --fp8-recipe delayed: histories" in said
     with pytest.raises(MissingDependency, match="--require-transformer-engine: transformer_en"):
         transformer_engine_parts(tiny_config(require_transformer_engine=True))
+
+
+def test_products_of_fp32_stay_whole():
+    with installed():
+        assert te.why_not_matrices(tiny_config()) is None
+        with mock.patch.object(engine, "DTYPES", (torch.bfloat16,)):
+            assert "all bits of torch.float32" in str(te.why_not_matrices(tiny_config()))
+            assert te.why_not_matrices(tiny_config(params_dtype=torch.bfloat16)) is None
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnBackend, AttnMaskType
-from megatron.core.extensions.transformer_engine.engine import package
+from megatron.core.extensions.transformer_engine import engine
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import fork_if
 from megatron.core.transformer.attention_masks import causal_window
 from megatron.core.transformer.context_parallel import Exchange
 from megatron.core.transformer.dot_product_attention import CAUSAL, DotProductAttention
 
-DTYPES = (torch.bfloat16, torch.float16)  # of its kernels
 # Which of its three kinds of kernels it may take, in variables that it reads in each call.
 _VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _SWITCHES = {AttnBackend.flash: "100", AttnBackend.fused: "010"}
@@ -65,7 +63,7 @@ class TEDotProductAttention(DotProductAttention):
             self._may_compute
             and attention_mask is None
             and attention_bias is None
-            and query.dtype in DTYPES
+            and query.dtype in engine.DTYPES
             and (len(query) == len(key) or not is_causal)  # no cache of earlier keys
             and key.shape[2] % self._ranks_of_heads == 0
         )
@@ -95,7 +93,7 @@ class TEDotProductAttention(DotProductAttention):
         if not self._module:
             softmax = self.config.softmax_type
             more = {} if softmax == "vanilla" else {"softmax_type": softmax}
-            module = package().DotProductAttention(
+            module = engine.package().DotProductAttention(
                 num_attention_heads=query.shape[-2],
                 kv_channels=query.shape[-1],
                 num_gqa_groups=key.shape[-2],

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 WANTED_BY = "--transformer-impl transformer_engine"
 _PACKAGE, _OLDEST = "transformer_engine", (2, 4)
 _PYTORCH, _RECIPE = f"{_PACKAGE}.pytorch", f"{_PACKAGE}.common.recipe"
+DTYPES = (torch.bfloat16, torch.float16)  # of its kernels; products of fp32 come out as TF32
 _RECIPES = {
     "tensorwise": "Float8CurrentScaling",
     "blockwise": "Float8BlockScaling",
@@ -60,8 +61,12 @@ def why_not_matrices(config: TransformerConfig) -> str | None:
 
     It has to import here.
     """
-    if config.why_own_matrices is not None or not config.is_quantized:
+    if config.why_own_matrices is not None:
         return config.why_own_matrices
+    if config.params_dtype not in DTYPES:
+        return f"our own layers keep all bits of {config.params_dtype} in products"
+    if not config.is_quantized:
+        return None
     name = _recipe_name(config)
     if not hasattr(optional.require(_RECIPE, WANTED_BY), name):
         return f"--{config.format_flag}: this version of Transformer Engine has no {name}"
