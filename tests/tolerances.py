@@ -38,6 +38,9 @@ LAYOUT = {
 # Those of nvfp4 are any numbers, and gradients are rounded at random by place: its own error, of
 # which sums over tokens leave about a fifth.
 LAYOUT_OF_FP8 = {"loss": 1e-4, "norm": 1e-3, "gradient": 2e-3, "weight": 1e-3}
+# In 16 bits, whose sums are rounded elsewhere, 2^-5 of all are: sqrt(2^-5) * 2^-4 = 1e-2 of each
+# operand of each layer.
+LAYOUT_OF_FP8_IN_16_BITS = {"loss": 1e-2, "norm": 6e-2, "gradient": 0.2, "weight": 3e-2}
 LAYOUT_OF_NVFP4 = {"loss": 5e-3, "norm": 0.1, "gradient": 0.5, "weight": 3e-2}
 
 # With moments of fewer bits: where the upper half of a parameter is another its noise is, and the

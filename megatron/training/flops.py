@@ -187,6 +187,12 @@ def _expert_columns(model: TransformerConfig) -> int:
     return (3 if model.gated_linear_unit else 2) * width + model.num_moe_experts + gate
 
 
+def tokens_of_a_sample(config: RunConfig) -> int:
+    """Those of the sequence, and under T5 those that the decoder reads."""
+    is_t5 = config.language_model.model_kind == "t5"
+    return _seq_length(config) + (config.data.decoder_seq_length or 0) * is_t5
+
+
 def _seq_length(config: RunConfig) -> int:
     assert config.data.seq_length is not None, "resolve() has checked --seq-length"
     return config.data.seq_length

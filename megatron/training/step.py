@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel.quantized_linear import update_amax_histories
 from megatron.core.transformer.moe.expert_bias import update_expert_biases
 from megatron.training.added_losses import added_losses
 from megatron.training.checkpointing.run_tensors import RunParts
+from megatron.training.flops import tokens_of_a_sample
 from megatron.training.read_ahead import read_ahead
 from megatron.training.runtime import Runtime
 from megatron.training.state import StepResult
@@ -78,7 +79,7 @@ def train_step(run: Runtime) -> StepResult:
         skipped=not updated,
         nan=not updated and any(_not_finite(loss) for loss in reduced.values()),
         batch_size=batch_size,
-        num_tokens=batch_size * config.data.seq_length,
+        num_tokens=batch_size * tokens_of_a_sample(config),
         params_hash=_params_hash(run, iteration),
     )
 

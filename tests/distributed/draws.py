@@ -32,7 +32,8 @@ DEGREES = {
 }
 # Shares of draws with a feature of these groups, chosen together; of other groups half.
 FIRST = {**dict.fromkeys(AXES, 0.9), "sequence": 0.7, "sharded": 0.3, "experts": 0.9, "ep": 0.7}
-LIKELY = {"attention": 0.3, "precision": 0.1, "codes": 0.2, "state": 0.2, "host": 0.1}
+LIKELY = {"attention": 0.3, **dict.fromkeys(("precision", "codes", "state", "host"), 0.1)}
+LIKELY |= dict.fromkeys(("reduced in", "left out", "ends", "codes gathered"), 0.05)
 # On a CPU it has none, and a stand-in (`runs.train_gpt`).
 STANDS_IN = "--optimizer-cpu-offload is without effect"
 VOCABULARIES = (60, 96, 100, 112)  # one less than a prime: the token that ends a document

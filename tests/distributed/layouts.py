@@ -81,8 +81,11 @@ def allowed(case: Case) -> dict[str, float]:
     """Between layouts that may share other scales and other noise, in the parameters' precision."""
     groups, lines = _groups(case), [tolerances.LAYOUT[dtype_of(case)]]
     if "codes" in groups:
-        is_fp4 = groups["codes"] == "nvfp4"
-        lines.append(tolerances.LAYOUT_OF_NVFP4 if is_fp4 else tolerances.LAYOUT_OF_FP8)
+        lines.append(tolerances.LAYOUT_OF_FP8)
+        if dtype_of(case) != torch.float32:
+            lines.append(tolerances.LAYOUT_OF_FP8_IN_16_BITS)
+        if groups["codes"] == "nvfp4":
+            lines.append(tolerances.LAYOUT_OF_NVFP4)
     if "state" in groups:
         lines.append(tolerances.LAYOUT_OF_ROUNDED_STATE)
     return {what: max(line[what] for line in lines) for what in lines[0]}

@@ -15,6 +15,7 @@ from megatron.training.flops import (
     causal_model_flops,
     mean_keys_per_query,
     num_floating_point_operations,
+    tokens_of_a_sample,
 )
 from megatron.training.models.registry import build_model, kind_of
 from tests.unit.callbacks.helpers import run_config
@@ -32,6 +33,12 @@ PLAIN = (
 
 def test_the_throughput_formula_gives_the_reference_number() -> None:
     assert num_floating_point_operations(run_config(), 5 * 8, 512) == REFERENCE_FLOPS
+
+
+def test_a_sample_of_t5_has_the_tokens_of_both_halves() -> None:
+    t5 = "--model-kind t5 --num-layers 2 --decoder-num-layers 4 --decoder-seq-length 32"
+    assert tokens_of_a_sample(run_config(t5)) == 64 + 32
+    assert tokens_of_a_sample(run_config()) == 64
 
 
 def test_grouped_queries_wide_heads_and_gates_are_counted() -> None:
