@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion.convert import HF, Wanted, convert
 from tests import tolerances
-from tests.functional.runs import losses, run_gpt
+from tests.functional.runs import TINY, losses, run_gpt
 
 models = pytest.importorskip("tests.unit.conversion.models", reason="needs transformers")
 
@@ -108,3 +109,23 @@ def test_experts_go_through_a_layout_bit_for_bit(case: str, tmp_path: Path) -> N
     assert "agree within" in said[0]
     models.assert_same_weights(tmp_path / "back", theirs)
     assert models.logits_of(tmp_path / "back", models.prompts())[1] == ""
+
+
+def test_a_run_of_muon_goes_through_formats_that_have_room_for_it(tmp_path: Path) -> None:
+    """Both kinds of state pass, in another layout too; other formats refuse them."""
+    saved, cut = tmp_path / "saved", "--tensor-model-parallel-size 2".split()
+    base = [*TINY, *"--optimizer muon --override-opt_param-scheduler --eval-iters 0".split()]
+    base += ["--vocab-size", "127"]  # with the token that ends a document: nothing to pad
+    run_gpt(tmp_path, *f"--train-iters 2 --save {saved} --save-interval 2".split(), base=base)
+    found = []
+    for source in (saved, tmp_path / "torch_dist", tmp_path / "safetensors_dist"):
+        if source is not saved:
+            wanted = Wanted(source=saved, target=source, format=source.name, verify=False)
+            convert(wanted)
+            saved = source
+        flags = [*cut, "--train-iters", "4", "--load", str(source)]
+        found.append(losses(run_gpt(tmp_path / "on", *flags, base=base, world_size=2))[-2:])
+    assert found[1:] == found[:1] * 2
+    for form in ("torch", "torch_dcp"):
+        with pytest.raises(CheckpointError, match="no room for state of some parameters alone"):
+            convert(Wanted(source=saved, target=tmp_path / form, format=form, verify=False))

@@ -53,6 +53,11 @@ class OptimizedParam:
         return self.main.dtype != self.model.dtype
 
     @property
+    def is_saved_apart(self) -> bool:
+        """Whether a checkpoint has more bits of it than the weights that layers see."""
+        return self.has_main or self.info.dtype is not None
+
+    @property
     def model_values(self) -> Tensor:
         """Where the model holds what ``main`` is the master of."""
         return _part_of(local_part(self.model.detach()), self.part)

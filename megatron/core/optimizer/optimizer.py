@@ -164,7 +164,7 @@ class MegatronOptimizer:
         for p in self.params:
             state = {k: kept for k, kept in self.rule.state_of(p.main).items() if k != "step"}
             main = state.pop("main", None)
-            if main is None and (every_main or p.has_main or p.info.dtype is not None):
+            if main is None and (every_main or p.is_saved_apart):
                 main = p.main.data
             yield p.name, p.info, state if main is None else {"fp32_param": main, **state}
 
@@ -208,8 +208,8 @@ class MegatronOptimizer:
     def _publish_loaded(self) -> None:
         """Let the model have what was loaded.  Weights that are main themselves are the model's."""
         on_host = [p for p in self.params if p.host]
-        copy_main_to_model([p for p in on_host if p.has_main])
-        copy_model_to_main([p for p in on_host if not p.has_main])
+        copy_main_to_model([p for p in on_host if p.is_saved_apart])
+        copy_model_to_main([p for p in on_host if not p.is_saved_apart])
         self._publish([p for p in self.params if not p.host])
 
     def scalar_state(self) -> dict[str, Any]:

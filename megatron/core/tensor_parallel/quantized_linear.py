@@ -74,7 +74,9 @@ class LinearQuantizer(nn.Module):
         if recipe.history:
             zeros = torch.zeros(2, recipe.history, device=weight.device)
             self.register_buffer("amax_history", zeros)
-            set_info(self.amax_history, ParamInfo(global_shape=(2, recipe.history)))
+            set_info(
+                self.amax_history, ParamInfo(global_shape=(2, recipe.history), is_expert=is_expert)
+            )
             # Of the step so far, on this rank.
             self.register_buffer("amax", zeros.new_zeros(2), persistent=False)
         self._is_warm = [False, False]

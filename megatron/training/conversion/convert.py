@@ -199,8 +199,24 @@ def _to_hf(source: Source, wanted: Wanted, say: Say) -> Path:
     return wanted.target
 
 
+def _refuse_two_kinds_of_state(source: Source, wanted: Wanted) -> None:
+    """Formats that number parameters have the same state of each.  Raises CheckpointError."""
+    names: dict[str, set[str]] = {}
+    for key in source.tensors:
+        if key.startswith(OPTIMIZER_PREFIX) and "fp32_param" not in key:
+            kind, _, name = key.removeprefix(f"{OPTIMIZER_PREFIX}state.").partition(".")
+            names.setdefault(kind, set()).add(name)
+    if any(members != next(iter(names.values())) for members in names.values()):
+        raise CheckpointError(
+            f"--format {wanted.format} has no room for state of some parameters alone, and "
+            f"{wanted.source} has {' and '.join(sorted(names))}: use safetensors_dist or torch_dist"
+        )
+
+
 def _to_ours(source: Source, wanted: Wanted, say: Say) -> Path:
     format = FORMATS[wanted.format]
+    if wanted.format in ("torch", "torch_dcp"):
+        _refuse_two_kinds_of_state(source, wanted)
     if wanted.args:
         run_config(source.args, **_layout_of(wanted.args))  # says why the model cannot be cut so
     if format.is_foreign:

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.foreign.names import (
     split_expert,
     split_state,
 )
+from megatron.core.dist_checkpointing.foreign.reference_values import COUNTERS, FLOPS
 from megatron.core.dist_checkpointing.foreign.unpickler import Record
 from megatron.core.dist_checkpointing.manifest import (
     CheckpointDamaged,
@@ -40,8 +41,6 @@ STATE_PREFIX = "optimizer.state."
 # Of a record, as our command line has it.
 _NAMES = {f"AttnBackend({backend.value})": backend.name for backend in AttnBackend}
 _CUDA_STATE_BYTES = 16
-_COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-_FLOPS = "num_floating_point_operations_so_far"
 
 
 class ForeignReader(CheckpointReader):
@@ -198,9 +197,11 @@ def common_values(values: Mapping[str, Any], iteration: int) -> dict[str, Any]:
     """`Contents.common` of this project from what Megatron-LM stores."""
     args = values.get("args")
     asked = {} if args is None else vars(args)
-    counters = {name: int(asked.get(name) or 0) for name in _COUNTERS}
-    counters["num_tokens"] = counters[_COUNTERS[0]] * int(asked.get("seq_length") or 0)
-    counters |= {"iteration": iteration, _FLOPS: values.get(_FLOPS, 0.0)}
+    counters = {name: int(asked.get(name) or 0) for name in COUNTERS}
+    halves = ("seq_length", "decoder_seq_length")[: 1 + (asked.get("model_kind") == "t5")]
+    tokens = sum(int(asked.get(half) or 0) for half in halves)
+    counters["num_tokens"] = counters["consumed_train_samples"] * tokens
+    counters |= {"iteration": iteration, FLOPS: values.get(FLOPS, 0.0)}
     return {
         "checkpoint_version": values.get("checkpoint_version", 0),
         "iteration": iteration,

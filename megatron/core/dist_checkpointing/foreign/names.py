@@ -79,7 +79,7 @@ _BLOCKS = {
 }
 _NARROW = re.compile(r"\.linear_(q|kv)_down_proj\.")
 _EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(.*)$")
-_BUFFER = re.compile(r"\.expert_bias$")
+_BUFFER = re.compile(r"\.(expert_bias|quantizer\.amax_history)$")
 _LAYER = re.compile(r"^(?!mtp\.)(.*\blayers)\.(\d+)\.(.*)$")
 _STACK = re.compile(r"^(.*\blayers)\.(?!\d)(.*)$")
 _STATE = re.compile(r"^(?:chained_\d+\.)?(optimizer\.state\.\w+?\.)?(.*)$")

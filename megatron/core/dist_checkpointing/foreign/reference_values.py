@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.foreign.pickler import named
 from megatron.core.dist_checkpointing.rng_json import from_json
 from megatron.core.enums import AttnBackend, ModelType
 
-_FLOPS = "num_floating_point_operations_so_far"
+FLOPS = "num_floating_point_operations_so_far"
 # What torch's AdamW has in a group beside what is ours.
 _ADAM_GROUP = {
     "amsgrad": False,
@@ -26,13 +26,16 @@ _ADAM_GROUP = {
     "decoupled_weight_decay": True,
 }
 
+# That Megatron-LM keeps among its arguments.
+COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+
 
 def reference_values(common: Mapping[str, Any]) -> dict[str, Any]:
     """From `Contents.common`: command line, counters, scheduler, all but the optimizer."""
     counters = common["counters"]
     asked = json.loads(json.dumps(common["args"]))  # no classes of ours
     args = {name: _restored(name, value) for name, value in asked.items()}
-    args |= {name: value for name, value in counters.items() if name in args}
+    args |= {name: counters[name] for name in COUNTERS}
     is_both = args.get("model_kind") == "t5"
     kind = ModelType.encoder_and_decoder if is_both else ModelType.encoder_or_decoder
     args |= {"iteration": 0, "model_type": _enum(kind)}
@@ -44,7 +47,7 @@ def reference_values(common: Mapping[str, Any]) -> dict[str, Any]:
     }
     if common.get("opt_param_scheduler") is not None:
         values["opt_param_scheduler"] = dict(common["opt_param_scheduler"])
-    values[_FLOPS] = counters[_FLOPS]
+    values[FLOPS] = counters[FLOPS]
     return values
 
 

@@ -47,6 +47,7 @@ from megatron.core.dist_checkpointing.foreign.reference_values import (
 from megatron.core.dist_checkpointing.format import Format, RankReport, Share, check_written_once
 from megatron.core.dist_checkpointing.manifest import MANIFEST, FileEntry, adopt_file, write_text
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, split_rows
+from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.core.rank_grid import RankGrid
 
 _BACKENDS = {
@@ -197,6 +198,8 @@ def _in_blocks(tensor: ShardedTensor, asked: Mapping[str, Any]) -> Iterator[Shar
 
 def _reference_key(key: str, asked: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
     """The key there, and which layer's and expert's part of it this is, as far as it is stacked."""
+    if key.endswith(AMAX_HISTORY):  # Megatron-LM has no such tensor, and not every layer has one
+        return key, ()
     prefix, name = split_state(key)
     name, stack = fused_name(name, asked), []
     layer = split_layer(name)

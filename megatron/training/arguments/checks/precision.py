@@ -123,6 +123,28 @@ def quantised_widths_fit_kernels(run: RunConfig) -> Iterator[str]:
             )
 
 
+def sequence_ranks_hold_whole_blocks(run: RunConfig) -> Iterator[str]:
+    """What a rank gathers for a weight gradient is quantised along its tokens."""
+    m, d = run.model, run.data
+    sizes = {"blockwise": 128, "mxfp8": 32}
+    size = 16 if m.fp4 is not None else sizes.get(m.fp8_recipe, 1)
+    if not (m.is_quantized and m.sequence_parallel and m.fp8_wgrad):
+        return
+    ranks = m.tensor_model_parallel_size * m.context_parallel_size
+    halves = {"--seq-length": d.seq_length}
+    if run.language_model.model_kind == "t5":
+        halves["--decoder-seq-length"] = d.decoder_seq_length
+    for flag, length in halves.items():
+        tokens = (length or 0) * (run.training.micro_batch_size or 0)
+        if tokens % (ranks * size):
+            yield (
+                f"{flag} {length} times --micro-batch-size {run.training.micro_batch_size}, on the "
+                f"{ranks} ranks of a sequence under --sequence-parallel, is no multiple of {size}, "
+                f"of which each {size} share a scale in --{m.format_flag}: change one of them, or "
+                "use --fp8-recipe tensorwise"
+            )
+
+
 def gathered_codes_have_one_scale(run: RunConfig) -> Iterator[str]:
     """Shares of weights are cut anywhere; and main weights are kept apart."""
     m = run.model
@@ -154,6 +176,7 @@ def some_layer_is_quantised(run: RunConfig) -> Iterator[str]:
 CHECKS = (
     one_quantised_format,
     quantised_widths_fit_kernels,
+    sequence_ranks_hold_whole_blocks,
     gathered_codes_have_one_scale,
     some_layer_is_quantised,
     one_half_precision,
