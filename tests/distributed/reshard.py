@@ -259,7 +259,7 @@ def _different_steps(
     for key in old:
         values, off = (old[key], new[key]), line["weight"]
         if key.endswith(AMAX_HISTORY):
-            # A largest value may have the next code; gradients are over the micro-batches of a rank.
+            # A largest value may have the next code; gradients go by the micro-batches of a rank.
             values, off = (old[key][0], new[key][0]), off + 2**-4 * float(old[key][0].max())
         if not key.startswith("optimizer.") and not (
             float((values[0] - values[1]).abs().max()) <= off
