@@ -34,5 +34,6 @@ def _sum_of_rows(Rows, Row, Out, num_rows, width, VISITS: tl.constexpr, BLOCK: t
     for visit in tl.static_range(VISITS):
         row = tl.load(Row + token * VISITS + visit)
         at = row.to(tl.int64) * width + place
-        total += tl.load(Rows + at, mask=inside & (row < num_rows), other=0.0).to(tl.float32)
+        present = tl.where(row < num_rows, width, 0)
+        total += tl.load(Rows + at, mask=place < present, other=0.0).to(tl.float32)
     tl.store(Out + token * width + place, total.to(Out.dtype.element_ty), mask=inside)
