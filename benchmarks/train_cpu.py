@@ -108,12 +108,11 @@ def make_trainer(args: argparse.Namespace):
     from megatron.core import cpu_tuning
 
     shape, name = peers.SHAPES[args.shape], args.worker
-    if name == "ours":
+    if name.startswith("ours"):  # ours-layer: with --compile layer
         from benchmarks import ours
 
-        return ours.OurTrainer(shape, args.dtype, STEPS_FOR_LOSSES)
-    if name == "ours-layer":
-        return ours.OurTrainer(shape, args.dtype, STEPS_FOR_LOSSES, "--compile", "layer")
+        more = ["--compile", name.removeprefix("ours-")] if name != "ours" else []
+        return ours.OurTrainer(shape, args.dtype, STEPS_FOR_LOSSES, *more)
     if name == "floor":
         return peers.MatmulFloor(shape, args.dtype)
     cpu_tuning.choose_float32_products(shape.hidden)  # as ours does by itself
