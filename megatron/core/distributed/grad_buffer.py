@@ -169,7 +169,7 @@ class GradBucket:
         for slot in self.slots:
             slot.fill()
         reduction, group = self.reduction, self.reduction.group
-        if reduction.check_for_nan and reduction.num_ranks > 1:
+        if reduction.check_for_nan and reduction.num_ranks > 1 and not self.data.is_meta:
             # `finish` looks at it once the collective is under way.
             self._is_finite = LateRead(torch.isfinite(self.data.sum(dtype=torch.float32)))
         factor = reduction.factor
