@@ -21,4 +21,5 @@ class LateRead:
     def get(self) -> Any:
         """The number, or nested lists of them; waits for what was queued before it was made."""
         device.wait_for(self._arrived)
-        return self._here.tolist() if self._here.dim() else self._here.item()  # the planner knows it
+        # A number by itself the planner knows how to read.
+        return self._here.tolist() if self._here.dim() else self._here.item()
