@@ -29,11 +29,11 @@ def compiled() -> ModuleType | None:
     return importlib.import_module(_CPP) if why_missing(_CPP) is None else None
 
 
-def why_not() -> str | None:
-    """None if kernels run on a CPU here, else the reason."""
+def why_not(dtype: torch.dtype) -> str | None:
+    """None if kernels take tensors of ``dtype`` on a CPU here, else the reason."""
     if compiled() is None:
         return f"{why_missing(_CPP)}: python setup.py build_ext --inplace"
-    return None
+    return None if dtype in _FORMATS else f"there are none for {dtype}"
 
 
 def take(*tensors: Tensor | None) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -101,9 +101,25 @@ def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
     )
 
 
-def print_kernels() -> None:
-    """Who computes what is fused, and why not kernels of ours; on rank 0."""
-    print_rank_0(f"fused operations: {whose_kernels()}")
+def print_kernels(run: Runtime) -> None:
+    """Who computes what is fused, and what is left to plain torch; on rank 0."""
+    whose = whose_kernels(run.config.model.params_dtype)
+    print_rank_0(f"fused operations: {whose}")
+    for work, reason in left_to_torch(run.config) if whose.startswith("kernels") else ():
+        print_rank_0(f"    not {work}: {reason}")
+
+
+def left_to_torch(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Work that could be fused, and why it is not."""
+    model = config.model
+    if model.gated_linear_unit and not model.bias_swiglu_fusion:
+        yield "the gated activation", "--no-bias-swiglu-fusion"
+    has_rope = config.language_model.position_embedding_type == "rope"
+    if has_rope and not model.apply_rope_fusion:
+        yield "rotary positions", "--no-rope-fusion"
+    if not model.masked_softmax_fusion:
+        yield "the causal softmax", "--no-masked-softmax-fusion"
+    yield "bias, dropout and residual", "PyTorch's own operations are as fast"
 
 
 def print_gradient_accumulation(run: Runtime) -> None:

@@ -117,7 +117,7 @@ def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
     print_layout(run)
     print_arguments(flat_values(run.config))
     print_attention_backends(run)
-    print_kernels()
+    print_kernels(run)
     print_token_travel(run)
     print_compilation(run)
     print_low_precision(run)

@@ -35,7 +35,13 @@ def causal_attention_reference(query: Tensor, key: Tensor, value: Tensor, scale:
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        dropout: float,
+        fused: bool,
     ) -> Tensor:
         q, k, v = _heads_first(query), _heads_first(key), _heads_first(value)
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
@@ -45,14 +51,14 @@ class _CausalAttention(torch.autograd.Function):
             wide_q, keys_by_query = q[heads].to(wide) * scale, k[heads].to(wide).transpose(1, 2)
             for start, stop in _blocks(q.shape[1]):
                 scores = torch.bmm(wide_q[:, start:stop], keys_by_query[:, :, :stop])
-                probs = _causal_softmax(scores, start, q.dtype)
+                probs = _causal_softmax(scores, start, q.dtype, fused=fused)
                 kept.append(probs)
                 if dropout > 0:
                     probs, is_kept = torch.native_dropout(probs, dropout, True)
                     kept.append(is_kept)
                 out_msd[heads, start:stop] = torch.bmm(probs, v[heads, :stop])
         ctx.save_for_backward(q, k, v, *kept)
-        ctx.scale, ctx.dropout = scale, dropout
+        ctx.scale, ctx.dropout, ctx.fused = scale, dropout, fused
         return out
 
     @staticmethod
@@ -70,7 +76,7 @@ class _CausalAttention(torch.autograd.Function):
             if is_kept is not None:
                 dropped = probs * is_kept * (1 / (1 - ctx.dropout))
                 grad_probs = grad_probs.mul_(is_kept).mul_(1 / (1 - ctx.dropout))
-            grad_scores = _causal_softmax_backward(grad_probs, probs, start)
+            grad_scores = _causal_softmax_backward(grad_probs, probs, start, fused=ctx.fused)
             grad_q[heads, start:stop] = torch.bmm(grad_scores, scaled_k[heads, :stop])
             more_k = torch.bmm(grad_scores.transpose(1, 2), scaled_q[heads, start:stop])
             more_v = torch.bmm(dropped.transpose(1, 2), rows)
@@ -80,22 +86,22 @@ class _CausalAttention(torch.autograd.Function):
                 grad_k[heads, :stop] += more_k
                 grad_v[heads, :stop] += more_v
         grads = (x.unflatten(0, (num_sequences, -1)) for x in (grad_q, grad_k, grad_v))
-        return *(x.permute(2, 0, 1, 3) for x in grads), None, None
+        return *(x.permute(2, 0, 1, 3) for x in grads), None, None, None
 
 
-def _causal_softmax(scores: Tensor, start: int, dtype: torch.dtype) -> Tensor:
+def _causal_softmax(scores: Tensor, start: int, dtype: torch.dtype, *, fused: bool) -> Tensor:
     """Probabilities of queries from ``start`` on; ``scores`` are of no use afterwards."""
-    probs = torch.empty_like(scores, dtype=dtype)
-    if scores.dtype == torch.float32 and cpu_kernels.take(probs):
+    probs = scores if scores.dtype == dtype else torch.empty_like(scores, dtype=dtype)
+    if fused and scores.dtype == torch.float32 and cpu_kernels.take(probs):
         _run("causal_softmax", scores, probs, start)
         return probs
     scores[:, :, start:].add_(_hidden(scores.shape[1], scores.dtype, scores.device))
     return torch.softmax(scores, -1, out=scores).to(dtype)
 
 
-def _causal_softmax_backward(grad: Tensor, probs: Tensor, start: int) -> Tensor:
+def _causal_softmax_backward(grad: Tensor, probs: Tensor, start: int, *, fused: bool) -> Tensor:
     """Of the scores; ``grad`` is of no use afterwards."""
-    if cpu_kernels.take(grad, probs):
+    if fused and cpu_kernels.take(grad, probs):
         _run("causal_softmax_backward", grad, probs, start)
         return grad
     return torch._softmax_backward_data(grad, probs, -1, probs.dtype)
@@ -137,10 +143,16 @@ def _hidden(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float = 0.0
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    dropout: float = 0.0,
+    *,
+    fused: bool = True,
 ) -> Tensor:
     """[s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d], contiguous.  Dropout of probabilities."""
     group = query.shape[2] // key.shape[2]
     if group > 1:
         key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
-    return _CausalAttention.apply(query, key, value, scale, dropout)
+    return _CausalAttention.apply(query, key, value, scale, dropout, fused)

@@ -31,12 +31,12 @@ def kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
     return None
 
 
-def whose_kernels() -> str:
-    """Who computes what is fused on this process's device, for the start-up table."""
+def whose_kernels(dtype: torch.dtype) -> str:
+    """Who computes what is fused of ``dtype`` on this device, for the start-up table."""
     if device.launches_kernels(device.current()):
         kind, reason = "Triton", why_missing("triton")
     else:
-        kind, reason = "C++", cpu_kernels.why_not()
+        kind, reason = "C++", cpu_kernels.why_not(dtype)
     return f"kernels in {kind}" if reason is None else f"PyTorch alone: {reason}"
 
 

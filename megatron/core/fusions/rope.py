@@ -48,11 +48,11 @@ def apply_rotary_reference(x: Tensor, table: RotaryTable) -> Tensor:
     return torch.cat((rotated, x[..., width:]), -1)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int, fused: bool) -> Tensor:
     """Rotate by the angle times ``sign``; on a CPU four passes over half of ``x``."""
     has_rows = x.dim() == 4 and x.stride(-1) == 1 and cos.shape[::2] == (x.shape[0], 1)
-    if has_rows and (fused := gpu.kernels("rope", x, cos, sin)):
-        return fused.turn(x, cos, sin, interleaved, sign)
+    if fused and has_rows and (kernels := gpu.kernels("rope", x, cos, sin)):
+        return kernels.turn(x, cos, sin, interleaved, sign)
     width = 2 * cos.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = _pairs(x, width, interleaved)
@@ -68,17 +68,19 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, fused: bool
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _turn(x, cos, sin, interleaved, 1)
+        ctx.interleaved, ctx.fused = interleaved, fused
+        return _turn(x, cos, sin, interleaved, 1, fused)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, sin, ctx.interleaved, -1), None, None, None
+        return _turn(grad, cos, sin, ctx.interleaved, -1, ctx.fused), None, None, None, None
 
 
-def apply_rotary(x: Tensor, table: RotaryTable) -> Tensor:
+def apply_rotary(x: Tensor, table: RotaryTable, *, fused: bool = True) -> Tensor:
     """[s, b, n, d] -> [s, b, n, d], contiguous."""
-    return _Rotary.apply(x, table.cos, table.sin, table.interleaved)
+    return _Rotary.apply(x, table.cos, table.sin, table.interleaved, fused)

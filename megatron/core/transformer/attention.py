@@ -330,7 +330,8 @@ class SelfAttention(SelfAttentionBase):
         """`project`, with positions turned into queries and keys."""
         query, key, value = self.project(hidden_states)
         if rotary is not None and self.has_rope:
-            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+            fused = self.config.apply_rope_fusion
+            query, key = (apply_rotary(x, rotary, fused=fused) for x in (query, key))
         if self.config.qk_l2_norm and self.has_rope:
             query, key = l2_norm(query), l2_norm(key)
         return query, key, value

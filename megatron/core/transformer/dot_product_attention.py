@@ -154,7 +154,9 @@ class DotProductAttention(MegatronModule):
             names = self._choose(query, mask is not None, around, causal_tokens=causal_tokens)
         if BLOCKS in names:
             with fork_if(dropout > 0):
-                return causal_attention(query, key, value, self.scale, dropout).flatten(2)
+                fused = self.config.masked_softmax_fusion
+                out = causal_attention(query, key, value, self.scale, dropout, fused=fused)
+                return out.flatten(2)
         if is_causal and (PLAIN in names or around.bias is not None):
             mask, is_causal = band(len(query), len(key), -1, 0, query.device), False
         q_bnsd, k_bnsd, v_bnsd = (t.permute(1, 2, 0, 3) for t in (query, key, value))

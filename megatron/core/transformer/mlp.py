@@ -79,7 +79,8 @@ class MLP(MegatronModule):
             y = activation(x, self.act)
             return y if weights is None else weighed(y, weights)
         clamp, offset = self.config.activation_func_clamp_value, self.config.glu_linear_offset
-        return glu(x, self.act, clamp, offset, weights)
+        fused = self.config.bias_swiglu_fusion
+        return glu(x, self.act, clamp, offset, weights, fused=fused)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> [s, b, h] and the bias that is still to be added, if any."""

@@ -120,7 +120,9 @@ class MLASelfAttention(SelfAttentionBase):
             return super().forward(hidden_states, attention_mask, **more)
         assert rotary_pos_emb is not None, "latent attention has rotary positions"
         narrow, key_position = self._narrow(hidden_states)
-        rotated = apply_rotary(key_position.unsqueeze(2), rotary_pos_emb)
+        rotated = apply_rotary(
+            key_position.unsqueeze(2), rotary_pos_emb, fused=self.config.apply_rope_fusion
+        )
         latents = torch.cat([narrow.unsqueeze(2), rotated], -1)
         latents, _ = cache.append(self.layer_number - 1, latents, latents[..., :0])
         if cache.num_tokens == 0:  # of many queries the raised ones are cheaper
@@ -189,7 +191,7 @@ class MLASelfAttention(SelfAttentionBase):
         linear_q = self.linear_q_proj if c.q_lora_rank is None else self.linear_q_up_proj
         query = linear_q(narrow_query)[0].unflatten(-1, (self.local_heads, -1))
         query, position = query.split([c.qk_head_dim, c.qk_pos_emb_head_dim], -1)
-        return query, apply_rotary(position, rotary)
+        return query, apply_rotary(position, rotary, fused=self.config.apply_rope_fusion)
 
     def _raised(
         self, narrow_query: Tensor, narrow: Tensor, key_position: Tensor, rotary: RotaryTable
@@ -198,7 +200,9 @@ class MLASelfAttention(SelfAttentionBase):
         query = torch.cat(self._query(narrow_query, rotary), -1)
         key_value = self.linear_kv_up_proj(narrow)[0].unflatten(-1, (self.local_heads, -1))
         key, value = key_value.split([c.qk_head_dim, c.v_head_dim], -1)
-        key_position = apply_rotary(key_position.unsqueeze(2), rotary)
+        key_position = apply_rotary(
+            key_position.unsqueeze(2), rotary, fused=self.config.apply_rope_fusion
+        )
         key = torch.cat([key, key_position.expand(-1, -1, self.local_heads, -1)], -1)
         return query, key, F.pad(value, (0, self.query_width - c.v_head_dim))
 

@@ -46,7 +46,7 @@ def with_gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Ten
 
 def activations(as_given: As) -> list[Tensor]:
     x = as_given(torch.randn(131, 333).mul_(3))
-    acts = (F.silu, F.gelu, openai_gelu, quick_gelu, squared_relu)
+    acts = (F.silu, openai_gelu, quick_gelu, squared_relu)
     return [t for act in acts for t in with_gradients(lambda x, act=act: activation(x, act), x)]
 
 
@@ -153,3 +153,16 @@ def test_only_tensors_of_one_known_format_in_real_memory_are_taken(
     assert not cpu_kernels.take(x.as_subclass(type("Other", (Tensor,), {})))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not cpu_kernels.take(x)
+
+
+def test_a_fusion_that_is_switched_off_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    run = cpu_kernels.run
+    monkeypatch.setattr(cpu_kernels, "run", lambda *a, **k: ran.append(a[0]) or run(*a, **k))
+    x, angle = torch.randn(8, 1, 2, 4, requires_grad=True), torch.randn(8, 1, 1, 2)
+    for fused in (True, False):
+        ran.clear()
+        y = apply_rotary(x, RotaryTable(angle.cos(), angle.sin()), fused=fused)
+        y = causal_attention(y, y, y, 0.5, fused=fused)
+        glu(y, F.silu, fused=fused).sum().backward()
+        assert bool(ran) == fused

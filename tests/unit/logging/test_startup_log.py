@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from megatron.core import cpu_kernels, device
 from megatron.core.fusions import gpu
@@ -75,18 +77,33 @@ def test_each_exchange_of_a_divided_sequence_names_what_computes_it(
     assert chosen == {"p2p": ["flash"], "a2a": ["blocks"], "allgather": ["flash"]}
 
 
+@pytest.mark.feature("Kernels: a table at the start says which are on, and why the others are not")
 def test_what_is_fused_and_what_is_missing_for_it_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons = iter([None, "triton is not installed"])
     monkeypatch.setattr(gpu, "why_missing", lambda package: next(reasons))
-    monkeypatch.setattr(cpu_kernels, "why_not", lambda: "not compiled")
-    print_kernels()
+    monkeypatch.setattr(cpu_kernels, "why_not", lambda dtype: "not compiled")
+    flags = "--no-rope-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion"
+    config = run_of(f"--swiglu --position-embedding-type rope {flags}")
+    run: Any = SimpleNamespace(config=config)
+    print_kernels(run)
     monkeypatch.setattr(device, "launches_kernels", lambda where: True)
-    print_kernels()
-    print_kernels()
+    print_kernels(run)
+    print_kernels(run)
     assert capsys.readouterr().out.splitlines() == [
         "fused operations: PyTorch alone: not compiled",
         "fused operations: kernels in Triton",
+        "    not the gated activation: --no-bias-swiglu-fusion",
+        "    not rotary positions: --no-rope-fusion",
+        "    not the causal softmax: --no-masked-softmax-fusion",
+        "    not bias, dropout and residual: PyTorch's own operations are as fast",
         "fused operations: PyTorch alone: triton is not installed",
     ]
+
+
+def test_a_format_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernels, "compiled", lambda: object())
+    assert gpu.whose_kernels(torch.bfloat16) == "kernels in C++"
+    expected = "PyTorch alone: there are none for torch.float16"
+    assert gpu.whose_kernels(torch.float16) == expected

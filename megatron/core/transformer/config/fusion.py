@@ -22,7 +22,6 @@ class FusionConfig:
         True,
         "Do not fuse scaling, mask and softmax.",
         group="training",
-        ignored=states.NO_KERNEL,
     )
     bias_gelu_fusion: bool = option(
         True,
@@ -33,7 +32,6 @@ class FusionConfig:
         True,
         "Do not fuse bias and gated SiLU.",
         group="training",
-        ignored=states.NO_KERNEL,
     )
     use_fused_weighted_squared_relu: bool = option(
         False,
@@ -52,7 +50,6 @@ class FusionConfig:
         "Do not fuse the rotation of queries and keys.",
         group="training",
         flag="--no-rope-fusion",
-        ignored=states.NO_KERNEL,
     )
     cross_entropy_loss_fusion: bool = option(
         False,
