@@ -230,7 +230,11 @@ def differences(pair: Pair, folder: Path) -> list[str]:
     if not any(".exp_avg." in key or ".momentum_buffer." in key for key in expected):
         wrong.append("the optimizer has no state")
     if dtype_of(pair.saved) == torch.float32 and not wrong:
-        wrong = _different_steps(saved, loaded, allowed(pair.saved))
+        line = allowed(pair.saved)
+        if {"lion", "muon", "muon-nesterov"} & pair.saved.features:
+            # They move as far where a gradient is noise, and by another sign: twice a rate or so.
+            line["weight"] = max(line["weight"], 6e-3)
+        wrong = _different_steps(saved, loaded, line)
     return wrong
 
 
