@@ -117,6 +117,8 @@ def left_to_torch(config: RunConfig) -> Iterator[tuple[str, str]]:
     has_rope = config.language_model.position_embedding_type == "rope"
     if has_rope and not model.apply_rope_fusion:
         yield "rotary positions", "--no-rope-fusion"
+    if device.launches_kernels(device.current()):
+        return
     if not model.masked_softmax_fusion:
         yield "the causal softmax", "--no-masked-softmax-fusion"
     yield "bias, dropout and residual", "PyTorch's own operations are as fast"

@@ -25,7 +25,11 @@ from megatron.core.fusions.linear_cross_entropy import (
 )
 from megatron.core.tensor_parallel.linear import linear_backward, start_reduction
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim, slice_of_first_dim
-from megatron.core.tensor_parallel.weight_gradient import WeightGrad
+from megatron.core.tensor_parallel.weight_gradient import (
+    WeightGrad,
+    add_to_main_grad,
+    adds_to_main_grad,
+)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -111,18 +115,23 @@ class _InChunks(torch.autograd.Function):
         total_x = all_gather_first_dim(x, group) if ctx.sequence_parallel else x
         grad_x = torch.empty_like(total_x) if needs_x else None
         grads: list[Tensor | None] = [None, None]
+        adds = params[0] is not None and ctx.is_own and adds_to_main_grad(params[0])
+        # In 16 bits the sum would be rounded at every chunk.
+        adds_chunks = adds and params[0].main_grad.itemsize > 2
         for i in range(0, total_x.shape[0], ctx.chunk_size):
             part = slice(i, i + ctx.chunk_size)
             logits = F.linear(total_x[part], weight, bias)
             gradient_from_sums(logits, target[part], (log_sum[part], grad[part]), **ctx.where)
             if grad_x is not None:
                 torch.mm(logits, weight, out=grad_x[part])
-            item = WeightGrad(*params, logits, total_x[part], group=None, is_own=ctx.is_own)
-            added = zip(grads, item.compute(), (item.adds, False), strict=True)
+            item = WeightGrad(*params, logits, total_x[part], group=None, is_own=adds_chunks)
+            added = zip(grads, item.compute(), (adds_chunks, False), strict=True)
             grads = [_sum(*terms) for terms in added]
         if grad_x is not None and group.size() > 1:
             work, grad_x = start_reduction(grad_x, group, ctx.sequence_parallel)
             work.wait()
+        if adds and not adds_chunks and grads[0] is not None:
+            grads[0] = add_to_main_grad(params[0], grads[0])
         narrow = (None if g is None else g.to(weight.dtype) for g in grads)
         return grad_x, *narrow, *(None,) * 5
 

@@ -30,7 +30,7 @@ from megatron.core.param_info import ParamInfo, set_info
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.linear import linear_backward
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
-from megatron.core.tensor_parallel.weight_gradient import WeightGrad, has_been_added
+from megatron.core.tensor_parallel.weight_gradient import WeightGrad, add_to_main_grad
 
 _INPUT, _GRADIENT = 0, 1  # rows of a history
 
@@ -277,16 +277,9 @@ class _ScaledWeightGrad(WeightGrad):
     def _product(self, weight: Any, *, adds: bool) -> Tensor:
         codes = self.x.view(self._scaled.codes.dtype)
         x = Scaled(codes, self._scaled.scale, self._scaled.block)
-        total = weight.main_grad if adds else None
-        dtype = weight.dtype if total is None else total.dtype
+        dtype = weight.main_grad.dtype if adds else weight.dtype
         result = product(self._codes.t(), x.t(), dtype)
-        if total is None:
-            return result
-        if weight.overwrite_main_grad:
-            total.copy_(result)
-        else:
-            total.add_(result)
-        return has_been_added(weight)
+        return add_to_main_grad(weight, result) if adds else result
 
 
 def _gathered(rows: Scaled, group: ProcessGroup) -> Scaled:

@@ -102,6 +102,15 @@ def _add_product(weight: Any, grad: Tensor, x: Tensor) -> Tensor:
     return has_been_added(weight)
 
 
+def add_to_main_grad(weight: Any, grad: Tensor) -> Tensor:
+    """Add a gradient to the main gradient, or write it, in its dtype; what autograd gets."""
+    if weight.overwrite_main_grad:
+        weight.main_grad.copy_(grad)
+    else:
+        weight.main_grad.add_(grad)
+    return has_been_added(weight)
+
+
 def has_been_added(weight: Any) -> Tensor:
     """Tell the wrapper that a layer has written to ``weight.main_grad``; what autograd gets."""
     weight.overwrite_main_grad, weight.grad_added_to_main_grad = False, True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -68,6 +70,38 @@ def test_a_chunk_at_a_time_gives_the_same(dtype: torch.dtype, cap: float | None)
     torch.testing.assert_close(loss, expected, **tolerances.of(dtype))
     for param, plain in ((x, plain_x), (weight, plain_w), (bias, plain_bias)):
         torch.testing.assert_close(param.grad, plain.grad, **tolerances.of(dtype))
+
+
+def test_chunks_are_added_up_before_they_become_16_bits() -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(512, 8).bfloat16(), torch.randint(16, (512,))
+    found = []
+    for dtype, chunk_size in ((torch.float64, 0), (torch.bfloat16, 0), (torch.bfloat16, 8)):
+        weight: Any = torch.ones(16, 8, dtype=dtype, requires_grad=True)
+        weight.main_grad, weight.overwrite_main_grad = torch.full_like(weight.data, 9), True
+        loss = linear_cross_entropy(
+            x.to(dtype),
+            weight,
+            target,
+            group=one_rank(),
+            num_columns=16,
+            is_own=True,
+            chunk_size=chunk_size,
+        )
+        loss.sum().backward()
+        assert weight.grad_added_to_main_grad
+        found.append(weight.main_grad.double())
+    errors = [(grad - found[0]).norm() for grad in found[1:]]
+    assert errors[1] < 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("kind", [torch.nan, -torch.inf])
+def test_columns_without_a_number_are_summed_as_torch_does(kind: float) -> None:
+    x, weight = torch.ones(2, 1), torch.full((5, 1), kind)
+    target = torch.tensor([-1, 2])
+    own = fusion._Rows(target, one_rank(), 5, 5)
+    log_sum, _ = fusion._own_sums(x @ weight.t(), own, slice(None))
+    torch.testing.assert_close(log_sum, torch.full((2,), kind), equal_nan=True)
 
 
 def test_without_gradients_the_loss_is_the_same() -> None:

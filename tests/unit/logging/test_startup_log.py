@@ -83,21 +83,26 @@ def test_what_is_fused_and_what_is_missing_for_it_is_told(
 ) -> None:
     reasons = iter([None, "triton is not installed"])
     monkeypatch.setattr(gpu, "why_missing", lambda package: next(reasons))
-    monkeypatch.setattr(cpu_kernels, "why_not", lambda dtype: "not compiled")
+    why_not = iter([None, "not compiled"])
+    monkeypatch.setattr(cpu_kernels, "why_not", lambda dtype: next(why_not))
     flags = "--no-rope-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion"
     config = run_of(f"--swiglu --position-embedding-type rope {flags}")
     run: Any = SimpleNamespace(config=config)
+    print_kernels(run)
     print_kernels(run)
     monkeypatch.setattr(device, "launches_kernels", lambda where: True)
     print_kernels(run)
     print_kernels(run)
     assert capsys.readouterr().out.splitlines() == [
-        "fused operations: PyTorch alone: not compiled",
-        "fused operations: kernels in Triton",
+        "fused operations: kernels in C++",
         "    not the gated activation: --no-bias-swiglu-fusion",
         "    not rotary positions: --no-rope-fusion",
         "    not the causal softmax: --no-masked-softmax-fusion",
         "    not bias, dropout and residual: PyTorch's own operations are as fast",
+        "fused operations: PyTorch alone: not compiled",
+        "fused operations: kernels in Triton",
+        "    not the gated activation: --no-bias-swiglu-fusion",
+        "    not rotary positions: --no-rope-fusion",
         "fused operations: PyTorch alone: triton is not installed",
     ]
 

@@ -10,6 +10,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -79,32 +80,30 @@ namespace avx512_bf16 {
 #pragma GCC pop_options
 #endif
 
-using Sets = std::vector<std::pair<std::string, const Kernels*>>;
+using Sets = std::vector<std::pair<std::string, Kernels>>;
 
-// Instruction sets of this CPU, the best one first.
+// Instruction sets of this CPU, the best one first.  The table of another is not even made: that
+// function is compiled in its instructions too.
 const Sets& usable() {
-    static const Kernels in_plain = plain::kernels();
     static const Sets sets = [] {
         Sets found;
 #ifdef __x86_64__
-        static const Kernels in_avx2 = avx2::kernels(), in_avx512 = avx512::kernels(),
-                             in_bf16 = avx512_bf16::kernels();
         const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
         const bool has_avx512 =
             has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
         if (has_avx512 && __builtin_cpu_supports("avx512bf16"))
-            found.emplace_back("avx512_bf16", &in_bf16);
-        if (has_avx512) found.emplace_back("avx512", &in_avx512);
-        if (has_avx2) found.emplace_back("avx2", &in_avx2);
+            found.emplace_back("avx512_bf16", avx512_bf16::kernels());
+        if (has_avx512) found.emplace_back("avx512", avx512::kernels());
+        if (has_avx2) found.emplace_back("avx2", avx2::kernels());
 #endif
-        found.emplace_back("plain", &in_plain);
+        found.emplace_back("plain", plain::kernels());
         return found;
     }();
     return sets;
 }
 
-const Kernels* chosen = usable().front().second;
+const Kernels* chosen = &usable().front().second;
 
 void run(const std::string& name, Call call, int64_t count, int64_t grain, int threads) {
     const Kernel kernel = chosen->at(name);
@@ -145,7 +144,7 @@ PYBIND11_MODULE(kernels_cpp, m) {
     m.def("use", [](const std::string& wanted) {
         for (const auto& [name, kernels] : usable())
             if (name == wanted) {
-                chosen = kernels;
+                chosen = &kernels;
                 return;
             }
         throw std::invalid_argument("this CPU has no " + wanted);

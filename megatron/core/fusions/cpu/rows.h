@@ -20,8 +20,8 @@ INLINE float row_max(const T* x, int64_t count) {
 // Log of the sum of exponentials, without overflow.
 template <class T>
 INLINE float log_sum_exp(const T* x, int64_t count) {
-    const float top = row_max(x, count);
-    if (!(top > -INFINITY)) return top;  // nothing, or nothing but -inf
+    // -inf, of a row without a number, is not to be subtracted from itself.
+    const float top = std::max(row_max(x, count), -FLT_MAX);
     F total{};
     each(count, [&](int64_t i, int64_t n) { total += first(exp(load(x + i, n) - top), n, 0); });
     return top + std::log(sum(total));
