@@ -44,6 +44,10 @@ LAYOUT_OF_FP8 = {"loss": 1e-4, "norm": 5e-3, "gradient": 2e-3, "weight": 1e-3}
 LAYOUT_OF_FP8_IN_16_BITS = {"loss": 1e-2, "norm": 6e-2, "gradient": 0.2, "weight": 3e-2}
 LAYOUT_OF_NVFP4 = {"loss": 5e-3, "norm": 0.1, "gradient": 0.5, "weight": 3e-2}
 
+# Whether a token is beyond the capacity of an expert is decided by scores, in 16 bits by their
+# rounding.  One that falls otherwise is a share of some tens of its expert's gradient.
+LAYOUT_OF_CAPACITY_IN_16_BITS = {"loss": 5e-3, "norm": 2e-2, "gradient": 0.2, "weight": 2e-2}
+
 # With moments of fewer bits: where the upper half of a parameter is another its noise is, and the
 # last bit of a moment of 8, an eighth of a step.
 LAYOUT_OF_ROUNDED_STATE = {"loss": 1e-4, "norm": 1e-4, "gradient": 1e-5, "weight": 4e-3}

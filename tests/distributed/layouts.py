@@ -86,6 +86,8 @@ def allowed(case: Case) -> dict[str, float]:
             lines.append(tolerances.LAYOUT_OF_FP8_IN_16_BITS)
         if groups["codes"] == "nvfp4":
             lines.append(tolerances.LAYOUT_OF_NVFP4)
+    if "capacity" in case.features and dtype_of(case) != torch.float32:
+        lines.append(tolerances.LAYOUT_OF_CAPACITY_IN_16_BITS)
     if "state" in groups:
         lines.append(tolerances.LAYOUT_OF_ROUNDED_STATE)
     return {what: max(line[what] for line in lines) for what in lines[0]}
