@@ -60,7 +60,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return fused.norm(x, weight, None, eps)
     if device.is_cuda(x.device):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    if x.is_contiguous() and cpu_kernels.take(x, weight):
+    if _fits(x, weight) and cpu_kernels.take(x, weight):
         return norm.norm(x, weight, None, eps)
     return _RMSNorm.apply(x, weight, eps)
 
@@ -70,11 +70,16 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     if fused := _of_gpu(x, weight):
         return fused.norm(x, weight, bias, eps)
     # In float32 torch's own is as fast.
-    if x.dtype == torch.bfloat16 and x.is_contiguous() and cpu_kernels.take(x, weight, bias):
+    if x.dtype == torch.bfloat16 and _fits(x, weight) and cpu_kernels.take(x, weight, bias):
         return norm.norm(x, weight, bias, eps)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether a kernel may read them by address; of other widths torch says what is wrong."""
+    return x.is_contiguous() and weight.shape == x.shape[-1:]
+
+
 def _of_gpu(x: Tensor, weight: Tensor) -> ModuleType | None:
-    fits = x.shape[-1] in _WIDTHS and x.is_contiguous() and x.dtype == weight.dtype
+    fits = x.shape[-1] in _WIDTHS and _fits(x, weight) and x.dtype == weight.dtype
     return gpu.kernels("norm", x, weight) if fits else None

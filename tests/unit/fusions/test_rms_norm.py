@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.fusions.rms_norm import rms_norm, rms_norm_reference
+from megatron.core.fusions.rms_norm import layer_norm, rms_norm, rms_norm_reference
 from tests import tolerances
 
 pytestmark = pytest.mark.usefixtures("each_form")
@@ -38,3 +38,11 @@ def test_backward_keeps_the_input_and_one_number_a_row() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     sizes = [t.numel() for t in rms_norm(x, torch.ones(8), 1e-5).grad_fn.saved_tensors]
     assert sizes == [32, 8, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_of_another_width_is_an_error(dtype: torch.dtype) -> None:
+    x, weight = torch.ones(2, 8, dtype=dtype), torch.ones(4, dtype=dtype)
+    for norm in (lambda: rms_norm(x, weight, 1e-5), lambda: layer_norm(x, weight, weight, 1e-5)):
+        with pytest.raises(RuntimeError, match="size|shape"):
+            norm()
