@@ -36,6 +36,8 @@ from megatron.training import global_vars
 from megatron.training.arguments.check_only import check_only
 from megatron.training.arguments.legacy import resolve_args
 from megatron.training.arguments.parser import apply_defaults, parse_args
+from megatron.training.arguments.sections import flags_and_defaults
+from megatron.training.arguments.without_effect import without_effect_on_a_cpu
 from megatron.training.checkpointing import apply_checkpoint_args
 from megatron.training.config.run import RunConfig
 from megatron.training.failure_watch import tell_launcher
@@ -109,6 +111,9 @@ def start(config: RunConfig) -> Runtime:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if not device.is_cuda():
+        if config.distributed.device == "auto":
+            for warning in without_effect_on_a_cpu(flags_and_defaults(), config.asked):
+                print_rank_0(f"WARNING: {warning}")
         cpu_tuning.keep_freed_memory()
         cpu_tuning.choose_float32_products(config.model.hidden_size)
     _init_default_group(config)

@@ -35,6 +35,7 @@ _PHASES = {  # by the function that runs, the innermost counts
     "build_optimizer": "building the optimizer",
     "load": "loading a checkpoint",
     "build_data": "building the data",
+    "make_optimizer_state": "making the state of the optimizer",
     "train_step": "training",
     "forward_step": "forward pass",
     "backward_step": "backward pass",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core import device, distributed
@@ -39,7 +40,10 @@ ModelProvider = Callable[..., nn.Module]
 
 
 def setup_tokenizer(run: Runtime) -> None:
-    """Build the tokenizer; settle the padded vocabulary size, and what follows from it."""
+    """Build the tokenizer; settle the padded vocabulary size, and what follows from it.
+
+    Collective over all ranks.
+    """
     print_rank_0(f"> building {run.config.tokenizer.tokenizer_type} tokenizer ...")
     run.tokenizer = create_tokenizer(TokenizerSpec.of(run.config.tokenizer))
     asked = run.config.tokenizer.padded_vocab_size
@@ -58,10 +62,17 @@ def setup_tokenizer(run: Runtime) -> None:
         run.config = settle_pipeline_split(run.config, run.padded_vocab_size)
         layout = run.config.model.pipeline_model_parallel_layout
         print_rank_0(f" > --pipeline-split auto: --pipeline-model-parallel-layout '{layout}'")
-    memory = device.total_memory(ranks_here())
+    memory = _least_of_all(device.total_memory(ranks_here()))
     run.config = settle_loss_chunks(run.config, run.padded_vocab_size, memory)
     if (line := chunk_line(run.config, run.padded_vocab_size)) is not None:
         print_rank_0(line)
+
+
+def _least_of_all(number: int) -> int:
+    """Over all ranks: those that compute a loss together have to cut it alike.  Collective."""
+    least = torch.tensor(number, device=device.current())
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least)
 
 
 def build_model(run: Runtime, model_provider: ModelProvider, *, wrap: bool = True) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from megatron.core.config.errors import OutOfMemory
 from megatron.training import memory_report
 from megatron.training.memory_owners import LOGITS, owners
+from megatron.training.rehearsal import make_optimizer_state
 from tests.functional.runs import TINY, refusal
 from tests.ranks import run_ranks
 from tests.unit.callbacks.helpers import fake_run
@@ -93,6 +94,15 @@ def test_what_autograd_keeps_belongs_to_the_module_that_reads_it() -> None:
 def test_failed_allocations_are_known_by_their_words(error: Exception, size: int | None) -> None:
     assert memory_report.is_lack_of_memory(error)
     assert memory_report.asked_bytes(error) == size
+
+
+def test_state_of_an_optimizer_that_does_not_fit_is_called_so() -> None:
+    run = run_with_one_layer()
+    run.optimizer = mock.Mock(named_state=mock.Mock(side_effect=MemoryError()))
+    with pytest.raises(MemoryError) as found:
+        make_optimizer_state(run)
+    head, *_ = memory_report._circumstances(run, found.value)
+    assert "making the state of the optimizer: an allocation failed" in head
 
 
 def test_other_errors_pass_through() -> None:

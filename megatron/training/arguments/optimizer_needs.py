@@ -16,6 +16,11 @@ def _rule_of_vectors(ns: Namespace) -> str:
     return str(rule)
 
 
+NEEDS_GPU = Need(
+    "a GPU",
+    lambda ns: ns.device != CPU,
+    ("optimizer_cpu_offload", "enable_cuda_graph", "cpu_offloading", "record_memory_history"),
+)
 NEEDS_OF_OPTIMIZER = (
     Need("--optimizer sgd", lambda ns: ns.optimizer == "sgd", ("sgd_momentum",)),
     Need(
@@ -71,9 +76,5 @@ NEEDS_OF_OPTIMIZER = (
             "pin_cpu_params",
         ),
     ),
-    Need(
-        "a GPU",
-        lambda ns: ns.device != CPU,
-        ("optimizer_cpu_offload", "enable_cuda_graph", "cpu_offloading"),
-    ),
+    NEEDS_GPU,
 )

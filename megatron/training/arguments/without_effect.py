@@ -6,14 +6,14 @@ A table, so that a flag which is accepted is never without effect in silence.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.distributed.sharding import is_fully_sharded, shares_instances
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP, layer_pattern
 from megatron.training.arguments.needs import NEEDS_OF_LAYERS, Need
-from megatron.training.arguments.optimizer_needs import NEEDS_OF_OPTIMIZER
+from megatron.training.arguments.optimizer_needs import NEEDS_GPU, NEEDS_OF_OPTIMIZER
 
 
 def _has_layer(ns: Namespace, letter: str) -> bool:
@@ -187,6 +187,7 @@ NEEDS = (
         lambda ns: ns.profile,
         ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"),
     ),
+    Need("training: no --skip-train", lambda ns: not ns.skip_train, ("rehearse_memory",)),
     Need(
         "--record-memory-history",
         lambda ns: ns.record_memory_history,
@@ -331,9 +332,19 @@ def without_effect(
     and default.
     """
     for need in (*NEEDS, *NEEDS_OF_HYBRIDS):
-        if need.is_met(ns):
-            continue
-        for dest in need.flags:
-            flag, default = flags[dest]
-            if given[dest] != default:
-                yield f"{flag} is without effect: it needs {need.words}"
+        if not need.is_met(ns):
+            yield from _told(need, flags, given)
+
+
+def without_effect_on_a_cpu(
+    flags: dict[str, tuple[str, Any]], given: Mapping[str, Any]
+) -> Iterator[str]:
+    """The same where --device auto has found no GPU."""
+    yield from _told(NEEDS_GPU, flags, given)
+
+
+def _told(need: Need, flags: dict[str, tuple[str, Any]], given: Mapping[str, Any]) -> Iterator[str]:
+    for dest in need.flags:
+        flag, default = flags[dest]
+        if given.get(dest, default) != default:
+            yield f"{flag} is without effect: it needs {need.words}"

@@ -114,6 +114,8 @@ VALUES = {
 SWITCHES = {
     "optimizer_cpu_offload": "--optimizer-cpu-offload",
     "enable_cuda_graph": "--enable-cuda-graph",
+    "record_memory_history": "--record-memory-history",
+    "rehearse_memory": "--rehearse-memory --skip-train",
     "cpu_offloading": "--cpu-offloading --cpu-offloading-num-layers 1",
     "overlap_cpu_optimizer_d2h_h2d": "--overlap-cpu-optimizer-d2h-h2d",
     "pin_cpu_grads": "--no-pin-cpu-grads",
@@ -184,7 +186,7 @@ def test_a_flag_whose_partner_is_missing_gets_a_warning(dest: str) -> None:
     words = SWITCHES.get(dest) or f"{flag} {VALUES.get(dest) or numbers.get(dest, '5')}"
     if dest == "reset_position_ids":
         words += " --position-embedding-type rope"
-    if dest in ("optimizer_cpu_offload", "enable_cuda_graph", "cpu_offloading"):
+    if dest in next(need.flags for need in NEEDS if need.words == "a GPU"):
         words += " --device cpu"
     if dest.startswith("adam"):
         words += " --optimizer sgd"

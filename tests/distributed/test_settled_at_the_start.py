@@ -1,0 +1,51 @@
+"""What a run settles once it knows its machine: chunks of the loss, flags that need a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core import device
+from megatron.training.initialize import configure, start
+from megatron.training.setup import setup_tokenizer
+from tests.functional.runs import TINY
+from tests.ranks import run_ranks
+
+WORDS = (
+    "--tensor-model-parallel-size 2 --seq-length 512 --max-position-embeddings 512 "
+    "--micro-batch-size 8"
+)
+
+
+def chunk_size(rank: int, world_size: int) -> int | None:
+    """Where one of them has less memory."""
+    run = start(configure(argv=[*TINY, *WORDS.split(), "--vocab-size", "40000"]))
+    with mock.patch.object(device, "total_memory", return_value=3_200_000_000 - rank * 200_000_000):
+        setup_tokenizer(run)
+    return run.config.model.loss_chunk_size
+
+
+def test_ranks_of_unequal_memory_cut_the_loss_alike():
+    one, other = run_ranks(chunk_size, 2)
+    assert one == other == 3_000_000_000 // 100 // (4 * 40_192 // 2)
+
+
+def said_at_the_start(rank: int, world_size: int, words: str) -> str:
+    """What is printed."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        start(configure(argv=[*TINY, *words.split()]))
+    return out.getvalue()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to be found")
+def test_flags_that_need_a_gpu_say_so_where_none_is_found():
+    words = "--enable-cuda-graph --record-memory-history --device"
+    for kind in ("auto", "cpu"):
+        (said,) = run_ranks(said_at_the_start, 1, f"{words} {kind}")
+        for flag in ("--enable-cuda-graph", "--record-memory-history"):
+            assert said.count(f"WARNING: {flag} is without effect: it needs a GPU") == 1
