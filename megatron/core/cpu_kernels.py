@@ -13,13 +13,14 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron.core import device
 from megatron.core.optional import why_missing
 
 _CPP = "megatron.core.kernels_cpp"
 _FORMATS = {torch.float32: " float32", torch.bfloat16: " bfloat16"}
-_PLAIN_TYPES = (Tensor, nn.Parameter)
+_TYPES = (Tensor, nn.Parameter, FakeTensor)
 _NUMBERS = 2**14  # a piece of work: small enough for the cache, large enough for a thread
 
 
@@ -39,7 +40,7 @@ def why_not(dtype: torch.dtype) -> str | None:
 def take(*tensors: Tensor | None) -> bool:
     """Whether kernels take these tensors, of which None is left out; all of one format.
 
-    That they are contiguous is left to the caller.
+    That they are contiguous is left to the caller.  Those of a plan have no memory and are taken.
     """
     given = [t for t in tensors if t is not None]
     return (
@@ -47,8 +48,8 @@ def take(*tensors: Tensor | None) -> bool:
         and not torch.compiler.is_compiling()  # which fuses the plain form itself
         and given[0].dtype in _FORMATS
         and all(
-            t.is_cpu
-            and type(t) in _PLAIN_TYPES
+            (t.is_cpu or t.is_meta)
+            and type(t) in _TYPES
             and t.dtype == given[0].dtype
             and not device.is_cuda(t.device)
             for t in given
@@ -67,7 +68,12 @@ def run(
     width: int = 1,
     grain: int | None = None,
 ) -> None:
-    """Run a kernel over ``count`` units of ``width`` numbers, ``grain`` of them at a time."""
+    """Run a kernel over ``count`` units of ``width`` numbers, ``grain`` of them at a time.
+
+    Tensors without memory, with which a run is planned, stay as they are.
+    """
+    if any(isinstance(t, FakeTensor) or (t is not None and t.is_meta) for t in tensors):
+        return
     kernels = compiled()
     assert kernels is not None, "kernels are run where `take` says so"
     kernels.run(

@@ -311,7 +311,7 @@ class RandomStream:
     def set_state(self, state: torch.Tensor) -> None:
         """Go on from ``state``."""
         if self.generator is None:
-            self._state = state.clone()
+            self._state = state  # never written to
         else:
             self.generator.set_state(state)
 

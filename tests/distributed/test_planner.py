@@ -80,7 +80,8 @@ TWO = {
     "experts, fully sharded": f"{EXPERTS} --use-torch-fsdp2 --no-gradient-accumulation-fusion",
     "experts apart, fully sharded": f"{EXPERTS} --use-torch-fsdp2 --expert-model-parallel-size 2 "
     "--no-gradient-accumulation-fusion",
-    "tensor": "--tensor-model-parallel-size 2 --sequence-parallel --bf16 "
+    # Beside four layers it matters little what gloo has not yet let go of.
+    "tensor": "--tensor-model-parallel-size 2 --sequence-parallel --bf16 --num-layers 4 "
     "--accumulate-allreduce-grads-in-fp32",
     "stages, tied": "--pipeline-model-parallel-size 2",
     "virtual stages": "--pipeline-model-parallel-size 2 --num-layers 4 "

@@ -24,8 +24,13 @@ from tests.ranks import run_ranks
 
 AHEAD = ("/datasets/", "torch/utils/data", "late_read")  # of the device: nothing to wait for
 NORM = "clip_grads.py:global_norm"
-# On a GPU the device asserts, another way is taken, and the loss scale lies on the host.
-ONLY_HERE = {"layers.py:check_token_ids", "linear_cross_entropy.py:_loss_of", "step.py:train_step"}
+# On a GPU the device asserts, other ways are taken, and the loss scale lies on the host.
+ONLY_HERE = {
+    "layers.py:check_token_ids",
+    "linear_cross_entropy.py:_loss_of",
+    "step.py:train_step",
+    "adam.py:update",
+}
 
 
 class _Waits(TorchDispatchMode):

@@ -145,14 +145,17 @@ def test_every_instruction_set_has_the_values_of_the_plain_form_in_double(
         kernels.use(kernels.instruction_sets()[0])
 
 
-def test_only_tensors_of_one_known_format_in_real_memory_are_taken(
+def test_only_tensors_of_one_known_format_are_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = torch.ones(4, 4)
     assert cpu_kernels.take(x, None, x)
     assert not cpu_kernels.take(x, x.bfloat16())
     assert not cpu_kernels.take(x.double())
-    assert not cpu_kernels.take(x.to("meta"))
+    assert not cpu_kernels.take(x, x.double())
+    planned = x.to("meta")  # has no address, and a plan takes the ways of a run
+    assert cpu_kernels.take(planned)
+    cpu_kernels.run("silu", [planned, planned], format=x.dtype, count=16)
     assert not cpu_kernels.take(x.as_subclass(type("Other", (Tensor,), {})))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not cpu_kernels.take(x)

@@ -45,7 +45,7 @@ def update(
     What a float32 one rounds to is written into ``weight``, bf16, on the way.
     """
     (means, *_), (squares, *_), (beta1, beta2) = mean, square, step.betas
-    of_mean, of_square = step.corrections.tolist()
+    of_mean, of_square = float(step.corrections[0]), float(step.corrections[1])
     rounded = [name for name, kept in (("mean", means), ("square", squares)) if kept.itemsize == 2]
     cpu_kernels.run(
         " ".join(["adam", *rounded]),
