@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.fusions import gpu
+from megatron.core.fusions.adam_step import Step
 from megatron.core.optimizer.kept_state import (
     DTYPES,
     Beside,
@@ -196,7 +197,7 @@ class AdamW(UpdateRule):
         number, (beta1, beta2) = self._steps[params[0].device], group["betas"]
         corrections = torch.stack([1 - beta1 ** number.double(), 1 - beta2 ** number.double()])
         rates = group["lr"], (beta1, beta2), group["eps"], group["weight_decay"], divisor
-        step, rest = fused.Step(number, corrections.float(), *rates), []
+        step, rest = Step(number, corrections.float(), *rates), []
         for param, grad, state in zip(params, grads, states, strict=True):
             moments = [_as_kept(state[key]) for key in ("exp_avg", "exp_avg_sq")]
             main, is_dense = state.get("main"), param.is_contiguous() and grad.is_contiguous()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import cpu_kernels
+from megatron.core.fusions.adam_step import Step
 from megatron.core.fusions.cpu import adam
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.kept_state import Kept
@@ -74,7 +75,7 @@ def fresh(*, split: bool, rounded: bool) -> Numbers:
 
 def update(numbers: Numbers) -> None:
     corrections = torch.tensor([1 - 0.9**7, 1 - 0.95**7])
-    step = adam.Step(torch.tensor(7.0), corrections, 1e-2, (0.9, 0.95), 1e-8, 0.1, 3.0)
+    step = Step(torch.tensor(7.0), corrections, 1e-2, (0.9, 0.95), 1e-8, 0.1, 3.0)
     moments = {k: (numbers[k], None, False) for k in ("mean", "square")}
     adam.update(**{**numbers, **moments}, step=step)  # type: ignore[arg-type]
 

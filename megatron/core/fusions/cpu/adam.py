@@ -7,28 +7,15 @@ becomes does not depend on where it lies, so divided updates have the same bits.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.core import cpu_kernels
+from megatron.core.fusions.adam_step import Moment, Step
 
-Moment = tuple[Tensor, Tensor | None, bool]  # values, exponents of blocks, whether they are roots
 MOMENTS = (torch.float32, torch.bfloat16)
 WRITES_WEIGHTS = True
-
-
-class Step(NamedTuple):
-    """What all parameters of a group share; ``corrections`` [2] are 1 - beta^number."""
-
-    number: Tensor
-    corrections: Tensor
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    divisor: float
 
 
 def update(

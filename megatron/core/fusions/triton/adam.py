@@ -8,12 +8,12 @@ its root; the upper and the lower half of float32.  The noise that rounds is the
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron.core.fusions.adam_step import Moment, Step
 
 _ROWS, _WARPS = 8, 4  # 128 numbers a row, 8 a thread
 _KIND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}
@@ -21,20 +21,6 @@ _AS_BITS = {1: torch.int8, 2: torch.int16, 4: torch.float32}
 
 MOMENTS = tuple(_KIND)
 WRITES_WEIGHTS = False  # a float32 update is torch's own, and so is the copy
-
-Moment = tuple[Tensor, Tensor | None, bool]  # values, exponents of blocks, whether they are roots
-
-
-class Step(NamedTuple):
-    """What all parameters of a group share; ``corrections`` [2] are 1 - beta^number."""
-
-    number: Tensor
-    corrections: Tensor
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    divisor: float
 
 
 def update(
