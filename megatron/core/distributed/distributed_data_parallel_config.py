@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.core.config import states
 from megatron.core.config.option import option
+
+_distributed = partial(option, group="distributed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +29,7 @@ class DistributedDataParallelConfig:
         refused=states.RERUN,
     )
     grad_reduce_in_bf16: bool = option(
-        False,
-        "Sum gradients over replicas in bfloat16.",
-        group="mixed precision",
+        False, "Sum gradients over replicas in bfloat16.", group="mixed precision"
     )
     grad_reduce_in_fp32: bool = option(
         False,
@@ -37,119 +38,87 @@ class DistributedDataParallelConfig:
         flag="--accumulate-allreduce-grads-in-fp32",
         dest="accumulate_allreduce_grads_in_fp32",
     )
-    overlap_grad_reduce: bool = option(
-        False,
-        "Reduce gradients over replicas while backward goes on.",
-        group="distributed",
+    overlap_grad_reduce: bool = _distributed(
+        False, "Reduce gradients over replicas while backward goes on."
     )
-    align_grad_reduce: bool = option(
-        True,
-        "Let each pipeline stage start reducing gradients when it likes.",
-        group="distributed",
+    align_grad_reduce: bool = _distributed(
+        True, "Let each pipeline stage start reducing gradients when it likes."
     )
-    ddp_num_buckets: int | None = option(
-        None,
-        "Number of buckets that gradients are reduced in.",
-        group="distributed",
+    ddp_num_buckets: int | None = _distributed(
+        None, "Number of buckets that gradients are reduced in."
     )
-    bucket_size: int | None = option(
+    bucket_size: int | None = _distributed(
         None,
         "Parameters in a bucket of gradients; the larger of 40 M and 1 M times the replicas"
         " if not given.",
-        group="distributed",
         flag="--ddp-bucket-size",
         dest="ddp_bucket_size",
     )
-    pad_buckets_for_high_nccl_busbw: bool = option(
+    pad_buckets_for_high_nccl_busbw: bool = _distributed(
         False,
         "Pad buckets of gradients to a multiple of a large power of 2.",
-        group="distributed",
         flag="--ddp-pad-buckets-for-high-nccl-busbw",
         dest="ddp_pad_buckets_for_high_nccl_busbw",
     )
-    average_in_collective: bool = option(
+    average_in_collective: bool = _distributed(
         False,
         "Let the collective divide gradients by the number of replicas.",
-        group="distributed",
         flag="--ddp-average-in-collective",
         dest="ddp_average_in_collective",
     )
-    overlap_param_gather: bool = option(
-        False,
-        "Gather sharded parameters while forward goes on.",
-        group="distributed",
+    overlap_param_gather: bool = _distributed(
+        False, "Gather sharded parameters while forward goes on."
     )
-    align_param_gather: bool = option(
+    align_param_gather: bool = _distributed(
         True,
         "Let each pipeline stage start gathering parameters when it likes.",
-        group="distributed",
         ignored=states.ALWAYS_SO,
     )
-    nccl_ub: bool = option(
+    nccl_ub: bool = _distributed(
         False,
         "Register gradient buffers with NCCL.",
-        group="distributed",
         flag="--use-nccl-ub",
         ignored="NCCL copies through its own buffers here",
     )
-    use_megatron_fsdp: bool = option(
-        False,
-        "Shard over the replicas what --data-parallel-sharding-strategy names.",
-        group="distributed",
+    use_megatron_fsdp: bool = _distributed(
+        False, "Shard over the replicas what --data-parallel-sharding-strategy names."
     )
-    init_model_with_meta_device: bool = option(
-        False,
-        "Build the model without memory and fill it when it is sharded.",
-        group="distributed",
+    init_model_with_meta_device: bool = _distributed(
+        False, "Build the model without memory and fill it when it is sharded."
     )
-    data_parallel_sharding_strategy: str = option(
+    data_parallel_sharding_strategy: str = _distributed(
         "no_shard",
         "What --use-megatron-fsdp shards.",
-        group="distributed",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
     )
-    gradient_reduce_div_fusion: bool = option(
-        True,
-        "Divide gradients apart from their reduction.",
-        group="distributed",
+    gradient_reduce_div_fusion: bool = _distributed(
+        True, "Divide gradients apart from their reduction."
     )
-    fsdp_double_buffer: bool = option(
+    fsdp_double_buffer: bool = _distributed(
         False,
         "Keep two fixed buffers for gathered parameters.",
-        group="distributed",
         ignored="gathered parameters take memory that PyTorch's allocator uses again",
     )
-    suggested_communication_unit_size: int | None = option(
+    suggested_communication_unit_size: int | None = _distributed(
         None,
         "Elements that sharding gathers at a time.",
-        group="distributed",
         ignored="each layer is gathered by itself",
     )
-    keep_fp8_transpose_cache: bool = option(
+    keep_fp8_transpose_cache: bool = _distributed(
         False,
         "Keep transposed fp8 weights between passes.",
-        group="distributed",
         ignored="fp8 weights are kept once, and transposed where a product needs that",
     )
-    enable_full_sharding_in_hsdp: bool = option(
-        False,
-        "Let instances of a sharded model hold a part each of its optimizer's state.",
-        group="distributed",
+    enable_full_sharding_in_hsdp: bool = _distributed(
+        False, "Let instances of a sharded model hold a part each of its optimizer's state."
     )
-    num_distributed_optimizer_instances: int = option(
-        1,
-        "Groups of replicas that each hold a whole optimizer.",
-        group="distributed",
+    num_distributed_optimizer_instances: int = _distributed(
+        1, "Groups of replicas that each hold a whole optimizer."
     )
-    use_torch_fsdp2: bool = option(
-        False,
-        "Shard parameters with PyTorch's FSDP2.",
-        group="distributed",
-    )
-    torch_fsdp2_reshard_after_forward: bool = option(
+    use_torch_fsdp2: bool = _distributed(False, "Shard parameters with PyTorch's FSDP2.")
+    torch_fsdp2_reshard_after_forward: bool = _distributed(
         True,
         "Keep gathered parameters between forward and backward.",
-        group="distributed",
         flag="--torch-fsdp2-no-reshard-after-forward",
     )
     # Scripts say it here as well as in OptimizerConfig, where its flag is.

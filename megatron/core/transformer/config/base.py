@@ -3,94 +3,70 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.core.config import states
 from megatron.core.config.option import option
+
+_network = partial(option, group="network size")
+_initialization = partial(option, group="initialization")
+_inference = partial(option, group="inference")
+_te = partial(option, group="Transformer-Engine")
+_experimental = partial(option, group="experimental")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseConfig:
     """Depth, width, norms and initialisation of a transformer."""
 
-    num_layers: int = option(
-        0,
-        "Transformer layers of the model.",
-        group="network size",
-        default=None,
+    num_layers: int = _network(0, "Transformer layers of the model.", default=None)
+    hidden_size: int = _network(0, "Width of the residual stream.", default=None)
+    normalization: str = _network(
+        "LayerNorm", "Kind of the normalisation layers.", choices=("LayerNorm", "RMSNorm")
     )
-    hidden_size: int = option(
-        0,
-        "Width of the residual stream.",
-        group="network size",
-        default=None,
-    )
-    normalization: str = option(
-        "LayerNorm",
-        "Kind of the normalisation layers.",
-        group="network size",
-        choices=("LayerNorm", "RMSNorm"),
-    )
-    layernorm_epsilon: float = option(
+    layernorm_epsilon: float = _network(
         1e-05,
         "Added to the variance inside the normalisation layers.",
-        group="network size",
         flag="--norm-epsilon",
         dest="norm_epsilon",
     )
-    layernorm_zero_centered_gamma: bool = option(
+    layernorm_zero_centered_gamma: bool = _network(
         False,
         "Store normalisation weights as their distance from 1, so that weight decay pulls "
         "towards 1.",
-        group="network size",
         flag="--apply-layernorm-1p",
         dest="apply_layernorm_1p",
     )
-    apply_residual_connection_post_layernorm: bool = option(
-        False,
-        "Branch the residual off behind the input normalisation instead of before it.",
-        group="network size",
+    apply_residual_connection_post_layernorm: bool = _network(
+        False, "Branch the residual off behind the input normalisation instead of before it."
     )
-    layer_norm_placement: str = option(
+    layer_norm_placement: str = _network(
         "pre",
         "Where a sublayer is normalised: its input (pre), its output (post) or both (sandwich).",
-        group="network size",
         choices=("pre", "post", "sandwich"),
     )
-    embedding_scale: float | None = option(
-        None,
-        "Factor on the word embeddings; 0 means the square root of the hidden size.",
-        group="network size",
+    embedding_scale: float | None = _network(
+        None, "Factor on the word embeddings; 0 means the square root of the hidden size."
     )
-    output_scale: float | None = option(
+    output_scale: float | None = _network(
         None,
         "Factor on what the output layer reads; 0 means one over the square root of the hidden "
         "size.",
-        group="network size",
     )
-    final_logit_softcapping: float | None = option(
-        None,
-        "Squash the output logits smoothly into plus or minus this value.",
-        group="network size",
+    final_logit_softcapping: float | None = _network(
+        None, "Squash the output logits smoothly into plus or minus this value."
     )
-    multi_latent_attention: bool = option(
-        False,
-        "Compress keys and values into one small latent vector per token.",
-        group="network size",
+    multi_latent_attention: bool = _network(
+        False, "Compress keys and values into one small latent vector per token."
     )
-    mtp_num_layers: int | None = option(
-        None,
-        "Layers behind the decoder that predict tokens further ahead in training.",
-        group="network size",
+    mtp_num_layers: int | None = _network(
+        None, "Layers behind the decoder that predict tokens further ahead in training."
     )
-    mtp_loss_scaling_factor: float = option(
-        0.1,
-        "Weight of the mean loss of the layers of --mtp-num-layers.",
-        group="network size",
+    mtp_loss_scaling_factor: float = _network(
+        0.1, "Weight of the mean loss of the layers of --mtp-num-layers."
     )
     hidden_dropout: float = option(
-        0.1,
-        "Probability of dropping a channel of a sublayer's output.",
-        group="regularization",
+        0.1, "Probability of dropping a channel of a sublayer's output.", group="regularization"
     )
     calculate_per_token_loss: bool = option(
         False,
@@ -98,25 +74,15 @@ class BaseConfig:
         "micro-batch.",
         group="training",
     )
-    init_method_std: float = option(
-        0.02,
-        "Standard deviation of initial weights.",
-        group="initialization",
+    init_method_std: float = _initialization(0.02, "Standard deviation of initial weights.")
+    embedding_init_method_std: float = _initialization(
+        None, "Standard deviation of initial word embeddings; that of the weights if not given."
     )
-    embedding_init_method_std: float = option(
-        None,
-        "Standard deviation of initial word embeddings; that of the weights if not given.",
-        group="initialization",
-    )
-    init_method_xavier_uniform: bool = option(
-        False,
-        "Draw initial weights uniformly by Xavier's rule.",
-        group="initialization",
+    init_method_xavier_uniform: bool = _initialization(
+        False, "Draw initial weights uniformly by Xavier's rule."
     )
     fp32_residual_connection: bool = option(
-        False,
-        "Keep the residual stream in fp32.",
-        group="mixed precision",
+        False, "Keep the residual stream in fp32.", group="mixed precision"
     )
     test_mode: bool = option(
         False,
@@ -134,77 +100,55 @@ class BaseConfig:
         "The text of --heterogeneous-layers-config-path itself.",
         group="heterogeneous architecture",
     )
-    symmetric_ar_type: str | None = option(
+    symmetric_ar_type: str | None = _inference(
         None,
         "All-reduce over symmetric memory while generating.",
-        group="inference",
         choices=("two_shot", "one_shot", "multimem_all_reduce", None),
         refused="symmetric memory is not in this version; drop the flag",
     )
-    nccl_all_reduce_for_prefill: bool = option(
+    nccl_all_reduce_for_prefill: bool = _inference(
         False,
         "Use NCCL for prompts where --symmetric-ar-type serves tokens.",
-        group="inference",
         ignored=states.only_with("--symmetric-ar-type"),
     )
-    mlp_chunks_for_prefill: int = option(
+    mlp_chunks_for_prefill: int = _inference(
         1,
         "Parts that a prompt's MLP is computed in, to save memory.",
-        group="inference",
         ignored="generation computes the MLP in one part",
     )
-    transformer_impl: str = option(
+    transformer_impl: str = _te(
         "transformer_engine",
         "Layers of Transformer Engine where it is installed, or our own (local).",
-        group="Transformer-Engine",
         choices=("local", "transformer_engine"),
     )
-    require_transformer_engine: bool = option(
-        False,
-        "Stop if Transformer Engine cannot be used, instead of running our own layers.",
-        group="Transformer-Engine",
+    require_transformer_engine: bool = _te(
+        False, "Stop if Transformer Engine cannot be used, instead of running our own layers."
     )
-    te_rng_tracker: bool = option(
+    te_rng_tracker: bool = _te(
         False,
         "Keep random state the way Transformer Engine does.",
-        group="Transformer-Engine",
         ignored="--enable-cuda-graph keeps it so by itself",
     )
-    inference_rng_tracker: bool = option(
+    inference_rng_tracker: bool = _te(
         False,
         "Keep random state the way generation under CUDA graphs needs.",
-        group="Transformer-Engine",
         ignored="--enable-cuda-graph keeps it so by itself",
     )
-    mamba_state_dim: int = option(
-        128,
-        "Width of the state of a Mamba layer.",
-        group="experimental",
+    mamba_state_dim: int = _experimental(128, "Width of the state of a Mamba layer.")
+    mamba_head_dim: int = _experimental(64, "Width of a head of a Mamba layer.")
+    mamba_num_groups: int = _experimental(
+        8, "Groups of a Mamba layer that share state projections."
     )
-    mamba_head_dim: int = option(
-        64,
-        "Width of a head of a Mamba layer.",
-        group="experimental",
+    mamba_num_heads: int | None = _experimental(
+        None, "Heads of a Mamba layer (default: twice the hidden size over their width)."
     )
-    mamba_num_groups: int = option(
-        8,
-        "Groups of a Mamba layer that share state projections.",
-        group="experimental",
-    )
-    mamba_num_heads: int | None = option(
-        None,
-        "Heads of a Mamba layer (default: twice the hidden size over their width).",
-        group="experimental",
-    )
-    is_hybrid_model: bool = option(
+    is_hybrid_model: bool = _experimental(
         False,
         "Start the matrices that write into the residual stream for one part a layer, not two.",
-        group="experimental",
     )
-    use_mamba_mem_eff_path: bool = option(
+    use_mamba_mem_eff_path: bool = _experimental(
         True,
         "Do not use the memory-saving fused Mamba path.",
-        group="experimental",
         inverted=True,
         flag="--disable-mamba-mem-eff-path",
         dest="disable_mamba_mem_eff_path",

@@ -3,71 +3,49 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.core.config import states
 from megatron.core.config.option import option
+
+_training = partial(option, group="training")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusionConfig:
     """Which fused kernels may be used."""
 
-    compile: str = option(
+    compile: str = _training(
         "none",
         "What PyTorch compiles: nothing, each transformer layer, or all layers of a stage as one.",
-        group="training",
         choices=("none", "layer", "model"),
     )
-    masked_softmax_fusion: bool = option(
-        True,
-        "Do not fuse scaling, mask and softmax.",
-        group="training",
+    masked_softmax_fusion: bool = _training(True, "Do not fuse scaling, mask and softmax.")
+    bias_gelu_fusion: bool = _training(
+        True, "Compute GELU exactly instead of by the tanh form that the fused kernel has."
     )
-    bias_gelu_fusion: bool = option(
-        True,
-        "Compute GELU exactly instead of by the tanh form that the fused kernel has.",
-        group="training",
+    bias_swiglu_fusion: bool = _training(True, "Do not fuse bias and gated SiLU.")
+    use_fused_weighted_squared_relu: bool = _training(
+        False, "Fuse the router's weight with squared ReLU.", ignored=states.NO_KERNEL
     )
-    bias_swiglu_fusion: bool = option(
-        True,
-        "Do not fuse bias and gated SiLU.",
-        group="training",
+    bias_dropout_fusion: bool = _training(
+        True, "Do not fuse bias, dropout and residual.", ignored=states.NO_KERNEL
     )
-    use_fused_weighted_squared_relu: bool = option(
-        False,
-        "Fuse the router's weight with squared ReLU.",
-        group="training",
-        ignored=states.NO_KERNEL,
+    apply_rope_fusion: bool = _training(
+        True, "Do not fuse the rotation of queries and keys.", flag="--no-rope-fusion"
     )
-    bias_dropout_fusion: bool = option(
-        True,
-        "Do not fuse bias, dropout and residual.",
-        group="training",
-        ignored=states.NO_KERNEL,
+    cross_entropy_loss_fusion: bool = _training(
+        False, "Compute the loss without keeping the softmax.", ignored=states.NO_KERNEL
     )
-    apply_rope_fusion: bool = option(
-        True,
-        "Do not fuse the rotation of queries and keys.",
-        group="training",
-        flag="--no-rope-fusion",
-    )
-    cross_entropy_loss_fusion: bool = option(
-        False,
-        "Compute the loss without keeping the softmax.",
-        group="training",
-        ignored=states.NO_KERNEL,
-    )
-    cross_entropy_fusion_impl: str = option(
+    cross_entropy_fusion_impl: str = _training(
         "native",
         "Which fused loss --cross-entropy-loss-fusion takes.",
-        group="training",
         choices=("native", "te"),
         ignored=states.NO_KERNEL,
     )
-    persist_layer_norm: bool = option(
+    persist_layer_norm: bool = _training(
         True,
         "Do not use the persistent layer norm kernel.",
-        group="training",
         inverted=True,
         dest="no_persist_layer_norm",
         ignored=states.NO_KERNEL,

@@ -3,194 +3,114 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.core.config import states
 from megatron.core.config.option import option
 from megatron.core.config.parse import layer_pattern
+
+_moe = partial(option, group="moe")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """Experts, router and dispatcher."""
 
-    num_moe_experts: int | None = option(
+    num_moe_experts: int | None = _moe(
         None,
         "Experts of each expert layer; none means a dense model.",
-        group="moe",
         flag="--num-experts",
         dest="num_experts",
         harmless=(0,),
     )
-    moe_layer_freq: int | tuple[int, ...] = option(
+    moe_layer_freq: int | tuple[int, ...] = _moe(
         1,
         "Which layers have experts: every Nth, or a list such as [0]+[1]*11.",
-        group="moe",
         parse=layer_pattern,
     )
-    moe_ffn_hidden_size: int | None = option(
-        None,
-        "Inner width of an expert; that of the MLP if not given.",
-        group="moe",
+    moe_ffn_hidden_size: int | None = _moe(
+        None, "Inner width of an expert; that of the MLP if not given."
     )
-    moe_shared_expert_intermediate_size: int | None = option(
-        None,
-        "Inner width of the experts that every token visits.",
-        group="moe",
+    moe_shared_expert_intermediate_size: int | None = _moe(
+        None, "Inner width of the experts that every token visits."
     )
-    moe_shared_expert_gate: bool = option(
-        False,
-        "Weigh the shared experts' result by a sigmoid of the token.",
-        group="moe",
+    moe_shared_expert_gate: bool = _moe(
+        False, "Weigh the shared experts' result by a sigmoid of the token."
     )
-    moe_shared_expert_overlap: bool = option(
-        False,
-        "Compute shared experts while tokens travel.",
-        group="moe",
+    moe_shared_expert_overlap: bool = _moe(False, "Compute shared experts while tokens travel.")
+    moe_grouped_gemm: bool = _moe(
+        False, "Compute all experts of a rank in one grouped matrix product, on a GPU."
     )
-    moe_grouped_gemm: bool = option(
-        False,
-        "Compute all experts of a rank in one grouped matrix product, on a GPU.",
-        group="moe",
+    moe_use_legacy_grouped_gemm: bool = _moe(
+        False, "Use the older grouped matrix product.", ignored=states.NO_KERNEL
     )
-    moe_use_legacy_grouped_gemm: bool = option(
-        False,
-        "Use the older grouped matrix product.",
-        group="moe",
-        ignored=states.NO_KERNEL,
-    )
-    moe_router_load_balancing_type: tuple[str, ...] = option(
+    moe_router_load_balancing_type: tuple[str, ...] = _moe(
         "aux_loss",
         "How the router is pushed towards equal load, once or several times.",
-        group="moe",
         nargs="+",
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
     )
-    moe_router_dtype: str | None = option(
-        None,
-        "Number format of routing scores.",
-        group="moe",
-        choices=("fp32", "fp64"),
+    moe_router_dtype: str | None = _moe(
+        None, "Number format of routing scores.", choices=("fp32", "fp64")
     )
-    moe_router_fusion: bool = option(
-        False,
-        "Fuse top-k routing and its auxiliary loss.",
-        group="moe",
-        ignored=states.NO_KERNEL,
+    moe_router_fusion: bool = _moe(
+        False, "Fuse top-k routing and its auxiliary loss.", ignored=states.NO_KERNEL
     )
-    moe_router_score_function: str = option(
-        "softmax",
-        "Function that turns router logits into scores.",
-        group="moe",
-        choices=("softmax", "sigmoid"),
+    moe_router_score_function: str = _moe(
+        "softmax", "Function that turns router logits into scores.", choices=("softmax", "sigmoid")
     )
-    moe_router_topk: int = option(
-        2,
-        "Experts that each token visits.",
-        group="moe",
+    moe_router_topk: int = _moe(2, "Experts that each token visits.")
+    moe_router_pre_softmax: bool = _moe(False, "Take the softmax before the top k are chosen.")
+    moe_router_num_groups: int | None = _moe(
+        None, "Groups that experts are divided into for group-limited routing."
     )
-    moe_router_pre_softmax: bool = option(
-        False,
-        "Take the softmax before the top k are chosen.",
-        group="moe",
+    moe_router_group_topk: int | None = _moe(
+        None, "Groups that each token may choose experts from."
     )
-    moe_router_num_groups: int | None = option(
-        None,
-        "Groups that experts are divided into for group-limited routing.",
-        group="moe",
-    )
-    moe_router_group_topk: int | None = option(
-        None,
-        "Groups that each token may choose experts from.",
-        group="moe",
-    )
-    moe_router_group_score_topk: int | None = option(
+    moe_router_group_score_topk: int | None = _moe(
         None,
         "Best experts of a group whose scores add up to the group's; --moe-router-topk over "
         "--moe-router-group-topk if not given.",
-        group="moe",
     )
-    moe_router_topk_scaling_factor: float | None = option(
-        None,
-        "Factor on the scores of the chosen experts.",
-        group="moe",
+    moe_router_topk_scaling_factor: float | None = _moe(
+        None, "Factor on the scores of the chosen experts."
     )
-    moe_router_enable_expert_bias: bool = option(
-        False,
-        "Balance load by a bias on each expert's score instead of a loss.",
-        group="moe",
+    moe_router_enable_expert_bias: bool = _moe(
+        False, "Balance load by a bias on each expert's score instead of a loss."
     )
-    moe_router_bias_update_rate: float = option(
-        0.001,
-        "Step of the balancing bias.",
-        group="moe",
+    moe_router_bias_update_rate: float = _moe(0.001, "Step of the balancing bias.")
+    moe_router_force_load_balancing: bool = _moe(
+        False, "Route at random, to measure speed under equal load."
     )
-    moe_router_force_load_balancing: bool = option(
-        False,
-        "Route at random, to measure speed under equal load.",
-        group="moe",
-    )
-    moe_router_padding_for_fp8: bool = option(
+    moe_router_padding_for_fp8: bool = _moe(
         False,
         "Pad each expert's tokens to what fp8 products need.",
-        group="moe",
         ignored="any number of tokens can be multiplied: zeros fill up what a kernel needs",
     )
-    moe_aux_loss_coeff: tuple[float, ...] = option(
-        0.0,
-        "Weight of each balancing loss.",
-        group="moe",
-        nargs="+",
-    )
-    moe_z_loss_coeff: float | None = option(
-        None,
-        "Weight of the loss on the size of router logits.",
-        group="moe",
-    )
-    moe_input_jitter_eps: float | None = option(
-        None,
-        "Relative noise on the router's input.",
-        group="moe",
-    )
-    moe_token_dispatcher_type: str = option(
+    moe_aux_loss_coeff: tuple[float, ...] = _moe(0.0, "Weight of each balancing loss.", nargs="+")
+    moe_z_loss_coeff: float | None = _moe(None, "Weight of the loss on the size of router logits.")
+    moe_input_jitter_eps: float | None = _moe(None, "Relative noise on the router's input.")
+    moe_token_dispatcher_type: str = _moe(
         "allgather",
         "How tokens travel to their experts.",
-        group="moe",
         choices=("allgather", "alltoall", "flex"),
     )
-    moe_enable_deepep: bool = option(
-        False,
-        "Send tokens by the DeepEP package where it imports; else by PyTorch, and say so.",
-        group="moe",
+    moe_enable_deepep: bool = _moe(
+        False, "Send tokens by the DeepEP package where it imports; else by PyTorch, and say so."
     )
-    moe_deepep_num_sms: int = option(
-        20,
-        "GPU multiprocessors that DeepEP may use.",
-        group="moe",
+    moe_deepep_num_sms: int = _moe(20, "GPU multiprocessors that DeepEP may use.")
+    moe_permute_fusion: bool = _moe(
+        False, "Fuse the reordering of tokens.", ignored=states.NO_KERNEL
     )
-    moe_permute_fusion: bool = option(
-        False,
-        "Fuse the reordering of tokens.",
-        group="moe",
-        ignored=states.NO_KERNEL,
+    moe_expert_capacity_factor: float | None = _moe(
+        None, "Tokens an expert takes, over its fair share; more are dropped."
     )
-    moe_expert_capacity_factor: float | None = option(
-        None,
-        "Tokens an expert takes, over its fair share; more are dropped.",
-        group="moe",
+    moe_pad_expert_input_to_capacity: bool = _moe(
+        False, "Pad every expert's input to its capacity: shapes that do not depend on the choice."
     )
-    moe_pad_expert_input_to_capacity: bool = option(
-        False,
-        "Pad every expert's input to its capacity: shapes that do not depend on the choice.",
-        group="moe",
+    moe_token_drop_policy: str = _moe(
+        "probs", "Which tokens are dropped beyond the capacity.", choices=("probs", "position")
     )
-    moe_token_drop_policy: str = option(
-        "probs",
-        "Which tokens are dropped beyond the capacity.",
-        group="moe",
-        choices=("probs", "position"),
-    )
-    moe_apply_probs_on_input: bool = option(
-        False,
-        "Multiply an expert's input instead of its output by the score.",
-        group="moe",
+    moe_apply_probs_on_input: bool = _moe(
+        False, "Multiply an expert's input instead of its output by the score."
     )
