@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.core.config import states
 from megatron.core.config.option import option
 from megatron.core.config.parse import strict_bool
+
+_training = partial(option, group="training")
+_distributed = partial(option, group="distributed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
     """Process groups and their back end."""
 
-    enable_gloo_process_groups: bool = option(
+    enable_gloo_process_groups: bool = _training(
         True,
         "Make no gloo groups beside the NCCL ones.",
-        group="training",
         flag="--disable-gloo-process-groups",
         ignored="only groups that are used are made",
     )
-    high_priority_stream_groups: tuple[str, ...] = option(
+    high_priority_stream_groups: tuple[str, ...] = _training(
         (),
         "Process groups whose communication runs on high-priority GPU streams.",
-        group="training",
         nargs="*",
         ignored="communication runs on the streams of the collective library",
     )
@@ -33,57 +35,45 @@ class DistributedConfig:
         group="device and checks",
         choices=("auto", "cpu", "cuda"),
     )
-    distributed_backend: str | None = option(
+    distributed_backend: str | None = _distributed(
         None,
         "Collective library; nccl on GPUs and gloo on CPUs if not given.",
-        group="distributed",
         choices=("nccl", "gloo"),
     )
-    distributed_timeout_minutes: int = option(
-        10,
-        "Minutes after which a collective that does not finish is an error.",
-        group="distributed",
+    distributed_timeout_minutes: int = _distributed(
+        10, "Minutes after which a collective that does not finish is an error."
     )
-    virtual_ranks: int | None = option(
+    virtual_ranks: int | None = _distributed(
         None,
         "Run so many ranks as threads of this one process, on the CPU: a layout in a debugger.",
-        group="distributed",
     )
-    local_rank: int = option(
-        0,
-        "Number of this rank on its node; LOCAL_RANK of the environment goes before it.",
-        group="distributed",
+    local_rank: int = _distributed(
+        0, "Number of this rank on its node; LOCAL_RANK of the environment goes before it."
     )
-    lazy_mpu_init: bool | None = option(
+    lazy_mpu_init: bool | None = _distributed(
         None,
         "Let the program make process groups later.",
-        group="distributed",
         parse=strict_bool,
         ignored="process groups are made at start-up",
     )
-    use_sharp: bool = option(
+    use_sharp: bool = _distributed(
         False,
         "Let the network switches reduce gradients.",
-        group="distributed",
         refused="in-network reduction is not in this version; drop the flag, or set "
         "NCCL_COLLNET_ENABLE=1",
     )
-    sharp_enabled_group: str | None = option(
+    sharp_enabled_group: str | None = _distributed(
         None,
         "Process group that --use-sharp serves.",
-        group="distributed",
         choices=("dp", "dp_replica"),
         ignored=states.only_with("--use-sharp"),
     )
-    nccl_communicator_config_path: str | None = option(
+    nccl_communicator_config_path: str | None = _distributed(
         None,
         "YAML file of settings for each NCCL communicator.",
-        group="distributed",
         refused="settings per communicator are not in this version; use NCCL_* environment "
         "variables",
     )
-    use_tp_pp_dp_mapping: bool = option(
-        False,
-        "Number pipeline stages before replicas, so that stages lie on neighbouring ranks.",
-        group="distributed",
+    use_tp_pp_dp_mapping: bool = _distributed(
+        False, "Number pipeline stages before replicas, so that stages lie on neighbouring ranks."
     )

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.core.config import states
 from megatron.core.config.option import option
 from megatron.core.config.parse import strict_bool
+
+_ict = partial(option, group="biencoder", refused=states.RETRIEVER)
+_vision = partial(option, group="vision", refused=states.VISION)
+_retro = partial(option, group="retro")
+_retro_detail = partial(_retro, ignored=states.only_with("--retro-add-retriever"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,309 +32,83 @@ class OutOfScopeFlags:
         group="training",
         refused=states.LEGACY_MODELS,
     )
-    ict_head_size: int | None = option(
-        None,
-        "Width of the retriever's embeddings in ICT.",
-        group="biencoder",
-        refused=states.RETRIEVER,
+    ict_head_size: int | None = _ict(None, "Width of the retriever's embeddings in ICT.")
+    biencoder_projection_dim: int = _ict(
+        0, "Width of a projection behind the retriever; 0 means none."
     )
-    biencoder_projection_dim: int = option(
-        0,
-        "Width of a projection behind the retriever; 0 means none.",
-        group="biencoder",
-        refused=states.RETRIEVER,
+    biencoder_shared_query_context_model: bool = _ict(
+        False, "Embed queries and contexts with one model."
     )
-    biencoder_shared_query_context_model: bool = option(
-        False,
-        "Embed queries and contexts with one model.",
-        group="biencoder",
-        refused=states.RETRIEVER,
+    ict_load: str | None = _ict(None, "Directory of an ICT checkpoint.")
+    bert_load: str | None = _ict(None, "Directory of a BERT checkpoint that ICT starts from.")
+    titles_data_path: str | None = _ict(None, "Data prefix of document titles.")
+    query_in_block_prob: float = _ict(0.1, "Probability that a query stays in its block.")
+    use_one_sent_docs: bool = _ict(False, "Use documents of a single sentence too.")
+    evidence_data_path: str | None = _ict(None, "File of evidence passages.")
+    retriever_report_topk_accuracies: tuple[int, ...] = _ict(
+        (), "Values of k whose retrieval accuracy is reported.", nargs="+"
     )
-    ict_load: str | None = option(
-        None,
-        "Directory of an ICT checkpoint.",
-        group="biencoder",
-        refused=states.RETRIEVER,
+    retriever_score_scaling: bool = _ict(False, "Divide retrieval scores by the root of the width.")
+    block_data_path: str | None = _ict(None, "File of embedded blocks.")
+    embedding_path: str | None = _ict(None, "File of embeddings for open retrieval.")
+    indexer_batch_size: int = _ict(128, "Samples in a batch while blocks are embedded.")
+    indexer_log_interval: int = _ict(1000, "Batches between lines while blocks are embedded.")
+    num_classes: int = _vision(1000, "Classes of an image classifier.")
+    img_h: int = _vision(224, "Height of images in pixels.")
+    img_w: int = _vision(224, "Width of images in pixels.")
+    num_channels: int = _vision(3, "Channels of images.")
+    patch_dim: int = _vision(16, "Side of an image patch in pixels.")
+    classes_fraction: float = _vision(1.0, "Share of the classes that is trained on.")
+    data_per_class_fraction: float = _vision(
+        1.0, "Share of each class's images that is trained on."
     )
-    bert_load: str | None = option(
-        None,
-        "Directory of a BERT checkpoint that ICT starts from.",
-        group="biencoder",
-        refused=states.RETRIEVER,
+    data_sharding: bool = _vision(True, "Do not divide image folders over ranks.")
+    head_lr_mult: float = _vision(
+        1.0, "Learning rate of the classifier's head over that of the rest."
     )
-    titles_data_path: str | None = option(
-        None,
-        "Data prefix of document titles.",
-        group="biencoder",
-        refused=states.RETRIEVER,
+    vision_pretraining: bool = _vision(False, "Pretrain a vision model.")
+    vision_pretraining_type: str = _vision(
+        "classify", "Task of vision pretraining.", choices=("classify", "inpaint", "dino")
     )
-    query_in_block_prob: float = option(
-        0.1,
-        "Probability that a query stays in its block.",
-        group="biencoder",
-        refused=states.RETRIEVER,
+    vision_backbone_type: str = _vision(
+        "vit", "Architecture of the vision model.", choices=("vit", "mit", "swin")
     )
-    use_one_sent_docs: bool = option(
-        False,
-        "Use documents of a single sentence too.",
-        group="biencoder",
-        refused=states.RETRIEVER,
+    swin_backbone_type: str = _vision(
+        "tiny", "Size of a Swin model.", choices=("tiny", "base", "h3")
     )
-    evidence_data_path: str | None = option(
-        None,
-        "File of evidence passages.",
-        group="biencoder",
-        refused=states.RETRIEVER,
+    mask_type: str = _vision(
+        "random", "How image patches are hidden for inpainting.", choices=("random", "row")
     )
-    retriever_report_topk_accuracies: tuple[int, ...] = option(
-        (),
-        "Values of k whose retrieval accuracy is reported.",
-        group="biencoder",
-        nargs="+",
-        refused=states.RETRIEVER,
+    mask_factor: float = _vision(1.0, "Size factor of hidden patches.")
+    iter_per_epoch: int = _vision(1250, "Steps that count as one epoch of images.")
+    dino_local_img_size: int = _vision(96, "Side of DINO's local crops in pixels.")
+    dino_local_crops_number: int = _vision(10, "Local crops of each image in DINO.")
+    dino_head_hidden_size: int = _vision(2048, "Width of DINO's head.")
+    dino_bottleneck_size: int = _vision(256, "Width of the bottleneck in DINO's head.")
+    dino_freeze_last_layer: float = _vision(1.0, "Epochs during which DINO's last layer is frozen.")
+    dino_norm_last_layer: bool = _vision(False, "Normalise DINO's last layer.")
+    dino_warmup_teacher_temp: float = _vision(0.04, "First temperature of DINO's teacher.")
+    dino_teacher_temp: float = _vision(0.07, "Temperature of DINO's teacher after warm-up.")
+    dino_warmup_teacher_temp_epochs: int = _vision(
+        30, "Epochs over which the teacher's temperature rises."
     )
-    retriever_score_scaling: bool = option(
-        False,
-        "Divide retrieval scores by the root of the width.",
-        group="biencoder",
-        refused=states.RETRIEVER,
+    retro_project_dir: str | None = _retro(
+        None, "Directory of a retrieval project.", refused=states.RETRO
     )
-    block_data_path: str | None = option(
-        None,
-        "File of embedded blocks.",
-        group="biencoder",
-        refused=states.RETRIEVER,
+    retro_add_retriever: bool = _retro(False, "Add retrieval to the model.", refused=states.RETRO)
+    retro_cyclic_train_iters: int | None = _retro_detail(
+        None, "Steps after which retrieval data repeats."
     )
-    embedding_path: str | None = option(
-        None,
-        "File of embeddings for open retrieval.",
-        group="biencoder",
-        refused=states.RETRIEVER,
+    retro_encoder_layers: int = _retro_detail(2, "Layers of the encoder of neighbours.")
+    retro_encoder_hidden_dropout: float = _retro_detail(
+        0.1, "Hidden dropout of the encoder of neighbours."
     )
-    indexer_batch_size: int = option(
-        128,
-        "Samples in a batch while blocks are embedded.",
-        group="biencoder",
-        refused=states.RETRIEVER,
+    retro_encoder_attention_dropout: float = _retro_detail(
+        0.1, "Attention dropout of the encoder of neighbours."
     )
-    indexer_log_interval: int = option(
-        1000,
-        "Batches between lines while blocks are embedded.",
-        group="biencoder",
-        refused=states.RETRIEVER,
-    )
-    num_classes: int = option(
-        1000,
-        "Classes of an image classifier.",
-        group="vision",
-        refused=states.VISION,
-    )
-    img_h: int = option(
-        224,
-        "Height of images in pixels.",
-        group="vision",
-        refused=states.VISION,
-    )
-    img_w: int = option(
-        224,
-        "Width of images in pixels.",
-        group="vision",
-        refused=states.VISION,
-    )
-    num_channels: int = option(
-        3,
-        "Channels of images.",
-        group="vision",
-        refused=states.VISION,
-    )
-    patch_dim: int = option(
-        16,
-        "Side of an image patch in pixels.",
-        group="vision",
-        refused=states.VISION,
-    )
-    classes_fraction: float = option(
-        1.0,
-        "Share of the classes that is trained on.",
-        group="vision",
-        refused=states.VISION,
-    )
-    data_per_class_fraction: float = option(
-        1.0,
-        "Share of each class's images that is trained on.",
-        group="vision",
-        refused=states.VISION,
-    )
-    data_sharding: bool = option(
-        True,
-        "Do not divide image folders over ranks.",
-        group="vision",
-        refused=states.VISION,
-    )
-    head_lr_mult: float = option(
-        1.0,
-        "Learning rate of the classifier's head over that of the rest.",
-        group="vision",
-        refused=states.VISION,
-    )
-    vision_pretraining: bool = option(
-        False,
-        "Pretrain a vision model.",
-        group="vision",
-        refused=states.VISION,
-    )
-    vision_pretraining_type: str = option(
-        "classify",
-        "Task of vision pretraining.",
-        group="vision",
-        choices=("classify", "inpaint", "dino"),
-        refused=states.VISION,
-    )
-    vision_backbone_type: str = option(
-        "vit",
-        "Architecture of the vision model.",
-        group="vision",
-        choices=("vit", "mit", "swin"),
-        refused=states.VISION,
-    )
-    swin_backbone_type: str = option(
-        "tiny",
-        "Size of a Swin model.",
-        group="vision",
-        choices=("tiny", "base", "h3"),
-        refused=states.VISION,
-    )
-    mask_type: str = option(
-        "random",
-        "How image patches are hidden for inpainting.",
-        group="vision",
-        choices=("random", "row"),
-        refused=states.VISION,
-    )
-    mask_factor: float = option(
-        1.0,
-        "Size factor of hidden patches.",
-        group="vision",
-        refused=states.VISION,
-    )
-    iter_per_epoch: int = option(
-        1250,
-        "Steps that count as one epoch of images.",
-        group="vision",
-        refused=states.VISION,
-    )
-    dino_local_img_size: int = option(
-        96,
-        "Side of DINO's local crops in pixels.",
-        group="vision",
-        refused=states.VISION,
-    )
-    dino_local_crops_number: int = option(
-        10,
-        "Local crops of each image in DINO.",
-        group="vision",
-        refused=states.VISION,
-    )
-    dino_head_hidden_size: int = option(
-        2048,
-        "Width of DINO's head.",
-        group="vision",
-        refused=states.VISION,
-    )
-    dino_bottleneck_size: int = option(
-        256,
-        "Width of the bottleneck in DINO's head.",
-        group="vision",
-        refused=states.VISION,
-    )
-    dino_freeze_last_layer: float = option(
-        1.0,
-        "Epochs during which DINO's last layer is frozen.",
-        group="vision",
-        refused=states.VISION,
-    )
-    dino_norm_last_layer: bool = option(
-        False,
-        "Normalise DINO's last layer.",
-        group="vision",
-        refused=states.VISION,
-    )
-    dino_warmup_teacher_temp: float = option(
-        0.04,
-        "First temperature of DINO's teacher.",
-        group="vision",
-        refused=states.VISION,
-    )
-    dino_teacher_temp: float = option(
-        0.07,
-        "Temperature of DINO's teacher after warm-up.",
-        group="vision",
-        refused=states.VISION,
-    )
-    dino_warmup_teacher_temp_epochs: int = option(
-        30,
-        "Epochs over which the teacher's temperature rises.",
-        group="vision",
-        refused=states.VISION,
-    )
-    retro_project_dir: str | None = option(
-        None,
-        "Directory of a retrieval project.",
-        group="retro",
-        refused=states.RETRO,
-    )
-    retro_add_retriever: bool = option(
-        False,
-        "Add retrieval to the model.",
-        group="retro",
-        refused=states.RETRO,
-    )
-    retro_cyclic_train_iters: int | None = option(
-        None,
-        "Steps after which retrieval data repeats.",
-        group="retro",
-        ignored=states.only_with("--retro-add-retriever"),
-    )
-    retro_encoder_layers: int = option(
-        2,
-        "Layers of the encoder of neighbours.",
-        group="retro",
-        ignored=states.only_with("--retro-add-retriever"),
-    )
-    retro_encoder_hidden_dropout: float = option(
-        0.1,
-        "Hidden dropout of the encoder of neighbours.",
-        group="retro",
-        ignored=states.only_with("--retro-add-retriever"),
-    )
-    retro_encoder_attention_dropout: float = option(
-        0.1,
-        "Attention dropout of the encoder of neighbours.",
-        group="retro",
-        ignored=states.only_with("--retro-add-retriever"),
-    )
-    retro_num_neighbors: int = option(
-        2,
-        "Neighbours that are retrieved for each chunk.",
-        group="retro",
-        ignored=states.only_with("--retro-add-retriever"),
-    )
-    retro_num_retrieved_chunks: int = option(
-        2,
-        "Chunks of each neighbour.",
-        group="retro",
-        ignored=states.only_with("--retro-add-retriever"),
-    )
-    retro_attention_gate: float = option(
-        1.0,
-        "Gate of attention to neighbours.",
-        group="retro",
-        ignored=states.only_with("--retro-add-retriever"),
-    )
-    retro_verify_neighbor_count: bool = option(
-        True,
-        "Accept chunks with fewer neighbours.",
-        group="retro",
-        flag="--retro-no-verify-neighbor-count",
-        ignored=states.only_with("--retro-add-retriever"),
+    retro_num_neighbors: int = _retro_detail(2, "Neighbours that are retrieved for each chunk.")
+    retro_num_retrieved_chunks: int = _retro_detail(2, "Chunks of each neighbour.")
+    retro_attention_gate: float = _retro_detail(1.0, "Gate of attention to neighbours.")
+    retro_verify_neighbor_count: bool = _retro_detail(
+        True, "Accept chunks with fewer neighbours.", flag="--retro-no-verify-neighbor-count"
     )

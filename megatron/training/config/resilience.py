@@ -3,193 +3,120 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.core.config import states
 from megatron.core.config.option import option
+
+_spike = partial(option, group="training", refused=states.RERUN)
+_autoresume = partial(option, group="autoresume")
+_straggler = partial(option, group="straggler")
+_restart = partial(option, group="In-process restart")
+_ft_package = partial(option, group="ft_package")
+_rerun = partial(option, group="rerun engine")
+_restart_detail = partial(_restart, ignored=states.only_with("--inprocess-restart"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResilienceConfig:
     """Faults: detection, re-runs, restarts."""
 
-    check_for_spiky_loss: bool = option(
-        False,
-        "Stop when the loss jumps far above what was seen before.",
-        group="training",
-        refused=states.RERUN,
+    check_for_spiky_loss: bool = _spike(
+        False, "Stop when the loss jumps far above what was seen before."
     )
-    result_rejected_tracker_filename: str | None = option(
-        None,
-        "File of steps whose result was rejected before, which are skipped.",
-        group="training",
-        refused=states.RERUN,
+    result_rejected_tracker_filename: str | None = _spike(
+        None, "File of steps whose result was rejected before, which are skipped."
     )
-    adlr_autoresume: bool = option(
+    adlr_autoresume: bool = _autoresume(
         False,
         "Let a service of NVIDIA's clusters end and resubmit the job.",
-        group="autoresume",
         refused="that service is NVIDIA's own; use --exit-signal-handler or "
         "--exit-duration-in-mins",
     )
-    adlr_autoresume_interval: int = option(
+    adlr_autoresume_interval: int = _autoresume(
         1000,
         "Steps between questions to the resubmission service.",
-        group="autoresume",
         ignored=states.only_with("--adlr-autoresume"),
     )
-    log_straggler: bool = option(
-        False,
-        "Compare the speed of ranks and name slow ones.",
-        group="straggler",
+    log_straggler: bool = _straggler(False, "Compare the speed of ranks and name slow ones.")
+    disable_straggler_on_startup: bool = _straggler(False, "Start with straggler detection off.")
+    straggler_ctrlr_port: int = _straggler(
+        65535, "Port that switches straggler detection on and off."
     )
-    disable_straggler_on_startup: bool = option(
-        False,
-        "Start with straggler detection off.",
-        group="straggler",
-    )
-    straggler_ctrlr_port: int = option(
-        65535,
-        "Port that switches straggler detection on and off.",
-        group="straggler",
-    )
-    straggler_minmax_count: int = option(
-        1,
-        "Fastest and slowest ranks that are named.",
-        group="straggler",
-    )
+    straggler_minmax_count: int = _straggler(1, "Fastest and slowest ranks that are named.")
     run_workload_inspector_server: bool = option(
         False,
         "Serve live profiling on demand.",
         group="workload inspector",
         refused="the workload inspector is NVIDIA's own; use --profile",
     )
-    inprocess_restart: bool = option(
-        False,
-        "Restart training inside the process after a fault.",
-        group="In-process restart",
-        refused=states.RESTART,
+    inprocess_restart: bool = _restart(
+        False, "Restart training inside the process after a fault.", refused=states.RESTART
     )
-    inprocess_max_iterations: int | None = option(
-        None,
-        "Restarts that are tried.",
-        group="In-process restart",
-        ignored=states.only_with("--inprocess-restart"),
+    inprocess_max_iterations: int | None = _restart_detail(None, "Restarts that are tried.")
+    inprocess_monitor_thread_interval: float = _restart_detail(
+        1.0, "Seconds between looks of the monitoring thread."
     )
-    inprocess_monitor_thread_interval: float = option(
-        1.0,
-        "Seconds between looks of the monitoring thread.",
-        group="In-process restart",
-        ignored=states.only_with("--inprocess-restart"),
+    inprocess_monitor_process_interval: float = _restart_detail(
+        1.0, "Seconds between looks of the monitoring process."
     )
-    inprocess_monitor_process_interval: float = option(
-        1.0,
-        "Seconds between looks of the monitoring process.",
-        group="In-process restart",
-        ignored=states.only_with("--inprocess-restart"),
+    inprocess_progress_watchdog_interval: float = _restart_detail(
+        1.0, "Seconds between automatic signs of progress."
     )
-    inprocess_progress_watchdog_interval: float = option(
-        1.0,
-        "Seconds between automatic signs of progress.",
-        group="In-process restart",
-        ignored=states.only_with("--inprocess-restart"),
+    inprocess_heartbeat_interval: float = _restart_detail(30.0, "Seconds between heartbeats.")
+    inprocess_soft_timeout: float = _restart_detail(
+        60.0, "Seconds without progress after which a restart is asked for."
     )
-    inprocess_heartbeat_interval: float = option(
-        30.0,
-        "Seconds between heartbeats.",
-        group="In-process restart",
-        ignored=states.only_with("--inprocess-restart"),
+    inprocess_hard_timeout: float = _restart_detail(
+        90.0, "Seconds without progress after which a rank is killed."
     )
-    inprocess_soft_timeout: float = option(
-        60.0,
-        "Seconds without progress after which a restart is asked for.",
-        group="In-process restart",
-        ignored=states.only_with("--inprocess-restart"),
+    inprocess_heartbeat_timeout: float = _restart_detail(
+        60.0, "Seconds without heartbeat after which a rank counts as lost."
     )
-    inprocess_hard_timeout: float = option(
-        90.0,
-        "Seconds without progress after which a rank is killed.",
-        group="In-process restart",
-        ignored=states.only_with("--inprocess-restart"),
+    inprocess_barrier_timeout: float = _restart_detail(
+        120.0, "Seconds that ranks wait for each other in a restart."
     )
-    inprocess_heartbeat_timeout: float = option(
-        60.0,
-        "Seconds without heartbeat after which a rank counts as lost.",
-        group="In-process restart",
-        ignored=states.only_with("--inprocess-restart"),
+    inprocess_completion_timeout: float = _restart_detail(
+        120.0, "Seconds that ranks wait for each other at the end."
     )
-    inprocess_barrier_timeout: float = option(
-        120.0,
-        "Seconds that ranks wait for each other in a restart.",
-        group="In-process restart",
-        ignored=states.only_with("--inprocess-restart"),
+    inprocess_last_call_wait: float = _restart_detail(
+        1.0, "Seconds between a fault and the restart, for others to report."
     )
-    inprocess_completion_timeout: float = option(
-        120.0,
-        "Seconds that ranks wait for each other at the end.",
-        group="In-process restart",
-        ignored=states.only_with("--inprocess-restart"),
+    inprocess_termination_grace_time: float = _restart_detail(
+        1.0, "Seconds between the two signals that end a rank."
     )
-    inprocess_last_call_wait: float = option(
-        1.0,
-        "Seconds between a fault and the restart, for others to report.",
-        group="In-process restart",
-        ignored=states.only_with("--inprocess-restart"),
+    inprocess_granularity: str = _restart_detail(
+        "node", "What leaves after a fault: a rank or its node.", choices=("node", "rank")
     )
-    inprocess_termination_grace_time: float = option(
-        1.0,
-        "Seconds between the two signals that end a rank.",
-        group="In-process restart",
-        ignored=states.only_with("--inprocess-restart"),
+    inprocess_active_world_size: int = _restart_detail(
+        1, "Ranks that train; the others wait in reserve."
     )
-    inprocess_granularity: str = option(
-        "node",
-        "What leaves after a fault: a rank or its node.",
-        group="In-process restart",
-        choices=("node", "rank"),
-        ignored=states.only_with("--inprocess-restart"),
+    inprocess_empty_cuda_cache: bool = _restart_detail(
+        False, "Return cached GPU memory before a restart."
     )
-    inprocess_active_world_size: int = option(
-        1,
-        "Ranks that train; the others wait in reserve.",
-        group="In-process restart",
-        ignored=states.only_with("--inprocess-restart"),
-    )
-    inprocess_empty_cuda_cache: bool = option(
-        False,
-        "Return cached GPU memory before a restart.",
-        group="In-process restart",
-        ignored=states.only_with("--inprocess-restart"),
-    )
-    enable_ft_package: bool = option(
+    enable_ft_package: bool = _ft_package(
         False,
         "Send heartbeats to the launcher of the fault-tolerance package.",
-        group="ft_package",
         refused=states.FT_PACKAGE,
     )
-    calc_ft_timeouts: bool = option(
+    calc_ft_timeouts: bool = _ft_package(
         False,
         "Learn the timeouts of the fault-tolerance package.",
-        group="ft_package",
         ignored=states.only_with("--enable-ft-package"),
     )
-    error_injection_rate: int = option(
-        0,
-        "Steps between made-up faults; 0 means none.",
-        group="rerun engine",
-        refused=states.RERUN,
+    error_injection_rate: int = _rerun(
+        0, "Steps between made-up faults; 0 means none.", refused=states.RERUN
     )
-    error_injection_type: str = option(
+    error_injection_type: str = _rerun(
         "transient_error",
         "Kind of made-up fault.",
-        group="rerun engine",
         choices=("correct_result", "transient_error", "persistent_error"),
         ignored=states.only_with("--error-injection-rate"),
     )
-    rerun_mode: str = option(
+    rerun_mode: str = _rerun(
         "validate_results",
         "What the reference does about a suspicious step; a NaN loss or gradient always "
         "stops the run here.",
-        group="rerun engine",
         choices=("disabled", "validate_results", "report_stats"),
         refused_values={"report_stats": states.RERUN},
         ignored="no step is ever run again here",

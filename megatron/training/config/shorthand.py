@@ -3,84 +3,60 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.core.config import states
 from megatron.core.config.option import option
+
+_network = partial(option, group="network size")
+_training = partial(option, group="training")
+_old_ckpt = partial(option, group="checkpointing", ignored=states.OLD_SPELLING)
+_precision = partial(option, group="mixed precision")
+_moe = partial(option, group="moe")
+_device = partial(option, group="device and checks")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShorthandFlags:
     """Flags that set several fields, and flags that only old scripts use."""
 
-    group_query_attention: bool = option(
-        False,
-        "Let several query heads share a key and value head, as --num-query-groups says.",
-        group="network size",
+    group_query_attention: bool = _network(
+        False, "Let several query heads share a key and value head, as --num-query-groups says."
     )
-    use_rotary_position_embeddings: bool = option(
-        False,
-        "Old spelling of --position-embedding-type rope.",
-        group="network size",
+    use_rotary_position_embeddings: bool = _network(
+        False, "Old spelling of --position-embedding-type rope."
     )
-    add_position_embedding: bool = option(
+    add_position_embedding: bool = _network(
         True,
         "Old spelling that drops the table of learned positions; use --position-embedding-type.",
-        group="network size",
         flag="--no-position-embedding",
         ignored="--position-embedding-type says which positions there are",
     )
-    openai_gelu: bool = option(
-        False,
-        "GELU in its tanh approximation.",
-        group="network size",
+    openai_gelu: bool = _network(False, "GELU in its tanh approximation.")
+    relu: bool = _network(False, "ReLU as activation of the MLP.")
+    squared_relu: bool = _network(False, "Squared ReLU as activation of the MLP.")
+    geglu: bool = _network(
+        False, "Gated GELU MLP; with --openai-gelu in its tanh form. The MLP width is not adapted."
     )
-    relu: bool = option(
-        False,
-        "ReLU as activation of the MLP.",
-        group="network size",
+    quick_geglu: bool = _network(
+        False, "Gated MLP with x sigmoid(1.702 x) as activation. The MLP width is not adapted."
     )
-    squared_relu: bool = option(
-        False,
-        "Squared ReLU as activation of the MLP.",
-        group="network size",
+    swiglu: bool = _network(False, "Gated SiLU MLP: two matrices in, one out.")
+    batch_size: int | None = _training(
+        None, "Removed; say --micro-batch-size.", refused="it was renamed; use --micro-batch-size"
     )
-    geglu: bool = option(
-        False,
-        "Gated GELU MLP; with --openai-gelu in its tanh form. The MLP width is not adapted.",
-        group="network size",
+    recompute_activations: bool = _training(
+        False, "Old spelling of --recompute-granularity selective."
     )
-    quick_geglu: bool = option(
-        False,
-        "Gated MLP with x sigmoid(1.702 x) as activation. The MLP width is not adapted.",
-        group="network size",
-    )
-    swiglu: bool = option(
-        False,
-        "Gated SiLU MLP: two matrices in, one out.",
-        group="network size",
-    )
-    batch_size: int | None = option(
-        None,
-        "Removed; say --micro-batch-size.",
-        group="training",
-        refused="it was renamed; use --micro-batch-size",
-    )
-    recompute_activations: bool = option(
-        False,
-        "Old spelling of --recompute-granularity selective.",
-        group="training",
-    )
-    checkpoint_activations: bool = option(
+    checkpoint_activations: bool = _training(
         False,
         "Removed; say --recompute-granularity full.",
-        group="training",
         refused="it was removed; use --recompute-granularity full --recompute-method uniform, or "
         "--recompute-activations",
     )
-    deprecated_use_mcore_models: bool = option(
+    deprecated_use_mcore_models: bool = _training(
         False,
         "Old switch to the models that are now the only ones.",
-        group="training",
         flag="--use-mcore-models",
         ignored=states.OLD_SPELLING,
     )
@@ -90,78 +66,44 @@ class ShorthandFlags:
         group="learning rate",
         refused="it was removed; use --lr-warmup-fraction",
     )
-    use_dist_ckpt_deprecated: bool = option(
-        False,
-        "Old switch to a format that every rank writes part of.",
-        group="checkpointing",
-        flag="--use-dist-ckpt",
-        ignored=states.OLD_SPELLING,
+    use_dist_ckpt_deprecated: bool = _old_ckpt(
+        False, "Old switch to a format that every rank writes part of.", flag="--use-dist-ckpt"
     )
-    dist_ckpt_format_deprecated: str | None = option(
-        None,
-        "Old spelling of --ckpt-format.",
-        group="checkpointing",
-        flag="--dist-ckpt-format",
-        ignored=states.OLD_SPELLING,
+    dist_ckpt_format_deprecated: str | None = _old_ckpt(
+        None, "Old spelling of --ckpt-format.", flag="--dist-ckpt-format"
     )
-    ckpt_fully_parallel_save_deprecated: bool = option(
-        False,
-        "Old switch that divides writing over replicas.",
-        group="checkpointing",
-        flag="--ckpt-fully-parallel-save",
-        ignored=states.OLD_SPELLING,
+    ckpt_fully_parallel_save_deprecated: bool = _old_ckpt(
+        False, "Old switch that divides writing over replicas.", flag="--ckpt-fully-parallel-save"
     )
-    fp16: bool = option(
-        False,
-        "Train in float16 with loss scaling; main weights stay fp32.",
-        group="mixed precision",
-    )
-    bf16: bool = option(
-        False,
-        "Train in bfloat16; main weights stay fp32.",
-        group="mixed precision",
-    )
+    fp16: bool = _precision(False, "Train in float16 with loss scaling; main weights stay fp32.")
+    bf16: bool = _precision(False, "Train in bfloat16; main weights stay fp32.")
     model_parallel_size: int | None = option(
         None,
         "Removed; say --tensor-model-parallel-size.",
         group="distributed",
         refused="it was renamed; use --tensor-model-parallel-size",
     )
-    moe_layer_recompute: bool = option(
-        False,
-        "Old spelling of --recompute-modules moe.",
-        group="moe",
-    )
-    moe_extended_tp: bool = option(
-        False,
-        "Old spelling of --expert-tensor-parallel-size.",
-        group="moe",
-        ignored=states.OLD_SPELLING,
+    moe_layer_recompute: bool = _moe(False, "Old spelling of --recompute-modules moe.")
+    moe_extended_tp: bool = _moe(
+        False, "Old spelling of --expert-tensor-parallel-size.", ignored=states.OLD_SPELLING
     )
     yaml_cfg: str | None = option(
         None,
         "File of flags (dest: value, YAML or JSON); the command line goes before it.",
         group="experimental",
     )
-    check_only: bool = option(
+    check_only: bool = _device(
         False,
         "Parse, check and print layout, memory, communication and bubble for --check-world-size "
         "ranks, then end: status 0 if the run could start, 1 if not. Needs no GPU.",
-        group="device and checks",
     )
-    check_world_size: int | None = option(
+    check_world_size: int | None = _device(
         None,
         "Ranks that --check-only plans for; WORLD_SIZE of the environment, or 1, if not given.",
-        group="device and checks",
     )
-    check_rank: int = option(
-        0,
-        "Rank whose pipeline --check-only plans.",
-        group="device and checks",
-    )
-    check_device_memory_gib: float | None = option(
+    check_rank: int = _device(0, "Rank whose pipeline --check-only plans.")
+    check_device_memory_gib: float | None = _device(
         None,
         "Memory of a device: --check-only refuses a run that does not fit and names the cheapest "
         "change.",
-        group="device and checks",
     )

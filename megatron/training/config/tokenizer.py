@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.core.config import states
 from megatron.core.config.option import option
+
+_tokenizer = partial(option, group="tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     """Text to ids."""
 
-    vocab_size: int | None = option(
-        None,
-        "Tokens of the vocabulary before padding; of the tokenizer if not given.",
-        group="tokenizer",
+    vocab_size: int | None = _tokenizer(
+        None, "Tokens of the vocabulary before padding; of the tokenizer if not given."
     )
-    padded_vocab_size: int | None = option(
-        None,
-        "Vocabulary size after padding, instead of the computed one.",
-        group="tokenizer",
+    padded_vocab_size: int | None = _tokenizer(
+        None, "Vocabulary size after padding, instead of the computed one."
     )
-    vocab_file: str | None = option(
-        None,
-        "Vocabulary file of the tokenizer.",
-        group="tokenizer",
-    )
-    merge_file: str | None = option(
-        None,
-        "Merge file of a byte-pair tokenizer.",
-        group="tokenizer",
-    )
-    vocab_extra_ids: int = option(
-        0,
-        "Extra tokens at the end of the vocabulary.",
-        group="tokenizer",
-    )
-    tokenizer_type: str | None = option(
+    vocab_file: str | None = _tokenizer(None, "Vocabulary file of the tokenizer.")
+    merge_file: str | None = _tokenizer(None, "Merge file of a byte-pair tokenizer.")
+    vocab_extra_ids: int = _tokenizer(0, "Extra tokens at the end of the vocabulary.")
+    tokenizer_type: str | None = _tokenizer(
         None,
         "Kind of tokenizer.",
-        group="tokenizer",
         choices=(
             "BertWordPieceLowerCase",
             "BertWordPieceCase",
@@ -60,24 +46,15 @@ class TokenizerConfig:
             "SFTTokenizer": states.SFT,
         },
     )
-    tokenizer_model: str | None = option(
-        None,
-        "File, directory or Hugging Face name of the tokenizer.",
-        group="tokenizer",
+    tokenizer_model: str | None = _tokenizer(
+        None, "File, directory or Hugging Face name of the tokenizer."
     )
-    tiktoken_pattern: str | None = option(
-        None,
-        "Which pre-tokenisation pattern a tiktoken vocabulary has: v1 or v2.",
-        group="tokenizer",
+    tiktoken_pattern: str | None = _tokenizer(
+        None, "Which pre-tokenisation pattern a tiktoken vocabulary has: v1 or v2."
     )
-    tiktoken_num_special_tokens: int = option(
-        1000,
-        "Ids reserved for special tokens in a tiktoken vocabulary.",
-        group="tokenizer",
+    tiktoken_num_special_tokens: int = _tokenizer(
+        1000, "Ids reserved for special tokens in a tiktoken vocabulary."
     )
-    tiktoken_special_tokens: tuple[str, ...] | None = option(
-        None,
-        "Names of a tiktoken vocabulary's first special tokens.",
-        group="tokenizer",
-        nargs="+",
+    tiktoken_special_tokens: tuple[str, ...] | None = _tokenizer(
+        None, "Names of a tiktoken vocabulary's first special tokens.", nargs="+"
     )
