@@ -23,13 +23,13 @@ import torch
 from benchmarks import kernel_cases, kernel_cases_gpu
 from benchmarks.kernel_cases import Case
 from megatron.core import cpu_kernels, cpu_tuning, device
-from megatron.core.fusions import gpu
+from megatron.core.fusions import kernels
 
 
 def kernels_off() -> AbstractContextManager[object]:
     """Inside, public functions take the way of torch's operations."""
     if device.is_cuda():
-        return mock.patch.object(gpu, "kernels", return_value=None)
+        return mock.patch.object(kernels, "find", return_value=None)
     return mock.patch.object(cpu_kernels, "take", return_value=False)
 
 

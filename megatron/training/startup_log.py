@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.core.extensions.transformer_engine import why_not as why_no_engine
 from megatron.core.extensions.transformer_engine import why_not_matrices
-from megatron.core.fusions.gpu import whose_kernels
+from megatron.core.fusions.kernels import whose_kernels
 from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
 from megatron.core.transformer.attention_backends import (
     AttentionRequest,
@@ -118,6 +118,8 @@ def left_to_torch(config: RunConfig) -> Iterator[tuple[str, str]]:
     if has_rope and not model.apply_rope_fusion:
         yield "rotary positions", "--no-rope-fusion"
     if device.launches_kernels(device.current()):
+        if not model.bias_dropout_fusion:
+            yield "bias, dropout and residual", "--no-bias-dropout-fusion"
         return
     if not model.masked_softmax_fusion:
         yield "the causal softmax", "--no-masked-softmax-fusion"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.fusions import gpu
+from megatron.core.fusions import kernels
 from megatron.core.optional import why_missing
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -54,14 +54,14 @@ def kernels_are_used(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(device, "launches_kernels", lambda where: True)
     else:
         monkeypatch.setattr(device, "_current", torch.device("cuda", 0))
-    met, choose = [], gpu.kernels
+    met, choose = [], kernels.find
 
-    def kernels(name: str, *tensors: Tensor | None) -> object:
+    def find(name: str, *tensors: Tensor | None) -> object:
         module = choose(name, *tensors)
         met.append(module)
         return module
 
-    monkeypatch.setattr(gpu, "kernels", kernels)
+    monkeypatch.setattr(kernels, "find", find)
     yield
     assert any(met), "no kernel was asked for"
 
@@ -72,7 +72,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], o
 
     def call(function: Callable[[], object]) -> object:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gpu, "kernels", lambda name, *tensors: None)
+            patch.setattr(kernels, "find", lambda name, *tensors: None)
             return function()
 
     return call

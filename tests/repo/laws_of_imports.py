@@ -155,7 +155,7 @@ def imports_stand_at_the_top(source: Source) -> Iterator[str]:
 
 
 def kernels_alone_import_triton(source: Source) -> Iterator[str]:
-    """What imports triton is imported where a GPU wants it, by `fusions.gpu`, and not before."""
+    """What imports triton is imported where a GPU wants it, by `fusions.kernels`, never before."""
     if source.is_under("tests") or source.path.startswith("megatron/core/fusions/triton/"):
         return
     for line, name in source.imports():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core import cpu_kernels
 from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
-from megatron.core.fusions import gpu
+from megatron.core.fusions import kernels
 from megatron.core.fusions.cpu import glu as cpu_glu
 
 Activation = Callable[[Tensor], Tensor]
@@ -80,9 +80,9 @@ def glu(
     fused: bool = True,
 ) -> Tensor:
     """[..., 2 f] -> [..., f], each row times its weight [...] where there are weights."""
-    kernels = gpu.kernels("glu", gate_up, weights) if fused and act in _FUSED else None
-    if kernels and gate_up.is_contiguous():
-        return kernels.glu(gate_up, _FUSED[act], clamp, offset, weights)
+    found = kernels.find("glu", gate_up, weights) if fused and act in _FUSED else None
+    if found and gate_up.is_contiguous():
+        return found.glu(gate_up, _FUSED[act], clamp, offset, weights)
     if act is F.silu and clamp is None and not offset:
         y = _SwiGLU.apply(gate_up)
     else:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.fusions import gpu
+from megatron.core.fusions import kernels
 
 BiasDropoutAdd = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
 def bias_dropout_add(
-    x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float, training: bool
+    x_with_bias: tuple[Tensor, Tensor | None],
+    residual: Tensor,
+    prob: float,
+    training: bool,
+    *,
+    fused: bool = True,
 ) -> Tensor:
-    """[..., h] -> [..., h] in the dtype of ``residual``."""
+    """[..., h] -> [..., h] in the dtype of ``residual``; there is a kernel on a GPU alone."""
     x, bias = x_with_bias
     prob = prob if training else 0.0
     # Else it is one operation of torch too.
     is_several = prob > 0.0 or bias is not None or x.dtype != residual.dtype
     are_alike = x.shape == residual.shape and x.is_contiguous() and residual.is_contiguous()
-    if is_several and are_alike and (fused := gpu.kernels("seam", x, bias, residual)):
-        return fused.bias_dropout_add(x, bias, residual, prob)
+    can = fused and is_several and are_alike
+    if can and (found := kernels.find("seam", x, bias, residual)):
+        return found.bias_dropout_add(x, bias, residual, prob)
     if bias is not None:
         x = x + bias
     if prob > 0.0:
@@ -31,8 +38,5 @@ def bias_dropout_add(
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
-    """The function of (x, bias), residual and probability; ``fused`` has no faster form here."""
-    del fused
-    return lambda x_with_bias, residual, prob: bias_dropout_add(
-        x_with_bias, residual, prob, training
-    )
+    """The function of (x, bias), residual and probability."""
+    return partial(bias_dropout_add, training=training, fused=fused)

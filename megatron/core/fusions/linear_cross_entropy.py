@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.fusions import gpu
+from megatron.core.fusions import kernels
 
 # Elements in float32 at a time: on a CPU a few rows that stay in its cache.
 _ELEMENTS_CPU = 1 << 19
@@ -118,7 +118,7 @@ class _Scratch:
 
 
 def _kernels(logits: Tensor) -> ModuleType | None:
-    return gpu.kernels("cross_entropy", logits) if logits.is_contiguous() else None
+    return kernels.find("cross_entropy", logits) if logits.is_contiguous() else None
 
 
 def _turn_into_gradient(logits: Tensor, rows: _Rows) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import device, low_precision
-from megatron.core.fusions import gpu
+from megatron.core.fusions import kernels
 from megatron.core.low_precision import E2M1, Block, Format, Scaled, largest
 
 
@@ -56,4 +56,4 @@ def _in_rows(x: Scaled) -> Scaled:
 
 def _kernels(x: Tensor) -> ModuleType | None:
     can = x.dim() == 2 and x.is_contiguous() and device.multiplies_fp8(x.device)
-    return gpu.kernels("quantize", x) if can else None
+    return kernels.find("quantize", x) if can else None

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core import cpu_kernels, device
-from megatron.core.fusions import gpu
+from megatron.core.fusions import kernels
 from megatron.core.fusions.cpu import norm
 
 # A program of a GPU has a row in its registers; a narrow one would leave it too little to do.
@@ -82,4 +82,4 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
 
 def _of_gpu(x: Tensor, weight: Tensor) -> ModuleType | None:
     fits = x.shape[-1] in _WIDTHS and _fits(x, weight) and x.dtype == weight.dtype
-    return gpu.kernels("norm", x, weight) if fits else None
+    return kernels.find("norm", x, weight) if fits else None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.fusions import gpu
+from megatron.core.fusions import kernels
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def apply_rotary_reference(x: Tensor, table: RotaryTable) -> Tensor:
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int, fused: bool) -> Tensor:
     """Rotate by the angle times ``sign``; on a CPU four passes over half of ``x``."""
     has_rows = x.dim() == 4 and x.stride(-1) == 1 and cos.shape[::2] == (x.shape[0], 1)
-    if fused and has_rows and (kernels := gpu.kernels("rope", x, cos, sin)):
-        return kernels.turn(x, cos, sin, interleaved, sign)
+    if fused and has_rows and (found := kernels.find("rope", x, cos, sin)):
+        return found.turn(x, cos, sin, interleaved, sign)
     width = 2 * cos.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = _pairs(x, width, interleaved)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.fusions import gpu
+from megatron.core.fusions import kernels
 from megatron.core.fusions.adam_step import Step
 from megatron.core.optimizer.kept_state import (
     DTYPES,
@@ -191,7 +191,7 @@ class AdamW(UpdateRule):
         divisor: float,
     ) -> Sequence[nn.Parameter]:
         grads = _gradients(params)
-        fused = gpu.kernels("adam", *params, *grads)
+        fused = kernels.find("adam", *params, *grads)
         if fused is None:
             return params
         number, (beta1, beta2) = self._steps[params[0].device], group["betas"]

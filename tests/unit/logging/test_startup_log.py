@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.core import cpu_kernels, device
-from megatron.core.fusions import gpu
+from megatron.core.fusions import kernels
 from megatron.training.startup_log import (
     argument_lines,
     print_arguments,
@@ -82,10 +82,11 @@ def test_what_is_fused_and_what_is_missing_for_it_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons = iter([None, "triton is not installed"])
-    monkeypatch.setattr(gpu, "why_missing", lambda package: next(reasons))
+    monkeypatch.setattr(kernels, "why_missing", lambda package: next(reasons))
     why_not = iter([None, "not compiled"])
     monkeypatch.setattr(cpu_kernels, "why_not", lambda dtype: next(why_not))
     flags = "--no-rope-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion"
+    flags += " --no-bias-dropout-fusion"
     config = run_of(f"--swiglu --position-embedding-type rope {flags}")
     run: Any = SimpleNamespace(config=config)
     print_kernels(run)
@@ -103,12 +104,13 @@ def test_what_is_fused_and_what_is_missing_for_it_is_told(
         "fused operations: kernels in Triton",
         "    not the gated activation: --no-bias-swiglu-fusion",
         "    not rotary positions: --no-rope-fusion",
+        "    not bias, dropout and residual: --no-bias-dropout-fusion",
         "fused operations: PyTorch alone: triton is not installed",
     ]
 
 
 def test_a_format_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernels, "compiled", lambda: object())
-    assert gpu.whose_kernels(torch.bfloat16) == "kernels in C++"
+    assert kernels.whose_kernels(torch.bfloat16) == "kernels in C++"
     expected = "PyTorch alone: there are none for torch.float16"
-    assert gpu.whose_kernels(torch.float16) == expected
+    assert kernels.whose_kernels(torch.float16) == expected

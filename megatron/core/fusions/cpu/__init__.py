@@ -1,4 +1,4 @@
 """Callers of the kernels in C++, one file a kernel; what they return is what plain torch returns.
 
-`fusions.gpu.kernels` alone imports them, for tensors that `cpu_kernels.take` takes.
+`fusions.kernels.find` alone imports them, for tensors that `cpu_kernels.take` takes.
 """

@@ -1,4 +1,4 @@
-"""Kernels in Triton; these modules alone import it, and `fusions.gpu` alone imports them.
+"""Kernels in Triton; these modules alone import it, and `fusions.kernels` alone imports them.
 
 What they compute in is float32, whatever they read and write; what they sum has one order.  Where
 torch's own kernels move as few bytes there is none here: GELU (its bias rides in the matrix

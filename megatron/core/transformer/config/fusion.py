@@ -29,7 +29,7 @@ class FusionConfig:
         False, "Fuse the router's weight with squared ReLU.", ignored=states.NO_KERNEL
     )
     bias_dropout_fusion: bool = _training(
-        True, "Do not fuse bias, dropout and residual.", ignored=states.NO_KERNEL
+        True, "Do not fuse bias, dropout and residual, which are fused on a GPU alone."
     )
     apply_rope_fusion: bool = _training(
         True, "Do not fuse the rotation of queries and keys.", flag="--no-rope-fusion"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.fusions import gpu
+from megatron.core.fusions import kernels
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def combine(rows: Tensor, order: Order) -> Tensor:
 
 
 def _sum_of_rows(rows: Tensor, order: Order) -> Tensor:
-    if rows.dim() == 2 and rows.is_contiguous() and (fused := gpu.kernels("rows", rows)):
+    if rows.dim() == 2 and rows.is_contiguous() and (fused := kernels.find("rows", rows)):
         return fused.sum_of_rows(rows, order.row)
     if len(order.visit) < order.row.numel():
         rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])

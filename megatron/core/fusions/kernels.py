@@ -15,7 +15,7 @@ from megatron.core.optional import available, why_missing
 _ON_CPU = {"adam", "cross_entropy", "glu", "rope"}  # modules of fusions.cpu
 
 
-def kernels(name: str, *tensors: Tensor | None) -> ModuleType | None:
+def find(name: str, *tensors: Tensor | None) -> ModuleType | None:
     """Module ``fusions.triton.<name>`` or ``fusions.cpu.<name>``; None for plain torch.
 
     None too without triton or the compiled kernels, in float64, and inside torch.compile, which
