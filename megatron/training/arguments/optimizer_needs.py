@@ -18,63 +18,53 @@ def _rule_of_vectors(ns: Namespace) -> str:
 
 NEEDS_GPU = Need(
     "a GPU",
+    "optimizer_cpu_offload enable_cuda_graph cpu_offloading record_memory_history",
     lambda ns: ns.device != CPU,
-    ("optimizer_cpu_offload", "enable_cuda_graph", "cpu_offloading", "record_memory_history"),
 )
 NEEDS_OF_OPTIMIZER = (
-    Need("--optimizer sgd", lambda ns: ns.optimizer == "sgd", ("sgd_momentum",)),
+    Need("--optimizer sgd", "sgd_momentum"),
     Need(
         "--optimizer adam, or Muon beside it",
+        "adam_beta1 adam_beta2 adam_eps",
         lambda ns: _rule_of_vectors(ns) == "adam",
-        ("adam_beta1", "adam_beta2", "adam_eps"),
     ),
     Need(
         "--optimizer lion, or Muon beside it",
+        "lion_beta1 lion_beta2",
         lambda ns: _rule_of_vectors(ns) == "lion",
-        ("lion_beta1", "lion_beta2"),
     ),
     Need(
         "--optimizer muon",
-        lambda ns: "muon" in ns.optimizer,
-        tuple(
+        " ".join(
             f.name
             for f in fields(OptimizerConfig)
             if f.name.startswith("muon_") and f.name not in ("muon_tp_mode", "muon_use_syrk")
         ),
+        lambda ns: "muon" in ns.optimizer,
     ),
     Need(
         "--optimizer muon and --tensor-model-parallel-size",
+        "muon_tp_mode",
         lambda ns: "muon" in ns.optimizer and ns.tensor_model_parallel_size > 1,
-        ("muon_tp_mode",),
     ),
     Need(
         "16 bits beside --bf16 weights to keep, or a format of fewer bits than fp32",
+        "use_precision_aware_optimizer",
         lambda ns: (
             (ns.bf16 and not is_fully_sharded(ns))
             or {ns.main_grads_dtype, ns.main_params_dtype, ns.exp_avg_dtype, ns.exp_avg_sq_dtype}
             != {"fp32"}
         ),
-        ("use_precision_aware_optimizer",),
     ),
     Need(
         "--fp16 without --loss-scale",
+        "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
         lambda ns: ns.fp16 and ns.loss_scale is None,
-        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
     ),
-    Need(
-        "--lr-decay-style WSD",
-        lambda ns: ns.lr_decay_style == "WSD",
-        ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
-    ),
+    Need("--lr-decay-style WSD", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples"),
     Need(
         "--optimizer-cpu-offload",
-        lambda ns: ns.optimizer_cpu_offload,
-        (
-            "optimizer_offload_fraction",
-            "overlap_cpu_optimizer_d2h_h2d",
-            "pin_cpu_grads",
-            "pin_cpu_params",
-        ),
+        "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params",
     ),
     NEEDS_GPU,
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
+from inspect import isfunction
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
@@ -43,30 +44,34 @@ from megatron.training.config.run import RunConfig
 
 Check = Callable[[RunConfig], Iterator[str]]
 
-CHECKS: tuple[Check, ...] = (
-    *required.CHECKS,
-    *ranges.CHECKS,
-    *parallel.CHECKS,
-    *experts.CHECKS,
-    *context_parallel.CHECKS,
-    *encoder_decoder.CHECKS,
-    *sharding.CHECKS,
-    *batch.CHECKS,
-    *model.CHECKS,
-    *mamba.CHECKS,
-    *positions.CHECKS,
-    *bert.CHECKS,
-    *recompute.CHECKS,
-    *cuda_graph.CHECKS,
-    *compilation.CHECKS,
-    *precision.CHECKS,
-    *optimizer.CHECKS,
-    *schedule.CHECKS,
-    *data.CHECKS,
-    *checkpoint.CHECKS,
-    *logging.CHECKS,
+CHECKS: tuple[Check, ...] = tuple(
+    check
+    for subject in (
+        required,
+        ranges,
+        parallel,
+        experts,
+        context_parallel,
+        encoder_decoder,
+        sharding,
+        batch,
+        model,
+        mamba,
+        positions,
+        bert,
+        recompute,
+        cuda_graph,
+        compilation,
+        precision,
+        optimizer,
+        schedule,
+        data,
+        checkpoint,
+        logging,
+    )
+    for name, check in vars(subject).items()
+    if isfunction(check) and check.__module__ == subject.__name__ and not name.startswith("_")
 )
-
 
 # What the launcher said, in namespaces of scripts written for the reference.
 _LAUNCH = frozenset({"rank", "world_size"})

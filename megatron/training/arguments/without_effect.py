@@ -30,31 +30,20 @@ def _has_layer(ns: Namespace, letter: str) -> bool:
 NEEDS_OF_HYBRIDS = (
     Need(
         "an attention layer, * in --hybrid-override-pattern",
+        "apply_query_key_layer_scaling attention_dropout attn_logit_softcapping "
+        "group_query_attention no_rope_freq num_query_groups qk_layernorm rotary_base "
+        "rotary_percent softmax_type window_attn_skip_freq window_size",
         lambda ns: _has_layer(ns, ATTENTION),
-        (
-            "apply_query_key_layer_scaling",
-            "attention_dropout",
-            "attn_logit_softcapping",
-            "group_query_attention",
-            "no_rope_freq",
-            "num_query_groups",
-            "qk_layernorm",
-            "rotary_base",
-            "rotary_percent",
-            "softmax_type",
-            "window_attn_skip_freq",
-            "window_size",
-        ),
     ),
     Need(
         "an MLP layer, - or E in --hybrid-override-pattern",
+        "ffn_hidden_size squared_relu swiglu",
         lambda ns: _has_layer(ns, MLP) or _has_layer(ns, EXPERTS),
-        ("ffn_hidden_size", "squared_relu", "swiglu"),
     ),
     Need(
         "no --hybrid-override-pattern",
+        "hybrid_attention_ratio hybrid_mlp_ratio",
         lambda ns: ns.model_kind != "mamba" or ns.hybrid_override_pattern is None,
-        ("hybrid_attention_ratio", "hybrid_mlp_ratio"),
     ),
 )
 
@@ -62,264 +51,148 @@ NEEDS = (
     *NEEDS_OF_OPTIMIZER,
     Need(
         "--position-embedding-type rope",
-        lambda ns: ns.position_embedding_type == "rope",
-        (
-            "rotary_base",
-            "rotary_percent",
-            "rotary_interleaved",
-            "rope_type",
-            "rotary_seq_len_interpolation_factor",
-            "use_rope_scaling",
-            "no_rope_freq",
-        ),
+        "rotary_base rotary_percent rotary_interleaved rope_type "
+        "rotary_seq_len_interpolation_factor use_rope_scaling no_rope_freq",
     ),
-    Need(
-        "--position-embedding-type learned_absolute",
-        lambda ns: ns.position_embedding_type == "learned_absolute",
-        ("reset_position_ids",),
-    ),
+    Need("--position-embedding-type learned_absolute", "reset_position_ids"),
     Need(
         "--position-embedding-type relative",
-        lambda ns: ns.position_embedding_type == "relative",
-        ("relative_attention_num_buckets", "relative_attention_max_distance"),
+        "relative_attention_num_buckets relative_attention_max_distance",
     ),
     Need(
         "pretrain_bert.py or pretrain_t5.py",
+        "mask_prob short_seq_prob",
         lambda ns: ns.model_kind in ("bert", "t5"),
-        ("mask_prob", "short_seq_prob"),
     ),
     Need(
         "pretrain_t5.py (--model-kind t5)",
+        "decoder_num_layers decoder_seq_length encoder_pipeline_model_parallel_size",
         lambda ns: ns.model_kind == "t5",
-        ("decoder_num_layers", "decoder_seq_length", "encoder_pipeline_model_parallel_size"),
     ),
     Need(
         "pretrain_bert.py (--model-kind bert)",
+        "bert_binary_head",
         lambda ns: ns.model_kind == "bert",
-        ("bert_binary_head",),
     ),
     Need(
         "--tokenizer-type BertWordPiece..., SentencePieceTokenizer or HuggingFaceTokenizer",
+        "vocab_extra_ids",
         lambda ns: (
             str(ns.tokenizer_type).startswith("BertWordPiece")
             or ns.tokenizer_type in ("SentencePieceTokenizer", "HuggingFaceTokenizer")
         ),
-        ("vocab_extra_ids",),
     ),
-    Need(
-        "--mtp-num-layers",
-        lambda ns: ns.mtp_num_layers is not None,
-        ("mtp_loss_scaling_factor",),
-    ),
-    Need(
-        "--overlap-moe-expert-parallel-comm",
-        lambda ns: ns.overlap_moe_expert_parallel_comm,
-        ("delay_wgrad_compute",),
-    ),
-    Need(
-        "--recompute-granularity adaptive",
-        lambda ns: ns.recompute_granularity == "adaptive",
-        ("memory_budget_fraction",),
-    ),
-    Need(
-        "--fp8-format",
-        lambda ns: ns.fp8 is not None,
-        ("fp8_recipe",),
-    ),
+    Need("--mtp-num-layers", "mtp_loss_scaling_factor"),
+    Need("--overlap-moe-expert-parallel-comm", "delay_wgrad_compute"),
+    Need("--recompute-granularity adaptive", "memory_budget_fraction"),
+    Need("--fp8-format", "fp8_recipe", lambda ns: ns.fp8 is not None),
     Need(
         "--fp8-format and --use-distributed-optimizer, whose ranks gather what they have updated",
+        "fp8_param_gather",
         lambda ns: ns.fp8 is not None and ns.use_distributed_optimizer and not is_fully_sharded(ns),
-        ("fp8_param_gather",),
     ),
     Need(
         "--fp8-format or --fp4-format",
+        "fp8_wgrad first_last_layers_bf16",
         lambda ns: ns.fp8 is not None or ns.fp4 is not None,
-        ("fp8_wgrad", "first_last_layers_bf16"),
     ),
     Need(
         "--fp8-format and --fp8-recipe delayed",
+        "fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
         lambda ns: ns.fp8 is not None and ns.fp8_recipe == "delayed",
-        ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo"),
     ),
-    Need(
-        "--first-last-layers-bf16",
-        lambda ns: ns.first_last_layers_bf16,
-        ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-    ),
+    Need("--first-last-layers-bf16", "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
     Need(
         "--model-kind mamba, which pretrain_mamba.py sets",
+        "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads hybrid_attention_ratio "
+        "hybrid_mlp_ratio hybrid_override_pattern",
         lambda ns: ns.model_kind == "mamba",
-        (
-            "mamba_state_dim",
-            "mamba_head_dim",
-            "mamba_num_groups",
-            "mamba_num_heads",
-            "hybrid_attention_ratio",
-            "hybrid_mlp_ratio",
-            "hybrid_override_pattern",
-        ),
     ),
-    Need("--use-rope-scaling", lambda ns: ns.use_rope_scaling, ("rope_scaling_factor",)),
-    Need("--group-query-attention", lambda ns: ns.group_query_attention, ("num_query_groups",)),
+    Need("--use-rope-scaling", "rope_scaling_factor"),
+    Need("--group-query-attention", "num_query_groups"),
     Need(
         "--use-distributed-optimizer",
+        "overlap_param_gather overlap_param_gather_with_optimizer_step "
+        "num_distributed_optimizer_instances",
         lambda ns: ns.use_distributed_optimizer or is_fully_sharded(ns),
-        (
-            "overlap_param_gather",
-            "overlap_param_gather_with_optimizer_step",
-            "num_distributed_optimizer_instances",
-        ),
     ),
     Need(
         "--log-straggler",
-        lambda ns: ns.log_straggler,
-        ("disable_straggler_on_startup", "straggler_ctrlr_port", "straggler_minmax_count"),
+        "disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count",
     ),
-    Need("--cpu-offloading", lambda ns: ns.cpu_offloading, ("cpu_offloading_num_layers",)),
-    Need(
-        "--enable-cuda-graph",
-        lambda ns: ns.enable_cuda_graph,
-        ("cuda_graph_warmup_steps", "cuda_graph_scope"),
-    ),
-    Need("--manual-gc", lambda ns: ns.manual_gc, ("manual_gc_interval", "manual_gc_eval")),
-    Need(
-        "--profile",
-        lambda ns: ns.profile,
-        ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler"),
-    ),
-    Need("training: no --skip-train", lambda ns: not ns.skip_train, ("rehearse_memory",)),
-    Need(
-        "--record-memory-history",
-        lambda ns: ns.record_memory_history,
-        ("memory_snapshot_path",),
-    ),
+    Need("--cpu-offloading", "cpu_offloading_num_layers"),
+    Need("--enable-cuda-graph", "cuda_graph_warmup_steps cuda_graph_scope"),
+    Need("--manual-gc", "manual_gc_interval manual_gc_eval"),
+    Need("--profile", "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),
+    Need("training: no --skip-train", "rehearse_memory", lambda ns: not ns.skip_train),
+    Need("--record-memory-history", "memory_snapshot_path"),
     Need(
         "--save",
-        lambda ns: ns.save is not None,
-        (
-            "save_interval",
-            "save_retain_interval",
-            "keep_last_checkpoints",
-            "ckpt_max_failed_saves",
-            "ckpt_incremental",
-            "async_save",
-            "no_save_optim",
-            "no_save_rng",
-        ),
+        "save_interval save_retain_interval keep_last_checkpoints ckpt_max_failed_saves "
+        "ckpt_incremental async_save no_save_optim no_save_rng",
     ),
-    Need(
-        "--non-persistent-ckpt-type global",
-        lambda ns: ns.non_persistent_ckpt_type == "global",
-        ("non_persistent_global_ckpt_dir",),
-    ),
+    Need("--non-persistent-ckpt-type global", "non_persistent_global_ckpt_dir"),
     Need(
         "--non-persistent-ckpt-type local",
-        lambda ns: ns.non_persistent_ckpt_type == "local",
-        ("non_persistent_local_ckpt_dir", "non_persistent_local_ckpt_algo"),
+        "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo",
     ),
-    Need("--replication", lambda ns: ns.replication, ("replication_jump", "replication_factor")),
-    Need("--async-save", lambda ns: ns.async_save, ("async_save_when_busy",)),
-    Need(
-        "--load",
-        lambda ns: ns.load is not None,
-        ("no_load_optim", "no_load_rng", "use_checkpoint_opt_param_scheduler"),
-    ),
-    Need(
-        "--use-checkpoint-args",
-        lambda ns: ns.use_checkpoint_args,
-        ("use_tokenizer_model_from_checkpoint_args",),
-    ),
+    Need("--replication", "replication_jump replication_factor"),
+    Need("--async-save", "async_save_when_busy"),
+    Need("--load", "no_load_optim no_load_rng use_checkpoint_opt_param_scheduler"),
+    Need("--use-checkpoint-args", "use_tokenizer_model_from_checkpoint_args"),
     Need(
         "--tokenizer-type TikTokenizer",
-        lambda ns: ns.tokenizer_type == "TikTokenizer",
-        ("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens"),
+        "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens",
     ),
-    Need(
-        "--wandb-project",
-        lambda ns: bool(ns.wandb_project),
-        ("wandb_exp_name", "wandb_save_dir"),
-    ),
-    Need(
-        "--context-parallel-size",
-        lambda ns: ns.context_parallel_size > 1,
-        ("cp_comm_type",),
-    ),
+    Need("--wandb-project", "wandb_exp_name wandb_save_dir", lambda ns: bool(ns.wandb_project)),
+    Need("--context-parallel-size", "cp_comm_type", lambda ns: ns.context_parallel_size > 1),
     Need(
         "--context-parallel-size and --cp-comm-type a2a+p2p",
+        "hierarchical_context_parallel_sizes",
         lambda ns: ns.context_parallel_size > 1 and "a2a+p2p" in ns.cp_comm_type,
-        ("hierarchical_context_parallel_sizes",),
     ),
     Need(
         "--pipeline-model-parallel-size of 2 or more",
+        "overlap_p2p_comm overlap_p2p_comm_warmup_flush align_grad_reduce pipeline_schedule "
+        "pipeline_split encoder_pipeline_model_parallel_size "
+        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
+        "defer_embedding_wgrad_compute",
         lambda ns: ns.pipeline_model_parallel_size > 1,
-        (
-            "overlap_p2p_comm",
-            "overlap_p2p_comm_warmup_flush",
-            "align_grad_reduce",
-            "pipeline_schedule",
-            "pipeline_split",
-            "encoder_pipeline_model_parallel_size",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-            "defer_embedding_wgrad_compute",
-        ),
     ),
-    Need(
-        "--defer-embedding-wgrad-compute",
-        lambda ns: ns.defer_embedding_wgrad_compute,
-        ("wgrad_deferral_limit",),
-    ),
+    Need("--defer-embedding-wgrad-compute", "wgrad_deferral_limit"),
     Need(
         "virtual stages of --pipeline-schedule interleaved",
+        "microbatch_group_size_per_vp_stage",
         lambda ns: (
             ns.virtual_pipeline_model_parallel_size is not None and ns.pipeline_schedule != "zb-v"
         ),
-        ("microbatch_group_size_per_vp_stage",),
     ),
-    Need(
-        "--use-torch-fsdp2",
-        lambda ns: ns.use_torch_fsdp2,
-        ("torch_fsdp2_reshard_after_forward",),
-    ),
-    Need(
-        "--use-megatron-fsdp",
-        lambda ns: ns.use_megatron_fsdp,
-        ("data_parallel_sharding_strategy",),
-    ),
+    Need("--use-torch-fsdp2", "torch_fsdp2_reshard_after_forward"),
+    Need("--use-megatron-fsdp", "data_parallel_sharding_strategy"),
     Need(
         "--use-megatron-fsdp, parameters that are sharded, --num-distributed-optimizer-instances 2",
+        "enable_full_sharding_in_hsdp",
         shares_instances,
-        ("enable_full_sharding_in_hsdp",),
     ),
     Need(
         "parameters that are sharded (--use-torch-fsdp2, or --use-megatron-fsdp and a strategy)",
+        "gradient_reduce_div_fusion init_model_with_meta_device",
         is_fully_sharded,
-        ("gradient_reduce_div_fusion", "init_model_with_meta_device"),
     ),
     Need(
         "replicas of whole weights",
+        "check_weight_hash_across_dp_replicas_interval",
         lambda ns: not is_fully_sharded(ns),
-        ("check_weight_hash_across_dp_replicas_interval",),
     ),
     Need(
         "whole gradients; those of sharded parameters are reduced layer by layer in backward",
+        "overlap_param_gather overlap_param_gather_with_optimizer_step overlap_grad_reduce "
+        "ddp_num_buckets ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw "
+        "ddp_average_in_collective",
         lambda ns: not is_fully_sharded(ns),
-        (
-            "overlap_param_gather",
-            "overlap_param_gather_with_optimizer_step",
-            "overlap_grad_reduce",
-            "ddp_num_buckets",
-            "ddp_bucket_size",
-            "ddp_pad_buckets_for_high_nccl_busbw",
-            "ddp_average_in_collective",
-        ),
     ),
     *NEEDS_OF_LAYERS,
-    Need(
-        "--check-only",
-        lambda ns: ns.check_only,
-        ("check_world_size", "check_rank", "check_device_memory_gib"),
-    ),
+    Need("--check-only", "check_world_size check_rank check_device_memory_gib"),
 )
 
 

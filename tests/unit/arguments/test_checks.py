@@ -8,6 +8,7 @@ import pytest
 
 from megatron.training.arguments.checks.ranges import AT_LEAST
 from megatron.training.arguments.resolve import CHECKS
+from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.arguments.without_effect import NEEDS
 from tests.unit.arguments.commands import problems_of, run_of
 
@@ -54,7 +55,7 @@ def test_a_broken_rule_says_its_sentence(name: str, case: Case) -> None:
 
 @pytest.mark.parametrize("dest", sorted(AT_LEAST))
 def test_a_number_below_its_smallest_value_is_named(dest: str) -> None:
-    flag, least = AT_LEAST[dest]
+    flag, least = flags_and_defaults()[dest][0], AT_LEAST[dest]
     text = str(least - 1)
     problems = problems_of(f"{flag} {text}")
     assert any(p.startswith(f"{flag} ") and f"at least {least} is needed" in p for p in problems)

@@ -60,6 +60,3 @@ def rampup_is_dealt_out_evenly(run: RunConfig) -> Iterator[str]:
                 f"--rampup-batch-size {name} {value} is not a multiple of --micro-batch-size "
                 f"{t.micro_batch_size} x {run.data_parallel_size} replicas = {share}"
             )
-
-
-CHECKS = (batch_is_dealt_out_evenly, rampup_reaches_the_batch, rampup_is_dealt_out_evenly)

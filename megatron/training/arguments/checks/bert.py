@@ -44,6 +44,3 @@ def shares_of_masked_data_are_shares(run: RunConfig) -> Iterator[str]:
         yield f"--mask-prob {hidden}: more than 0 and less than 1 is needed"
     if not 0 <= short <= 1:
         yield f"--short-seq-prob {short}: a share from 0 to 1 is needed"
-
-
-CHECKS = (bert_is_asked_what_it_has, shares_of_masked_data_are_shares)

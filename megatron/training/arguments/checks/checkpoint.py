@@ -153,19 +153,3 @@ def local_checkpoints_have_a_place_and_peers(run: RunConfig) -> Iterator[str]:
             f"{(c.replication_factor - 1) * c.replication_jump} ranks, there are {run.world_size}: "
             "lower one of them"
         )
-
-
-CHECKS = (
-    links_need_files_of_our_own,
-    older_grouped_experts_are_only_read,
-    tokens_ahead_have_a_place,
-    histories_have_a_place,
-    converting_knows_where,
-    local_checkpoints_have_a_place_and_peers,
-    short_lived_checkpoints_have_a_place,
-    saving_knows_when,
-    loading_knows_where,
-    finetuning_has_a_start,
-    main_params_come_from_one_place,
-    parallel_sizes_come_with_the_rest,
-)

@@ -82,11 +82,3 @@ def heads_fit_the_exchange(run: RunConfig) -> Iterator[str]:
                 "ranks: use p2p or allgather, or a2a+p2p with a first "
                 "--hierarchical-context-parallel-sizes that divides them"
             )
-
-
-CHECKS = (
-    sequence_fits_context_parallel,
-    context_levels_multiply,
-    exchange_types_are_known,
-    heads_fit_the_exchange,
-)

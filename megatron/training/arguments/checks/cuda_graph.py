@@ -66,6 +66,3 @@ def graphs_fit_the_layout(run: RunConfig) -> Iterator[str]:
         yield "--enable-cuda-graph is not for Mamba and hybrid models: drop it"
     if run.distributed.virtual_ranks is not None:
         yield "--enable-cuda-graph and --virtual-ranks: ranks here are threads on a CPU; drop one"
-
-
-CHECKS = (graphs_hold_what_needs_no_python, graphs_fit_the_layout)

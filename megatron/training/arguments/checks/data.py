@@ -62,11 +62,3 @@ def documents_are_kept_apart_by_a_mask(run: RunConfig) -> Iterator[str]:
             "--reset-attention-mask needs masks, which --no-create-attention-mask-in-dataloader "
             "turns off: drop one of them"
         )
-
-
-CHECKS = (
-    one_source_of_data,
-    split_is_three_shares,
-    sets_are_evaluated_whole,
-    documents_are_kept_apart_by_a_mask,
-)

@@ -125,11 +125,3 @@ def distances_fill_their_buckets(run: RunConfig) -> Iterator[str]:
             f"--relative-attention-max-distance {farthest}: {buckets // 2} buckets hold near "
             "distances alone, give more than that or fewer --relative-attention-num-buckets"
         )
-
-
-CHECKS = (
-    distances_fill_their_buckets,
-    halves_have_stages_of_their_own,
-    encoder_decoder_is_asked_what_it_has,
-    both_sequences_fit_sequence_parallel,
-)

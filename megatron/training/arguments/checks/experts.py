@@ -11,7 +11,7 @@ from megatron.training.config.run import RunConfig
 def experts_are_dealt_out(run: RunConfig) -> Iterator[str]:
     """Every rank of an expert-parallel group holds as many experts."""
     m = run.model
-    ep, etp = m.expert_model_parallel_size, m.expert_tensor_parallel_size or 1
+    ep, etp = m.expert_model_parallel_size, m.expert_tensor_parallel_size
     if m.num_moe_experts is None:
         if ep > 1:
             yield (
@@ -25,7 +25,9 @@ def experts_are_dealt_out(run: RunConfig) -> Iterator[str]:
             f"--expert-model-parallel-size {ep}: change one of them"
         )
     width = m.moe_ffn_hidden_size or 0
-    if etp >= 1 and width % etp:
+    if etp is not None and etp < 1:
+        yield f"--expert-tensor-parallel-size {etp}: at least 1 is needed"
+    elif etp is not None and width % etp:
         yield (
             f"--moe-ffn-hidden-size {width} is not a multiple of "
             f"--expert-tensor-parallel-size {etp}: change one of them"
@@ -243,15 +245,3 @@ def experts_can_be_made_of_an_mlp(run: RunConfig) -> Iterator[str]:
             f"--moe-upcycling-granularity {parts} with fully sharded parameters: start with "
             "--use-distributed-optimizer, save, and go on from there"
         )
-
-
-CHECKS = (
-    experts_are_dealt_out,
-    experts_need_a_cut_sequence,
-    layers_with_experts_are_named,
-    choice_can_be_made,
-    balancing_fits_together,
-    dispatcher_suits_the_load,
-    tokens_can_travel_beside_work,
-    experts_can_be_made_of_an_mlp,
-)

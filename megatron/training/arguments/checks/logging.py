@@ -33,6 +33,3 @@ def trace_has_a_place(run: RunConfig) -> Iterator[str]:
     p = run.profiling
     if p.profile and p.use_pytorch_profiler and run.logging.tensorboard_dir is None:
         yield "--use-pytorch-profiler needs --tensorboard-dir, where the trace is written"
-
-
-CHECKS = (wandb_run_has_a_name, profile_has_steps, trace_has_a_place)

@@ -102,11 +102,3 @@ def mamba_layers_can_do_what_is_asked(run: RunConfig) -> Iterator[str]:
     ):
         if is_asked:
             yield f"{flag} is not for Mamba and hybrid models: {cure}"
-
-
-CHECKS = (
-    hybrid_pattern_fits_the_layers,
-    mamba_sizes_fit,
-    hybrid_pattern_names_the_layers_of_experts,
-    mamba_layers_can_do_what_is_asked,
-)

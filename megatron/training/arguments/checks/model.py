@@ -157,21 +157,3 @@ def transformer_impl_is_possible(run: RunConfig) -> Iterator[str]:
         yield f"{given} and --device cpu exclude each other: Transformer Engine needs a GPU"
     if m.why_own_matrices is not None:
         yield f"{given}: {m.why_own_matrices}; drop one of these flags"
-
-
-CHECKS = (
-    heads_divide_the_width,
-    query_groups_divide_the_heads,
-    one_activation,
-    clamps_leave_something,
-    dropouts_are_probabilities,
-    softcaps_are_positive,
-    one_query_key_norm,
-    window_is_a_window,
-    no_rope_pattern_fits_the_layers,
-    residual_branches_once,
-    heterogeneous_layers_agree,
-    spec_names_an_object,
-    tokens_ahead_have_what_they_need,
-    transformer_impl_is_possible,
-)

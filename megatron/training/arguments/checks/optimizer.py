@@ -10,8 +10,6 @@ from megatron.training.config.run import RunConfig
 def learning_rates_are_ordered(run: RunConfig) -> Iterator[str]:
     """0 <= min <= peak, and warm-up starts below the peak."""
     o, s = run.optimizer, run.scheduler
-    if o.min_lr < 0:
-        yield f"--min-lr {o.min_lr}: at least 0 is needed"
     if o.lr is not None and o.min_lr > o.lr:
         yield f"--min-lr {o.min_lr} is greater than --lr {o.lr}: lower it"
     if o.lr is not None and not 0 <= s.lr_warmup_init <= o.lr:
@@ -102,14 +100,3 @@ def host_memory_holds_what_it_can(run: RunConfig) -> Iterator[str]:
             f"--optimizer-cpu-offload and --optimizer {o.optimizer}: the products of a matrix are "
             "for the GPU; drop one of them"
         )
-
-
-CHECKS = (
-    learning_rates_are_ordered,
-    decoupled_learning_rates_are_ordered,
-    means_converge,
-    muon_updates_matrices_at_once,
-    the_format_has_room_for_the_optimizer,
-    host_memory_holds_what_it_can,
-    weight_decay_follows_its_style,
-)

@@ -11,19 +11,6 @@ from megatron.core.transformer.layer_layout import layout_problems
 from megatron.training.config.run import RunConfig
 
 
-def degrees_are_positive(run: RunConfig) -> Iterator[str]:
-    """A degree counts ranks."""
-    for flag, degree in (
-        ("--tensor-model-parallel-size", run.model.tensor_model_parallel_size),
-        ("--pipeline-model-parallel-size", run.model.pipeline_model_parallel_size),
-        ("--context-parallel-size", run.model.context_parallel_size),
-        ("--expert-model-parallel-size", run.model.expert_model_parallel_size),
-        ("--expert-tensor-parallel-size", run.model.expert_tensor_parallel_size),
-    ):
-        if degree is not None and degree < 1:
-            yield f"{flag} {degree}: at least 1 is needed"
-
-
 def degrees_fit_the_world(run: RunConfig) -> Iterator[str]:
     """A replica takes tp x pp x cp ranks, and replicas are whole."""
     m = run.model
@@ -228,22 +215,3 @@ def virtual_ranks_are_alone(run: RunConfig) -> Iterator[str]:
         )
     if device != CPU:
         yield f"--virtual-ranks {ranks} compute on the CPU: drop --device {device}"
-
-
-CHECKS = (
-    degrees_are_positive,
-    degrees_fit_the_world,
-    expert_degrees_fit_the_world,
-    heads_fit_tensor_parallel,
-    mlp_fits_tensor_parallel,
-    sequence_fits_sequence_parallel,
-    layers_fit_the_pipeline,
-    virtual_stages_suit_the_pipeline,
-    schedule_suits_the_virtual_stages,
-    groups_of_micro_batches_fill_the_pipeline,
-    rank_order_suits_experts,
-    optimizer_instances_divide_the_replicas,
-    gathers_overlap_with_reductions,
-    backend_suits_the_device,
-    virtual_ranks_are_alone,
-)

@@ -67,12 +67,6 @@ def yarn_stretches(run: RunConfig) -> Iterator[str]:
     fast, slow = 32.0 if fast is None else fast, 1.0 if slow is None else slow
     if not fast > slow > 0:
         yield f"--yarn-beta-fast {fast} and --yarn-beta-slow {slow}: the first has to be larger"
-    for flag, value in (
-        ("--rotary-scaling-factor", m.rotary_scaling_factor),
-        ("--yarn-original-max-position-embeddings", m.yarn_original_max_position_embeddings),
-    ):
-        if value is not None and value < 1:
-            yield f"{flag} {value}: at least 1 is needed"
 
 
 def longrope_is_complete(run: RunConfig) -> Iterator[str]:
@@ -126,14 +120,3 @@ def latent_attention_has_its_own_rotation(run: RunConfig) -> Iterator[str]:
             f"--v-head-dim {m.v_head_dim} is wider than --qk-head-dim and --qk-pos-emb-head-dim "
             f"together, {m.qk_head_dim + m.qk_pos_emb_head_dim}"
         )
-
-
-CHECKS = (
-    table_is_long_enough,
-    dropping_positions_is_said_by_type,
-    rotated_width_is_even,
-    one_rotary_scaling,
-    yarn_stretches,
-    longrope_is_complete,
-    latent_attention_has_its_own_rotation,
-)

@@ -171,19 +171,3 @@ def some_layer_is_quantised(run: RunConfig) -> Iterator[str]:
             f"--num-layers-at-start-in-bf16 {first} and --num-layers-at-end-in-bf16 {last} leave "
             f"none of --num-layers {m.num_layers} to --{m.format_flag}: lower them, or drop it"
         )
-
-
-CHECKS = (
-    one_quantised_format,
-    quantised_widths_fit_kernels,
-    sequence_ranks_hold_whole_blocks,
-    gathered_codes_have_one_scale,
-    some_layer_is_quantised,
-    one_half_precision,
-    fp16_loss_needs_fp16,
-    fp32_residual_needs_half_precision,
-    bf16_reduction_needs_bf16,
-    state_formats_have_their_optimizer,
-    main_formats_fit_the_weights,
-    loss_scale_can_work,
-)

@@ -102,13 +102,3 @@ def offloaded_layers_are_some(run: RunConfig) -> Iterator[str]:
     ):
         if is_on:
             yield f"--cpu-offloading and {flag} exclude each other: drop one of them"
-
-
-CHECKS = (
-    offloaded_layers_are_some,
-    chunks_of_the_loss_defer_nothing,
-    the_budget_is_a_share,
-    full_recompute_says_which_layers,
-    selective_recompute_knows_its_modules,
-    saved_activations_are_cut_by_tensor_parallel,
-)

@@ -63,11 +63,3 @@ def one_number_for_each_size(run: RunConfig) -> Iterator[str]:
         if size is not None and other is not None and size != other:
             flag = name.replace("_", "-")
             yield f"--{flag} {size} and --encoder-{flag} {other} are one number: keep one of them"
-
-
-CHECKS = (
-    shape_is_given,
-    one_number_for_each_size,
-    training_has_a_length,
-    tokenizer_has_its_files,
-)

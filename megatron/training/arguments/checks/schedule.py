@@ -90,12 +90,3 @@ def one_source_of_the_schedule(run: RunConfig) -> Iterator[str]:
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude "
             "each other: keep one"
         )
-
-
-CHECKS = (
-    length_has_one_unit,
-    warmup_is_said_once,
-    warmup_ends_before_decay,
-    wsd_has_a_last_part,
-    one_source_of_the_schedule,
-)

@@ -48,10 +48,3 @@ def one_way_to_shard(run: RunConfig) -> Iterator[str]:
             "--use-torch-fsdp2 and --use-distributed-optimizer exclude each other: the first cuts "
             "the optimizer too, keep one"
         )
-
-
-CHECKS = (
-    sharded_parameters_have_one_stage,
-    sharded_parameters_have_processes,
-    one_way_to_shard,
-)
