@@ -87,10 +87,12 @@ class TapeGraph:
 
     replays = 0  # of all graphs, so that a test knows that there were any
     graphs = 0
+    living = 0
 
     def __init__(self, pool: Any, streams: Iterable[device.RandomStream] = ()) -> None:
         self._tape, self._streams = _Tape(), list(streams)
         TapeGraph.graphs += 1
+        TapeGraph.living += 1
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -112,6 +114,10 @@ class TapeGraph:
             for step in self._tape.steps:
                 step()
             self._tape.finish()
+
+    def release(self) -> None:
+        TapeGraph.living -= 1
+        self._tape.steps.clear()
 
 
 def _unseen_wait(work: dist.Work, *args: Any) -> Any:
@@ -152,7 +158,7 @@ def _noted_drawing(stream: device.RandomStream) -> Iterator[None]:
 @contextlib.contextmanager
 def graphs_on_cpu() -> Iterator[type[TapeGraph]]:
     """Code inside records graphs as on a GPU."""
-    TapeGraph.replays = TapeGraph.graphs = 0
+    TapeGraph.replays = TapeGraph.graphs = TapeGraph.living = 0
     with (
         mock.patch.object(device, "Graph", TapeGraph),
         mock.patch.object(device, "records_graphs", return_value=True),

@@ -239,9 +239,7 @@ def set_rng_state(state: torch.Tensor) -> None:
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the device's default generator."""
-    if _has_gpu():
-        torch.cuda.manual_seed(seed)
+    """Seed the default generators of the host and of the device."""
     torch.manual_seed(seed)
 
 
@@ -250,7 +248,7 @@ def side_stream() -> Any:
     if not _has_gpu():
         return None
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    let_follow(stream)
     return stream
 
 
@@ -363,6 +361,10 @@ class Graph:
     def replay(self) -> None:
         """Do it again, behind what is queued on the present stream."""
         self._graph.replay()
+
+    def release(self) -> None:
+        """Let go of memory and groups, whoever still refers to it."""
+        self._graph.reset()
 
 
 def records_graphs() -> bool:

@@ -13,13 +13,14 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron.core import cpu_tuning, device, parallel_state
 from megatron.core.config.errors import ConfigError
@@ -29,6 +30,7 @@ from megatron.core.num_microbatches_calculator import (
     destroy_num_microbatches_calculator,
     install_num_microbatches_calculator,
 )
+from megatron.core.pipeline_parallel.schedules import graphs_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.timers import Timers
@@ -196,11 +198,16 @@ def initialize_megatron(
 
 def _end(run: Runtime) -> None:
     run.callbacks.close()
-    shut_down()
+    shut_down(run.model_chunks)
 
 
-def shut_down() -> None:
-    """Forget the run and destroy the process groups, before the interpreter goes down."""
+def shut_down(model_chunks: Iterable[nn.Module] = ()) -> None:
+    """Forget the run and destroy the process groups, before the interpreter goes down.
+
+    NCCL waits with the end of a group until no CUDA graph holds a collective of it.
+    """
+    for graphs in (g for chunk in model_chunks for g in graphs_of(chunk)):
+        graphs.forget()
     global_vars.set_run(None)
     destroy_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()
@@ -237,7 +244,7 @@ def _set_seeds(config: RunConfig, groups: ProcessGroupCollection) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     cp_rank = groups.cp.rank() if groups.cp.size() > 1 else None
-    has_graphs = config.model.enable_cuda_graph
+    has_graphs = config.model.uses_graphs
     if has_graphs:
         device.leave_default_stream()
     model_parallel_seed(seed, tp_rank=groups.tp.rank(), cp_rank=cp_rank, capturable=has_graphs)

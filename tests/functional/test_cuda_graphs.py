@@ -10,15 +10,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core import device
+from megatron.core.pipeline_parallel.executor import Executor
 from megatron.core.transformer.cuda_graphs import replay
 from tests import tolerances
 from tests.functional.runs import TINY, train_gpt
 from tests.graph_stand_in import graphs_on_cpu
 from tests.ranks import run_ranks
 
-GRAPHS = ("--enable-cuda-graph", "--cuda-graph-warmup-steps", "1")
+GRAPHS = ("--external-cuda-graph", "--cuda-graph-warmup-steps", "1")
 SHORT = ("--num-layers", "4", "--train-iters", "3", "--eval-iters", "0", "--bf16")
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
@@ -42,7 +44,30 @@ CASES: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
 
 
 def trained(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, int]:
-    with graphs_on_cpu() as graphs:
+    """Graphs and replays; they were recorded between steps and are gone before groups are."""
+    run, destroy, record = Executor.run, dist.destroy_process_group, replay.record
+    running = []
+
+    def watched_run(executor: Executor, plan: Any) -> Any:
+        running.append(plan)
+        result = run(executor, plan)
+        running.pop()
+        return result
+
+    def watched_record(*args: Any, **kwargs: Any) -> Any:
+        assert not running, "the device may wait for another stage"
+        return record(*args, **kwargs)
+
+    def watched_destroy() -> None:
+        assert not graphs.living, "NCCL would wait for them"
+        destroy()
+
+    with (
+        graphs_on_cpu() as graphs,
+        mock.patch.object(Executor, "run", watched_run),
+        mock.patch.object(replay, "record", watched_record),
+        mock.patch.object(dist, "destroy_process_group", watched_destroy),
+    ):
         train_gpt(rank, world_size, argv)
         return graphs.graphs, graphs.replays
 

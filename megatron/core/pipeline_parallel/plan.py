@@ -7,6 +7,7 @@ instructions that `executor` follows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -35,6 +36,16 @@ def is_pair(one: object, other: object) -> bool:
         and (one.kind, other.kind) == ("forward", "backward")
         and one.microbatch != other.microbatch
     )
+
+
+def most_in_flight(plan: Iterable[object], chunk: int) -> int:
+    """Micro-batches of a chunk of a rank that are between forward and backward at one time."""
+    now = most = 0
+    for work in plan:
+        if isinstance(work, Work) and work.chunk == chunk:
+            now += {"forward": 1, "backward": -1, "weight": 0}[work.kind]
+            most = max(most, now)
+    return most
 
 
 class Transfer(NamedTuple):

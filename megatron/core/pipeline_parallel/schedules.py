@@ -6,7 +6,7 @@ Order of collectives: those of `executor`; after the last backward pass those of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel.executor import Executor, StepTask
 from megatron.core.pipeline_parallel.instructions import instructions
 from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc, LossRule
 from megatron.core.pipeline_parallel.orders import schedule_of
-from megatron.core.pipeline_parallel.plan import Instruction, Placement
+from megatron.core.pipeline_parallel.plan import Instruction, Placement, most_in_flight
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -88,9 +88,9 @@ def forward_backward(
     if not forward_only:
         for aux_losses in aux_losses_of(chunks):
             aux_losses.begin(task.rule.aux_weight(hooks.grad_scale_func))
-        for module in (m for chunk in chunks for m in chunk.modules()):
-            if (graphs := module.__dict__.get("graphs")) is not None:
-                graphs.begin_step()
+        for i, chunk in enumerate(chunks):
+            for graphs in graphs_of(chunk):
+                graphs.begin_step(most_in_flight(plan[rank], i))
     losses = executor.run(plan[rank])
     if hooks.finalize_model_grads_func is not None and not forward_only:
         num_tokens = losses.num_tokens
@@ -99,6 +99,13 @@ def forward_backward(
         with hooks.timed("all-grads-sync", log_level=1):
             hooks.finalize_model_grads_func(chunks, num_tokens if per_token else None)
     return losses.reported
+
+
+def graphs_of(model: nn.Module) -> Iterator[Any]:
+    """The `LayerGraphs` of its stacks of layers."""
+    for module in model.modules():
+        if (graphs := module.__dict__.get("graphs")) is not None:
+            yield graphs
 
 
 def plan_of(

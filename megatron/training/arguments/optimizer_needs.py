@@ -18,7 +18,8 @@ def _rule_of_vectors(ns: Namespace) -> str:
 
 NEEDS_GPU = Need(
     "a GPU",
-    "optimizer_cpu_offload enable_cuda_graph cpu_offloading record_memory_history",
+    "optimizer_cpu_offload enable_cuda_graph external_cuda_graph cpu_offloading "
+    "record_memory_history",
     lambda ns: ns.device != CPU,
 )
 NEEDS_OF_OPTIMIZER = (

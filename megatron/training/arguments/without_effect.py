@@ -121,7 +121,11 @@ NEEDS = (
         "disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count",
     ),
     Need("--cpu-offloading", "cpu_offloading_num_layers"),
-    Need("--enable-cuda-graph", "cuda_graph_warmup_steps cuda_graph_scope"),
+    Need(
+        "--enable-cuda-graph or --external-cuda-graph",
+        "cuda_graph_warmup_steps cuda_graph_scope",
+        lambda ns: ns.enable_cuda_graph or ns.external_cuda_graph,
+    ),
     Need("--manual-gc", "manual_gc_interval manual_gc_eval"),
     Need("--profile", "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),
     Need("training: no --skip-train", "rehearse_memory", lambda ns: not ns.skip_train),

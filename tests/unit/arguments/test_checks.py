@@ -115,6 +115,7 @@ VALUES = {
 SWITCHES = {
     "optimizer_cpu_offload": "--optimizer-cpu-offload",
     "enable_cuda_graph": "--enable-cuda-graph",
+    "external_cuda_graph": "--external-cuda-graph",
     "record_memory_history": "--record-memory-history",
     "rehearse_memory": "--rehearse-memory --skip-train",
     "cpu_offloading": "--cpu-offloading --cpu-offloading-num-layers 1",

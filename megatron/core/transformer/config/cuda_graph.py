@@ -23,12 +23,20 @@ class CudaGraphConfig:
     )
     external_cuda_graph: bool = _inference(
         False,
-        "Record CUDA graphs by Transformer Engine.",
-        refused="it hands layers of Transformer Engine to its make_graphed_callables(), which is "
-        "not done in this version; use --enable-cuda-graph",
+        "The same as --enable-cuda-graph, and needs no Transformer Engine.",
     )
     cuda_graph_scope: str = _inference(
         "full",
-        "What a CUDA graph covers: a whole layer, or its attention.",
+        "What a CUDA graph covers: a whole layer, its attention, or all micro-batches of a step.",
         choices=("full", "attn", "full_iteration"),
     )
+
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether anything is recorded."""
+        return self.enable_cuda_graph or self.external_cuda_graph
+
+    @property
+    def records_layers(self) -> bool:
+        """Whether it is layers, each by itself."""
+        return self.uses_graphs and self.cuda_graph_scope != "full_iteration"

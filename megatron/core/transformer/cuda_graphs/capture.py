@@ -61,6 +61,16 @@ def tensors_of(hidden: Tensor, shared: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+def without_memory(hidden: Tensor, shared: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Shapes and dtypes of both, for `record`."""
+    found = tensors_of(hidden, shared)
+    metas = {
+        n: torch.empty_like(t, device="meta", requires_grad=t.requires_grad)
+        for n, t in found.items()
+    }
+    return metas[HIDDEN], _with_tensors(shared, metas)
+
+
 def _with_tensors(shared: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """``shared`` with other tensors in the same places."""
     result = dict(shared)
@@ -83,8 +93,8 @@ def record(
 ) -> list[Part]:
     """Graphs of ``runs``, which read the parameters of ``modules``.
 
-    ``is_chain``: what one of them gives is what the next one gets, nothing between.  Collective
-    where the layers are.
+    ``hidden`` and ``shared`` are `without_memory`.  ``is_chain``: what one of them gives is what
+    the next one gets, nothing between.  Collective where the layers are.
     """
     fixed = {name: _fixed(t) for name, t in tensors_of(hidden, shared).items()}
     others = [t for name, t in fixed.items() if name != HIDDEN]
@@ -113,7 +123,8 @@ def record(
 
 def _fixed(tensor: Tensor) -> Tensor:
     """Memory for what is copied in before each replay."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    wants = tensor.requires_grad
+    return torch.zeros_like(tensor, device=device.current(), requires_grad=wants)
 
 
 def _record_backward(part: Part, output: Tensor, grad: Tensor) -> Tensor | None:

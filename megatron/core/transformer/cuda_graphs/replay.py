@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.tensor_parallel.weight_gradient import has_been_added
-from megatron.core.transformer.cuda_graphs.capture import HIDDEN, Part, Run, record, tensors_of
+from megatron.core.transformer.cuda_graphs.capture import (
+    HIDDEN,
+    Part,
+    Run,
+    record,
+    tensors_of,
+    without_memory,
+)
 from megatron.core.transformer.module import before_reading
 
 _Key = tuple[tuple[str, torch.Size, torch.dtype, bool], ...]
@@ -87,12 +94,18 @@ class _Recording:
                 hidden = rest(hidden)
         return hidden
 
+    def release(self) -> None:
+        """It will not run again."""
+        for part in self._parts:
+            part.forward.release()
+            part.backward.release()
+
 
 class LayerGraphs:
     """The graphs of a stack of layers.
 
     Micro-batches run eagerly for ``num_warmup_steps`` steps, in which kernels are chosen and
-    communicators are made, and whenever they have other shapes than the first that was recorded.
+    communicators are made, and whenever they have other shapes than the first one had.
     """
 
     def __init__(self, layers: Sequence[nn.Module], num_warmup_steps: int, *, whole: bool) -> None:
@@ -107,11 +120,25 @@ class LayerGraphs:
         self._recordings: list[_Recording] = []
         self._idle: list[_Recording] = []
         self._key: _Key | None = None
+        self._like: Any = None  # hidden states and what layers share, without memory
 
-    def begin_step(self) -> None:
-        """A training step begins, and nothing is in flight."""
+    def begin_step(self, num_in_flight: int) -> None:
+        """A training step begins that keeps so many micro-batches in flight: record for them.
+
+        Never later: recording waits for the device, which may wait for another stage by then.
+        Collective where the layers are.
+        """
         self._steps_to_warm_up -= 1
+        if self._steps_to_warm_up < 0 and self._like is not None:
+            while len(self._recordings) < num_in_flight:
+                self._recordings.append(self._record(*self._like))
         self._idle = list(self._recordings)
+
+    def forget(self) -> None:
+        """Release the graphs."""
+        for recording in self._recordings:
+            recording.release()
+        self._recordings, self._idle, self._like = [], [], None
 
     def give_back(self, recording: _Recording) -> None:
         """Its micro-batch is done."""
@@ -121,13 +148,12 @@ class LayerGraphs:
         """An idle one for these inputs; None where they are to be run eagerly."""
         tensors = tensors_of(hidden, shared)
         has_more = any(v is not None and n not in _names(tensors) for n, v in shared.items())
-        if self._steps_to_warm_up >= 0 or has_more or not torch.is_grad_enabled():
+        if has_more or not torch.is_grad_enabled():
             return None
         key = tuple((n, t.shape, t.dtype, t.requires_grad) for n, t in tensors.items())
-        self._key = self._key or key
-        if key != self._key:
-            return None
-        return self._idle.pop() if self._idle else self._record(hidden, shared)
+        if self._key is None:
+            self._key, self._like = key, without_memory(hidden, shared)
+        return self._idle.pop() if key == self._key and self._idle else None
 
     def _record(self, hidden: Tensor, shared: Mapping[str, Any]) -> _Recording:
         layers: Sequence[Any] = self._layers
@@ -139,8 +165,7 @@ class LayerGraphs:
             for module in layer.modules():
                 before_reading(module)
         parts = record(runs, layers, hidden, shared, is_chain=self._whole)
-        self._recordings.append(_Recording(parts, rests, self))
-        return self._recordings[-1]
+        return _Recording(parts, rests, self)
 
 
 def _first_output(layer: nn.Module, hidden: Tensor, **shared: Any) -> Tensor:

@@ -29,7 +29,7 @@ def compiled_layers_are_plain(run: RunConfig) -> Iterator[str]:
         "whole sequences: leave --context-parallel-size out": m.context_parallel_size == 1,
         "plain attention: leave --multi-latent-attention out": not m.multi_latent_attention,
         "activations on the device: leave --cpu-offloading and --enable-cuda-graph out": (
-            not m.cpu_offloading and not m.enable_cuda_graph
+            not m.cpu_offloading and not m.uses_graphs
         ),
         "gradients at once: leave --pipeline-schedule and --defer-embedding-wgrad-compute out": (
             m.pipeline_schedule is None and not m.defer_embedding_wgrad_compute

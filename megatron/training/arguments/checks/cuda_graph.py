@@ -11,9 +11,11 @@ from megatron.training.config.run import RunConfig
 def graphs_hold_what_needs_no_python(run: RunConfig) -> Iterator[str]:
     """What Python decides, counts or keeps for each micro-batch cannot be replayed."""
     m = run.model
-    if not m.enable_cuda_graph:
+    if not m.uses_graphs:
         return
     drop = "; drop --enable-cuda-graph or it"
+    if m.enable_cuda_graph and m.external_cuda_graph:
+        yield "--enable-cuda-graph and --external-cuda-graph do the same here: drop one of them"
     if m.cuda_graph_warmup_steps < 1:
         yield (
             f"--cuda-graph-warmup-steps {m.cuda_graph_warmup_steps}: at least 1 eager step is "
@@ -44,7 +46,7 @@ def graphs_hold_what_needs_no_python(run: RunConfig) -> Iterator[str]:
 def graphs_fit_the_layout(run: RunConfig) -> Iterator[str]:
     """Weights stay where they are, and all gradients of a layer come at once."""
     m = run.model
-    if not m.enable_cuda_graph:
+    if not m.uses_graphs:
         return
     drop = "; drop --enable-cuda-graph or it"
     if is_fully_sharded(run.ddp):

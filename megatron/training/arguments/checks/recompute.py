@@ -96,7 +96,7 @@ def offloaded_layers_are_some(run: RunConfig) -> Iterator[str]:
         )
     for flag, is_on in (
         ("--recompute-granularity", m.recompute_granularity is not None),
-        ("--enable-cuda-graph", m.enable_cuda_graph),
+        ("--enable-cuda-graph", m.uses_graphs),
         ("--overlap-moe-expert-parallel-comm", m.overlap_moe_expert_parallel_comm),
         ("parameters that are sharded", is_fully_sharded(run.ddp)),
     ):
