@@ -1,13 +1,13 @@
-"""Package exports that are imported when first asked for (PEP 562).
+"""What is imported when first asked for: exports of a package (PEP 562), values of a table.
 
 Programs that prepare data import ``megatron.core`` and ``megatron.training`` packages without
-paying for torch.
+paying for torch, and a run imports the kinds of model and file that it has, not all there are.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -25,3 +25,20 @@ def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]
         return vars(home).get(name, home)
 
     return __getattr__
+
+
+class LazyTable(Mapping[str, Any]):
+    """name -> the value that ``homes`` says as ``path.of.module.name``."""
+
+    def __init__(self, homes: Mapping[str, str]) -> None:
+        self._homes = homes
+
+    def __getitem__(self, name: str) -> Any:
+        module, _, value = self._homes[name].rpartition(".")
+        return vars(importlib.import_module(module))[value]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        return len(self._homes)

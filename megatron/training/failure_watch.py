@@ -30,7 +30,7 @@ from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.core.config.errors import MegatronError
-from megatron.core.virtual_ranks.transport import BACKEND
+from megatron.core.virtual_ranks import BACKEND
 from megatron.core.waiting import note_collectives
 from megatron.training.stall_report import StallReport, is_timeout
 

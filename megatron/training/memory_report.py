@@ -15,13 +15,12 @@ from collections import Counter
 from collections.abc import Iterator
 from types import TracebackType
 
-from megatron.core import device
+from megatron.core import device, virtual_ranks
 from megatron.core.config.errors import MegatronError, OutOfMemory
-from megatron.core.virtual_ranks.run import without_groups
+from megatron.training import plan
 from megatron.training.arguments.resolve import resolve
 from megatron.training.loss_chunks import logits_bytes
 from megatron.training.memory_owners import ACTIVATIONS, LOGITS, OPTIMIZER, Owner, owners
-from megatron.training.plan.stages import plan_run
 from megatron.training.printing import rank, ranks_here
 from megatron.training.runtime import Runtime
 
@@ -121,13 +120,14 @@ def _planned(run: Runtime) -> Iterator[str]:
     yield "what was planned, GiB of tensors (as --check-only):"
     asked = Namespace(**run.config.asked, yaml_cfg=None)
     try:
-        with without_groups():
+        with virtual_ranks.without_groups():
             config = resolve(asked, run.config.world_size)
-            plan = plan_run(config, rank(), only=run.groups.pp.rank(), memory=_memory())
+            only = run.groups.pp.rank()
+            planned = plan.plan_run(config, rank(), only=only, memory=_memory())
     except (MemoryError, RuntimeError, MegatronError) as error:
         yield f"  no answer: {error}"
         return
-    (stage,) = plan.stages
+    (stage,) = planned.stages
     state = stage.cost.state
     for name, size in (
         ("parameters", state.parameters),

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
-from megatron.core.dist_checkpointing.foreign.foreign_reader import COMMON_FILE
-from megatron.core.dist_checkpointing.foreign.torch_dcp import TorchDcpReader
-from megatron.core.dist_checkpointing.foreign.torch_dcp_writer import FSDP_DTENSOR, TORCH_DCP
-from megatron.core.dist_checkpointing.foreign.torch_dist import TorchDistReader
-from megatron.core.dist_checkpointing.foreign.torch_dist_writer import TORCH_DIST
-from megatron.core.dist_checkpointing.foreign.torch_ranks import TorchRanksReader
-from megatron.core.dist_checkpointing.foreign.torch_ranks_writer import TORCH
-from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format
-from megatron.core.dist_checkpointing.manifest import FORMAT, MANIFEST, CheckpointDamaged
+from megatron.core.dist_checkpointing.format import Format
+from megatron.core.dist_checkpointing.manifest import (
+    COMMON_FILE,
+    FORMAT,
+    MANIFEST,
+    METADATA,
+    CheckpointDamaged,
+)
 from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.lazy import LazyTable
 
-_ALL = (SAFETENSORS_DIST, TORCH_DIST, TORCH, TORCH_DCP, FSDP_DTENSOR)
-FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
-_READERS = {
-    FORMAT: CheckpointReader,
-    "torch_dist": TorchDistReader,
-    "torch": TorchRanksReader,
-    "torch_dcp": TorchDcpReader,
-}
+_HERE = "megatron.core.dist_checkpointing"
+FORMATS: Mapping[str, Format] = LazyTable(
+    {
+        FORMAT: f"{_HERE}.format.SAFETENSORS_DIST",
+        "torch_dist": f"{_HERE}.foreign.torch_dist_writer.TORCH_DIST",
+        "torch": f"{_HERE}.foreign.torch_ranks_writer.TORCH",
+        "torch_dcp": f"{_HERE}.foreign.torch_dcp_writer.TORCH_DCP",
+        "fsdp_dtensor": f"{_HERE}.foreign.torch_dcp_writer.FSDP_DTENSOR",
+    }
+)
+_READERS: Mapping[str, type[CheckpointReader]] = LazyTable(
+    {
+        FORMAT: f"{_HERE}.reader.CheckpointReader",
+        "torch_dist": f"{_HERE}.foreign.torch_dist.TorchDistReader",
+        "torch": f"{_HERE}.foreign.torch_ranks.TorchRanksReader",
+        "torch_dcp": f"{_HERE}.foreign.torch_dcp.TorchDcpReader",
+    }
+)
 
 
 def format_of(folder: Path) -> str | None:

@@ -25,6 +25,8 @@ MANIFEST_BESIDE = "manifest.json"  # where metadata.json belongs to another prog
 INDEX = "index.json"
 COMMON = "common.json"
 CONFIG = "config.yaml"
+METADATA = ".metadata"  # the index of PyTorch's distributed checkpoints
+COMMON_FILE = "common.pt"  # of torch_dist: everything that is no tensor
 
 
 # The checksum of every block.  The package isal computes zlib's number about ten times as fast;

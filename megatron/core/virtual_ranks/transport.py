@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device, waiting
+from megatron.core.virtual_ranks import BACKEND
 from megatron.core.virtual_ranks.baton import Baton
 
-BACKEND = "virtual"
 Tensors = Sequence[Tensor]
 _ONE_WITH_ANOTHER: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: Tensor.add_,

@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.rank_grid import RankGrid
+from megatron.training import plan
 from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
 from megatron.training.groups import grids_of
-from megatron.training.plan.cure import Fit, fits
-from megatron.training.plan.report import plan_lines
-from megatron.training.plan.stages import RunPlan, plan_run
 from megatron.training.printing import is_rank0, print_rank_0
+
+if TYPE_CHECKING:
+    from megatron.training.plan.cure import Fit
+    from megatron.training.plan.stages import RunPlan
 
 _BYTES_PER_GIB = 2**30
 _SHOWN_RANKS = 8
@@ -39,11 +42,11 @@ def check_only(args: Namespace, write: Callable[[str], object] = print_rank_0) -
             return 0
         limit = args.check_device_memory_gib
         memory = None if limit is None else limit * _BYTES_PER_GIB
-        planned = plan_run(run, args.check_rank, memory=memory)
+        planned = plan.plan_run(run, args.check_rank, memory=memory)
     except ConfigError as error:
         write(str(error))
         return 1
-    for line in plan(run, planned):
+    for line in report(run, planned):
         write(line)
     if limit is None or planned.fullest.peak <= limit * _BYTES_PER_GIB:
         return 0
@@ -60,7 +63,7 @@ def _refusal(args: Namespace, run: RunConfig, planned: RunPlan, limit: float) ->
         f"{fullest.peak / _BYTES_PER_GIB:.2f} GiB"
     )
     tried: list[Fit] = []
-    for fit in fits(args, run, planned.number_of_fullest, limit * _BYTES_PER_GIB):
+    for fit in plan.fits(args, run, planned.number_of_fullest, limit * _BYTES_PER_GIB):
         tried.append(fit)
         if fit.peak <= limit * _BYTES_PER_GIB:
             yield f"cheapest change: {fit.change.words}, {fit.peak / _BYTES_PER_GIB:.2f} GiB"
@@ -69,13 +72,13 @@ def _refusal(args: Namespace, run: RunConfig, planned: RunPlan, limit: float) ->
     yield from (f"  {f.change.words}: {f.peak / _BYTES_PER_GIB:.2f} GiB" for f in tried)
 
 
-def plan(run: RunConfig, planned: RunPlan) -> Iterator[str]:
+def report(run: RunConfig, planned: RunPlan) -> Iterator[str]:
     """The lines of the report: layout, memory, communication, batches, length, warnings."""
     yield f"this run can start on {run.world_size} ranks"
     yield ""
     yield from _layout(run)
     yield ""
-    yield from plan_lines(planned)
+    yield from plan.plan_lines(planned)
     yield ""
     yield from _batches(run)
     if run.warnings:

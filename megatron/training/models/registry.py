@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from megatron.core.lazy import LazyTable
 from megatron.training.config.run import RunConfig
-from megatron.training.models.bert import BERT
-from megatron.training.models.gpt import GPT
 from megatron.training.models.kind import ModelKind
-from megatron.training.models.mamba import MAMBA
-from megatron.training.models.t5 import T5
 from megatron.training.runtime import Runtime
 
-KINDS: dict[str, ModelKind] = {"gpt": GPT, "bert": BERT, "mamba": MAMBA, "t5": T5}
+_HOME = "megatron.training.models"
+KINDS: Mapping[str, ModelKind] = LazyTable(
+    {kind: f"{_HOME}.{kind}.{kind.upper()}" for kind in ("gpt", "bert", "mamba", "t5")}
+)
 
 
 def kind_of(config: RunConfig) -> ModelKind:

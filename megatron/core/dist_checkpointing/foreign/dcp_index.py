@@ -18,9 +18,7 @@ from megatron.core.dist_checkpointing.foreign.archive import (
     load_archive,
 )
 from megatron.core.dist_checkpointing.foreign.unpickler import unpickle
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
-
-METADATA = ".metadata"
+from megatron.core.dist_checkpointing.manifest import METADATA, CheckpointDamaged
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
 from megatron.core.dist_checkpointing.foreign.pickler import compact, named, pickled, write_archive
-from megatron.core.dist_checkpointing.manifest import FileEntry, adopt_file
+from megatron.core.dist_checkpointing.manifest import METADATA, FileEntry, adopt_file
 from megatron.core.faults import fault_point, flipped
 
 _CHECKPOINT = "torch.distributed.checkpoint"

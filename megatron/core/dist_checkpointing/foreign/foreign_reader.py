@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray
-from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA, DcpTensor, ForeignPiece
+from megatron.core.dist_checkpointing.foreign.dcp_index import DcpTensor, ForeignPiece
 from megatron.core.dist_checkpointing.foreign.names import (
     OUTPUT,
     cut_of,
@@ -24,6 +24,8 @@ from megatron.core.dist_checkpointing.foreign.names import (
 from megatron.core.dist_checkpointing.foreign.reference_values import COUNTERS, FLOPS
 from megatron.core.dist_checkpointing.foreign.unpickler import Record
 from megatron.core.dist_checkpointing.manifest import (
+    COMMON_FILE,
+    METADATA,
     CheckpointDamaged,
     Manifest,
     read_checked,
@@ -36,7 +38,6 @@ from megatron.core.param_info import ParamInfo
 from megatron.core.process_groups_config import make_grids
 from megatron.core.rank_grid import RankGrid
 
-COMMON_FILE = "common.pt"
 STATE_PREFIX = "optimizer.state."
 # Of a record, as our command line has it.
 _NAMES = {f"AttnBackend({backend.value})": backend.name for backend in AttnBackend}

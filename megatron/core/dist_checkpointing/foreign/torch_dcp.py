@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.foreign.dcp_index import (
-    METADATA,
-    DcpIndex,
-    DcpTensor,
-    ForeignPiece,
-)
+from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex, DcpTensor, ForeignPiece
 from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     STATE_PREFIX,
     ForeignReader,
@@ -24,6 +19,7 @@ from megatron.core.dist_checkpointing.foreign.foreign_reader import (
 )
 from megatron.core.dist_checkpointing.foreign.names import is_buffer, our_name
 from megatron.core.dist_checkpointing.foreign.optimizer_order import optimizer_state
+from megatron.core.dist_checkpointing.manifest import METADATA
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _HALVES = {"_w": 0, "_v": 1}

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
 from megatron.core.dist_checkpointing.foreign.dcp_writer import DcpFile, write_metadata
 from megatron.core.dist_checkpointing.foreign.foreign_reader import STATE_PREFIX
 from megatron.core.dist_checkpointing.foreign.model_order import ordered_names
@@ -33,7 +32,7 @@ from megatron.core.dist_checkpointing.foreign.reference_values import (
     reference_values,
 )
 from megatron.core.dist_checkpointing.format import Format, RankReport, Share, check_written_once
-from megatron.core.dist_checkpointing.manifest import FileEntry
+from megatron.core.dist_checkpointing.manifest import METADATA, FileEntry
 from megatron.core.dist_checkpointing.mapping import split_rows
 
 _RNG = "rng_state"

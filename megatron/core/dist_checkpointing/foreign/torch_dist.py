@@ -22,7 +22,6 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.foreign.archive import StoredArray, load_archive
 from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex, DcpTensor, ForeignPiece
 from megatron.core.dist_checkpointing.foreign.foreign_reader import (
-    COMMON_FILE,
     STATE_PREFIX,
     ForeignReader,
     degree,
@@ -40,7 +39,7 @@ from megatron.core.dist_checkpointing.foreign.names import (
     split_state,
 )
 from megatron.core.dist_checkpointing.foreign.optimizer_order import optimizer_state
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.dist_checkpointing.manifest import COMMON_FILE, CheckpointDamaged
 from megatron.core.param_info import flat_boxes
 
 _GATHERED = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/")

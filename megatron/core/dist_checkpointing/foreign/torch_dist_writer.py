@@ -19,13 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.foreign.dcp_index import METADATA
 from megatron.core.dist_checkpointing.foreign.dcp_writer import DcpFile, write_metadata
-from megatron.core.dist_checkpointing.foreign.foreign_reader import (
-    COMMON_FILE,
-    STATE_PREFIX,
-    layout_of,
-)
+from megatron.core.dist_checkpointing.foreign.foreign_reader import STATE_PREFIX, layout_of
 from megatron.core.dist_checkpointing.foreign.names import (
     blocks_of,
     fused_name,
@@ -45,7 +40,14 @@ from megatron.core.dist_checkpointing.foreign.reference_values import (
     reference_values,
 )
 from megatron.core.dist_checkpointing.format import Format, RankReport, Share, check_written_once
-from megatron.core.dist_checkpointing.manifest import MANIFEST, FileEntry, adopt_file, write_text
+from megatron.core.dist_checkpointing.manifest import (
+    COMMON_FILE,
+    MANIFEST,
+    METADATA,
+    FileEntry,
+    adopt_file,
+    write_text,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, split_rows
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.core.rank_grid import RankGrid

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from megatron.core import per_rank
 from megatron.core.config.errors import ConfigError
-from megatron.core.virtual_ranks import transport
+from megatron.core.virtual_ranks import BACKEND, transport
 from megatron.core.virtual_ranks.baton import Baton, random_states, set_random_states
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ def without_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _default_group(rank: int, world_size: int, store: dist.Store) -> Iterator[None]:
-    dist.init_process_group(transport.BACKEND, store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
     try:
         # A device's backward pass may run in a thread that serves all ranks: not here.
         with torch.autograd.set_multithreading_enabled(False):

@@ -1,0 +1,42 @@
+"""What a run imports before its first step: by names, as times differ from machine to machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from megatron.core.dist_checkpointing.formats import _READERS, FORMATS
+from megatron.training.models.registry import KINDS
+from tests.repo.source import ROOT
+
+# Of a GPT without flags: kinds of model and file that it has not, and the planner.
+LEFT_OUT = (
+    "megatron.core.dist_checkpointing.foreign.",
+    "megatron.core.ssm.mamba_mixer",
+    "megatron.core.virtual_ranks.threads",
+    "megatron.training.models.bert",
+    "megatron.training.models.mamba",
+    "megatron.training.models.t5",
+    "megatron.training.plan.",
+)
+IMPORTED_BESIDES_TORCH = {"isal", "megatron", "numpy", "pretrain_gpt", *sys.stdlib_module_names}
+_NEW = "import sys, torch; b = {*sys.modules}; import pretrain_gpt; print(*({*sys.modules} - b))"
+
+
+def test_a_run_imports_nothing_heavy_that_it_does_not_use() -> None:
+    command = [sys.executable, "-c", _NEW]
+    new = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    names = new.split()
+    assert "megatron.core.models.gpt.gpt_model" in names
+    assert {name.partition(".")[0] for name in names} <= IMPORTED_BESIDES_TORCH  # no torch.* either
+    assert [name for name in names if name.startswith(LEFT_OUT)] == []
+
+
+def test_what_is_left_out_is_found_when_it_is_asked_for() -> None:
+    assert [kind.build.__name__ for kind in KINDS.values()] == [
+        f"build_{kind}_model" for kind in KINDS
+    ]
+    assert [format.name for format in FORMATS.values()] == list(FORMATS)
+    assert {reader.__name__ for reader in _READERS.values()} == {
+        "CheckpointReader", "TorchDistReader", "TorchRanksReader", "TorchDcpReader"
+    }  # fmt: skip
