@@ -7,7 +7,7 @@ groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -62,18 +62,15 @@ def initialize_model_parallel(
         expt_tp=expert_tensor_parallel_size,
         order=order,
     )
-    timeout = timedelta(minutes=distributed_timeout_minutes)
-    levels = hierarchical_context_parallel_sizes
-    install(
-        create_process_groups(
-            dense,
-            expert,
-            timeout=timeout,
-            context_levels=levels,
-            num_distributed_optimizer_instances=num_distributed_optimizer_instances,
-            encoder_stages=encoder_pipeline_model_parallel_size,
-        )
+    groups = create_process_groups(
+        dense,
+        expert,
+        timeout=timedelta(minutes=distributed_timeout_minutes),
+        context_levels=hierarchical_context_parallel_sizes,
+        num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+        encoder_stages=encoder_pipeline_model_parallel_size,
     )
+    install(groups)
 
 
 def destroy_model_parallel() -> None:
@@ -93,19 +90,24 @@ is_unitialized = lambda: not is_initialized()  # noqa: E731  (the spelling scrip
 # -- groups ---------------------------------------------------------------------------------
 
 
-def get_model_parallel_group() -> ProcessGroup:
-    """One replica of the dense layers."""
-    return current().mp
+def _group(name: str) -> Callable[[], ProcessGroup]:
+    """A function that gives the installed group ``name``; `ProcessGroupCollection` says what."""
+    return lambda: getattr(current(), name)
 
 
-def get_tensor_model_parallel_group() -> ProcessGroup:
-    """Ranks that share each weight matrix."""
-    return current().tp
-
-
-def get_pipeline_model_parallel_group() -> ProcessGroup:
-    """The stages of one replica."""
-    return current().pp
+get_model_parallel_group = _group("mp")
+get_tensor_model_parallel_group = _group("tp")
+get_pipeline_model_parallel_group = _group("pp")
+get_context_parallel_group = _group("cp")
+get_tensor_and_context_parallel_group = _group("tp_cp")
+get_expert_model_parallel_group = _group("ep")
+get_expert_tensor_parallel_group = _group("expt_tp")
+get_expert_tensor_and_model_parallel_group = _group("tp_ep")
+get_expert_tensor_model_pipeline_parallel_group = _group("tp_ep_pp")
+get_inter_distributed_optimizer_instance_group = _group("inter_dist_opt")
+get_intra_distributed_optimizer_instance_group = _group("intra_dist_opt")
+get_embedding_group = _group("embd")
+get_position_embedding_group = _group("pos_embd")
 
 
 def get_data_parallel_group(
@@ -121,16 +123,6 @@ def get_data_parallel_group(
     return current().dp_cp if with_context_parallel else current().dp
 
 
-def get_context_parallel_group() -> ProcessGroup:
-    """Ranks that share a sequence."""
-    return current().cp
-
-
-def get_context_parallel_global_ranks() -> list[int]:
-    """World ranks of those that share a sequence."""
-    return dist.get_process_group_ranks(current().cp)
-
-
 def get_hierarchical_context_parallel_groups() -> list[ProcessGroup]:
     """Inner and outer group of a two-level exchange."""
     return [current().cp_inner, current().cp_outer]
@@ -141,92 +133,49 @@ def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> P
     return current().tp_dp_cp if with_context_parallel else current().tp_dp
 
 
-def get_tensor_and_context_parallel_group() -> ProcessGroup:
-    """Ranks that share a micro-batch on one stage."""
-    return current().tp_cp
-
-
-def get_expert_model_parallel_group() -> ProcessGroup:
-    """Ranks that share the experts of a layer."""
-    return current().ep
-
-
-def get_expert_tensor_parallel_group() -> ProcessGroup:
-    """Ranks that share each expert matrix."""
-    return current().expt_tp
-
-
-def get_expert_tensor_and_model_parallel_group() -> ProcessGroup:
-    """All experts of one layer."""
-    return current().tp_ep
-
-
-def get_expert_tensor_model_pipeline_parallel_group() -> ProcessGroup:
-    """One replica of the expert layers."""
-    return current().tp_ep_pp
-
-
 def get_expert_data_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
     """Replicas of the same experts; partial: those in one instance of the optimizer."""
     return current().intra_expt_dp if partial_expert_data_parallel else current().expt_dp
 
 
-def get_inter_distributed_optimizer_instance_group() -> ProcessGroup:
-    """Ranks that own the same shares of the distributed optimizer, one in each instance."""
-    return current().inter_dist_opt
-
-
-def get_intra_distributed_optimizer_instance_group() -> ProcessGroup:
-    """All ranks of this instance of the distributed optimizer."""
-    return current().intra_dist_opt
-
-
-def get_embedding_group() -> ProcessGroup:
-    """First and last stage, which share the word embedding."""
-    return current().embd
-
-
-def get_position_embedding_group() -> ProcessGroup:
-    """The stages that hold the position embedding."""
-    return current().pos_embd
-
-
 # -- sizes and ranks --------------------------------------------------------------------------
 
 
-def get_tensor_model_parallel_world_size() -> int:
-    """Size of the tensor-parallel group."""
-    return current().tp.size()
+def _size(name: str) -> Callable[[], int]:
+    """A function that gives the size of the installed group ``name``."""
+    return lambda: getattr(current(), name).size()
 
 
-def get_tensor_model_parallel_rank() -> int:
-    """Rank in the tensor-parallel group."""
-    return current().tp.rank()
+def _rank(name: str) -> Callable[[], int]:
+    """A function that gives this rank's place in the installed group ``name``."""
+    return lambda: getattr(current(), name).rank()
 
 
-def get_tensor_model_parallel_src_rank() -> int:
-    """World rank of the first member of the tensor-parallel group."""
-    return dist.get_global_rank(current().tp, 0)
+def _world_rank(name: str, place: int) -> Callable[[], int]:
+    """A function that gives the world rank at ``place`` of the installed group ``name``."""
+    return lambda: dist.get_process_group_ranks(getattr(current(), name))[place]
 
 
-def get_pipeline_model_parallel_world_size() -> int:
-    """Number of stages."""
-    return current().pp.size()
+get_tensor_model_parallel_world_size = _size("tp")
+get_tensor_model_parallel_rank = _rank("tp")
+get_tensor_model_parallel_src_rank = _world_rank("tp", 0)
+get_pipeline_model_parallel_world_size = _size("pp")
+get_pipeline_model_parallel_rank = _rank("pp")
+get_pipeline_model_parallel_first_rank = _world_rank("pp", 0)
+get_pipeline_model_parallel_last_rank = _world_rank("pp", -1)
+get_context_parallel_world_size = _size("cp")
+get_context_parallel_rank = _rank("cp")
+get_expert_model_parallel_world_size = _size("ep")
+get_expert_model_parallel_rank = _rank("ep")
+get_expert_tensor_parallel_world_size = _size("expt_tp")
+get_expert_tensor_parallel_rank = _rank("expt_tp")
+get_expert_data_parallel_world_size = _size("expt_dp")
+get_expert_data_parallel_rank = _rank("expt_dp")
 
 
-def get_pipeline_model_parallel_rank() -> int:
-    """This rank's stage."""
-    return current().pp.rank()
-
-
-def get_pipeline_model_parallel_first_rank() -> int:
-    """World rank of the first stage."""
-    return dist.get_global_rank(current().pp, 0)
-
-
-def get_pipeline_model_parallel_last_rank() -> int:
-    """World rank of the last stage."""
-    return dist.get_global_rank(current().pp, current().pp.size() - 1)
+def get_context_parallel_global_ranks() -> list[int]:
+    """World ranks of those that share a sequence."""
+    return dist.get_process_group_ranks(current().cp)
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
@@ -234,9 +183,7 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return None
 
 
-def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """None: the groups know no virtual stages."""
-    return None
+get_virtual_pipeline_model_parallel_rank = get_virtual_pipeline_model_parallel_world_size
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -266,43 +213,3 @@ def get_data_parallel_rank(
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """World rank of the first replica's member like this one."""
     return dist.get_global_rank(get_data_parallel_group(with_context_parallel), 0)
-
-
-def get_context_parallel_world_size() -> int:
-    """Ranks that share a sequence."""
-    return current().cp.size()
-
-
-def get_context_parallel_rank() -> int:
-    """This rank's share of the sequence."""
-    return current().cp.rank()
-
-
-def get_expert_model_parallel_world_size() -> int:
-    """Ranks that share the experts of a layer."""
-    return current().ep.size()
-
-
-def get_expert_model_parallel_rank() -> int:
-    """This rank's share of the experts."""
-    return current().ep.rank()
-
-
-def get_expert_tensor_parallel_world_size() -> int:
-    """Ranks that share each expert matrix."""
-    return current().expt_tp.size()
-
-
-def get_expert_tensor_parallel_rank() -> int:
-    """This rank's share of each expert matrix."""
-    return current().expt_tp.rank()
-
-
-def get_expert_data_parallel_world_size() -> int:
-    """Replicas of the same experts."""
-    return current().expt_dp.size()
-
-
-def get_expert_data_parallel_rank() -> int:
-    """This replica of the experts."""
-    return current().expt_dp.rank()
