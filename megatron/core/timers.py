@@ -13,7 +13,6 @@ gathers once over all ranks; every rank calls it with the same names.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -31,60 +30,14 @@ TENSORBOARD = "tensorboard"
 _NAME_WIDTH = 48
 
 
-class TimerBase(ABC):
-    """What `Timers` hands out: a stop-watch, or one that is switched off."""
+class Timer:
+    """A stop-watch with one mark per reader.
+
+    ``barrier`` lets ranks wait for each other before the clock is read.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
-
-    @abstractmethod
-    def start(self, barrier: bool = False) -> None:
-        """Start measuring; ``barrier`` waits for the other ranks first."""
-
-    @abstractmethod
-    def stop(self, barrier: bool = False) -> None:
-        """Stop measuring; ``barrier`` waits for the other ranks first."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Forget the time measured so far, for the console."""
-
-    @abstractmethod
-    def elapsed(self, reset: bool = True, barrier: bool = False, reader: str = CONSOLE) -> float:
-        """Seconds measured since ``reader`` last reset; a running timer goes on running."""
-
-    @abstractmethod
-    def active_time(self) -> float:
-        """Seconds measured since the timer was made."""
-
-
-class DummyTimer(TimerBase):
-    """Stands for every timer above the level."""
-
-    def __init__(self) -> None:
-        super().__init__("dummy timer")
-
-    def start(self, barrier: bool = False) -> None:
-        return
-
-    def stop(self, barrier: bool = False) -> None:
-        return
-
-    def reset(self) -> None:
-        return
-
-    def elapsed(self, reset: bool = True, barrier: bool = False, reader: str = CONSOLE) -> float:
-        raise AssertionError("a timer above --timing-log-level measures nothing")
-
-    def active_time(self) -> float:
-        raise AssertionError("a timer above --timing-log-level measures nothing")
-
-
-class Timer(TimerBase):
-    """A stop-watch with one mark per reader."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
         self._total_s = 0.0
         self._started_at_s: float | None = None
         self._marks_s: dict[str, float] = {}  # reader -> total at its last reset
@@ -100,20 +53,24 @@ class Timer(TimerBase):
         self._barrier_group = barrier_group
 
     def start(self, barrier: bool = False) -> None:
+        """Start measuring."""
         assert not self.is_running, f"timer {self.name} is started twice"
         self._wait(barrier)
         self._started_at_s = time.perf_counter()
 
     def stop(self, barrier: bool = False) -> None:
+        """Stop measuring."""
         assert self._started_at_s is not None, f"timer {self.name} is stopped but not started"
         self._wait(barrier)
         self._total_s += time.perf_counter() - self._started_at_s
         self._started_at_s = None
 
     def reset(self) -> None:
+        """Forget the time measured so far, for the console."""
         self._marks_s[CONSOLE] = self.active_time()
 
     def elapsed(self, reset: bool = True, barrier: bool = False, reader: str = CONSOLE) -> float:
+        """Seconds measured since ``reader`` last reset; a running timer goes on running."""
         if self.is_running:
             self._wait(barrier)
         total_s = self.active_time()
@@ -123,6 +80,7 @@ class Timer(TimerBase):
         return elapsed_s
 
     def active_time(self) -> float:
+        """Seconds measured since the timer was made."""
         if self._started_at_s is None:
             return self._total_s
         return self._total_s + time.perf_counter() - self._started_at_s
@@ -131,6 +89,21 @@ class Timer(TimerBase):
         if barrier and dist.is_initialized() and dist.get_world_size(self._barrier_group) > 1:
             dist.barrier(group=self._barrier_group)
         device.synchronize()
+
+
+class DummyTimer(Timer):
+    """Stands for every timer above the level: it runs no clock, and has no time to tell."""
+
+    def start(self, barrier: bool = False) -> None:
+        return
+
+    stop = start
+
+    def active_time(self) -> float:
+        raise AssertionError("a timer above --timing-log-level measures nothing")
+
+    def reset(self) -> None:
+        return
 
 
 class Timers:
@@ -142,9 +115,9 @@ class Timers:
         self._log_option = log_option
         self._timers: dict[str, Timer] = {}
         self._levels: dict[str, int] = {}
-        self._dummy = DummyTimer()
+        self._dummy = DummyTimer("dummy timer")
 
-    def __call__(self, name: str, log_level: int | None = None) -> TimerBase:
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
         """The timer called ``name``; its first caller gives the level (2 if it does not)."""
         if name not in self._levels:
             level = MAX_LOG_LEVEL if log_level is None else log_level

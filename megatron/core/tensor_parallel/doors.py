@@ -6,7 +6,8 @@ modules below.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -21,46 +22,28 @@ def _tp(group: ProcessGroup | None) -> ProcessGroup:
     return parallel_state.current().tp if group is None else group
 
 
-def copy_to_tensor_model_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """Identity; backward sums the gradients of the ranks."""
-    return mappings.copy_to_tensor_model_parallel_region(input_, _tp(group))
+def _door(move: Callable[[Tensor, ProcessGroup], Tensor]) -> Callable[..., Tensor]:
+    @wraps(move)
+    def moved(input_: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        return move(input_, _tp(group))
+
+    return moved
 
 
-def reduce_from_tensor_model_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """Sum of the terms that the ranks hold."""
-    return mappings.reduce_from_tensor_model_parallel_region(input_, _tp(group))
-
-
-def gather_from_tensor_model_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """[..., h/tp] -> [..., h]"""
-    return mappings.gather_from_tensor_model_parallel_region(input_, _tp(group))
-
-
-def scatter_to_tensor_model_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """[..., h] -> [..., h/tp]"""
-    return mappings.scatter_to_tensor_model_parallel_region(input_, _tp(group))
-
-
-def all_gather_last_dim_from_tensor_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """[..., h/tp] -> [..., h]; backward sums the ranks' gradients."""
-    return mappings.all_gather_last_dim_from_tensor_parallel_region(input_, _tp(group))
-
-
-def reduce_scatter_last_dim_to_tensor_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """Sum over the ranks, each keeping its slice: [..., h] -> [..., h/tp]."""
-    return mappings.reduce_scatter_last_dim_to_tensor_parallel_region(input_, _tp(group))
+copy_to_tensor_model_parallel_region = _door(mappings.copy_to_tensor_model_parallel_region)
+reduce_from_tensor_model_parallel_region = _door(mappings.reduce_from_tensor_model_parallel_region)
+gather_from_tensor_model_parallel_region = _door(mappings.gather_from_tensor_model_parallel_region)
+scatter_to_tensor_model_parallel_region = _door(mappings.scatter_to_tensor_model_parallel_region)
+all_gather_last_dim_from_tensor_parallel_region = _door(
+    mappings.all_gather_last_dim_from_tensor_parallel_region
+)
+reduce_scatter_last_dim_to_tensor_parallel_region = _door(
+    mappings.reduce_scatter_last_dim_to_tensor_parallel_region
+)
+scatter_to_sequence_parallel_region = _door(mappings.scatter_to_sequence_parallel_region)
+reduce_scatter_to_sequence_parallel_region = _door(
+    mappings.reduce_scatter_to_sequence_parallel_region
+)
 
 
 def gather_from_sequence_parallel_region(
@@ -70,20 +53,6 @@ def gather_from_sequence_parallel_region(
     return mappings.gather_from_sequence_parallel_region(
         input_, tensor_parallel_output_grad, group=_tp(group)
     )
-
-
-def scatter_to_sequence_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """[s, ...] -> [s/tp, ...]"""
-    return mappings.scatter_to_sequence_parallel_region(input_, _tp(group))
-
-
-def reduce_scatter_to_sequence_parallel_region(
-    input_: Tensor, group: ProcessGroup | None = None
-) -> Tensor:
-    """Sum over the ranks, each keeping its slice: [s, ...] -> [s/tp, ...]."""
-    return mappings.reduce_scatter_to_sequence_parallel_region(input_, _tp(group))
 
 
 def vocab_parallel_cross_entropy(
