@@ -1,4 +1,4 @@
-"""The state-space recurrence of Mamba-2 (Dao and Gu, 2024): token by token, and by chunks.
+"""The state-space recurrence of Mamba-2 (Dao and Gu, 2024), computed by chunks.
 
 ``s`` tokens, ``b`` sequences, ``h`` heads, ``p`` head width, ``g`` groups, ``n`` state width; a
 group of h/g heads shares B and C.  For each head, with a state S [p, n]:
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,60 +26,6 @@ from megatron.core import device
 # its cache.
 _AT_ONCE_CPU = 1 << 17
 _AT_ONCE_GPU = 1 << 28
-
-ScanResult = tuple[Tensor, Tensor]
-
-
-class Scan(Protocol):
-    """One way to compute the recurrence."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        *,
-        D: Tensor | None = None,
-        state: Tensor | None = None,
-        sequence: Tensor | None = None,
-    ) -> ScanResult:
-        """x [s, b, h, p], dt [s, b, h] > 0, A [h] < 0, B and C [s, b, g, n], D [h].
-
-        ``state`` [b, h, p, n] comes before the first token (default: zeros).  ``sequence`` [s] is
-        the index of the packed sequence of each token, each of which starts from zeros, but for
-        the first.  Returns y [s, b, h, p] in the dtype of x and the state after the last token.
-        """
-
-
-def sequential_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None = None,
-    state: Tensor | None = None,
-    sequence: Tensor | None = None,
-) -> ScanResult:
-    """`Scan`, one token after the other."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    s, b, h, p = x.shape
-    heads = [m.to(wide).repeat_interleave(h // m.shape[2], 2) for m in (B, C)]
-    S = x.new_zeros(b, h, p, B.shape[-1], dtype=wide) if state is None else state.to(wide)
-    outputs = []
-    for t in range(s):
-        if sequence is not None and t and sequence[t] != sequence[t - 1]:
-            S = torch.zeros_like(S)
-        new = (dt[t].to(wide)[..., None] * x[t].to(wide))[..., None] * heads[0][t][:, :, None]
-        S = torch.exp(dt[t].to(wide) * A.to(wide))[..., None, None] * S + new
-        outputs.append((S * heads[1][t][:, :, None]).sum(-1))
-    y = torch.stack(outputs) if outputs else x.to(wide)
-    if D is not None:
-        y = y + D.to(wide)[:, None] * x.to(wide)
-    return y.to(x.dtype), S
 
 
 def chunked_scan(
@@ -93,8 +39,14 @@ def chunked_scan(
     state: Tensor | None = None,
     sequence: Tensor | None = None,
     chunk_size: int = 64,
-) -> ScanResult:
-    """`Scan` by products of matrices; what lies within a chunk is computed again in backward."""
+) -> tuple[Tensor, Tensor]:
+    """x [s, b, h, p], dt [s, b, h] > 0, A [h] < 0, B and C [s, b, g, n], D [h] -> y and a state.
+
+    ``state`` [b, h, p, n] comes before the first token (default: zeros).  ``sequence`` [s] is the
+    index of the packed sequence of each token, each of which starts from zeros, but for the first.
+    Returns y [s, b, h, p] in the dtype of x and the state after the last token.  By products of
+    matrices; what lies within a chunk is computed again in backward.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     (s, b, h, p), (g, n) = x.shape, B.shape[2:]
     length = min(chunk_size, s)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.ssm.scan import Scan, chunked_scan, sequential_scan
+from megatron.core.ssm.scan import chunked_scan
 from tests import tolerances
 
 _CLOSE = tolerances.of(torch.float64)
@@ -34,7 +36,38 @@ def _inputs(s: int, *, groups: int = 2) -> dict[str, Tensor]:
     }
 
 
-def _answer(scan: Scan, given: dict[str, Tensor], **kwargs: object) -> list[Tensor]:
+def sequential_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    state: Tensor | None = None,
+    sequence: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`chunked_scan`, one token after the other: the formula."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    s, b, h, p = x.shape
+    heads = [m.to(wide).repeat_interleave(h // m.shape[2], 2) for m in (B, C)]
+    S = x.new_zeros(b, h, p, B.shape[-1], dtype=wide) if state is None else state.to(wide)
+    outputs = []
+    for t in range(s):
+        if sequence is not None and t and sequence[t] != sequence[t - 1]:
+            S = torch.zeros_like(S)
+        new = (dt[t].to(wide)[..., None] * x[t].to(wide))[..., None] * heads[0][t][:, :, None]
+        S = torch.exp(dt[t].to(wide) * A.to(wide))[..., None, None] * S + new
+        outputs.append((S * heads[1][t][:, :, None]).sum(-1))
+    y = torch.stack(outputs) if outputs else x.to(wide)
+    if D is not None:
+        y = y + D.to(wide)[:, None] * x.to(wide)
+    return y.to(x.dtype), S
+
+
+def _answer(
+    scan: Callable[..., tuple[Tensor, Tensor]], given: dict[str, Tensor], **kwargs: object
+) -> list[Tensor]:
     """Output, final state, and every gradient of a sum over both."""
     y, state = scan(**given, **kwargs)  # type: ignore[arg-type]
     draw = torch.Generator().manual_seed(7)
