@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.per_rank import each_rank_owns
@@ -195,25 +195,11 @@ _consumed_samples: Callable[[], int] = int  # int() is 0
 each_rank_owns(__name__, "_calculator", "_consumed_samples")
 
 
-def init_num_microbatches_calculator(
-    rank: int,
-    rampup_batch_size: Sequence[str | int] | None,
-    global_batch_size: int,
-    micro_batch_size: int,
-    data_parallel_size: int,
-    decrease_batch_size_if_needed: bool = False,
-) -> None:
-    """Install the calculator that the functions below answer from."""
+def init_num_microbatches_calculator(*sizes: Any, **named: Any) -> None:
+    """`reconfigure_num_microbatches_calculator`, for the first time."""
     if _calculator is not None:
         raise RuntimeError("a microbatch calculator exists: use reconfigure or destroy first")
-    reconfigure_num_microbatches_calculator(
-        rank,
-        rampup_batch_size,
-        global_batch_size,
-        micro_batch_size,
-        data_parallel_size,
-        decrease_batch_size_if_needed,
-    )
+    reconfigure_num_microbatches_calculator(*sizes, **named)
 
 
 def reconfigure_num_microbatches_calculator(

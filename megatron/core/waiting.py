@@ -20,28 +20,17 @@ from megatron.core.per_rank import each_rank_owns
 
 # Methods of a process group, in the names of torch 2.11 to 2.13, and what they are called here.
 _METHODS = {
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "reduce": "reduce",
-    "broadcast": "broadcast",
-    "allgather": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "_allgather_base": "all_gather",
-    "all_gather_single": "all_gather",
-    "allgather_into_tensor_coalesced": "all_gather",
-    "all_gather_single_coalesced": "all_gather",
-    "gather": "gather",
-    "scatter": "scatter",
-    "reduce_scatter": "reduce_scatter",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_single_coalesced": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "barrier": "barrier",
-}
+    method: operation
+    for operation, methods in {
+        "all_reduce": "allreduce allreduce_coalesced",
+        "all_gather": "allgather allgather_coalesced _allgather_base all_gather_single "
+        "allgather_into_tensor_coalesced all_gather_single_coalesced",
+        "reduce_scatter": "reduce_scatter _reduce_scatter_base reduce_scatter_single "
+        "reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced",
+        "all_to_all": "alltoall alltoall_base all_to_all_single",
+    }.items()
+    for method in methods.split()
+} | {name: name for name in ("reduce", "broadcast", "gather", "scatter", "barrier")}
 _TRANSFERS = {"send": "send", "recv": "recv"}
 _SHOWN_RANKS = 8
 

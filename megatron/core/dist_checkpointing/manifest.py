@@ -60,10 +60,10 @@ class Manifest:
     """
 
     iteration: int
-    sequence: int
-    attempt: str  # names the process group that wrote it
-    published_at_ns: int
-    tracker_before: list[Any] | None
+    sequence: int = 0
+    attempt: str = ""  # names the process group that wrote it
+    published_at_ns: int = 0
+    tracker_before: list[Any] | None = None
     layout: Mapping[str, Any]  # degrees and rank order of the run that wrote it
     files: Mapping[str, FileEntry]
 

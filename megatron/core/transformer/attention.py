@@ -111,6 +111,21 @@ class AttentionBase(MegatronModule):
             offered=self.offered,
         )
 
+    def projection(
+        self, spec: ModuleSpec | type | None, input_size: int, output_size: int, *, bias: bool
+    ) -> Any:
+        """A matrix whose outputs, of all heads, are divided over tp."""
+        assert spec is not None, "a matrix of attention without a class in the spec"
+        return build_module(
+            spec,
+            input_size,
+            output_size,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=bias,
+            offered=self.offered,
+        )
+
     def project_back(self, context: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the core gives, as hidden states and the bias that is still to be added."""
         return self.linear_proj(context)
@@ -204,20 +219,10 @@ class CrossAttention(AttentionBase):
         )
         self.local_groups = share_of(groups, self.tp_group, "--num-query-groups")
         self.head_dim = width
-        self.linear_q, self.linear_kv = (
-            build_module(
-                spec,
-                config.hidden_size,
-                columns,
-                config=config,
-                init_method=config.init_method,
-                bias=config.add_bias_linear,
-                offered=self.offered,
-            )
-            for spec, columns in (
-                (submodules.linear_q, query_width),
-                (submodules.linear_kv, 2 * groups * width),
-            )
+        hidden, bias = config.hidden_size, config.add_bias_linear
+        self.linear_q = self.projection(submodules.linear_q, hidden, query_width, bias=bias)
+        self.linear_kv = self.projection(
+            submodules.linear_kv, hidden, 2 * groups * width, bias=bias
         )
         _note_rows(self.linear_kv, width, width)
 
@@ -278,14 +283,11 @@ class SelfAttention(SelfAttentionBase):
         self.local_groups = share_of(config.num_query_groups, self.tp_group, "--num-query-groups")
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         self.has_rope = layer_has_rope(config, layer_number - 1)
-        self.linear_qkv = build_module(
+        self.linear_qkv = self.projection(
             submodules.linear_qkv,
             config.hidden_size,
             query_width + 2 * key_width,
-            config=config,
-            init_method=config.init_method,
             bias=config.add_bias_linear or config.add_qkv_bias,
-            offered=offered,
         )
         _note_rows(self.linear_qkv, self.heads_per_group * self.head_dim, *[self.head_dim] * 2)
         self.q_layernorm = self._build_norm(submodules.q_layernorm, query_width, offered)

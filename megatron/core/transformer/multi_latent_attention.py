@@ -75,15 +75,7 @@ class MLASelfAttention(SelfAttentionBase):
         self.is_sequence_cut = c.sequence_parallel and tp_group.size() > 1
 
         def up(input_size: int, width: int) -> Any:
-            return build_module(
-                submodules.linear_up,
-                input_size,
-                heads * width,
-                config=config,
-                init_method=config.init_method,
-                bias=False,
-                offered={"tp_group": tp_group},
-            )
+            return self.projection(submodules.linear_up, input_size, heads * width, bias=False)
 
         def down(width: int) -> ReplicatedLinear:
             return ReplicatedLinear(c.hidden_size, width, config=c, init_method=c.init_method)

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
-from megatron.core.fusions.rope import RotaryTable
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_offload import ActivationOffload
 from megatron.core.transformer.cuda_graphs import LayerGraphs
-from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.layer_layout import layer_range
 from megatron.core.transformer.low_precision import quantize_layer
 from megatron.core.transformer.module import MegatronModule
@@ -114,23 +111,16 @@ class TransformerBlock(MegatronModule):
         attention_mask: Tensor | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
-        *,
-        inference_context: KVCache | None = None,
-        rotary_pos_emb: RotaryTable | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        **more: Any,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]; ``context`` [k, b, h] is what cross attention attends to."""
+        """[s, b, h] -> [s, b, h]; ``context`` [k, b, h] is what cross attention attends to.
+
+        ``more``: what else self attention is told (`SelfAttentionBase.forward`).
+        """
         if not self.pre_process:
             hidden_states, self.input_tensor = self.input_tensor, None  # it is freed in backward
         assert hidden_states is not None, "a later stage needs set_input_tensor"
-        shared: dict[str, Any] = {
-            "attention_mask": attention_mask,
-            "inference_context": inference_context,
-            "rotary_pos_emb": rotary_pos_emb,
-            "attention_bias": attention_bias,
-            "packed_seq_params": packed_seq_params,
-        }
+        shared: dict[str, Any] = {"attention_mask": attention_mask, **more}
         if context is not None:
             shared |= {"context": context, "context_mask": context_mask}
         if self.config.recompute_granularity in ("full", "adaptive") and self.training:

@@ -13,8 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.fusions.rope import RotaryTable
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import (
     CheckpointWithoutOutput,
@@ -146,22 +144,14 @@ class TransformerLayer(ResidualLayer):
         attention_mask: Tensor | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
-        *,
-        inference_context: KVCache | None = None,
-        rotary_pos_emb: RotaryTable | None = None,
-        attention_bias: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> [s, b, h], and ``context``, what cross attention attends to, handed on."""
+        """[s, b, h] -> [s, b, h], and ``context``, what cross attention attends to, handed on.
+
+        ``more``: what else self attention is told (`SelfAttentionBase.forward`).
+        """
         hidden_states = self.add_attention(
-            hidden_states,
-            attention_mask,
-            context,
-            context_mask,
-            inference_context=inference_context,
-            rotary_pos_emb=rotary_pos_emb,
-            attention_bias=attention_bias,
-            packed_seq_params=packed_seq_params,
+            hidden_states, attention_mask, context, context_mask, **more
         )
         return self.add_mlp(hidden_states), context
 

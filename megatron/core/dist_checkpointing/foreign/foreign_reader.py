@@ -4,7 +4,6 @@ no tensors, under the names of this project."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -133,7 +132,7 @@ class ForeignReader(CheckpointReader):
             version = 3.0
         for row, rows in _in_our_order(array, version, heads):
             at = (offset[0] + row, *offset[1:]) if offset else offset
-            self._add(key, array.dtype, ForeignPiece(at, rows.shape, partial(_same, rows)))
+            self._add(key, array.dtype, ForeignPiece(at, rows.shape, rows.narrow))
 
     def _finish(self) -> None:
         """Make ``tensors`` and the manifest.  The shape of a tensor is what its pieces span.
@@ -154,13 +153,7 @@ class ForeignReader(CheckpointReader):
             self.tensors[key] = StoredTensor(shape, dtype, tuple(pieces), spare)
         self._found.clear()
         self.manifest = read_manifest(self.folder) or Manifest(
-            iteration=self.iteration,
-            sequence=0,
-            attempt="",
-            published_at_ns=0,
-            tracker_before=None,
-            layout=layout_of(self.args),
-            files={},
+            iteration=self.iteration, layout=layout_of(self.args), files={}
         )
 
     def _read_overlap(self, piece: Any, dtype: torch.dtype, box: Box, target: Tensor) -> None:
@@ -188,10 +181,6 @@ def _in_our_order(
             if version >= 1:
                 rows = rows.with_stride(3 * step, *array.stride[1:])
             yield (head * 3 + kind) * width, rows
-
-
-def _same(array: StoredArray) -> StoredArray:
-    return array
 
 
 def common_values(values: Mapping[str, Any], iteration: int) -> dict[str, Any]:

@@ -84,15 +84,8 @@ def complete(
     reports = [RankReport(**report.tensors) for report in reports]
     files = {name: FileEntry(**e) for report in reports for name, e in report.files.items()}
     files |= SAFETENSORS_DIST.complete(parts, reports, common)
-    manifest = Manifest(
-        iteration=common["iteration"],
-        sequence=0,
-        attempt="",
-        published_at_ns=0,
-        tracker_before=None,
-        layout=layout_of(common["args"]),
-        files=files,
-    )
+    layout = layout_of(common["args"])
+    manifest = Manifest(iteration=common["iteration"], layout=layout, files=files)
     write_manifest(parts, manifest)
     with CheckpointReader(parts) as reader:
         written = write_tree(reader, folder, common)

@@ -11,6 +11,8 @@ gradient of the output from all stages that use it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -63,22 +65,18 @@ class T5Model(LanguageModule):
         add_encoder: bool = True,
         add_decoder: bool = True,
         pg_collection: ProcessGroupCollection | None = None,
-        *,
-        rotary_base: float = 10000,
-        rope_scaling: bool = False,
-        rope_scaling_factor: float = 8.0,
-        unpadded_vocab_size: int | None = None,
+        **of_language: Any,
     ) -> None:
         """``config`` is the decoder's; it and ``encoder_config`` differ in depth alone.
 
         ``add_encoder`` False leaves a decoder, which is handed hidden states of an encoder.
+        ``of_language``: what else `LanguageModule` takes.
         """
         groups = parallel_state.current() if pg_collection is None else pg_collection
         super().__init__(
             config,
             groups,
             vocab_size=vocab_size,
-            unpadded_vocab_size=unpadded_vocab_size,
             max_sequence_length=max_sequence_length,
             position_embedding_type=position_embedding_type,
             position_types=POSITION_TYPES,
@@ -88,10 +86,8 @@ class T5Model(LanguageModule):
             fp16_lm_cross_entropy=fp16_lm_cross_entropy,
             parallel_output=parallel_output,
             rotary_percent=rotary_percent,
-            rotary_base=rotary_base,
-            rope_scaling=rope_scaling,
-            rope_scaling_factor=rope_scaling_factor,
             seq_len_interpolation_factor=seq_len_interpolation_factor,
+            **of_language,
         )
         self.encoder_stages = _encoder_stages(config, groups.pp.size())
         self.input_tensor: Tensor | None = None

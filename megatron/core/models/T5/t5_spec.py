@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.common.layer_parts import LOCAL, LayerParts, transformer_engine_parts
-from megatron.core.transformer.attention import (
-    CrossAttention,
-    CrossAttentionSubmodules,
-    SelfAttention,
-    SelfAttentionSubmodules,
-)
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.models.gpt.gpt_layer_specs import layer_of
+from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
 
 
 def get_t5_encoder_with_local_block_spec(num_layers: int) -> TransformerBlockSubmodules:
@@ -68,25 +61,7 @@ def _decoder(parts: LayerParts, num_layers: int) -> TransformerBlockSubmodules:
 
 
 def _layer(parts: LayerParts, mask: AttnMaskType) -> ModuleSpec:
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": mask},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=parts.column,
-                    core_attention=parts.core_attention,
-                    linear_proj=parts.row,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=parts.norm,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row),
-            ),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
+    """That of a GPT, its norms by themselves."""
+    layer = layer_of(replace(parts, column_behind_norm=None), config=None)
+    layer.submodules.self_attention.params["attn_mask_type"] = mask
+    return layer

@@ -11,19 +11,24 @@ from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+def dense(input_size: int, output_size: int, config: TransformerConfig) -> ReplicatedLinear:
+    """A matrix with a bias, computed alike on all tensor-parallel ranks."""
+    return ReplicatedLinear(
+        input_size,
+        output_size,
+        config=config,
+        init_method=config.init_method,
+        bias=True,
+        has_partial_gradient=False,
+    )
+
+
 class BertLMHead(MegatronModule):
     """dense, GELU and norm, computed alike on all tensor-parallel ranks."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig) -> None:
         super().__init__(config)
-        self.dense = ReplicatedLinear(
-            hidden_size,
-            hidden_size,
-            config=config,
-            init_method=config.init_method,
-            bias=True,
-            has_partial_gradient=False,
-        )
+        self.dense = dense(hidden_size, hidden_size, config)
         self.layer_norm = Norm(
             config, hidden_size, config.layernorm_epsilon, has_partial_gradient=False
         )

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from megatron.core import device, parallel_state
 from megatron.core.config.errors import ConfigError
-from megatron.core.models.bert.bert_lm_head import BertLMHead
+from megatron.core.models.bert.bert_lm_head import BertLMHead, dense
 from megatron.core.models.bert.pooler import Pooler, mean_of_text
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -52,15 +51,11 @@ class BertModel(LanguageModule):
         return_embeddings: bool = False,
         vp_stage: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        *,
-        rotary_base: float = 10000,
-        rope_scaling: bool = False,
-        rope_scaling_factor: float = 8.0,
-        unpadded_vocab_size: int | None = None,
+        **of_language: Any,
     ) -> None:
-        """``vocab_size`` counts padding rows, ``unpadded_vocab_size`` does not.
+        """``return_embeddings`` replaces the heads by a mean over each text.
 
-        ``return_embeddings`` replaces the heads by a mean over each text.
+        ``of_language``: what else `LanguageModule` takes.
         """
         groups = parallel_state.current() if pg_collection is None else pg_collection
         if groups.cp.size() > 1:
@@ -72,7 +67,6 @@ class BertModel(LanguageModule):
             config,
             groups,
             vocab_size=vocab_size,
-            unpadded_vocab_size=unpadded_vocab_size,
             max_sequence_length=max_sequence_length,
             position_embedding_type=position_embedding_type,
             position_types=POSITION_TYPES,
@@ -83,10 +77,8 @@ class BertModel(LanguageModule):
             fp16_lm_cross_entropy=fp16_lm_cross_entropy,
             parallel_output=parallel_output,
             rotary_percent=rotary_percent,
-            rotary_base=rotary_base,
-            rope_scaling=rope_scaling,
-            rope_scaling_factor=rope_scaling_factor,
             seq_len_interpolation_factor=seq_len_interpolation_factor,
+            **of_language,
         )
         self.add_binary_head, self.return_embeddings = add_binary_head, return_embeddings
         if pre_process:
@@ -110,14 +102,7 @@ class BertModel(LanguageModule):
         self.output_layer.sequence_parallel = False  # it is handed whole sequences
         if self.add_binary_head:
             self.pooler = Pooler(h, config)
-            self.binary_head = ReplicatedLinear(
-                h,
-                2,
-                config=config,
-                init_method=config.init_method,
-                bias=True,
-                has_partial_gradient=False,
-            )
+            self.binary_head = dense(h, 2, config)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """What the previous stage computed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.tensor_parallel.layers import ReplicatedLinear
+from megatron.core.models.bert.bert_lm_head import dense
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -15,14 +15,7 @@ class Pooler(MegatronModule):
 
     def __init__(self, hidden_size: int, config: TransformerConfig) -> None:
         super().__init__(config)
-        self.dense = ReplicatedLinear(
-            hidden_size,
-            hidden_size,
-            config=config,
-            init_method=config.init_method,
-            bias=True,
-            has_partial_gradient=False,
-        )
+        self.dense = dense(hidden_size, hidden_size, config)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[s, b, h] -> [b, h]"""

@@ -57,10 +57,10 @@ def get_gpt_layer_local_spec(
     if use_kitchen:
         raise ConfigError(f"a GPT layer with use_kitchen: {states.KITCHEN}")
     del qk_l2_norm  # the attention reads it in its config
-    return _layer(LOCAL, num_experts, qk_layernorm, multi_latent_attention, config=config)
+    return layer_of(LOCAL, num_experts, qk_layernorm, multi_latent_attention, config=config)
 
 
-def _layer(
+def layer_of(
     parts: LayerParts,
     num_experts: int | None = None,
     qk_layernorm: bool = False,
@@ -68,6 +68,7 @@ def _layer(
     *,
     config: TransformerConfig | None,
 ) -> ModuleSpec:
+    """A causal layer made of ``parts``."""
     qk_layernorm = qk_layernorm or (config is not None and config.qk_layernorm)
     is_wide = config is not None and config.qk_layernorm_full_width
     placement = "pre" if config is None else config.layer_norm_placement
@@ -181,7 +182,7 @@ def get_gpt_layer_with_transformer_engine_spec(
     if use_kitchen:
         raise ConfigError(f"a GPT layer with use_kitchen: {states.KITCHEN}")
     parts = transformer_engine_parts(config)
-    return _layer(parts, num_experts, qk_layernorm, multi_latent_attention, config=config)
+    return layer_of(parts, num_experts, qk_layernorm, multi_latent_attention, config=config)
 
 
 def get_gpt_decoder_block_spec(
@@ -194,7 +195,7 @@ def get_gpt_decoder_block_spec(
     """A spec for every layer of the model; a stage takes its own."""
     del normalization, qk_l2_norm, vp_stage  # the config and the stage say it
     parts = transformer_engine_parts(config) if use_transformer_engine else LOCAL
-    dense, sparse = (_layer(parts, n, config=config) for n in (None, config.num_moe_experts))
+    dense, sparse = (layer_of(parts, n, config=config) for n in (None, config.num_moe_experts))
     layers = [sparse if has_experts(config, i) else dense for i in range(config.num_layers)]
     return TransformerBlockSubmodules(layers, Norm)
 
