@@ -108,10 +108,15 @@ def make_trainer(args: argparse.Namespace):
     from megatron.core import cpu_tuning
 
     shape, name = peers.SHAPES[args.shape], args.worker
-    if name.startswith("ours"):  # ours-layer: with --compile layer
+    if name.startswith("ours"):
         from benchmarks import ours
 
-        more = ["--compile", name.removeprefix("ours-")] if name != "ours" else []
+        more = {
+            "ours": [],
+            "ours-layer": ["--compile", "layer"],
+            "ours-model": ["--compile", "model"],
+            "ours-deterministic": ["--deterministic-mode"],
+        }[name]
         return ours.OurTrainer(shape, args.dtype, STEPS_FOR_LOSSES, *more)
     if name == "floor":
         return peers.MatmulFloor(shape, args.dtype)

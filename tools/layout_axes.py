@@ -21,6 +21,7 @@ BASE = (
 
 
 WIDE = "--hidden-size 64"  # blocks of codes have 32 values, on two ranks too
+GRAPHS = "--enable-cuda-graph --cuda-graph-warmup-steps 1 --cuda-graph-scope"
 MAMBA = "--model-kind mamba --mamba-state-dim 4 --mamba-head-dim 4 --mamba-num-groups 4"
 
 
@@ -257,6 +258,12 @@ _FEATURES = (
            is_layout=True),
     _drawn("host", "state-on-host-beside-work",
            "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d", is_layout=True),
+    _drawn("activations", "activations-on-host",
+           "--cpu-offloading --cpu-offloading-num-layers 1", is_layout=True),
+    _drawn("graphs", "graphs", f"{GRAPHS} full", is_layout=True),
+    _drawn("graphs", "graphs-of-attention", f"{GRAPHS} attn", is_layout=True),
+    _drawn("compiled", "compiled-layers", "--compile layer", is_layout=True),
+    _drawn("compiled", "compiled-stages", "--compile model", is_layout=True),
     _drawn("recompute", "recompute-adaptive", "--recompute-granularity adaptive", is_layout=True),
     _drawn("codes", "fp8-delayed", f"{WIDE} --fp8-format hybrid --fp8-amax-history-len 2"),
     _drawn("codes", "fp8-tensorwise", f"{WIDE} --fp8-format hybrid --fp8-recipe tensorwise"),
@@ -267,6 +274,8 @@ _FEATURES = (
     _drawn("ends", "ends-in-bf16", "--first-last-layers-bf16", "fp8-delayed"),
     _drawn("codes gathered", "gathered-as-codes", "--fp8-param-gather", "fp8-tensorwise", "bf16",
            "zero-1", is_layout=True),
+    _drawn("codes gathered", "gathered-as-delayed-codes", "--fp8-param-gather", "fp8-delayed",
+           "bf16", "zero-1", is_layout=True),
 )  # fmt: skip
 AXES = ("tp", "cp", "cp4", "pp", "dp", "instances")
 FEATURES = {feature.name: feature for feature in _FEATURES}

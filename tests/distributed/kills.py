@@ -1,6 +1,7 @@
 """kill -9 around saves, again and again, and the unbroken run that every life must be part of.
 
     python -m tests.distributed.kills --kills 200 --first 0     (make kill N=200)
+    python -m tests.distributed.kills --of fewer-bits           with what else there is to lose
 
 Lives follow each other in one directory: each loads what the one before left, trains, saves in one
 of the formats, at once or in the background, and dies at a moment that its seed decides.
@@ -42,6 +43,15 @@ BASE = (
     "--hidden-dropout 0.1 --use-distributed-optimizer --overlap-grad-reduce --bf16 "
     f"--save-interval {EVERY}"
 )
+MODELS = {
+    "bf16": "",
+    "fewer-bits": "--fp8-format hybrid --fp8-amax-history-len 4 --fp8-param-gather "
+    "--overlap-param-gather --use-precision-aware-optimizer --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype fp8 --main-grads-dtype bf16",
+    "on-host": "--fp8-format hybrid --fp8-amax-history-len 4 --optimizer-cpu-offload "
+    "--optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d --loss-chunk-size 7 "
+    "--use-precision-aware-optimizer --cpu-offloading --cpu-offloading-num-layers 1",
+}
 FORMATS = ("safetensors_dist", "safetensors_dist", "safetensors_dist", "torch_dist", "torch")
 NOT_HERE = ("save.displaced", "save.copy", "evaluate.iter", "step.gradient")
 AT = tuple(point for point in POINTS if point not in NOT_HERE)
@@ -136,6 +146,7 @@ class Storm:
     """A directory in which runs die, and what has become of it."""
 
     folder: Path
+    model: str = "bf16"
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     newest: int = 0
@@ -178,9 +189,9 @@ class Storm:
         return True
 
     def _run(self, root: Path, flags: Sequence[str], kill: Kill | None = None) -> None:
-        argv = [*TINY, *BASE.split(), *flags, "--metrics-file", str(root / "metrics")]
+        argv = [*TINY, *BASE.split(), *MODELS[self.model].split(), *flags]
+        argv += ["--metrics-file", str(root / "metrics"), "--save", str(root), "--load", str(root)]
         root.mkdir(exist_ok=True)
-        argv += ["--save", str(root), "--load", str(root)]
         run_ranks(live, NUM_RANKS, argv, str(root / "log"), kill, timeout_s=120)
 
     def _look(self, what: str, *, ended: bool = False) -> None:
@@ -217,9 +228,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="seed of the first kill")
+    parser.add_argument("--of", choices=list(MODELS), default="bf16", help="what is trained")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        storm, started_at_s = Storm(Path(folder)), time.monotonic()
+        storm, started_at_s = Storm(Path(folder), asked.of), time.monotonic()
         seed, struck = asked.first, 0
         while struck < asked.kills and not storm.wrong:
             struck += storm.strike(seed)

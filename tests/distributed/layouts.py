@@ -25,6 +25,7 @@ from megatron.core.transformer.moe import router
 from megatron.training import loop
 from tests import tolerances
 from tests.functional.runs import train_gpt
+from tests.graph_stand_in import graphs_on_cpu
 from tests.ranks import run_ranks
 from tools.layout_axes import FEATURES, Case
 
@@ -257,6 +258,8 @@ def trace(
         stack.enter_context(_short_documents(padded))
         if in_double:
             stack.enter_context(_in_float64())
+        if "--enable-cuda-graph" in argv:
+            stack.enter_context(graphs_on_cpu())
         if "--virtual-ranks" in argv:
             dist.destroy_process_group()  # as where no launcher is
         train_gpt(rank, world_size, argv)

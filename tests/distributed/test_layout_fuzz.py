@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import tolerances
-from tests.distributed.draws import draw
+from tests.distributed.draws import QUICK, draw
 from tests.distributed.layouts import Trace, compare, must_agree
 from tools import matrix
 from tools.layout_axes import Sizes, case_of
@@ -49,7 +49,7 @@ DEMANDS = {
 
 
 @pytest.mark.feature("Layouts: a fuzzer compares random layouts and models with one process")
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(QUICK))
 def test_a_random_layout_gives_the_answer_of_one_process(seed: int) -> None:
     drawn = draw(seed)
     print(drawn)  # pytest shows it when the test fails

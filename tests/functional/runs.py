@@ -7,7 +7,7 @@ import contextlib
 import importlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.core.enums import ModelType
+from megatron.core.transformer import activation_offload
 from megatron.training.training import pretrain
 from tests.ranks import run_ranks
 
@@ -45,14 +46,13 @@ def run_gpt(
 def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
     """What pretrain_gpt.py does, or the entry script of --model-kind, on initialised groups.
 
-    State that is to lie in host memory has a place apart there, as beside a GPU.
+    What is to lie in host memory has a place apart there, as beside a GPU, also where it is small.
     """
-    is_apart = mock.patch.object(device, "host_is_apart", return_value=True)
     kind = argv[argv.index("--model-kind") + 1] if "--model-kind" in argv else "gpt"
     entry = importlib.import_module(f"pretrain_{kind}")
     with (
         mock.patch("sys.argv", [f"pretrain_{kind}.py", *argv]),
-        is_apart if "--optimizer-cpu-offload" in argv else contextlib.nullcontext(),
+        _host_apart(argv),
     ):
         pretrain(
             entry.train_valid_test_datasets_provider,
@@ -61,6 +61,15 @@ def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
             entry.forward_step,
             args_defaults=defaults_of(f"pretrain_{kind}.py"),
         )
+
+
+@contextlib.contextmanager
+def _host_apart(argv: Sequence[str]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if {"--optimizer-cpu-offload", "--cpu-offloading"} & set(argv):
+            stack.enter_context(mock.patch.object(device, "host_is_apart", return_value=True))
+            stack.enter_context(mock.patch.object(activation_offload, "MIN_BYTES", 1))
+        yield
 
 
 @cache

@@ -24,6 +24,9 @@ KINDS = {
     "fp32": (1, ""),
     "bf16": (1, "--bf16"),
     "fp16": (1, f"{FP16} --initial-loss-scale 1048576"),
+    "activations-on-the-host": (
+        1, f"{DROPOUT} --bf16 --cpu-offloading --cpu-offloading-num-layers 1 --loss-chunk-size 7"
+    ),
     "fp16-with-nothing-but-skipped-steps-at-first": (1, f"{FP16} --initial-loss-scale 4294967296"),
     "dropout": (2, f"{DROPOUT} --tensor-model-parallel-size 2 --sequence-parallel"),
     "recompute": (1, f"{DROPOUT} {RECOMPUTE}"),
@@ -41,7 +44,8 @@ KINDS = {
     ),
     "state-on-the-host": (
         2, "--use-distributed-optimizer --bf16 --optimizer-cpu-offload "
-        "--optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d"
+        "--optimizer-offload-fraction 0.5 --overlap-cpu-optimizer-d2h-h2d "
+        "--use-precision-aware-optimizer --exp-avg-dtype bf16"
     ),
     "muon": (2, "--optimizer dist_muon --muon-nesterov --swiglu"),
     "fp8": (
@@ -50,7 +54,7 @@ KINDS = {
     ),
     "fp8-gathered": (
         2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16 "
-        "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"
+        "--fp8-format hybrid --fp8-param-gather --fp8-amax-history-len 4"
     ),
     "nvfp4": (1, "--fp4-format e2m1 --bf16"),
     # Losses have the same bits; the search for what need not be computed again begins anew.
