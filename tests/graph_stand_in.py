@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron.core import cpu_kernels, device
+from megatron.core.fusions import linear_cross_entropy
+from megatron.core.tensor_parallel import layers
 
 
 class _Tape(TorchDispatchMode):
@@ -128,6 +130,7 @@ def _unseen_wait(work: dist.Work, *args: Any) -> Any:
 
 _wait = dist.Work.wait
 _recorded: list[_Tape] = []
+_sees_a_gpu = mock.Mock(wraps=device, is_cuda=lambda *_: True)  # and looks at no number
 _drawing = device.RandomStream.drawing
 
 
@@ -166,5 +169,7 @@ def graphs_on_cpu() -> Iterator[type[TapeGraph]]:
         mock.patch.object(device.RandomStream, "drawing", _noted_drawing),
         mock.patch.object(dist.Work, "wait", _unseen_wait),
         mock.patch.object(cpu_kernels, "take", return_value=False),  # no operations of torch
+        mock.patch.object(layers, "device", _sees_a_gpu),
+        mock.patch.object(linear_cross_entropy, "device", _sees_a_gpu),
     ):
         yield TapeGraph

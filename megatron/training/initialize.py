@@ -13,14 +13,13 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megatron.core import cpu_tuning, device, parallel_state
 from megatron.core.config.errors import ConfigError
@@ -50,6 +49,7 @@ from megatron.training.runtime import Runtime
 from megatron.training.schedule import number_of_train_iters
 from megatron.training.setup import setup_tokenizer
 from megatron.training.signals import catch_stop_signal
+from megatron.training.step_graph import StepGraph
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _PROCESS_STARTED_AT_S = time.time()
@@ -136,6 +136,9 @@ def start(config: RunConfig) -> Runtime:
         run.batches, consumed_samples=lambda: run.state.consumed_train_samples
     )
     _set_seeds(config, groups)
+    model = config.model
+    if model.uses_graphs and not model.records_layers and device.records_graphs():
+        run.step_graph = StepGraph(model.cuda_graph_warmup_steps)
     if config.model.disable_bf16_reduced_precision_matmul:
         device.keep_bf16_sums_in_fp32()
     if config.model.deterministic_mode:
@@ -198,16 +201,18 @@ def initialize_megatron(
 
 def _end(run: Runtime) -> None:
     run.callbacks.close()
-    shut_down(run.model_chunks)
+    shut_down(run)
 
 
-def shut_down(model_chunks: Iterable[nn.Module] = ()) -> None:
+def shut_down(run: Runtime | None = None) -> None:
     """Forget the run and destroy the process groups, before the interpreter goes down.
 
     NCCL waits with the end of a group until no CUDA graph holds a collective of it.
     """
-    for graphs in (g for chunk in model_chunks for g in graphs_of(chunk)):
-        graphs.forget()
+    for graphs in (g for chunk in (run.model_chunks if run else ()) for g in graphs_of(chunk)):
+        graphs.release()
+    if run and run.step_graph is not None:
+        run.step_graph.release()
     global_vars.set_run(None)
     destroy_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()

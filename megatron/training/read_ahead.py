@@ -2,10 +2,12 @@
 
 Between two steps the host waits for the gradient norm; the device then has nothing to do until
 the next micro-batch is there.  Inside a step reading is hidden: the host is ahead of the device.
+A step that is one graph needs all of them at its begin.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from megatron.core import device
 
 
 class ReadAhead:
-    """``batches``, at most one of them taken before it is asked for."""
+    """``batches``, some of them taken before they are asked for."""
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches = batches
@@ -30,7 +32,7 @@ class ReadAhead:
         if not self._ahead:
             return next(self._batches)
         device.follow(self._arrived)
-        return self._ahead.pop()
+        return self._ahead.pop(0)
 
     def first(self) -> Any:
         """What `next` will return, and still has to."""
@@ -38,10 +40,9 @@ class ReadAhead:
         device.follow(self._arrived)
         return self._ahead[0]
 
-    def read(self) -> None:
-        """Take the next one, if there is one, and start to copy it to the device."""
-        batch = None if self._ahead else next(self._batches, None)
-        if batch is not None:
+    def read(self, count: int = 1) -> None:
+        """Take the next ``count``, if there are so many, and start to copy them to the device."""
+        for batch in itertools.islice(self._batches, max(0, count - len(self._ahead))):
             self._ahead.append(self._sent(batch) if isinstance(batch, dict) else batch)
 
     def _sent(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -59,8 +60,8 @@ class ReadAhead:
         return batch | sent
 
 
-def read_ahead(data: Any) -> None:
+def read_ahead(data: Any, count: int = 1) -> None:
     """Of each model chunk's iterator; not of iterators that a script has brought along."""
     for batches in data if isinstance(data, list) else [data]:
         if isinstance(batches, ReadAhead):
-            batches.read()
+            batches.read(count)

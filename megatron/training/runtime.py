@@ -18,6 +18,7 @@ from megatron.core.timers import Timers
 from megatron.training.callbacks.base import CallbackList
 from megatron.training.config.run import RunConfig
 from megatron.training.state import StepResult, TrainState
+from megatron.training.step_graph import StepGraph
 
 
 @dataclass
@@ -38,6 +39,7 @@ class Runtime:
     forward_step_func: Callable[..., Any] | None = None
     process_non_loss_data_func: Callable[..., Any] | None = None
     non_loss_data_func: Callable[..., Any] | None = None
+    step_graph: StepGraph | None = None  # with --cuda-graph-scope full_iteration
     train_data: Any = None  # an iterator; with several model chunks one for each
     # one loader per validation set; a fresh iterator is made for every pass
     valid_loaders: list[Any] = field(default_factory=list)

@@ -109,8 +109,13 @@ def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
     run.optimizer.zero_grad()
     barrier = run.config.optimizer.barrier_with_L1_time
     run.timers("forward-backward", log_level=1).start(barrier=barrier)
-    losses = forward_backward(run, run.train_data, num_microbatches, forward_only=False)
-    read_ahead(run.train_data)
+    passes = partial(forward_backward, run, num_microbatches=num_microbatches, forward_only=False)
+    if run.step_graph is None:
+        losses = passes(run.train_data)
+        read_ahead(run.train_data)
+    else:
+        losses = run.step_graph.run(passes, run.train_data, num_microbatches, run.model_chunks)
+        read_ahead(run.train_data, num_microbatches)
     run.timers("forward-backward").stop()
     if run.config.training.empty_unused_memory_level >= 1:
         device.empty_cache()

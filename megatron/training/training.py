@@ -95,7 +95,7 @@ def pretrain(
                     _train_and_evaluate(run)
         finally:
             run.callbacks.close()
-            shut_down(run.model_chunks)
+            shut_down(run)
 
     try:
         config = configure(extra_args_provider, args_defaults)

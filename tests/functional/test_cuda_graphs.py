@@ -23,6 +23,7 @@ from tests.ranks import run_ranks
 GRAPHS = ("--external-cuda-graph", "--cuda-graph-warmup-steps", "1")
 SHORT = ("--num-layers", "4", "--train-iters", "3", "--eval-iters", "0", "--bf16")
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+WHOLE = ("--cuda-graph-scope", "full_iteration", "--no-check-for-nan-in-loss-and-grad")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
 # Ranks, layers of each, micro-batches of each, flags.
 CASES: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
@@ -39,6 +40,18 @@ CASES: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     ),
     "interleaved": (2, 2, 4, (*PIPELINE, "--num-layers-per-virtual-pipeline-stage", "1")),
     "context": (2, 4, 4, ("--context-parallel-size", "2")),
+    "step": (
+        *(1, 4, 4),
+        (*WHOLE, *DROPOUT, "--swiglu", "--position-embedding-type", "rope"),
+    ),
+    "ranks": (
+        *(4, 4, 2),
+        (
+            *(*WHOLE, *DROPOUT, "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+            *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+            *("--calculate-per-token-loss", "--eval-iters", "1", "--eval-interval", "2"),
+        ),
+    ),
     "sequence": (2, 4, 4, ("--tensor-model-parallel-size", "2", "--sequence-parallel", *DROPOUT)),
 }
 
@@ -79,10 +92,11 @@ def metrics(
     path = folder / "metrics.jsonl"
     found = run_ranks(run, ranks, [*TINY, *SHORT, "--metrics-file", str(path), *flags])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [(line["lm loss"], line["grad-norm"]) for line in lines], found
+    return [(x["lm loss"], x["grad-norm"]) for x in lines if "grad-norm" in x], found
 
 
 @pytest.mark.feature("Speed: layers replayed as CUDA graphs, 1F1B and interleaved, the same bits")
+@pytest.mark.feature("Speed: forward and backward of a whole step as one CUDA graph, the same bits")
 @pytest.mark.parametrize("name", CASES)
 def test_replayed_layers_train_as_layers_that_python_runs(tmp_path: Path, name: str) -> None:
     ranks, layers, micro_batches, flags = CASES[name]
@@ -91,6 +105,9 @@ def test_replayed_layers_train_as_layers_that_python_runs(tmp_path: Path, name: 
     assert nothing == [(0, 0)] * ranks
     assert graphed == eager
     for rank, (graphs, replays) in enumerate(found):
+        if "full_iteration" in flags:
+            assert (graphs, replays) == (1, 2)
+            continue
         assert replays == 2 * layers * micro_batches * 2, "forward and backward, in two steps"
         in_flight = 2 if name == "1f1b" and rank < 2 else 1  # its first stage
         assert name == "interleaved" or graphs == 2 * layers * in_flight

@@ -134,7 +134,7 @@ class LayerGraphs:
                 self._recordings.append(self._record(*self._like))
         self._idle = list(self._recordings)
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Release the graphs."""
         for recording in self._recordings:
             recording.release()

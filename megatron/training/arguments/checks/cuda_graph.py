@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.distributed.sharding import is_fully_sharded
+from megatron.training.arguments.model_layers import kind_of
 from megatron.training.config.run import RunConfig
 
 
@@ -20,10 +21,6 @@ def graphs_hold_what_needs_no_python(run: RunConfig) -> Iterator[str]:
         yield (
             f"--cuda-graph-warmup-steps {m.cuda_graph_warmup_steps}: at least 1 eager step is "
             "needed, in which communicators are made and kernels chosen"
-        )
-    if m.cuda_graph_scope == "full_iteration":
-        yield (
-            "--cuda-graph-scope full_iteration: schedule and optimizer are run by Python; use full"
         )
     if m.recompute_granularity is not None:
         yield (
@@ -68,3 +65,39 @@ def graphs_fit_the_layout(run: RunConfig) -> Iterator[str]:
         yield "--enable-cuda-graph is not for Mamba and hybrid models: drop it"
     if run.distributed.virtual_ranks is not None:
         yield "--enable-cuda-graph and --virtual-ranks: ranks here are threads on a CPU; drop one"
+
+
+def a_step_in_one_graph_asks_nothing(run: RunConfig) -> Iterator[str]:
+    """Inside a step neither numbers are looked at nor is anything told to the device anew."""
+    m = run.model
+    if not m.uses_graphs or m.records_layers:
+        return
+    for words, is_in_the_way in (
+        ("--pipeline-model-parallel-size above 1", m.pipeline_model_parallel_size > 1),
+        ("--mtp-num-layers", m.mtp_num_layers is not None),
+        ("--position-embedding-type alibi", run.language_model.position_embedding_type == "alibi"),
+        (f"--model-kind {kind_of(run)}", kind_of(run) != "gpt"),
+    ):
+        if is_in_the_way:
+            yield (
+                f"--cuda-graph-scope full_iteration is not for {words}: use --cuda-graph-scope full"
+            )
+    for words, is_in_the_way, cure in (
+        (
+            "the check for NaN",
+            run.ddp.check_for_nan_in_grad,
+            "give --no-check-for-nan-in-loss-and-grad",
+        ),
+        (
+            "a loss scale that adapts",
+            m.fp16 and run.optimizer.loss_scale is None,
+            "give --bf16 or --loss-scale",
+        ),
+        ("--timing-log-level above 0", run.logging.timing_log_level > 0, "give 0"),
+        ("--log-straggler", run.resilience.log_straggler, "drop it"),
+    ):
+        if is_in_the_way:
+            yield (
+                f"--cuda-graph-scope full_iteration and {words}: Python would wait inside a step; "
+                f"{cure}"
+            )
