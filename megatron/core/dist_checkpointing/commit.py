@@ -75,11 +75,6 @@ def attempt_id() -> str:
     return f"{_LOADED_AT_NS:x}-{secrets.token_hex(4)}"
 
 
-def new_save() -> list[Any]:
-    """Names a save over several directories: the time in ns, and the start of the program."""
-    return [time.time_ns(), attempt_id()]
-
-
 def begin(root: Path, iteration: int, num_bytes: int, attempt: str) -> Pending:
     """Sweep leftovers and make the folder to write into.
 

@@ -13,6 +13,7 @@ gather of what failed, broadcast of it.
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from megatron.core.dist_checkpointing.collectives import (
 )
 from megatron.core.dist_checkpointing.folders import Found, Retention, folder_name, published
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, complete
-from megatron.core.dist_checkpointing.manifest import adopt_file, read_manifest
+from megatron.core.dist_checkpointing.manifest import Manifest, adopt_file, read_manifest
 from megatron.core.dist_checkpointing.mapping import Replica, to_write
 from megatron.core.dist_checkpointing.safetensors_file import bytes_of
 from megatron.core.dist_checkpointing.serialization import (
@@ -83,7 +84,7 @@ def save_local(
     SaveFailed on every rank if any rank fails; the parts of the save before are whole then.
     """
     rank = group.rank()
-    name = broadcast_json(commit.new_save(), group)
+    name = broadcast_json([time.time_ns(), commit.attempt_id()], group)
     chosen = to_write(contents.tensors, share_work) if share_work else contents.tensors
     mine = replace(
         contents,
@@ -105,7 +106,7 @@ def save_local(
     found = [f"rank {r}: {e}" for r, report in enumerate(reports or []) for e in report]
     failed = broadcast_json(shorten(found), group)
     if failed:
-        _drop(root, lambda parts: [f for f in parts if _name_of(f) == name], iteration)
+        _drop(root, lambda parts: [f for f in parts if _is_of(f.manifest, name)], iteration)
         raise SaveFailed(save_failed(root, iteration, failed))
     _drop(root, Retention(last=1).doomed, iteration)
     return Saved(root / folder_name(iteration), iteration)
@@ -200,14 +201,13 @@ class _Copy:
         return None
 
 
-def _name_of(found: Found) -> Any:
-    return found.manifest and found.manifest.layout.get(SAVE)
+def _is_of(manifest: Manifest | None, save_name: list[Any]) -> bool:
+    return manifest is not None and manifest.layout.get(SAVE) == save_name
 
 
 def _is_here(folder: Path, save_name: list[Any]) -> bool:
     """Whether the rank has just written this part here itself: it is on the same node."""
     try:
-        manifest = read_manifest(folder)
+        return _is_of(read_manifest(folder), save_name)
     except CheckpointError:
         return False
-    return manifest is not None and manifest.layout.get(SAVE) == save_name

@@ -27,7 +27,6 @@ from megatron.core.dist_checkpointing.manifest import (
     INDEX,
     MANIFEST,
     CheckpointDamaged,
-    Manifest,
     check_size,
     crc32,
     rank_state_name,
@@ -80,7 +79,10 @@ class CheckpointReader:
 
     def __init__(self, folder: str | Path, *, verify: bool = True):
         self.folder = Path(folder)
-        self.manifest = self._read_manifest()
+        manifest = read_manifest(self.folder)
+        if manifest is None:
+            raise CheckpointDamaged(f"{self.folder / MANIFEST} is missing")
+        self.manifest = manifest
         index = json.loads(read_checked(self.folder, INDEX, self.manifest))
         try:
             self.tensors: dict[str, StoredTensor] = {
@@ -179,12 +181,6 @@ class CheckpointReader:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _read_manifest(self) -> Manifest:
-        manifest = read_manifest(self.folder)
-        if manifest is None:
-            raise CheckpointDamaged(f"{self.folder / MANIFEST} is missing")
-        return manifest
 
     def _stored(self, key: str) -> StoredTensor:
         stored = self.tensors.get(key)

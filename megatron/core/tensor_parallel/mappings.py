@@ -91,12 +91,6 @@ def slice_of_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.narrow(0, group.rank() * share, share)
 
 
-def slice_of_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's part of the last dim; a view."""
-    share = _share(x.shape[-1], group)
-    return x.narrow(-1, group.rank() * share, share)
-
-
 def _share(size: int, group: ProcessGroup) -> int:
     assert size % group.size() == 0, f"size {size} cannot be cut for {group.size()} ranks"
     return size // group.size()
@@ -131,7 +125,8 @@ def _own_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _own_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
-    return slice_of_last_dim(x, group).contiguous()
+    share = _share(x.shape[-1], group)
+    return x.narrow(-1, group.rank() * share, share).contiguous()
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:

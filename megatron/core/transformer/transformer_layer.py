@@ -88,19 +88,14 @@ class ResidualLayer(MegatronModule):
         normed = norm(stream)
         added = part(normed)
         norm.is_used_by(added)
-        residual = self._residual(stream, normed)
-        return self._add(bda, _normed(norms[1], added), residual)
-
-    def _residual(self, stream: Tensor, normed: Tensor) -> Tensor:
         residual = normed if self.config.apply_residual_connection_post_layernorm else stream
-        return residual.float() if self.config.fp32_residual_connection else residual
-
-    def _add(self, bda: Any, x_with_bias: WithBias, residual: Tensor) -> Tensor:
-        """The residual stream after a part; ranks drop other tokens where the sequence is cut."""
+        if self.config.fp32_residual_connection:
+            residual = residual.float()
+        added = _normed(norms[1], added)
         drops = self.training and self.hidden_dropout > 0
         with fork_for_tokens(drops, is_sequence_cut=self.is_sequence_cut):
             add = bda(self.training, self.config.bias_dropout_fusion)
-            return add(x_with_bias, residual, self.hidden_dropout)
+            return add(added, residual, self.hidden_dropout)
 
 
 class TransformerLayer(ResidualLayer):

@@ -139,7 +139,8 @@ class ForeignReader(CheckpointReader):
 
         Left out: main parameters of weights that are fp32 themselves, which are the same values.
         """
-        padding = _max_padding(self.args)
+        multiple = int(self.args.get("make_vocab_size_divisible_by") or 128)
+        padding = multiple * degree(self.args, "tensor") - 1  # rows of the vocabulary
         for key, (dtype, pieces) in self._found.items():
             prefix, name = split_state(key)
             is_main = prefix == f"{STATE_PREFIX}fp32_param."
@@ -289,9 +290,3 @@ def degree(asked: Mapping[str, Any], kind: str) -> int:
 def expert_tensor_degree(asked: Mapping[str, Any]) -> int:
     """Ranks that an expert is cut over."""
     return int(asked.get("expert_tensor_parallel_size") or degree(asked, "tensor"))
-
-
-def _max_padding(asked: Mapping[str, Any]) -> int:
-    """Rows that may have been added to the vocabulary."""
-    multiple = int(asked.get("make_vocab_size_divisible_by") or 128)
-    return multiple * degree(asked, "tensor") - 1

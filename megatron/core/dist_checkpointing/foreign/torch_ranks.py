@@ -103,13 +103,10 @@ class TorchRanksReader(ForeignReader):
         if not self.manifest.layout:
             return None
         at = self._coordinate(rank)
-        content = self._ranks.get((at["tp"], at["pp"], self._expert_rank(rank)), {})
+        ep = RankGrid(dict(self.manifest.layout["expert"])).coordinate(rank).get("ep", 0)
+        content = self._ranks.get((at["tp"], at["pp"], ep), {})
         states = content.get("rng_state")
         return {"rng_state": rng_state_of(states[at["dp"] % len(states)])} if states else None
-
-    def _expert_rank(self, rank: int) -> int:
-        grid = RankGrid(dict(self.manifest.layout["expert"]))
-        return grid.coordinate(rank).get("ep", 0)
 
     def _load_ranks(self) -> dict[Rank, dict[str, Any]]:
         """What the file of each rank holds."""
@@ -186,12 +183,9 @@ class TorchRanksReader(ForeignReader):
 
 def _models(content: Mapping[str, Any]) -> list[dict[str, StoredArray]]:
     """The tensors of each model chunk under their names in the file, in the order of the model."""
-    keys = ["model"] if "model" in content else sorted(k for k in content if _is_chunk(k))
+    chunks = sorted(key for key in content if re.fullmatch(r"model\d+", str(key)))
+    keys = ["model"] if "model" in content else chunks
     return [dict(_leaves(content[key])) for key in keys]
-
-
-def _is_chunk(key: object) -> bool:
-    return isinstance(key, str) and re.fullmatch(r"model\d+", key) is not None
 
 
 def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, StoredArray]]:

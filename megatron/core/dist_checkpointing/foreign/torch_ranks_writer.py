@@ -293,12 +293,10 @@ class _Tree:
                     flat[start : start + values.numel()] = values.reshape(-1)
                 entry[key] = flat
             dtype = self.reader.tensors[names[0]].dtype
-            grads = torch.float32 if self._reduces_in_fp32() else dtype
+            in_fp32 = any(map(self.args.get, ("accumulate_allreduce_grads_in_fp32", "bf16")))
+            grads = torch.float32 if in_fp32 else dtype
             buffers[number] = {(dtype, grads): {**entry, "numel_unpadded": total}}
         return buffers
-
-    def _reduces_in_fp32(self) -> bool:
-        return bool(self.args.get("accumulate_allreduce_grads_in_fp32") or self.args.get("bf16"))
 
     def _rng(self, tp: int, pp: int) -> dict[str, Any] | None:
         layout = self.reader.manifest.layout

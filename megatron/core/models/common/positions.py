@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.config.errors import ConfigError
 from megatron.core.transformer.rope import RopeScaling, RotaryEmbedding, yarn_mscale
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -10,29 +12,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def build_rotary(
     config: TransformerConfig,
     max_sequence_length: int,
-    *,
-    percent: float = 1.0,
-    base: float = 10000,
-    has_llama3_scaling: bool = False,
-    llama3_factor: float = 8.0,
-    interpolation_factor: float | None = None,
+    **of_rotary: Any,
 ) -> RotaryEmbedding:
-    """Angles for models with --position-embedding-type rope."""
+    """Angles for models with --position-embedding-type rope; ``of_rotary`` as `RotaryEmbedding`."""
+    is_latent = config.multi_latent_attention
     return RotaryEmbedding(
-        _rotated_width(config),
-        percent,
-        config.rotary_interleaved or config.multi_latent_attention,
-        interpolation_factor,
-        base,
-        has_llama3_scaling,
-        llama3_factor,
+        config.qk_pos_emb_head_dim if is_latent else config.kv_channels,
+        rotary_interleaved=config.rotary_interleaved or is_latent,
         scaling=_scaling(config, max_sequence_length),
+        **of_rotary,
     )
-
-
-def _rotated_width(config: TransformerConfig) -> int:
-    """Channels of a head that may be rotated."""
-    return config.qk_pos_emb_head_dim if config.multi_latent_attention else config.kv_channels
 
 
 def _scaling(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:

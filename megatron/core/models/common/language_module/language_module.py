@@ -94,11 +94,11 @@ class LanguageModule(MegatronModule):
             self.rotary_pos_emb = build_rotary(
                 config,
                 max_sequence_length,
-                percent=rotary_percent,
-                base=rotary_base,
-                has_llama3_scaling=rope_scaling,
-                llama3_factor=rope_scaling_factor,
-                interpolation_factor=seq_len_interpolation_factor,
+                rotary_percent=rotary_percent,
+                rotary_base=rotary_base,
+                rope_scaling=rope_scaling,
+                rope_scaling_factor=rope_scaling_factor,
+                seq_len_interpolation_factor=seq_len_interpolation_factor,
             )
         self._has_seen_positions = False
 
