@@ -30,12 +30,7 @@ class AuxLosses:
         self.weight, self.counted, self.num_counted = weight, None, 0
 
     def attach(
-        self,
-        x: Tensor,
-        name: str,
-        loss: Tensor,
-        coefficient: float,
-        reported: Tensor | None = None,
+        self, x: Tensor, name: str, loss: Tensor, coefficient: float, reported: Tensor | None = None
     ) -> Tensor:
         """``x``, through whose backward pass ``coefficient * loss`` gets its gradient.
 

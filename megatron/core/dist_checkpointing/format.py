@@ -150,18 +150,11 @@ def _write_or_link(
 
 
 def complete(
-    folder: Path,
-    reports: Sequence[RankReport],
-    common: Mapping[str, Any],
-    *,
-    is_whole: bool = True,
+    folder: Path, reports: Sequence[RankReport], common: Mapping[str, Any], *, is_whole: bool = True
 ) -> dict[str, FileEntry]:
     """Write and fsync the index and the common values.  ``is_whole``: no element may be absent."""
     index = merge_index((report.tensors for report in reports), is_whole=is_whole)
-    return {
-        INDEX: write_json(folder / INDEX, index),
-        COMMON: write_json(folder / COMMON, common),
-    }
+    return {INDEX: write_json(folder / INDEX, index), COMMON: write_json(folder / COMMON, common)}
 
 
 SAFETENSORS_DIST = Format(FORMAT, write_rank_files, complete)

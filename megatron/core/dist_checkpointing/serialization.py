@@ -34,11 +34,7 @@ from megatron.core.dist_checkpointing.manifest import (
     CheckpointDamaged,
     FileEntry,
 )
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedTensor,
-    to_write,
-    weights_then_state,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write, weights_then_state
 from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
 from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.dist_checkpointing.validation import (
@@ -103,11 +99,7 @@ class Begun:
 
 
 def save(
-    root: Path,
-    iteration: int,
-    contents: Contents,
-    group: ProcessGroup | None,
-    **how: Any,
+    root: Path, iteration: int, contents: Contents, group: ProcessGroup | None, **how: Any
 ) -> Saved:
     """Publish a checkpoint of ``iteration`` in ``root``; ``how`` as for `begin`.  Collective.
 

@@ -17,9 +17,7 @@ from megatron.core.distributed.buckets import (
     plan_buffer,
     target_bucket_size,
 )
-from megatron.core.distributed.distributed_data_parallel_config import (
-    DistributedDataParallelConfig,
-)
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.sharding import num_instances
 
 

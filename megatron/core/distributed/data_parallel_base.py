@@ -9,9 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from megatron.core.distributed.distributed_data_parallel_config import (
-    DistributedDataParallelConfig,
-)
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 

@@ -38,9 +38,7 @@ from megatron.core.distributed.buffer_plan import (
     plan_buffers,
 )
 from megatron.core.distributed.data_parallel_base import DataParallelBase, LossConfig
-from megatron.core.distributed.distributed_data_parallel_config import (
-    DistributedDataParallelConfig,
-)
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_buffer import (
     GradBucket,
     GradBuffer,

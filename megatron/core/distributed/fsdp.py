@@ -35,9 +35,7 @@ from megatron.core import device
 from megatron.core.collectives import all_gather_single
 from megatron.core.config.errors import ConfigError, NonFiniteError
 from megatron.core.distributed.data_parallel_base import DataParallelBase, LossConfig
-from megatron.core.distributed.distributed_data_parallel_config import (
-    DistributedDataParallelConfig,
-)
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.distributed.sharding import reshards_after_forward, share_of, shares_instances

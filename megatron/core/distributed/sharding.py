@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron.core.distributed.distributed_data_parallel_config import (
-    DistributedDataParallelConfig,
-)
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 
 Config = DistributedDataParallelConfig | Namespace
 

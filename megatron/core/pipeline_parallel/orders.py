@@ -91,11 +91,7 @@ def _forward_v(placement: Placement, rank: int, num_microbatches: int) -> tuple[
 
 
 def _alternate(
-    placement: Placement,
-    rank: int,
-    passes: list[tuple[int, int]],
-    first_group: int,
-    in_pairs: bool,
+    placement: Placement, rank: int, passes: list[tuple[int, int]], first_group: int, in_pairs: bool
 ) -> tuple[Work, ...]:
     """Warm up with forwards, alternate forward and backward, drain with backwards."""
     last_chunk = placement.num_chunks - 1

@@ -106,10 +106,7 @@ class Mailbox:
     ) -> list[dist.P2POp]:
         return [
             dist.P2POp(
-                operation,
-                tensor,
-                group=self.pp_group,
-                group_peer=self.placement.location(stage)[0],
+                operation, tensor, group=self.pp_group, group_peer=self.placement.location(stage)[0]
             )
             for tensor, stage in zip(tensors, stages, strict=True)
         ]

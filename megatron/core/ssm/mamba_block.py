@@ -18,10 +18,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import (
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.norms import Norm
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlock,
-    TransformerBlockSubmodules,
-)
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

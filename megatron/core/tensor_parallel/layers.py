@@ -145,10 +145,7 @@ class ColumnParallelLinear(Linear):
             self.bias = new_parameter((local_size,), config.params_dtype, info)
 
     def forward(
-        self,
-        x: Tensor,
-        weight: Tensor | None = None,
-        runtime_gather_output: bool | None = None,
+        self, x: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """[s, b, i] -> [s, b, o/tp], or [s, b, o] where the output is gathered."""
         weight = self.weight if weight is None else weight

@@ -175,10 +175,7 @@ def update_amax_histories(models: Sequence[nn.Module], groups: ProcessGroupColle
     """
     found = [m for model in models for m in model.modules() if isinstance(m, LinearQuantizer)]
     delayed = [quantizer for quantizer in found if quantizer.recipe.history]
-    for is_expert, over in (
-        (False, (groups.tp_dp_cp,)),
-        (True, (groups.expt_tp, groups.expt_dp)),
-    ):
+    for is_expert, over in ((False, (groups.tp_dp_cp,)), (True, (groups.expt_tp, groups.expt_dp))):
         chosen = [quantizer for quantizer in delayed if quantizer.is_expert == is_expert]
         if not chosen:
             continue

@@ -57,11 +57,7 @@ class Core(Protocol):
         """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d] on this rank alone."""
 
     def attend_in_ring(
-        self,
-        qkv: _QKV,
-        around: Around,
-        ring: Transport,
-        lengths: tuple[int, ...],
+        self, qkv: _QKV, around: Around, ring: Transport, lengths: tuple[int, ...]
     ) -> Tensor:
         """The same with the keys and values of all ranks of the ring.  Collective."""
 
@@ -94,11 +90,7 @@ class Exchange:
         return tokens_for_heads(out, undo, self.heads)
 
     def _attend_to_all(
-        self,
-        core: Core,
-        qkv: _QKV,
-        around: Around,
-        lengths: tuple[int, ...],
+        self, core: Core, qkv: _QKV, around: Around, lengths: tuple[int, ...]
     ) -> Tensor:
         """Each chunk of queries against the keys of its sequence, as far as it sees them."""
         query, *both = qkv
@@ -130,11 +122,7 @@ def attend_alone(core: Core, query: Tensor, key: Tensor, value: Tensor, around: 
 
 
 def _trade_heads(
-    heads: ProcessGroup,
-    cp: ProcessGroup,
-    qkv: _QKV,
-    around: Around,
-    lengths: tuple[int, ...],
+    heads: ProcessGroup, cp: ProcessGroup, qkv: _QKV, around: Around, lengths: tuple[int, ...]
 ) -> tuple[Tensor, _QKV, Around]:
     """The tokens of all ranks in global order with a share of the heads, and the way back."""
     query, key, value = qkv

@@ -26,13 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.sequence_share import Block, blocks_of, held_tokens
-from megatron.core.transformer.attention_blocks import (
-    BlockCall,
-    BlockKernel,
-    Kept,
-    ScoreRule,
-    wide,
-)
+from megatron.core.transformer.attention_blocks import BlockCall, BlockKernel, Kept, ScoreRule, wide
 from megatron.core.transformer.attention_masks import Window, band_at
 
 _QUERIES = 128  # at a time under a narrower window

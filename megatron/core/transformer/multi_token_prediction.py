@@ -55,10 +55,7 @@ class Ahead:
 
 
 def tokens_ahead(
-    rows: tuple[Tensor, Tensor, Tensor],
-    num_depths: int,
-    lengths: tuple[int, ...],
-    cp: ProcessGroup,
+    rows: tuple[Tensor, Tensor, Tensor], num_depths: int, lengths: tuple[int, ...], cp: ProcessGroup
 ) -> list[Ahead]:
     """For k from 1 to ``num_depths``; ``rows``: this rank's tokens, labels and loss mask.
 

@@ -226,10 +226,7 @@ class VirtualGroup(dist.ProcessGroup):
         return tensor.view(self.size(), -1).unbind()
 
     def _meet(
-        self,
-        name: str,
-        parts: Sequence[_Part],
-        carry_out: Callable[[Sequence[_Part]], None],
+        self, name: str, parts: Sequence[_Part], carry_out: Callable[[Sequence[_Part]], None]
     ) -> VirtualWork:
         """Come to the group's next collective, one for each of ``parts``."""
         begun = []

@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.foreign.archive import (
-    MappedFile,
-    StoredArray,
-    load_archive,
-)
+from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray, load_archive
 from megatron.core.dist_checkpointing.foreign.unpickler import unpickle
 from megatron.core.dist_checkpointing.manifest import METADATA, CheckpointDamaged
 

@@ -78,9 +78,7 @@ def group_of(name: str, num_dims: int, asked: Mapping[str, Any]) -> tuple[float,
 
 
 def numbered_groups(
-    known: Sequence[Mapping[str, Any]],
-    params: Sequence[tuple[str, int]],
-    asked: Mapping[str, Any],
+    known: Sequence[Mapping[str, Any]], params: Sequence[tuple[str, int]], asked: Mapping[str, Any]
 ) -> list[tuple[dict[str, Any], list[str]]]:
     """Groups with the numbers of their ``params``, and the names; in the order they are met.
 

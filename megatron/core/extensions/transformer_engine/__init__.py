@@ -11,11 +11,7 @@ from torch import Tensor
 
 from megatron.core import optional
 from megatron.core.extensions.transformer_engine.attention import TEDotProductAttention
-from megatron.core.extensions.transformer_engine.engine import (
-    WANTED_BY,
-    why_not,
-    why_not_matrices,
-)
+from megatron.core.extensions.transformer_engine.engine import WANTED_BY, why_not, why_not_matrices
 from megatron.core.extensions.transformer_engine.layers import (
     TEColumnParallelGroupedLinear,
     TEColumnParallelLinear,

@@ -69,13 +69,7 @@ class TEDotProductAttention(DotProductAttention):
         )
         if not fits:
             return super().forward(
-                query,
-                key,
-                value,
-                attention_mask,
-                attn_mask_type,
-                attention_bias,
-                packed_seq_params,
+                query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
             )
         kind, more = "causal" if is_causal else "no_mask", {}
         if packed_seq_params is not None:

@@ -13,11 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.extensions.transformer_engine.engine import (
-    Engine,
-    package,
-    recipe_of,
-)
+from megatron.core.extensions.transformer_engine.engine import Engine, package, recipe_of
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     Linear,
@@ -63,9 +59,7 @@ class _Computed(Linear):
             self.quantizer.recipe = recipe_of(self.config)
 
     @staticmethod
-    def product_of_all(
-        linears: Sequence[Any],
-    ) -> Callable[[Tensor, Sequence[int]], Tensor]:
+    def product_of_all(linears: Sequence[Any]) -> Callable[[Tensor, Sequence[int]], Tensor]:
         """One product of the rows [m, i] of several layers, so many each, and their weights.
 
         Biases are left to the caller.
@@ -183,11 +177,7 @@ class TENorm(Norm):
     """`Norm`; a float32 residual stream goes its own way."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float = 1e-5,
-        **more: Any,
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **more: Any
     ) -> None:
         super().__init__(config, hidden_size, eps, **more)
         self._engine = Engine(

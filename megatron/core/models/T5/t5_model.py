@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 from megatron.core import device, parallel_state
 from megatron.core.config.errors import ConfigError
-from megatron.core.models.common.embeddings.relative_pos_embedding import (
-    RelativePositionEmbedding,
-)
+from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron.core.models.common.language_module.language_module import (
     LanguageModule,
     mark_as_shared_embedding,
@@ -31,10 +29,7 @@ from megatron.core.transformer.attention_masks import band
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.layer_layout import stacked_ranges
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlock,
-    TransformerBlockSubmodules,
-)
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _HEAD = {f"output_layer.{part}": f"lm_head.output_layer.{part}" for part in ("weight", "bias")}

@@ -10,9 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def build_rotary(
-    config: TransformerConfig,
-    max_sequence_length: int,
-    **of_rotary: Any,
+    config: TransformerConfig, max_sequence_length: int, **of_rotary: Any
 ) -> RotaryEmbedding:
     """Angles for models with --position-embedding-type rope; ``of_rotary`` as `RotaryEmbedding`."""
     is_latent = config.multi_latent_attention

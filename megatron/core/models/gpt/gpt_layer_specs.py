@@ -24,15 +24,9 @@ from megatron.core.transformer.multi_latent_attention import (
 )
 from megatron.core.transformer.norms import HeadsWideRMSNorm, Norm
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    block_submodules,
-)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, block_submodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import (
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
 def get_gpt_layer_local_spec(
@@ -125,8 +119,7 @@ def _self_attention(parts: LayerParts, qk_layernorm: bool, is_wide: bool) -> Mod
 
 def _mlp(parts: LayerParts) -> ModuleSpec:
     return ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row),
+        module=MLP, submodules=MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row)
     )
 
 

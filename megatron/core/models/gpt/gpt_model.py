@@ -18,15 +18,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.sequence_share import row_lengths
 from megatron.core.transformer.attention_masks import is_causal_mask
 from megatron.core.transformer.kv_cache import KVCache
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPrediction,
-    tokens_ahead,
-)
+from megatron.core.transformer.multi_token_prediction import MultiTokenPrediction, tokens_ahead
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlock,
-    TransformerBlockSubmodules,
-)
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 POSITION_TYPES = ("learned_absolute", "rope", "alibi", "none")

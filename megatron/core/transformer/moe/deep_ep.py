@@ -131,10 +131,7 @@ class _There(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor, _: None) -> tuple[Any, ...]:
         grad, grad_weights, event = ctx.buffer.combine(
-            grad.contiguous(),
-            ctx.handle,
-            topk_weights=grad_weights.contiguous(),
-            async_finish=True,
+            grad.contiguous(), ctx.handle, topk_weights=grad_weights.contiguous(), async_finish=True
         )
         _wait(event)
         return grad, grad_weights, None, None, None, None

@@ -19,11 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.grouped_linear import (
-    RowGroups,
-    can_group,
-    grouped_linear,
-)
+from megatron.core.transformer.moe.grouped_linear import RowGroups, can_group, grouped_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _MATRICES = ("linear_fc1", "linear_fc2")

@@ -47,10 +47,7 @@ class MoELayer(MegatronModule):
         self.router = TopKRouter(config, layer_number, pg_collection=pg_collection)
         self.dispatcher = _dispatcher(config, config.num_moe_experts, pg_collection)
         self.experts = Experts(
-            config,
-            submodules.experts,
-            self.dispatcher.local_experts,
-            pg_collection=pg_collection,
+            config, submodules.experts, self.dispatcher.local_experts, pg_collection=pg_collection
         )
         self.recomputes_shared = "shared_experts" in config.modules_to_recompute
         self.shared_experts: SharedExpertMLP | None = None

@@ -39,11 +39,7 @@ class TopKRouter(MegatronModule):
     """Chooses ``--moe-router-topk`` experts for each token."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        *,
-        pg_collection: ProcessGroupCollection,
+        self, config: TransformerConfig, layer_number: int, *, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__(config)
         assert config.num_moe_experts is not None, "a router needs --num-experts"

@@ -86,10 +86,7 @@ class LanguageModelEmbedding(MegatronModule):
         self.scale = math.sqrt(config.hidden_size) if scale == 0 else scale
 
     def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None,
-        tokentype_ids: Tensor | None = None,
+        self, input_ids: Tensor, position_ids: Tensor | None, tokentype_ids: Tensor | None = None
     ) -> Tensor:
         """[b, s] ids, positions and kinds -> [s, b, h] (or [s/tp, b, h])"""
         hidden = self.word_embeddings(input_ids if self.is_cut else input_ids.transpose(0, 1))

@@ -13,19 +13,14 @@ from torch import Tensor, nn
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rope import RotaryTable
-from megatron.core.models.common.embeddings.language_model_embedding import (
-    LanguageModelEmbedding,
-)
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.positions import build_rotary
 from megatron.core.packed_seq_params import PackedSeqParams, position_in_sequence
 from megatron.core.param_info import info_of, name_parameters, set_info
 from megatron.core.param_init import initialize_parameters
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.sequence_share import held_tokens, row_lengths
-from megatron.core.tensor_parallel.cross_entropy import (
-    true_columns,
-    vocab_parallel_cross_entropy,
-)
+from megatron.core.tensor_parallel.cross_entropy import true_columns, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, check_token_ids
 from megatron.core.tensor_parallel.output_loss import linear_cross_entropy
 from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes
@@ -278,10 +273,7 @@ class LanguageModule(MegatronModule):
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """labels [b, s], logits [s, b, v/tp] -> loss of each token [b, s] in float32."""
         loss = vocab_parallel_cross_entropy(
-            logits,
-            labels.transpose(0, 1),
-            tp_group=self.tp_group,
-            vocab_size=self.num_tokens,
+            logits, labels.transpose(0, 1), tp_group=self.tp_group, vocab_size=self.num_tokens
         )
         return loss.transpose(0, 1).contiguous()
 
