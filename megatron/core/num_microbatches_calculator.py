@@ -22,13 +22,10 @@ class BatchOptions(Protocol):
 
     @property
     def micro_batch_size(self) -> int | None: ...
-
     @property
     def global_batch_size(self) -> int | None: ...
-
     @property
     def rampup_batch_size(self) -> Sequence[str | int] | None: ...
-
     @property
     def decrease_batch_size_if_needed(self) -> bool: ...
 

@@ -45,7 +45,6 @@ class OverlapConfig(Protocol):
 
     @property
     def overlap_grad_reduce(self) -> bool: ...
-
     @property
     def align_grad_reduce(self) -> bool: ...
 
@@ -57,7 +56,6 @@ class SyncsGradients(Protocol):
     ddp_config: OverlapConfig
 
     def no_sync(self) -> AbstractContextManager[None]: ...
-
     def start_grad_sync(self) -> None: ...
 
 

@@ -21,7 +21,7 @@ The group is always given; in a group of one rank every function returns its inp
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,8 @@ from torch.distributed import ProcessGroup
 from megatron.core.collectives import all_gather_single as all_gather_single
 from megatron.core.collectives import reduce_scatter_single as reduce_scatter_single
 
-Move = Callable[[Tensor, ProcessGroup], Tensor]
+T = TypeVar("T")
+Move = Callable[[Tensor, T], Tensor]
 
 # -- plain collectives, no gradient ---------------------------------------------------------
 
@@ -99,21 +100,27 @@ def _share(size: int, group: ProcessGroup) -> int:
 # -- with gradients -------------------------------------------------------------------------
 
 
-class _Pair(torch.autograd.Function):
-    """One collective on the way forward, another on the gradient."""
-
+class _Through(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, forth: Move, back: Move) -> Tensor:
-        ctx.group, ctx.back = group, back
-        return forth(x, group)
+    def forward(ctx: Any, x: Tensor, about: T, forth: Move[T], back: Move[T]) -> Tensor:
+        ctx.about, ctx.back = about, back
+        return forth(x, about)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(grad, ctx.group), None, None, None
+        return ctx.back(grad, ctx.about), None, None, None
 
 
-def _pair(x: Tensor, group: ProcessGroup, forth: Move, back: Move) -> Tensor:
-    return x if group.size() == 1 else _Pair.apply(x, group, forth, back)
+def through(x: Tensor, about: T, forth: Move[T], back: Move[T]) -> Tensor:
+    """``forth(x, about)``, which is linear; ``back(grad, about)`` is its transpose."""
+    return _Through.apply(x, about, forth, back)
+
+
+def _pair(
+    x: Tensor, group: ProcessGroup, forth: Move[ProcessGroup], back: Move[ProcessGroup]
+) -> Tensor:
+    """One collective on the way forward, another on the gradient."""
+    return x if group.size() == 1 else through(x, group, forth, back)
 
 
 def _same(x: Tensor, group: ProcessGroup) -> Tensor:

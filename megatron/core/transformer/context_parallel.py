@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel.mappings import (
     all_to_all_first_dim,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.context_parallel_ring import Alone, Ring, Transport
+from megatron.core.transformer.context_parallel_ring import Ring
 
 _QKV = tuple[Tensor, Tensor, Tensor]
 COMM_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
@@ -57,7 +57,7 @@ class Core(Protocol):
         """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d] on this rank alone."""
 
     def attend_in_ring(
-        self, qkv: _QKV, around: Around, ring: Transport, lengths: tuple[int, ...]
+        self, qkv: _QKV, around: Around, ring: Ring, lengths: tuple[int, ...]
     ) -> Tensor:
         """The same with the keys and values of all ranks of the ring.  Collective."""
 
@@ -118,7 +118,7 @@ def attend_alone(core: Core, query: Tensor, key: Tensor, value: Tensor, around: 
     num_tokens = query.shape[0]
     lengths = row_lengths(around.packed and around.packed.lengths, num_tokens)
     around = _with_own_rows(around, num_tokens, num_tokens)
-    return core.attend_in_ring((query, key, value), around, Alone(), lengths)
+    return core.attend_in_ring((query, key, value), around, Ring(None), lengths)
 
 
 def _trade_heads(

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,32 +32,20 @@ from megatron.core.transformer.attention_masks import Window, band_at
 _QUERIES = 128  # at a time under a narrower window
 
 
-class Arriving(Protocol):
-    """A shift on its way."""
-
-    def wait(self) -> Tensor:
-        """What the previous rank has sent."""
-
-
-class Transport(Protocol):
-    """A ring of ranks."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def shift(self, x: Tensor) -> Arriving:
-        """Begin to send ``x`` to the next rank and to receive its like from the previous one."""
-
-
 class Ring:
-    """The ranks of a group, each sending to the next."""
+    """The ranks of a group, each sending to the next; None: this rank alone."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group, self.rank, self.size = group, group.rank(), group.size()
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+        self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
 
     def shift(self, x: Tensor) -> _Shift:
-        """See `Transport`.  ``x`` is contiguous and stays as it is until `wait`."""
+        """Begin to send ``x`` to the next rank and to receive its like from the previous one.
+
+        ``x`` is contiguous and stays as it is until `wait`.
+        """
+        if self.group is None:
+            return _Shift([], x, x)
         received = torch.empty_like(x)
         behind, ahead = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         works = dist.batch_isend_irecv(
@@ -76,26 +64,17 @@ class _Shift:
     sent: Tensor  # alive until it is sent
 
     def wait(self) -> Tensor:
+        """What the previous rank has sent."""
         for work in self.works:
             work.wait()
         return self.received
-
-
-class Alone:
-    """A ring of one rank."""
-
-    rank, size = 0, 1
-
-    def shift(self, x: Tensor) -> _Shift:
-        """See `Transport`."""
-        return _Shift([], x, x)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RingPlan:
     """What a ring computes.  ``hidden`` and ``bias`` have local rows and global columns."""
 
-    ring: Transport
+    ring: Ring
     lengths: tuple[int, ...]  # of the sequences in a row, over all ranks of the ring
     is_causal: bool
     kernel: BlockKernel

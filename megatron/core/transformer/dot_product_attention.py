@@ -40,7 +40,7 @@ from megatron.core.transformer.attention_masks import (
     window_of_layer,
 )
 from megatron.core.transformer.context_parallel import Around, attend_alone, exchange_of
-from megatron.core.transformer.context_parallel_ring import RingPlan, Transport, ring_attention
+from megatron.core.transformer.context_parallel_ring import Ring, RingPlan, ring_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -174,7 +174,7 @@ class DotProductAttention(MegatronModule):
         self,
         qkv: tuple[Tensor, Tensor, Tensor],
         around: Around,
-        ring: Transport,
+        ring: Ring,
         lengths: tuple[int, ...],
     ) -> Tensor:
         """The same with the keys and values of all ranks of the ring.  Collective."""

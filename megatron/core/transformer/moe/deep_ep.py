@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.device import is_cuda
 from megatron.core.optional import require, why_missing
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import through
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.token_dispatcher import (
     Arrived,
@@ -65,7 +66,7 @@ class DeepEPDispatcher(FlexDispatcher):
         arrived = sorted_here(rows, Routing(mine, weights, self.num_local), counts)
 
         def back(results: Tensor) -> Tensor:
-            return _Back.apply(arrived.back(results), buffer, handle)
+            return through(arrived.back(results), (buffer, handle), _combined, _dispatched)
 
         return Arrived(arrived.rows, arrived.weights, arrived.counts, back)
 
@@ -137,18 +138,15 @@ class _There(torch.autograd.Function):
         return grad, grad_weights, None, None, None, None
 
 
-class _Back(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, results: Tensor, buffer: Any, handle: Any) -> Tensor:
-        ctx.buffer, ctx.handle = buffer, handle
-        combined, _, event = buffer.combine(results.contiguous(), handle, async_finish=True)
-        _wait(event)
-        return combined  # type: ignore[no-any-return]
+def _combined(results: Tensor, buffer_and_handle: tuple[Any, Any]) -> Tensor:
+    buffer, handle = buffer_and_handle
+    combined, _, event = buffer.combine(results.contiguous(), handle, async_finish=True)
+    _wait(event)
+    return combined  # type: ignore[no-any-return]
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad, *_, event = ctx.buffer.dispatch(
-            grad.contiguous(), handle=ctx.handle, async_finish=True
-        )
-        _wait(event)
-        return grad, None, None
+
+def _dispatched(grad: Tensor, buffer_and_handle: tuple[Any, Any]) -> Tensor:
+    buffer, handle = buffer_and_handle
+    grad, *_, event = buffer.dispatch(grad.contiguous(), handle=handle, async_finish=True)
+    _wait(event)
+    return grad

@@ -7,12 +7,12 @@ order of tokens.  Both directions only gather, so sums come out the same on ever
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.fusions import kernels
+from megatron.core.tensor_parallel.mappings import through
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,16 @@ def by_expert(experts: Tensor, num_rows: int | None = None) -> Order:
 
 def expand(x: Tensor, order: Order) -> Tensor:
     """[n, ...] -> [m, ...]: each token once for each of its visits."""
-    return _Expand.apply(x, order)
+    return through(x, order, _rows_of_visits, _sum_of_rows)
 
 
 def combine(rows: Tensor, order: Order) -> Tensor:
     """[m, ...] -> [n, ...]: the sum of each token's rows."""
-    return _Combine.apply(rows, order)
+    return through(rows, order, _sum_of_rows, _rows_of_visits)
+
+
+def _rows_of_visits(x: Tensor, order: Order) -> Tensor:
+    return x.index_select(0, order.token)
 
 
 def _sum_of_rows(rows: Tensor, order: Order) -> Tensor:
@@ -60,25 +64,3 @@ def _sum_of_rows(rows: Tensor, order: Order) -> Tensor:
     for other in others:
         total += rows.index_select(0, other)
     return total
-
-
-class _Expand(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
-        ctx.order = order
-        return x.index_select(0, order.token)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum_of_rows(grad, ctx.order), None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Order) -> Tensor:
-        ctx.order = order
-        return _sum_of_rows(rows, order)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.order.token), None

@@ -28,6 +28,7 @@ from megatron.core.tensor_parallel.mappings import (
     all_gather_first_dim,
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
+    through,
 )
 from megatron.core.transformer.moe.permute import Order, by_expert, combine, expand
 from megatron.core.transformer.moe.routing import Routing
@@ -203,9 +204,11 @@ def _sent(
     else:
         (weights,) = _Exchange.apply(sending, receiving, group, weights)
         flight = _Flight(sending, receiving, group)
-        rows = _Depart.apply(rows, flight)
+        # Backward takes the nodes that were made last first: those of `meanwhile` come when the
+        # second one here has sent the gradient off, and before the first one waits for it.
+        rows = through(rows, flight, lambda x, f: f.start(x), lambda _, f: f.wait())
         meanwhile()
-        rows = _Land.apply(rows, flight)
+        rows = through(rows, flight, _landed, _sent_off)
     counts = [sum(n) for n in zip(*coming, strict=True)]
     return Arrived(expand(rows, sorting), expand(weights, sorting).squeeze(1), counts, back)
 
@@ -278,29 +281,11 @@ class _Flight:
         return arrived
 
 
-class _Depart(torch.autograd.Function):
-    """Backward takes the nodes that were made last first: those made between this one and `_Land`
-    come when `_Land` has sent the gradient off, and before this one waits for it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        return flight.start(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.flight.wait(), None
+def _landed(rows: Tensor, flight: _Flight) -> Tensor:
+    flight.wait()
+    return rows.view_as(rows)
 
 
-class _Land(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        flight.wait()
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.flight.start(grad)
-        return grad, None  # of the right shape; `_Depart` has what comes in
+def _sent_off(grad: Tensor, flight: _Flight) -> Tensor:
+    flight.start(grad)
+    return grad  # of the right shape; what comes in is waited for by who began the flight
