@@ -107,6 +107,9 @@ def print_kernels(run: Runtime) -> None:
     print_rank_0(f"fused operations: {whose}")
     for work, reason in left_to_torch(run.config) if whose.startswith("kernels") else ():
         print_rank_0(f"    not {work}: {reason}")
+    o = run.config.optimizer
+    if whose.endswith("C++") and run.config.model.bf16 and o.optimizer == "adam":
+        print_rank_0("    fp32 main parameters: 16 bits beside each bf16 weight")
 
 
 def left_to_torch(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core import cpu_kernels
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -20,6 +21,7 @@ from megatron.core.distributed.param_buffer import ParamGather
 from megatron.core.distributed.shard_ranges import owned_numel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm
+from megatron.core.optimizer.kept_state import Kept
 from megatron.core.param_info import ParamInfo, info_of, set_info
 from megatron.core.process_groups_config import create_process_groups, make_grids
 from tests import tolerances
@@ -119,9 +121,10 @@ class Run:
     def state_bytes(self) -> int:
         """Of everything that the optimizer keeps for single parameters."""
         return sum(
-            tensor.numel() * tensor.element_size()
+            tensor.nbytes
             for _, _, state in self.optimizer.named_state()
-            for tensor in state.values()
+            for kept in state.values()
+            for tensor in (kept.tensors if isinstance(kept, Kept) else (kept,))
         )
 
 
@@ -229,6 +232,8 @@ def _memory(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, int]:
 
 @pytest.mark.parametrize(("dtype", "bytes_each"), [(torch.float32, 8), (torch.bfloat16, 12)])
 def test_every_byte_of_state_is_on_one_rank(dtype: torch.dtype, bytes_each: int):
+    if dtype == torch.bfloat16 and cpu_kernels.compiled() is not None:
+        bytes_each -= 2  # the main parameter's upper half is the weight
     ranks = run_ranks(_memory, 4, dtype)
     assert [r["state"] for r in ranks] == [r["owned"] * bytes_each for r in ranks]
     assert sum(r["owned"] for r in ranks) == ranks[0]["params"]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
     cpu_kernels.compiled() is None, reason="not installed: python setup.py build_ext --inplace"
 )
 AWARE = {"use_precision_aware_optimizer": True}
-FORMS = [{}, AWARE, {**AWARE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}]
+FORMS = [{}, {**AWARE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}]
 
 
 def after_two_steps(flags: dict[str, Any], groups: ProcessGroupCollection) -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ def after_two_steps(flags: dict[str, Any], groups: ProcessGroupCollection) -> di
     return {"weight": model.weight.detach(), **kept}
 
 
-@pytest.mark.parametrize("flags", FORMS, ids=["beside", "split", "rounded"])
+@pytest.mark.parametrize("flags", FORMS, ids=["split", "rounded"])
 @pytest.mark.feature("Optimizers: AdamW of 16-bit weights in one pass on a CPU")
 def test_values_are_those_of_torchs_kernel(
     flags: dict[str, Any], alone: ProcessGroupCollection, monkeypatch: pytest.MonkeyPatch
@@ -53,6 +53,33 @@ def test_values_are_those_of_torchs_kernel(
     for name, values in expected.items():
         dtype = torch.bfloat16 if is_rounded or name == "weight" else torch.float32
         torch.testing.assert_close(found[name], values, **tolerances.of(dtype))
+
+
+@pytest.mark.feature("Optimizers: fp32 main parameters in 16 bits beside bf16 weights on a CPU")
+def test_adam_keeps_what_weights_lack_by_itself(
+    alone: ProcessGroupCollection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = []
+    for takes in (cpu_kernels.take, lambda *_: False):  # while the optimizer is made
+        model = nn.Linear(333, 77, bias=False, dtype=torch.bfloat16)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_kernels, "take", takes)
+            config = OptimizerConfig(lr=1e-2)
+            runs.append((model, get_megatron_optimizer(config, [model], pg_collection=alone)))
+    (split, few), (plain, many) = runs
+    plain.load_state_dict(split.state_dict())
+    many.reload_model_params()
+    for _ in range(5):
+        split.weight.grad = torch.randn(split.weight.shape).bfloat16()
+        plain.weight.grad = split.weight.grad.clone()
+        few.step()
+        many.step()
+    torch.testing.assert_close(split.weight, plain.weight, **tolerances.of(torch.bfloat16))
+    kept, whole = (next(o.named_state())[2]["fp32_param"] for o in (few, many))
+    assert torch.equal(kept.read(), whole)
+    sizes = [sum(t.nbytes for t in o.state_tensors(on_host=False)) for o in (few, many)]
+    weight = split.weight.numel()
+    assert [bytes_ // weight for bytes_ in sizes] == [2 + 2 + 8, 4 + 8]
 
 
 Numbers = dict[str, Tensor | None]
