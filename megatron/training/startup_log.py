@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.core import device
+from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.extensions.transformer_engine import why_not as why_no_engine
 from megatron.core.extensions.transformer_engine import why_not_matrices
 from megatron.core.fusions.kernels import whose_kernels
@@ -107,8 +108,9 @@ def print_kernels(run: Runtime) -> None:
     print_rank_0(f"fused operations: {whose}")
     for work, reason in left_to_torch(run.config) if whose.startswith("kernels") else ():
         print_rank_0(f"    not {work}: {reason}")
-    o = run.config.optimizer
-    if whose.endswith("C++") and run.config.model.bf16 and o.optimizer == "adam":
+    model, is_adam = run.config.model, run.config.optimizer.optimizer == "adam"
+    is_split = whose.endswith("C++") and model.bf16 and is_adam
+    if is_split and not is_fully_sharded(run.config.ddp):
         print_rank_0("    fp32 main parameters: 16 bits beside each bf16 weight")
 
 

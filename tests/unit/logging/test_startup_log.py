@@ -86,7 +86,7 @@ def test_what_is_fused_and_what_is_missing_for_it_is_told(
     why_not = iter([None, "not compiled"])
     monkeypatch.setattr(cpu_kernels, "why_not", lambda dtype: next(why_not))
     flags = "--no-rope-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion"
-    flags += " --no-bias-dropout-fusion"
+    flags += " --no-bias-dropout-fusion --bf16"
     config = run_of(f"--swiglu --position-embedding-type rope {flags}")
     run: Any = SimpleNamespace(config=config)
     print_kernels(run)
@@ -100,6 +100,7 @@ def test_what_is_fused_and_what_is_missing_for_it_is_told(
         "    not rotary positions: --no-rope-fusion",
         "    not the causal softmax: --no-masked-softmax-fusion",
         "    not bias, dropout and residual: PyTorch's own operations are as fast",
+        "    fp32 main parameters: 16 bits beside each bf16 weight",
         "fused operations: PyTorch alone: not compiled",
         "fused operations: kernels in Triton",
         "    not the gated activation: --no-bias-swiglu-fusion",
