@@ -20,11 +20,7 @@ if __name__ == "__main__":  # numpy would start threads that are never used, and
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from megatron.training.arguments.tokenizer_flags import _add_tokenizer_args
-from megatron.training.preprocess.cli import (
-    add_backend_argument,
-    run_tool,
-    tokenizer_of,
-)
+from megatron.training.preprocess.cli import add_backend_argument, run_tool, tokenizer_of
 from megatron.training.preprocess.documents import RecordFormat
 from megatron.training.preprocess.run import PreprocessOptions, preprocess
 

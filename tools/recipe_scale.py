@@ -58,18 +58,10 @@ AT_MOST = {
 
 # Where the real data and tokenizer are named: mock data takes their place.
 DATA_FLAGS = (
-    "--data-path",
-    "--train-data-path",
-    "--valid-data-path",
-    "--test-data-path",
-    "--data-args-path",
-    "--per-split-data-args-path",
-    "--vocab-file",
-    "--merge-file",
-    "--tokenizer-model",
-    "--tokenizer-type",
-    "--tiktoken-pattern",
-)
+    "--data-path --train-data-path --valid-data-path --test-data-path --data-args-path "
+    "--per-split-data-args-path --vocab-file --merge-file --tokenizer-model --tokenizer-type "
+    "--tiktoken-pattern"
+).split()
 # Values that have an entry for each layer.
 PER_LAYER = ("--moe-layer-freq", "--window-attn-skip-freq")
 

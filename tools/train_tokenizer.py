@@ -50,9 +50,7 @@ def get_parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--vocab-size", type=int, required=True, help="ids, special ones included")
     group.add_argument(
-        "--special-tokens",
-        nargs="*",
-        help="words that stay one id; wordpiece has BERT's besides",
+        "--special-tokens", nargs="*", help="words that stay one id; wordpiece has BERT's besides"
     )
     group.add_argument(
         "--min-frequency", type=int, default=2, help="a pair seen less often is not merged (bpe)"

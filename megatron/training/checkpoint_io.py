@@ -20,12 +20,7 @@ from megatron.training.arguments.model_layers import layers_of_stages
 from megatron.training.callbacks.base import CheckpointEvent
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.run_tensors import RunParts
-from megatron.training.checkpointing.save import (
-    begin_save,
-    save_local_run,
-    save_run,
-    tell_saved,
-)
+from megatron.training.checkpointing.save import begin_save, save_local_run, save_run, tell_saved
 from megatron.training.checkpointing.transient import transient
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.printing import print_rank_0

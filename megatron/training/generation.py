@@ -30,49 +30,22 @@ from megatron.training.printing import is_rank0, world_size
 from megatron.training.setup import build_model, setup_tokenizer
 from megatron.training.tokenizer import MissingToken
 
-# What a run of its own decides again; everything else is the checkpoint's.
+# Of the saved command line a run of its own leaves out what was said of saving, data and layout,
+_LEFT_OUT = (
+    "save save_interval save_retain_interval keep_last_checkpoints ckpt_incremental async_save "
+    "non_persistent_save_interval non_persistent_ckpt_type non_persistent_global_ckpt_dir "
+    "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo replication replication_jump "
+    "replication_factor virtual_ranks pipeline_model_parallel_size "
+    "encoder_pipeline_model_parallel_size context_parallel_size cp_comm_type "
+    "hierarchical_context_parallel_sizes data_path train_data_path valid_data_path test_data_path "
+    "data_args_path per_split_data_args_path tensorboard_dir metrics_file use_checkpoint_args "
+    "rampup_batch_size train_samples pretrained_checkpoint yaml_cfg calculate_per_token_loss"
+).split()
+# and decides this; everything else is the checkpoint's.
 _OWN = {
-    "finetune": True,
-    "no_load_optim": True,
-    "no_load_rng": True,
-    "save": None,
-    "save_interval": None,
-    "save_retain_interval": None,
-    "keep_last_checkpoints": None,
-    "ckpt_incremental": False,
-    "async_save": False,
-    "non_persistent_save_interval": None,
-    "non_persistent_ckpt_type": None,
-    "non_persistent_global_ckpt_dir": None,
-    "non_persistent_local_ckpt_dir": None,
-    "non_persistent_local_ckpt_algo": "fully_parallel",
-    "replication": False,
-    "replication_jump": None,
-    "replication_factor": 2,
-    "virtual_ranks": None,
-    "pipeline_model_parallel_size": 1,
-    "encoder_pipeline_model_parallel_size": 0,
-    "context_parallel_size": 1,
-    "cp_comm_type": ["p2p"],
-    "hierarchical_context_parallel_sizes": None,
-    "data_path": None,
-    "train_data_path": None,
-    "valid_data_path": None,
-    "test_data_path": None,
-    "data_args_path": None,
-    "per_split_data_args_path": None,
-    "mock_data": True,
-    "tensorboard_dir": None,
-    "metrics_file": None,
-    "use_checkpoint_args": False,
-    "rampup_batch_size": None,
-    "train_samples": None,
-    "pretrained_checkpoint": None,
-    "yaml_cfg": None,
+    **dict.fromkeys(("finetune", "no_load_optim", "no_load_rng", "mock_data"), True),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
     "exit_on_missing_checkpoint": True,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "calculate_per_token_loss": False,
 }
 
 
@@ -161,7 +134,7 @@ def generation_config(
     asked: Mapping[str, Any], load: str, *, step: int | None, device_kind: str
 ) -> RunConfig:
     """The saved command line, cut down to a model on this run's ranks."""
-    namespace = saved_namespace(asked)
+    namespace = saved_namespace({k: v for k, v in asked.items() if k not in _LEFT_OUT})
     ranks = world_size()
     own = {
         "load": load,

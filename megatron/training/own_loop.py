@@ -64,10 +64,7 @@ def setup_model_and_optimizer(
     run = get_run()
     setup.build_model(run, model_provider_func)
     setup.build_optimizer(
-        run,
-        no_weight_decay_cond=no_wd_decay_cond,
-        scale_lr_cond=scale_lr_cond,
-        lr_mult=lr_mult,
+        run, no_weight_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
     )
     load(run)
     run.callbacks = default_callbacks(run)

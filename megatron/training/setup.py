@@ -16,10 +16,7 @@ from megatron.core import device, distributed
 from megatron.core.config.errors import ConfigError
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.param_groups import (
-    ParamCondition,
-    no_weight_decay_on_embeddings,
-)
+from megatron.core.optimizer.param_groups import ParamCondition, no_weight_decay_on_embeddings
 from megatron.core.param_init import initialize_parameters
 from megatron.core.transformer.compiled import compile_layers
 from megatron.core.transformer.module import Float16Module

@@ -14,10 +14,7 @@ from megatron.core.extensions.transformer_engine import why_not as why_no_engine
 from megatron.core.extensions.transformer_engine import why_not_matrices
 from megatron.core.fusions.kernels import whose_kernels
 from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
-from megatron.core.transformer.attention_backends import (
-    AttentionRequest,
-    attention_report,
-)
+from megatron.core.transformer.attention_backends import AttentionRequest, attention_report
 from megatron.core.transformer.heterogeneous.heterogeneous_config import NO_OP
 from megatron.core.transformer.moe.deep_ep import why_not
 from megatron.training.arguments.model_layers import kind_of, layers_of

@@ -23,7 +23,6 @@ class StepResult:
     nan: bool  # a skipped step whose loss was not finite
     batch_size: int  # samples
     num_tokens: int  # over all replicas
-    elapsed_s: float | None = None
     params_hash: int | None = None  # 64 bits
 
 

@@ -112,10 +112,7 @@ def memory_lines(
 
 
 def print_memory(
-    config: RunConfig,
-    padded_vocab_size: int,
-    num_microbatches: int = 1,
-    verbose: bool = False,
+    config: RunConfig, padded_vocab_size: int, num_microbatches: int = 1, verbose: bool = False
 ) -> None:
     """Print the estimate on this rank."""
     print("\n".join(memory_lines(config, padded_vocab_size, num_microbatches, verbose)), flush=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core import device, parallel_state
+from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import (
     get_ltor_masks_and_position_ids as get_ltor_masks_and_position_ids,
 )
@@ -47,11 +47,3 @@ def calc_params_l2_norm(
     del force_create_fp32_copy  # sums are in fp32 whatever the parameters are
     chunks = [model] if isinstance(model, nn.Module) else model
     return clip_grads.calc_params_l2_norm(chunks, parallel_state.current())
-
-
-def to_device(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the tensors of ``batch`` to this process's device."""
-    target = device.current()
-    return {
-        k: v.to(target, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()
-    }

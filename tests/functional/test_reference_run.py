@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.log_parser import TrainingLine, ValidationLine, parse_log
 from tests.functional.runs import train_gpt
+from tests.log_parser import TrainingLine, ValidationLine, parse_log
 from tests.ranks import run_ranks
 from tests.reference_checkpoints import unpack
 

@@ -17,7 +17,7 @@ from megatron.core.utils import (
     get_attr_wrapped_model,
     get_model_config,
 )
-from megatron.training.utils import to_device, unwrap_model
+from megatron.training.utils import unwrap_model
 
 
 class Wrapper(nn.Module):
@@ -68,9 +68,3 @@ def test_division_without_remainder():
     assert divide(6, 3) == 2
     with pytest.raises(AssertionError, match="7 is not divisible by 2"):
         ensure_divisibility(7, 2)
-
-
-def test_only_tensors_of_a_batch_are_moved():
-    moved = to_device({"tokens": torch.arange(2), "name": "x"})
-    assert moved["name"] == "x"
-    assert moved["tokens"].tolist() == [0, 1]

@@ -40,10 +40,10 @@ def trainable_parameters(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[st
     for chunk in model_chunks:
         for local_name, param in chunk.named_parameters():
             if param.requires_grad:
-                yield info_of(param).name or _without_wrappers(local_name), param
+                yield info_of(param).name or without_wrappers(local_name), param
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
     """Wrappers (data parallelism, half precision) hold the model as ``module``."""
     while name.startswith("module."):
         name = name.removeprefix("module.")

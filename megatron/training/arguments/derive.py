@@ -1,8 +1,8 @@
 """Values that follow from other values: one function each, applied in order by `resolve`.
 
 Each function fills the private copy of the namespace that `resolve` made, under the dest of the
-flag or under the name of a config field that no flag sets, and yields a warning for every value
-of the user's that it overrules.
+flag or under the name of a config field that no flag sets; where it overrules a value of the user's
+it yields a warning.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.enums import AttnBackend
 from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS
 from megatron.core.transformer.layer_layout import parse_layout
 
-Derivation = Callable[[Namespace], Iterator[str]]
+Derivation = Callable[[Namespace], Iterator[str] | None]
 
 
 def virtual_ranks(ns: Namespace) -> Iterator[str]:
@@ -39,13 +39,12 @@ def virtual_ranks(ns: Namespace) -> Iterator[str]:
         )
 
 
-def data_parallel_size(ns: Namespace) -> Iterator[str]:
+def data_parallel_size(ns: Namespace) -> None:
     """What is left of the world once a model replica has its ranks."""
     replica = (
         ns.tensor_model_parallel_size * ns.pipeline_model_parallel_size * ns.context_parallel_size
     )
     ns.data_parallel_size = max(1, ns.world_size // max(1, replica))
-    yield from ()
 
 
 def parallel_degrees(ns: Namespace) -> Iterator[str]:
@@ -72,14 +71,13 @@ def precision(ns: Namespace) -> Iterator[str]:
         yield "--grad-reduce-in-bf16 overrules --accumulate-allreduce-grads-in-fp32"
 
 
-def nothing_asked(ns: Namespace) -> Iterator[str]:
+def nothing_asked(ns: Namespace) -> None:
     """A count of 0 leaves a part out."""
     ns.num_experts = ns.num_experts or None
     ns.mtp_num_layers = ns.mtp_num_layers or None
-    yield from ()
 
 
-def depth(ns: Namespace) -> Iterator[str]:
+def depth(ns: Namespace) -> None:
     """--num-layers and --encoder-num-layers name one number, which a pattern or decoder has."""
     if ns.num_layers is None:
         ns.num_layers = ns.encoder_num_layers
@@ -89,13 +87,11 @@ def depth(ns: Namespace) -> Iterator[str]:
     ns.encoder_num_layers = ns.num_layers
     if ns.model_kind == "t5" and ns.decoder_num_layers is None:
         ns.decoder_num_layers = ns.num_layers
-    yield from ()
 
 
-def optimizer_of_matrices(ns: Namespace) -> Iterator[str]:
+def optimizer_of_matrices(ns: Namespace) -> None:
     """dist_muon is muon divided over the replicas."""
     ns.use_distributed_optimizer |= ns.optimizer == "dist_muon"
-    yield from ()
 
 
 def data_parallel_sharding(ns: Namespace) -> Iterator[str]:
@@ -112,7 +108,7 @@ def data_parallel_sharding(ns: Namespace) -> Iterator[str]:
     ns.overlap_param_gather_with_optimizer_step &= strategy == "optim"
 
 
-def pipeline(ns: Namespace) -> Iterator[str]:
+def pipeline(ns: Namespace) -> None:
     """The number of virtual stages; without them parameters need not be gathered in step."""
     chunks = ns.num_virtual_stages_per_pipeline_rank
     if ns.num_layers_per_virtual_pipeline_stage is not None:
@@ -129,7 +125,6 @@ def pipeline(ns: Namespace) -> Iterator[str]:
         ns.align_param_gather = False
     if ns.microbatch_group_size_per_vp_stage is None:
         ns.microbatch_group_size_per_vp_stage = ns.pipeline_model_parallel_size
-    yield from ()
 
 
 def _stages(layout: str) -> int:
@@ -140,7 +135,7 @@ def _stages(layout: str) -> int:
         return 0
 
 
-def sequence_lengths(ns: Namespace) -> Iterator[str]:
+def sequence_lengths(ns: Namespace) -> None:
     """--seq-length and --encoder-seq-length name one number; positions reach as far."""
     if ns.seq_length is None:
         ns.seq_length = ns.encoder_seq_length
@@ -151,10 +146,9 @@ def sequence_lengths(ns: Namespace) -> Iterator[str]:
         ns.max_position_embeddings = ns.seq_length and max(
             ns.seq_length, ns.decoder_seq_length or 0
         )
-    yield from ()
 
 
-def widths(ns: Namespace) -> Iterator[str]:
+def widths(ns: Namespace) -> None:
     """MLP width, head width and key/value heads where they were left open."""
     hidden, heads = ns.hidden_size, ns.num_attention_heads
     if ns.ffn_hidden_size is None and hidden:
@@ -165,10 +159,9 @@ def widths(ns: Namespace) -> Iterator[str]:
         ns.kv_channels = hidden // heads
     if not ns.group_query_attention:
         ns.num_query_groups = heads
-    yield from ()
 
 
-def activation(ns: Namespace) -> Iterator[str]:
+def activation(ns: Namespace) -> None:
     """Which function stands between the two matrices of the MLP."""
     ns.gated_linear_unit = ns.swiglu or ns.geglu or ns.quick_geglu
     ns.activation_func = F.gelu
@@ -187,10 +180,9 @@ def activation(ns: Namespace) -> Iterator[str]:
     ns.bias_activation_fusion = ns.bias_swiglu_fusion if ns.swiglu else ns.bias_gelu_fusion
     if ns.relu or ns.squared_relu or ns.openai_gelu or ns.geglu or ns.quick_geglu:
         ns.bias_activation_fusion = False
-    yield from ()
 
 
-def attention(ns: Namespace) -> Iterator[str]:
+def attention(ns: Namespace) -> None:
     """Biases, softmax precision and back end of attention."""
     if ns.add_bias_linear:
         ns.add_qkv_bias = True
@@ -198,10 +190,9 @@ def attention(ns: Namespace) -> Iterator[str]:
         ns.attention_softmax_in_fp32 = True
     if ns.use_flash_attn and ns.attention_backend is AttnBackend.auto:
         ns.attention_backend = AttnBackend.flash
-    yield from ()
 
 
-def positions(ns: Namespace) -> Iterator[str]:
+def positions(ns: Namespace) -> None:
     """Other spellings of rotary positions."""
     if ns.use_rotary_position_embeddings:
         ns.position_embedding_type = "rope"
@@ -209,20 +200,18 @@ def positions(ns: Namespace) -> Iterator[str]:
         ns.position_embedding_type, ns.rope_type = "rope", "yarn"
     if ns.position_embedding_type != "rope":
         ns.apply_rope_fusion = False
-    yield from ()
 
 
-def recomputation(ns: Namespace) -> Iterator[str]:
+def recomputation(ns: Namespace) -> None:
     """Old spellings of selective recomputation."""
     if ns.recompute_activations:
         ns.recompute_granularity = "selective"
     if ns.moe_layer_recompute and ns.num_experts:
         ns.recompute_granularity = "selective"
         ns.recompute_modules = sorted({*(ns.recompute_modules or ()), "moe"})
-    yield from ()
 
 
-def experts(ns: Namespace) -> Iterator[str]:
+def experts(ns: Namespace) -> None:
     """A dense checkpoint gives weights alone; a capacity below 0 is none; E names their layers."""
     if ns.model_kind == "mamba":
         pattern = ns.hybrid_override_pattern or ""
@@ -232,14 +221,12 @@ def experts(ns: Namespace) -> Iterator[str]:
         ns.finetune = True
     if (ns.moe_expert_capacity_factor or 0) < 0:
         ns.moe_expert_capacity_factor = None
-    yield from ()
 
 
-def batch_sizes(ns: Namespace) -> Iterator[str]:
+def batch_sizes(ns: Namespace) -> None:
     """Without --global-batch-size every replica does one micro-batch a step."""
     if ns.global_batch_size is None and ns.micro_batch_size is not None:
         ns.global_batch_size = ns.micro_batch_size * ns.data_parallel_size
-    yield from ()
 
 
 def data_sources(ns: Namespace) -> Iterator[str]:
@@ -252,18 +239,16 @@ def data_sources(ns: Namespace) -> Iterator[str]:
         ns.dataloader_type = "single"
 
 
-def weight_decay(ns: Namespace) -> Iterator[str]:
+def weight_decay(ns: Namespace) -> None:
     """A constant weight decay starts and ends at --weight-decay."""
     if ns.weight_decay_incr_style == "constant":
         ns.start_weight_decay = ns.end_weight_decay = ns.weight_decay
-    yield from ()
 
 
-def compilation(ns: Namespace) -> Iterator[str]:
+def compilation(ns: Namespace) -> None:
     """A compiled backward pass computes gradients and writes nowhere itself."""
     if ns.compile != "none":
         ns.gradient_accumulation_fusion = False
-    yield from ()
 
 
 DERIVATIONS: tuple[Derivation, ...] = (

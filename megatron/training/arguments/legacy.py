@@ -120,8 +120,7 @@ def _local_rank(runtime: Runtime) -> int:
 
 
 def parse_args(
-    extra_args_provider: parsing.ExtraArgsProvider | None = None,
-    ignore_unknown_args: bool = False,
+    extra_args_provider: parsing.ExtraArgsProvider | None = None, ignore_unknown_args: bool = False
 ) -> Namespace:
     """The command line as the reference's scripts expect it: with rank and world_size."""
     args = parsing.parse_args(extra_args_provider, ignore_unknown_args)

@@ -78,22 +78,11 @@ _LAUNCH = frozenset({"rank", "world_size"})
 
 # Fields of sections that no flag sets and a derivation fills.
 DERIVED_FIELDS = frozenset(
-    {
-        "gated_linear_unit",
-        "activation_func",
-        "bias_activation_fusion",
-        "params_dtype",
-        "pipeline_dtype",
-        "virtual_pipeline_model_parallel_size",
-        "fp16",
-        "bf16",
-    }
+    (
+        "gated_linear_unit activation_func bias_activation_fusion params_dtype pipeline_dtype "
+        "virtual_pipeline_model_parallel_size fp16 bf16"
+    ).split()
 )
-
-
-def known_dests() -> frozenset[str]:
-    """The dests of all declared flags."""
-    return frozenset(flags_and_defaults())
 
 
 def states(args: Namespace) -> tuple[list[str], list[str]]:
@@ -134,9 +123,9 @@ def resolve(
     ns = Namespace(**given)
     ns.world_size = world_size
     for derive in DERIVATIONS:
-        warnings.extend(derive(ns))
+        warnings.extend(derive(ns) or ())
     warnings.extend(without_effect(ns, flags_and_defaults(), given))
-    known = known_dests() | _LAUNCH
+    known = flags_and_defaults().keys() | _LAUNCH
     if extra is None:
         extra = {dest: value for dest, value in given.items() if dest not in known}
     run = assemble(

@@ -30,31 +30,14 @@ if TYPE_CHECKING:
 
 # In the order in which they are printed.
 TIMERS_TO_LOG = (
-    "forward-backward",
-    "forward-compute",
-    "backward-compute",
-    "batch-generator",
-    "forward-recv",
-    "forward-send",
-    "backward-recv",
-    "backward-send",
-    "forward-send-forward-recv",
-    "forward-send-backward-recv",
-    "backward-send-forward-recv",
-    "backward-send-backward-recv",
-    "forward-backward-send-forward-backward-recv",
-    "non-tensor-parallel-grads-all-reduce",
-    "embedding-grads-all-reduce",
-    "all-grads-sync",
-    "params-all-gather",
-    "optimizer-copy-to-main-grad",
-    "optimizer-unscale-and-check-inf",
-    "optimizer-clip-main-grad",
-    "optimizer-count-zeros",
-    "optimizer-inner-step",
-    "optimizer-copy-main-to-model-params",
-    "optimizer",
-)
+    "forward-backward forward-compute backward-compute batch-generator forward-recv forward-send "
+    "backward-recv backward-send forward-send-forward-recv forward-send-backward-recv "
+    "backward-send-forward-recv backward-send-backward-recv "
+    "forward-backward-send-forward-backward-recv non-tensor-parallel-grads-all-reduce "
+    "embedding-grads-all-reduce all-grads-sync params-all-gather optimizer-copy-to-main-grad "
+    "optimizer-unscale-and-check-inf optimizer-clip-main-grad optimizer-count-zeros "
+    "optimizer-inner-step optimizer-copy-main-to-model-params optimizer"
+).split()
 _INTERVAL_TIMER = "interval-time"
 
 

@@ -17,15 +17,7 @@ from megatron.training.config.logging import LoggingConfig
 SAMPLES = " vs samples"
 # Tags, beside the losses, that are also drawn over samples.
 WITH_TWIN = frozenset(
-    {
-        "learning-rate",
-        "batch-size",
-        "loss-scale",
-        "world-size",
-        "grad-norm",
-        "num-zeros",
-        "params-norm",
-    }
+    "learning-rate batch-size loss-scale world-size grad-norm num-zeros params-norm".split()
 )
 
 

@@ -26,11 +26,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.serialization import all_or_none, load
 from megatron.core.dist_checkpointing.validation import Differences
 from megatron.training.checkpointing.checkpoint_args import check_kind
-from megatron.training.checkpointing.paths import (
-    check_writable,
-    find,
-    is_same_directory,
-)
+from megatron.training.checkpointing.paths import check_writable, find, is_same_directory
 from megatron.training.checkpointing.rng_state import set_rng_state
 from megatron.training.checkpointing.run_tensors import (
     OPTIMIZER_PREFIX,

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import (
     replica_of,
 )
 from megatron.core.distributed.data_parallel_base import DataParallelBase
+from megatron.core.optimizer.param_groups import without_wrappers
 from megatron.core.param_info import ParamInfo, info_of, local_part
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -135,16 +136,9 @@ def _named_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, ParamInfo
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 info = info_of(cast(nn.Parameter, tensor))  # a buffer may have a record too
-                yield info.name or _without_wrappers(local_name), info, tensor
-
-
-def _without_wrappers(name: str) -> str:
-    """Wrappers (data parallelism, half precision) hold the model as ``module``."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+                yield info.name or without_wrappers(local_name), info, tensor
 
 
 def _persistent_buffers(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    kept = {_without_wrappers(name) for name in chunk.state_dict(keep_vars=True)}
-    return ((n, buffer) for n, buffer in chunk.named_buffers() if _without_wrappers(n) in kept)
+    kept = {without_wrappers(name) for name in chunk.state_dict(keep_vars=True)}
+    return ((n, buffer) for n, buffer in chunk.named_buffers() if without_wrappers(n) in kept)

@@ -18,11 +18,7 @@ from megatron.core.dist_checkpointing.local import Replication, save_local
 from megatron.core.dist_checkpointing.serialization import Begun, Contents, Saved, begin, finish
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing.rng_state import rng_state
-from megatron.training.checkpointing.run_tensors import (
-    RunParts,
-    model_tensors,
-    optimizer_tensors,
-)
+from megatron.training.checkpointing.run_tensors import RunParts, model_tensors, optimizer_tensors
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.printing import print_rank_0
 
@@ -148,10 +144,7 @@ def layout_of(groups: ProcessGroupCollection) -> dict[str, Any]:
 
 
 def _common(
-    config: CheckpointConfig,
-    parts: RunParts,
-    counters: Mapping[str, Any],
-    asked: Mapping[str, Any],
+    config: CheckpointConfig, parts: RunParts, counters: Mapping[str, Any], asked: Mapping[str, Any]
 ) -> dict[str, Any]:
     """What is no tensor and the same for all ranks."""
     keeps_optimizer = parts.optimizer is not None and not config.no_save_optim

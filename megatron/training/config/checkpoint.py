@@ -15,8 +15,6 @@ _distributed = partial(option, group="distributed")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Saving and loading."""
-
     save: str | None = _ckpt(None, "Directory that checkpoints are written to.")
     save_interval: int | None = _ckpt(
         None, "Steps between checkpoints.", aliases=("--persistent-save-interval",)
@@ -108,14 +106,7 @@ class CheckpointConfig:
     ckpt_format: str = _ckpt(
         "safetensors_dist",
         "Format in which checkpoints are written.",
-        choices=(
-            "safetensors_dist",
-            "torch",
-            "torch_dist",
-            "zarr",
-            "torch_dcp",
-            "fsdp_dtensor",
-        ),
+        choices=("safetensors_dist", "torch", "torch_dist", "zarr", "torch_dcp", "fsdp_dtensor"),
         refused_values={"zarr": states.ZARR},
     )
     ckpt_convert_format: str | None = _ckpt(

@@ -14,8 +14,6 @@ _sft = partial(option, group="sft")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where samples come from and how they are cut."""
-
     dataloader_type: str | None = option(
         None,
         "Order of samples: single (once through), cyclic (shuffled each epoch) or external "

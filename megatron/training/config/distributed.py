@@ -15,8 +15,6 @@ _distributed = partial(option, group="distributed")
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """Process groups and their back end."""
-
     enable_gloo_process_groups: bool = _training(
         True,
         "Make no gloo groups beside the NCCL ones.",

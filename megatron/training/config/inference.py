@@ -16,8 +16,6 @@ _inference_detail = partial(_inference, ignored=states.only_with("--inference-dy
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceConfig:
-    """Text generation."""
-
     inference_batch_times_seqlen_threshold: int = _inference(
         -1,
         "Batch times sequence length from which generation is pipelined.",

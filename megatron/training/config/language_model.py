@@ -14,8 +14,6 @@ _experimental = partial(option, group="experimental")
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig:
-    """What a language model has around its transformer."""
-
     model_kind: str | None = _network(
         None,
         "Which kind of model the flags describe; entry scripts set it, tools are told (default: "

@@ -15,8 +15,6 @@ _one_logger = partial(option, group="one logger", ignored=states.ONE_LOGGER)
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What is reported, where and how often."""
-
     log_interval: int = _training(100, "Steps between lines on the console.")
     tensorboard_dir: str | None = _training(None, "Directory of the TensorBoard files.")
     metrics_file: str | None = _logging(

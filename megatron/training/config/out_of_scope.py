@@ -17,8 +17,6 @@ _retro_detail = partial(_retro, ignored=states.only_with("--retro-add-retriever"
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfScopeFlags:
-    """Flags of models that are not part of this project, or not yet."""
-
     onnx_safe: bool | None = option(
         None,
         "Avoid operations that ONNX cannot express.",

@@ -12,8 +12,6 @@ _training = partial(option, group="training")
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingConfig:
-    """Profilers and memory history."""
-
     profile: bool = _training(
         False, "Profile the steps between --profile-step-start and --profile-step-end."
     )

@@ -19,8 +19,6 @@ _restart_detail = partial(_restart, ignored=states.only_with("--inprocess-restar
 
 @dataclass(frozen=True, kw_only=True)
 class ResilienceConfig:
-    """Faults: detection, re-runs, restarts."""
-
     check_for_spiky_loss: bool = _spike(
         False, "Stop when the loss jumps far above what was seen before."
     )

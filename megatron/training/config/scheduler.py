@@ -13,8 +13,6 @@ _rate = partial(option, group="learning rate")
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Learning rate and weight decay over the run."""
-
     start_weight_decay: float | None = _reg(
         None, "Weight decay at the start of the run, where it changes over time."
     )

@@ -18,8 +18,6 @@ _device = partial(option, group="device and checks")
 
 @dataclass(frozen=True, kw_only=True)
 class ShorthandFlags:
-    """Flags that set several fields, and flags that only old scripts use."""
-
     group_query_attention: bool = _network(
         False, "Let several query heads share a key and value head, as --num-query-groups says."
     )

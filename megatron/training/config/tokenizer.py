@@ -8,13 +8,18 @@ from functools import partial
 from megatron.core.config import states
 from megatron.core.config.option import option
 
+_TYPES = tuple(
+    (
+        "BertWordPieceLowerCase BertWordPieceCase GPT2BPETokenizer SentencePieceTokenizer "
+        "GPTSentencePieceTokenizer HuggingFaceTokenizer Llama2Tokenizer TikTokenizer "
+        "MultimodalTokenizer NullTokenizer NullMultimodalTokenizer SFTTokenizer"
+    ).split()
+)
 _tokenizer = partial(option, group="tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Text to ids."""
-
     vocab_size: int | None = _tokenizer(
         None, "Tokens of the vocabulary before padding; of the tokenizer if not given."
     )
@@ -27,24 +32,8 @@ class TokenizerConfig:
     tokenizer_type: str | None = _tokenizer(
         None,
         "Kind of tokenizer.",
-        choices=(
-            "BertWordPieceLowerCase",
-            "BertWordPieceCase",
-            "GPT2BPETokenizer",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "HuggingFaceTokenizer",
-            "Llama2Tokenizer",
-            "TikTokenizer",
-            "MultimodalTokenizer",
-            "NullTokenizer",
-            "NullMultimodalTokenizer",
-            "SFTTokenizer",
-        ),
-        refused_values={
-            "MultimodalTokenizer": states.MULTIMODAL,
-            "SFTTokenizer": states.SFT,
-        },
+        choices=_TYPES,
+        refused_values={"MultimodalTokenizer": states.MULTIMODAL, "SFTTokenizer": states.SFT},
     )
     tokenizer_model: str | None = _tokenizer(
         None, "File, directory or Hugging Face name of the tokenizer."

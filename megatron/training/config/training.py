@@ -13,8 +13,6 @@ _initialization = partial(option, group="initialization")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Batch sizes, run length and how a run ends."""
-
     micro_batch_size: int | None = _training(
         None, "Samples in one forward pass of one model replica."
     )

@@ -12,8 +12,6 @@ _validation = partial(option, group="validation")
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """When and on what the model is evaluated."""
-
     full_validation: bool = _validation(
         False, "Go through the whole validation set at each evaluation."
     )

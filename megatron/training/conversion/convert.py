@@ -23,13 +23,7 @@ from megatron.core.config.errors import CheckpointError, MegatronError
 from megatron.core.dist_checkpointing.formats import FORMATS, open_reader
 from megatron.core.dist_checkpointing.mapping import LazyPiece, ShardedTensor
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.dist_checkpointing.serialization import (
-    Contents,
-    begin,
-    conclude,
-    publish,
-    write,
-)
+from megatron.core.dist_checkpointing.serialization import Contents, begin, conclude, publish, write
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training.arguments.legacy import flat_values
 from megatron.training.arguments.parser import build_parser

@@ -18,6 +18,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.param_info import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection, make_grids
+from megatron.training.arguments.model_layers import kind_of
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import build_model
 
@@ -72,8 +73,8 @@ def compare_logits(
 def _their_logits(folder: Path, run: RunConfig, prompts: Tensor) -> list[Tensor]:
     transformers = optional.require("transformers", "comparing logits")
     transformers.utils.logging.disable_progress_bar()
-    auto = {"t5": "Seq2SeqLM", "bert": "MaskedLM"}.get(kind_name(run), "CausalLM")
-    if kind_name(run) == "bert" and run.language_model.bert_binary_head:
+    auto = {"t5": "Seq2SeqLM", "bert": "MaskedLM"}.get(kind_of(run), "CausalLM")
+    if kind_of(run) == "bert" and run.language_model.bert_binary_head:
         auto = "PreTraining"
     model = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
@@ -92,16 +93,11 @@ def our_logits(
     return list(our_outputs(our_model(run, tensors, vocab_size), run, prompts))
 
 
-def kind_name(run: RunConfig) -> str:
-    """--model-kind."""
-    return run.language_model.model_kind or "gpt"
-
-
 def their_outputs(model: Any, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
     """What `our_outputs` is compared with, of a model of `transformers`."""
-    if kind_name(run) == "t5":
+    if kind_of(run) == "t5":
         yield model(input_ids=ids, decoder_input_ids=ids.flip(1), use_cache=False).logits
-    elif kind_name(run) == "bert":
+    elif kind_of(run) == "bert":
         types = _types(ids) if run.language_model.bert_binary_head else None
         yield from model(ids, token_type_ids=types, return_dict=True).to_tuple()
     else:
@@ -110,9 +106,9 @@ def their_outputs(model: Any, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
 
 def our_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
     """The logits of ids [b, s]; a decoder behind an encoder reads them backwards."""
-    if kind_name(run) == "t5":
+    if kind_of(run) == "t5":
         yield model(ids, ids.flip(1))
-    elif kind_name(run) == "bert":
+    elif kind_of(run) == "bert":
         types = _types(ids) if run.language_model.bert_binary_head else None
         yield from (logits for logits in model(ids, None, types) if logits is not None)
     else:
@@ -128,11 +124,7 @@ def _types(ids: Tensor) -> Tensor:
 def our_model(run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int) -> nn.Module:
     """The model that ``run`` describes, in float32 and not training, with ``tensors`` in it."""
     config = replace(
-        run.model,
-        params_dtype=torch.float32,
-        bf16=False,
-        fp16=False,
-        perform_initialization=False,
+        run.model, params_dtype=torch.float32, bf16=False, fp16=False, perform_initialization=False
     )
     model = build_model(
         replace(run, model=config),

@@ -93,12 +93,7 @@ def apply_t5(model: nn.Module, batch: Batch) -> Tensor:
     assert mask is not None, "every stage reads it"
     padding = mask == 0
     losses: Tensor = model(
-        batch["text_enc"],
-        batch["text_dec"],
-        padding,
-        None,
-        padding,
-        lm_labels=batch["labels"],
+        batch["text_enc"], batch["text_dec"], padding, None, padding, lm_labels=batch["labels"]
     )
     return losses
 

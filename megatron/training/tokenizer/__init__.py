@@ -3,7 +3,6 @@
 from megatron.training.tokenizer.base import MegatronTokenizer as MegatronTokenizer
 from megatron.training.tokenizer.base import MissingToken as MissingToken
 from megatron.training.tokenizer.base import TokenBatch as TokenBatch
-from megatron.training.tokenizer.build import TOKENIZER_TYPES as TOKENIZER_TYPES
 from megatron.training.tokenizer.build import TOKENIZERS as TOKENIZERS
 from megatron.training.tokenizer.build import create_tokenizer as create_tokenizer
 from megatron.training.tokenizer.build import padded_vocab_size as padded_vocab_size

@@ -29,6 +29,10 @@ class TokenBatch(NamedTuple):
     lengths: np.ndarray  # int64 [texts]
 
 
+def _id_of(role: str, words: str) -> property:
+    return property(lambda self: self._special(role), doc=words)
+
+
 class MegatronTokenizer(ABC):
     """Base of all tokenizers.
 
@@ -83,40 +87,13 @@ class MegatronTokenizer(ABC):
         """The id of ``eod``, ``bos``, ...: what a kind of tokenizer says for all of them."""
         raise self._missing(role.upper())
 
-    @property
-    def eod(self) -> int:
-        """The id that ends a document."""
-        return self._special("eod")
-
-    @property
-    def bos(self) -> int:
-        """The id that begins a sequence."""
-        return self._special("bos")
-
-    @property
-    def eos(self) -> int:
-        """The id that ends a sequence."""
-        return self._special("eos")
-
-    @property
-    def pad(self) -> int:
-        """The id that fills a batch up."""
-        return self._special("pad")
-
-    @property
-    def cls(self) -> int:
-        """The id before a BERT sample."""
-        return self._special("cls")
-
-    @property
-    def sep(self) -> int:
-        """The id between the parts of a BERT sample."""
-        return self._special("sep")
-
-    @property
-    def mask(self) -> int:
-        """The id that stands for a hidden token."""
-        return self._special("mask")
+    eod = _id_of("eod", "The id that ends a document.")
+    bos = _id_of("bos", "The id that begins a sequence.")
+    eos = _id_of("eos", "The id that ends a sequence.")
+    pad = _id_of("pad", "The id that fills a batch up.")
+    cls = _id_of("cls", "The id before a BERT sample.")
+    sep = _id_of("sep", "The id between the parts of a BERT sample.")
+    mask = _id_of("mask", "The id that stands for a hidden token.")
 
     # Names of NeMo, which users' scripts call.
     eos_id = property(lambda self: self.eos, doc="Alias of ``eos``.")

@@ -35,7 +35,6 @@ REFUSED = {
     "MultimodalTokenizer": "images inside text come with the vision-language models",
     "SFTTokenizer": "chat templates come with supervised fine-tuning",
 }
-TOKENIZER_TYPES = (*TOKENIZERS, *REFUSED)
 
 
 def create_tokenizer(spec: TokenizerSpec) -> MegatronTokenizer:

@@ -12,11 +12,7 @@ from megatron.training.tokenizer.base import MegatronTokenizer as MegatronTokeni
 from megatron.training.tokenizer.bert_wordpiece import (
     _BertWordPieceTokenizer as _BertWordPieceTokenizer,
 )
-from megatron.training.tokenizer.build import (
-    create_tokenizer,
-    padded_vocab_size,
-    padding_message,
-)
+from megatron.training.tokenizer.build import create_tokenizer, padded_vocab_size, padding_message
 from megatron.training.tokenizer.huggingface import _HuggingFaceTokenizer as _HuggingFaceTokenizer
 from megatron.training.tokenizer.library import _GPT2BPETokenizer as _GPT2BPETokenizer
 from megatron.training.tokenizer.null import _NullMultimodalTokenizer as _NullMultimodalTokenizer

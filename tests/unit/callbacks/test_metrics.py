@@ -26,7 +26,7 @@ from megatron.training.callbacks.records import EvalRecord, Sink, SinkList, Step
 from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.wandb import WandbSink
 from megatron.training.device_peak import Peak
-from megatron.training.log_parser import TrainingLine, ValidationLine, parse_log
+from tests.log_parser import TrainingLine, ValidationLine, parse_log
 from tests.unit.callbacks.helpers import fake_run, run_config, step_result
 
 

@@ -54,8 +54,7 @@ def _read_bias(config: Config) -> dict[str, Any]:
 
 
 _BIAS = Field(
-    _read_bias,
-    lambda shape: dict.fromkeys(("attention_bias", "mlp_bias"), shape.add_bias_linear),
+    _read_bias, lambda shape: dict.fromkeys(("attention_bias", "mlp_bias"), shape.add_bias_linear)
 )
 
 

@@ -43,10 +43,7 @@ def _read_ends(config: Config) -> dict[str, Any]:
 
 
 def _write_ends(shape: ModelShape) -> dict[str, Any]:
-    return {
-        "tie_word_embeddings": shape.is_tied,
-        "scale_decoder_outputs": shape.output_scale != 1,
-    }
+    return {"tie_word_embeddings": shape.is_tied, "scale_decoder_outputs": shape.output_scale != 1}
 
 
 def _read_decoder(config: Config) -> dict[str, Any]:
