@@ -43,7 +43,7 @@ struct Gelu {
 struct GeluTanh {
     static INLINE F value(F x) { return x * sigmoid(x * (x * x * 0.0713548163f + 1.59576912f)); }
     static INLINE F slope(F x, F& value) {
-        const F square = x * x;
+        const F square = smaller(splat(1e10f), x * x);  // inf of a slope of 0 would be NaN
         const F s = sigmoid(x * (square * 0.0713548163f + 1.59576912f));
         value = x * s;
         return s + value * (1.0f - s) * (square * 0.214064449f + 1.59576912f);

@@ -46,10 +46,24 @@ INLINE void write(T* p, V v, int64_t n) {
 }
 
 // n <= kLanes elements; the rest of the vector is zero.
-INLINE F load(const float* p, int64_t n) { return read<F>(p, n); }
-INLINE F load(const bf16* p, int64_t n) { return widen(read<H>(&p->bits, n)); }
-INLINE void store(float* p, F f, int64_t n) { write(p, f, n); }
-INLINE void store(bf16* p, F f, int64_t n) { write(&p->bits, narrow(f), n); }
+INLINE F cached(const float* p, int64_t n) { return read<F>(p, n); }
+INLINE F cached(const bf16* p, int64_t n) { return widen(read<H>(&p->bits, n)); }
+INLINE void cache(float* p, F f, int64_t n) { write(p, f, n); }
+INLINE void cache(bf16* p, F f, int64_t n) { write(&p->bits, narrow(f), n); }
+
+// The same where the processor does not ask for memory early enough by itself: on one core of a
+// server arithmetic and memory take turns without this, and overlap with it.
+constexpr int64_t kAhead = 2048;  // bytes; of 1, 2 and 4 KiB the best
+template <class T>
+INLINE F load(const T* p, int64_t n) {
+    __builtin_prefetch((const char*)p + kAhead, 0);
+    return cached(p, n);
+}
+template <class T>
+INLINE void store(T* p, F f, int64_t n) {
+    __builtin_prefetch((char*)p + kAhead, 1);
+    cache(p, f, n);
+}
 
 // body(i, n) for stretches of n <= kLanes elements from i on.
 template <class Body>
@@ -66,13 +80,24 @@ INLINE F first(F x, int64_t n, float instead) {
     return x;
 }
 
+// By halves, not one after the other.
 INLINE float sum(F x) {
-    float total = 0;
-    for (int64_t i = 0; i < kLanes; ++i) total += x[i];
-    return total;
+    for (int64_t half = kLanes / 2; half; half /= 2)
+        for (int64_t i = 0; i < half; ++i) x[i] += x[i + half];
+    return x[0];
 }
 
+// Of a NaN and a number the second: else compilers compare and choose, in two steps.
+#if LANES == 16
+INLINE F larger(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE F smaller(F a, F b) { return (F)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif LANES == 8
+INLINE F larger(F a, F b) { return (F)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE F smaller(F a, F b) { return (F)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
 INLINE F larger(F a, F b) { return a > b ? a : b; }
+INLINE F smaller(F a, F b) { return a < b ? a : b; }
+#endif
 
 INLINE float largest(F x) {
     float top = x[0];
@@ -80,27 +105,41 @@ INLINE float largest(F x) {
     return top;
 }
 
-// e^x to 1e-7 of itself, for -87 <= x <= 88; 0 below, no more than e^88 above; NaN for NaN.
+// e^x to 1e-7 (1 + |x|) of itself, for -87 <= x <= 88; 0 below, inf above; NaN for NaN.
 INLINE F exp(F x) {
+    const F doublings = x * 1.44269504f;
+#if LANES == 16  // infinities leave no fraction
+    const F r = (F)_mm512_reduce_ps((__m512)doublings, 0x08);
+    const F whole = doublings - r;
+#else
     constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
-    const F limited = 88.0f < x ? splat(88.0f) : x;
-    const F in_range = -104.0f > limited ? splat(-104.0f) : limited;
-    const F shifted = in_range * 1.44269504f + kMagic;
-    const F whole = shifted - kMagic;
-    const F r = in_range - whole * 0.693145752f - whole * 1.42860677e-6f;
-    F p = poly(r, splat(0.00138144672f), 0.00836878084f);
-    p = poly(r, p, 0.0416683927f);
-    p = poly(r, p, 0.166665196f);
-    p = poly(r, p, 0.49999994f);
-    const F fraction = p * (r * r) + (r + 1.0f);
-#if LANES == 16
-    return (F)_mm512_scalef_ps((__m512)fraction, (__m512)whole);
+    const F in_range = larger(splat(-127.0f), smaller(splat(128.0f), doublings));
+    const F shifted = in_range + kMagic;
+    const F r = in_range - (shifted - kMagic);
 #endif
-    const F power = (F)(((I)shifted << 23) + 0x3f800000);
-    return x < -87.0f ? F{} : fraction * power;
+    F p = poly(r, splat(0.00132647273f), 0.00967151299f);
+    p = poly(r, p, 0.0555073358f);
+    p = poly(r, p, 0.240222424f);
+    p = poly(r, p, 0.693147004f);
+    p = poly(r, p, 1.0f);
+#if LANES == 16
+    return (F)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
+    return p * (F)(((I)shifted << 23) + 0x3f800000);
+#endif
 }
 
-INLINE F sigmoid(F x) { return 1.0f / (1.0f + exp(-x)); }
+// 1 / x for x > 0, also inf.
+INLINE F reciprocal(F x) {
+#if LANES == 16  // a guess of 14 bits, and a step of Newton; a division takes three times as long
+    const F guess = (F)_mm512_rcp14_ps((__m512)x);
+    return guess + guess * smaller(1.0f - x * guess, splat(1.0f));  // NaN of 0 inf: the second
+#else
+    return 1.0f / x;
+#endif
+}
+
+INLINE F sigmoid(F x) { return reciprocal(1.0f + exp(-x)); }
 
 INLINE F square_root(F x) {
 #if LANES == 16
