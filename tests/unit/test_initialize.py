@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core import cpu_tuning, device
 from megatron.core.config.errors import ConfigError
+from megatron.training import initialize
 from megatron.training.checkpointing.save import save_run
 from megatron.training.initialize import _init_default_group, configure, fail
 from tests.unit.arguments.commands import argv
@@ -30,6 +32,23 @@ def test_the_plan_is_printed_once(
         monkeypatch.setenv("RANK", rank)
         assert check("") == 0
         assert capsys.readouterr().out.partition("\n")[0] == first_line
+
+
+def test_flags_that_need_a_gpu_say_so_where_none_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end_here() -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(device, "is_cuda", lambda: False)
+    monkeypatch.setattr(device, "choose", lambda asked, rank: None)
+    monkeypatch.setattr(cpu_tuning, "keep_freed_memory", end_here)
+    config = configure(argv=argv("--moe-grouped-gemm --num-experts 2 --record-memory-history"))
+    with pytest.raises(InterruptedError):
+        initialize.start(config)
+    out = capsys.readouterr().out
+    for flag in ("--moe-grouped-gemm", "--record-memory-history"):
+        assert f"WARNING: {flag} is without effect: it needs a GPU" in out
 
 
 def test_conflicts_are_printed_once_and_the_other_ranks_wait_to_be_ended(

@@ -11,7 +11,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from megatron.core.config.errors import ConfigError
+from megatron.core.config.errors import ConfigError, MissingDependency
+from megatron.core.extensions.transformer_engine.engine import why_not
 from megatron.core.rank_grid import RankGrid
 from megatron.training import plan
 from megatron.training.arguments.resolve import resolve
@@ -43,7 +44,7 @@ def check_only(args: Namespace, write: Callable[[str], object] = print_rank_0) -
         limit = args.check_device_memory_gib
         memory = None if limit is None else limit * _BYTES_PER_GIB
         planned = plan.plan_run(run, args.check_rank, memory=memory)
-    except ConfigError as error:
+    except (ConfigError, MissingDependency) as error:
         write(str(error))
         return 1
     for line in report(run, planned):
@@ -81,10 +82,13 @@ def report(run: RunConfig, planned: RunPlan) -> Iterator[str]:
     yield from plan.plan_lines(planned)
     yield ""
     yield from _batches(run)
-    if run.warnings:
+    warnings = list(run.warnings)
+    if run.model.require_transformer_engine and (reason := why_not()) is not None:
+        warnings.append(f"--require-transformer-engine: this machine cannot start it: {reason}")
+    if warnings:
         yield ""
         yield "warnings:"
-        yield from (f"  - {warning}" for warning in run.warnings)
+        yield from (f"  - {warning}" for warning in warnings)
 
 
 def _layout(run: RunConfig) -> Iterator[str]:

@@ -6,8 +6,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.core.device import CPU
-
 
 @dataclass(frozen=True)
 class Need:
@@ -40,7 +38,7 @@ NEEDS_OF_LAYERS = (
         "--num-experts",
         "expert_tensor_parallel_size moe_aux_loss_coeff moe_apply_probs_on_input "
         "moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size moe_input_jitter_eps "
-        "moe_layer_freq moe_layer_recompute moe_pad_expert_input_to_capacity "
+        "moe_grouped_gemm moe_layer_freq moe_layer_recompute moe_pad_expert_input_to_capacity "
         "moe_per_layer_logging moe_router_dtype moe_router_enable_expert_bias "
         "moe_router_force_load_balancing moe_router_group_topk moe_router_group_score_topk "
         "moe_router_load_balancing_type moe_router_num_groups moe_router_pre_softmax "
@@ -64,11 +62,6 @@ NEEDS_OF_LAYERS = (
         "moe_router_enable_expert_bias moe_router_group_score_topk moe_router_group_topk "
         "moe_router_num_groups",
         lambda ns: not ns.moe_router_force_load_balancing,
-    ),
-    Need(
-        "--num-experts on a GPU",
-        "moe_grouped_gemm",
-        lambda ns: ns.num_experts is not None and ns.device != CPU,
     ),
     Need(
         "--swiglu, --geglu or --quick-geglu",

@@ -18,7 +18,7 @@ def _rule_of_vectors(ns: Namespace) -> str:
 
 NEEDS_GPU = Need(
     "a GPU",
-    "optimizer_cpu_offload enable_cuda_graph external_cuda_graph cpu_offloading "
+    "optimizer_cpu_offload enable_cuda_graph external_cuda_graph cpu_offloading moe_grouped_gemm "
     "record_memory_history",
     lambda ns: ns.device != CPU,
 )

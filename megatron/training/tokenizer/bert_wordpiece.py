@@ -86,4 +86,12 @@ def _read_vocab(vocab_file: str) -> dict[str, int]:
         ) from error
     if "[UNK]" not in tokens:
         raise ConfigError(f"--vocab-file {vocab_file} has no line [UNK]; it is no BERT vocabulary")
-    return {token: index for index, token in enumerate(tokens)}
+    vocab: dict[str, int] = {}
+    for index, token in enumerate(tokens):
+        if (first := vocab.setdefault(token, index)) != index:
+            raise ConfigError(
+                f"--vocab-file {vocab_file}: line {index + 1} repeats {token!r} of line "
+                f"{first + 1}, and [BOS] would get the id of another token; put a token that no "
+                "text has there, such as [unused0], which leaves all other ids as they are"
+            )
+    return vocab

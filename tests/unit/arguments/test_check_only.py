@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megatron.core.extensions.transformer_engine.engine import why_not
 from megatron.training.arguments.check_only import check_only
 from megatron.training.arguments.parser import parse_args
 from tests.unit.arguments.commands import argv
@@ -40,6 +43,33 @@ def test_every_conflict_is_printed_and_the_status_is_1() -> None:
     assert status == 1
     assert lines[0] == "this run cannot start:"
     assert len([line for line in lines if line.startswith("  - ")]) >= 3
+
+
+def test_what_needs_transformer_engine_is_told_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan is for another machine: what a flag requires is a warning, what it builds an error."""
+    missing = "transformer_engine.pytorch is not installed"
+    if why_not() != missing:
+        pytest.skip("Transformer Engine is installed")
+    status, lines = report("--require-transformer-engine --bf16")
+    told = f"  - --require-transformer-engine: this machine cannot start it: {missing}"
+    assert (status, lines[-1]) == (0, told)
+    (tmp_path / "spec_of_te.py").write_text(_SPEC)
+    monkeypatch.syspath_prepend(tmp_path)
+    status, lines = report("--spec spec_of_te spec")
+    sentence = f"a layer of Transformer Engine, of --spec or a script: {missing}; pip install"
+    assert (status, len(lines)) == (1, 1)
+    assert lines[0].startswith(sentence)
+
+
+_SPEC = """
+from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+spec = get_gpt_layer_local_spec()
+spec.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+"""
 
 
 def test_a_rank_outside_the_world_is_refused() -> None:

@@ -254,6 +254,13 @@ def test_a_vocabulary_without_unk_is_no_wordpiece(tmp_path):
         _BertWordPieceTokenizer(str(path))
 
 
+def test_a_vocabulary_with_a_token_twice_is_refused_with_both_lines(tmp_path):
+    path = tmp_path / "vocab.txt"
+    path.write_text("[PAD]\n[UNK]\nword\nother\nword \n")
+    with pytest.raises(ConfigError, match=r"line 5 repeats 'word' of line 3.*\[unused0\]"):
+        _BertWordPieceTokenizer(str(path))
+
+
 def test_padding_rounds_up_to_a_multiple_per_rank():
     assert padded_vocab_size(50257, 128, 1) == 50304
     assert padded_vocab_size(50257, 128, 8) == 51200

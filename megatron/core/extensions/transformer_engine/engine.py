@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 WANTED_BY = "--transformer-impl transformer_engine"
+_LAYER = "a layer of Transformer Engine, of --spec or a script"
 _PACKAGE, _OLDEST = "transformer_engine", (2, 4)
 _PYTORCH, _RECIPE = f"{_PACKAGE}.pytorch", f"{_PACKAGE}.common.recipe"
 DTYPES = (torch.bfloat16, torch.float16)  # of its kernels; products of fp32 come out as TF32
@@ -35,9 +36,9 @@ _RECIPES = {
 
 def package() -> Any:
     """Its layers.  Raises MissingDependency, or ConfigError where there is no GPU."""
-    layers = optional.require(_PYTORCH, WANTED_BY)
+    layers = optional.require(_PYTORCH, _LAYER)
     if (reason := _why_no_gpu()) is not None:
-        raise ConfigError(f"a layer of Transformer Engine: {reason}; use one of our own")
+        raise ConfigError(f"{_LAYER}: {reason}; use one of our own")
     return layers
 
 
