@@ -266,35 +266,11 @@ def _hf_gpt2(shape: Shape) -> nn.Module:
 
 @torch.no_grad()
 def _hf_llama(shape: Shape) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        max_position_embeddings=shape.seq,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-        rms_norm_eps=1e-5,
-    )
-    with device.current():
-        model: Any = LlamaForCausalLM(config)
     begin = Start(shape)
+    with device.current():
+        model: Any = peers.llama_of(shape, shape.kv_heads, begin.layer, is_tied=False)  # type: ignore[arg-type]
     model.model.embed_tokens.weight.copy_(begin.table("wte"))
     model.lm_head.weight.copy_(begin.table("out"))
-    for i, block in enumerate(model.model.layers):
-        w, attention, mlp = begin.layer(i), block.self_attn, block.mlp
-        attention.q_proj.weight.copy_(w["q"])
-        attention.k_proj.weight.copy_(w["k"])
-        attention.v_proj.weight.copy_(w["v"])
-        attention.o_proj.weight.copy_(w["proj"])
-        gate, up = w["fc1"].chunk(2)
-        mlp.gate_proj.weight.copy_(gate)
-        mlp.up_proj.weight.copy_(up)
-        mlp.down_proj.weight.copy_(w["fc2"])
     return _Huggingface(model)
 
 

@@ -7,6 +7,7 @@ Every contender trains the same shape from the same weights on the same tokens w
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -187,8 +188,13 @@ def hf_gpt2(shape: Shape) -> nn.Module:
 
 
 @torch.no_grad()
-def hf_llama(shape: Shape) -> nn.Module:
-    """transformers' Llama with SDPA and the common start, tied."""
+def llama_of(
+    shape: Shape, kv_heads: int, layer: Callable[[int], dict[str, Tensor]], *, is_tied: bool
+) -> nn.Module:
+    """transformers' Llama with SDPA, all but its tables from ``layer(i)``.
+
+    That has q, k, v, proj, fc1 (gate above up) and fc2.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -198,26 +204,40 @@ def hf_llama(shape: Shape) -> nn.Module:
         intermediate_size=shape.inner,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
-        tie_word_embeddings=True,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=is_tied,
         attn_implementation="sdpa",
         rms_norm_eps=1e-5,
     )
-    model, w = LlamaForCausalLM(config), weights(shape)
-    model.model.embed_tokens.weight.copy_(w["wte"])
+    model = LlamaForCausalLM(config)
     for i, block in enumerate(model.model.layers):
-        attention, mlp = block.self_attn, block.mlp
-        for part, linear in zip(
-            w[f"{i}.qkv"].chunk(3),
-            (attention.q_proj, attention.k_proj, attention.v_proj),
-            strict=True,
-        ):
-            linear.weight.copy_(part)
-        attention.o_proj.weight.copy_(w[f"{i}.proj"])
-        gate, up = w[f"{i}.fc1"].chunk(2)
-        mlp.gate_proj.weight.copy_(gate)
-        mlp.up_proj.weight.copy_(up)
-        mlp.down_proj.weight.copy_(w[f"{i}.fc2"])
+        w, attention, mlp = layer(i), block.self_attn, block.mlp
+        gate, up = w["fc1"].chunk(2)
+        pairs = {
+            attention.q_proj: w["q"],
+            attention.k_proj: w["k"],
+            attention.v_proj: w["v"],
+            attention.o_proj: w["proj"],
+            mlp.gate_proj: gate,
+            mlp.up_proj: up,
+            mlp.down_proj: w["fc2"],
+        }
+        for linear, values in pairs.items():
+            linear.weight.copy_(values)
+    return model
+
+
+@torch.no_grad()
+def hf_llama(shape: Shape) -> nn.Module:
+    """transformers' Llama with SDPA and the common start, tied."""
+    w = weights(shape)
+
+    def layer(i: int) -> dict[str, Tensor]:
+        own = {name: w[f"{i}.{name}"] for name in ("proj", "fc1", "fc2")}
+        return {**own, **dict(zip("qkv", w[f"{i}.qkv"].chunk(3), strict=True))}
+
+    model = llama_of(shape, shape.heads, layer, is_tied=True)
+    model.model.embed_tokens.weight.copy_(w["wte"])
     return _HF(model)
 
 

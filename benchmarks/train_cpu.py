@@ -4,7 +4,8 @@
 
 Contenders run in processes of their own and take turns, so that a loud neighbour disturbs all of
 them.  With one thread the measure is CPU time (the machine may be shared), with more it is wall
-time.  A contender whose losses differ by more than 0.5 % from ours makes the row void.
+time.  A contender whose losses differ by more than 0.5 % from ours makes the row void; one whose
+package is missing is named and left out.
 """
 
 from __future__ import annotations
@@ -52,8 +53,12 @@ def measure(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, dict[
     found: dict[str, dict[str, list[float]]] = {n: {"step_s": [], "losses": []} for n in names}
     turns = max(args.rounds, -(-args.compared // args.steps) - 1)
     for turn in range(-1, turns):  # the first turn warms up and compiles
-        for name, worker in workers.items():
+        for name, worker in [*workers.items()]:
             answer = ask(worker, "turn")
+            if "missing" in answer:
+                print(f"{name} is left out: {answer['missing']}")
+                del workers[name], found[name]
+                continue
             found[name]["losses"] += answer["losses"]
             found[name]["peak_mib"] = [answer["peak_mib"]]
             if turn >= 0:
@@ -89,7 +94,12 @@ def serve(args: argparse.Namespace) -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    trainer = make_trainer(args)
+    try:
+        trainer = make_trainer(args)
+    except ImportError as error:
+        sys.stdin.readline()  # the answer to the first question
+        print(json.dumps({"missing": str(error)}), flush=True)
+        return
     clock = time.process_time if args.threads == 1 else time.perf_counter
     for _ in sys.stdin:
         step_s, losses = [], []
