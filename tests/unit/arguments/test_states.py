@@ -22,6 +22,7 @@ FLAGS = {
 PARSER = build_parser()
 
 # Where reading a field does not make its flag do anything.
+SOURCES = ("megatron/**/*.py", "pretrain_*.py", "tools/**/*.py")
 DECLARATIONS = (
     "megatron/core/config/",
     "megatron/core/transformer/config/",
@@ -95,34 +96,44 @@ def test_every_refusal_names_a_way_out() -> None:
 
 
 def attributes_read() -> set[str]:
-    """Names of attributes that the project reads, other than to call them."""
+    """Names of attributes that the project reads, other than to call them.
+
+    Beside the declarations of flags, and in those properties of theirs that it reads.
+    """
     names: set[str] = set()
-    files = [
-        *ROOT.glob("megatron/**/*.py"),
-        *ROOT.glob("pretrain_*.py"),
-        *ROOT.glob("tools/**/*.py"),
-    ]
-    for file in files:
-        if str(file.relative_to(ROOT)).startswith(DECLARATIONS):
-            continue
+    properties: dict[str, set[str]] = {}
+    for file in (f for pattern in SOURCES for f in ROOT.glob(pattern)):
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        names |= {
-            node.attr
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Load)
-            and id(node) not in called
-        }
-        names |= {  # spec.need("vocab_file")
-            node.args[0].value
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "need"
-            and isinstance(node.args[0], ast.Constant)
-        }
+        if not str(file.relative_to(ROOT)).startswith(DECLARATIONS):
+            names |= read_in(tree)
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and "property" in map(
+                ast.unparse, node.decorator_list
+            ):
+                properties.setdefault(node.name, set()).update(read_in(node))
+    for name in names & properties.keys():
+        names |= properties[name]
     return names
+
+
+def read_in(tree: ast.AST) -> set[str]:
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    names = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Load)
+        and id(node) not in called
+    }
+    return names | {  # spec.need("vocab_file")
+        node.args[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "need"
+        and isinstance(node.args[0], ast.Constant)
+    }
 
 
 def unread() -> list[str]:
