@@ -132,7 +132,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-WITH_EXPERTS = tuple(CASES)[tuple(CASES).index("mixtral") :]
 
 # Of kinds other than GPT: class of the config, of the model, and what the config has.
 _BERT = {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron.core.config.errors import CheckpointError
 from megatron.training.checkpointing.paths import open_checkpoint
@@ -72,15 +73,28 @@ def test_a_family_in_and_out(case: str, tmp_path: Path) -> None:
 @pytest.mark.feature(
     "Checkpoints: Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek V2 and V3 from and to Hugging Face"
 )
-@pytest.mark.parametrize("case", models.WITH_EXPERTS)
-def test_gradients_of_experts_and_latent_attention_are_theirs(case: str, tmp_path: Path) -> None:
+@pytest.mark.feature(
+    "Model: GPT-2, Llama, Qwen, OLMo 2, Gemma 2: logits and gradients of transformers"
+)
+@pytest.mark.feature(
+    "Model: gpt-oss (sinks, alternating windows, YaRN, experts with biases and clamped gates): "
+    "logits and gradients of transformers"
+)
+@pytest.mark.parametrize("case", models.CASES)
+def test_losses_and_gradients_are_theirs(case: str, tmp_path: Path) -> None:
     theirs, ours, gradients = (tmp_path / name for name in ("theirs", "ours", "gradients"))
     model = models.write(theirs, case)
     convert(Wanted(source=theirs, target=ours, format=OURS, verify=False), quiet)
     stored = read_source(Wanted(source=ours, target=ours, format=OURS))
     run = run_config(open_checkpoint(ours).asked)
     mine = our_model(run, stored.tensors, models.VOCABULARY)
-    models.assert_gradients_agree(mine, model, run, models.prompts(), gradients)
+    ids = models.prompts()
+    labels, positions = ids.roll(-1, 1), torch.arange(ids.shape[1]).expand_as(ids)
+    (logits,) = models.outputs_of(model, run, ids)
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    found = mine(ids, positions, None, labels=labels).flatten()
+    torch.testing.assert_close(found, expected, **tolerances.LOGITS)
+    models.assert_gradients_agree(mine, model, run, ids, gradients)
 
 
 @pytest.mark.parametrize(

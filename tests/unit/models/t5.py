@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.core.activations import openai_gelu
 from megatron.core.models.T5 import T5Model
@@ -100,48 +99,3 @@ def build_transformers(shape: Shape) -> Any:
     if shape.is_v11:  # whose output layer is its own, which transformers 5 does not build any more
         model.lm_head.weight = nn.Parameter(0.3 * torch.randn_like(model.lm_head.weight))
     return model
-
-
-def joined(theirs: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
-    """Weights, or gradients, of transformers under our names and in our layout."""
-    ours = {"embedding.word_embeddings.weight": theirs["shared.weight"]}
-    if shape.is_v11:
-        ours["lm_head.output_layer.weight"] = theirs["lm_head.weight"]
-    for stack, depth in (("encoder", shape.encoder_layers), ("decoder", shape.decoder_layers)):
-        table = "block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        ours[f"{stack}_relative_pos_emb.relative_attention_bias.weight"] = theirs[
-            f"{stack}.{table}"
-        ]
-        ours[f"{stack}.final_layernorm.weight"] = theirs[f"{stack}.final_layer_norm.weight"]
-        for i in range(depth):
-            block, layer = f"{stack}.block.{i}.layer", f"{stack}.layers.{i}"
-            for name, tensor in _layer(theirs, block, is_decoder=stack == "decoder"):
-                ours[f"{layer}.{name}"] = tensor
-    return ours
-
-
-def _layer(
-    theirs: dict[str, Tensor], block: str, *, is_decoder: bool
-) -> Iterator[tuple[str, Tensor]]:
-    def interleaved(part: str, names: str) -> Tensor:
-        each = [theirs[f"{block}.{part}.{name}.weight"].unflatten(0, (4, 12)) for name in names]
-        return torch.stack(each, 1).flatten(0, 2)
-
-    own = "0.SelfAttention"
-    yield "input_layernorm.weight", theirs[f"{block}.0.layer_norm.weight"]
-    yield "self_attention.linear_qkv.weight", interleaved(own, "qkv")
-    yield "self_attention.linear_proj.weight", theirs[f"{block}.{own}.o.weight"]
-    if is_decoder:
-        other = "1.EncDecAttention"
-        yield "pre_cross_attn_layernorm.weight", theirs[f"{block}.1.layer_norm.weight"]
-        yield "cross_attention.linear_q.weight", interleaved(other, "q")
-        yield "cross_attention.linear_kv.weight", interleaved(other, "kv")
-        yield "cross_attention.linear_proj.weight", theirs[f"{block}.{other}.o.weight"]
-    mlp = f"{block}.{2 if is_decoder else 1}"
-    wide = [n for n in ("wi", "wi_0", "wi_1") if f"{mlp}.DenseReluDense.{n}.weight" in theirs]
-    yield "pre_mlp_layernorm.weight", theirs[f"{mlp}.layer_norm.weight"]
-    yield (
-        "mlp.linear_fc1.weight",
-        torch.cat([theirs[f"{mlp}.DenseReluDense.{n}.weight"] for n in wide]),
-    )
-    yield "mlp.linear_fc2.weight", theirs[f"{mlp}.DenseReluDense.wo.weight"]

@@ -16,7 +16,7 @@ from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from tests import tolerances
-from tests.unit.models.reference.hf import Weights, interleave
+from tests.unit.conversion.names import in_our_names
 from tests.unit.one_process import one_process_groups, tiny_config
 
 LENGTH, VOCABULARY = 24, 96
@@ -50,40 +50,6 @@ def batch() -> dict[str, Tensor]:
     }
 
 
-def from_bert(hf: Weights, num_layers: int, num_heads: int) -> Weights:
-    """BertForPreTraining; its norms stand behind the parts, ours before the next one."""
-    words = hf["bert.embeddings.word_embeddings.weight"]
-    out = {"embedding.word_embeddings.weight": words}
-    pairs = {
-        "embedding.position_embeddings": "bert.embeddings.position_embeddings",
-        "embedding.tokentype_embeddings": "bert.embeddings.token_type_embeddings",
-        "lm_head.dense": "cls.predictions.transform.dense",
-        "lm_head.layer_norm": "cls.predictions.transform.LayerNorm",
-        "pooler.dense": "bert.pooler.dense",
-        "binary_head": "cls.seq_relationship",
-    }
-    norm_before = "bert.embeddings.LayerNorm"
-    for i in range(num_layers):
-        ours, theirs = f"encoder.layers.{i}", f"bert.encoder.layer.{i}"
-        pairs |= {
-            f"{ours}.input_layernorm": norm_before,
-            f"{ours}.self_attention.linear_proj": f"{theirs}.attention.output.dense",
-            f"{ours}.pre_mlp_layernorm": f"{theirs}.attention.output.LayerNorm",
-            f"{ours}.mlp.linear_fc1": f"{theirs}.intermediate.dense",
-            f"{ours}.mlp.linear_fc2": f"{theirs}.output.dense",
-        }
-        norm_before = f"{theirs}.output.LayerNorm"
-        for kind in ("weight", "bias"):
-            parts = (hf[f"{theirs}.attention.self.{p}.{kind}"] for p in ("query", "key", "value"))
-            out[f"{ours}.self_attention.linear_qkv.{kind}"] = interleave(*parts, num_heads)
-    pairs["encoder.final_layernorm"] = norm_before
-    for our_name, name in pairs.items():
-        for kind in ("weight", "bias"):
-            if f"{name}.{kind}" in hf:
-                out[f"{our_name}.{kind}"] = hf[f"{name}.{kind}"]
-    return out | {"output_layer.bias": hf["cls.predictions.bias"]}
-
-
 @pytest.mark.feature("Model: BERT with its published layout: losses and gradients of transformers")
 def test_it_computes_what_transformers_computes() -> None:
     transformers = pytest.importorskip("transformers")
@@ -104,7 +70,7 @@ def test_it_computes_what_transformers_computes() -> None:
             param.add_(0.1 * torch.randn_like(param))
     post = {"apply_residual_connection_post_layernorm": True, "layernorm_epsilon": 1e-12}
     ours = bert(post)
-    ours.load_state_dict(from_bert(dict(hf.named_parameters()), 2, 4))
+    ours.load_state_dict(in_our_names(hf, dict(hf.named_parameters())))
     given = batch()
     seen = hf(given["ids"], attention_mask=given["mask"], token_type_ids=given["types"])
     logits, order = ours(given["ids"], given["mask"], given["types"])
@@ -122,7 +88,7 @@ def test_it_computes_what_transformers_computes() -> None:
     own_loss = losses.sum() / (given["labels"] >= 0).sum() + F.cross_entropy(order, is_random)
     torch.testing.assert_close(own_loss, loss, **tolerances.LOGITS)
     own_loss.backward()
-    wanted_grads = from_bert({n: p.grad for n, p in hf.named_parameters()}, 2, 4)
+    wanted_grads = in_our_names(hf, {n: p.grad for n, p in hf.named_parameters()})
     for name, param in ours.named_parameters():
         error = (param.grad - wanted_grads[name]).norm()
         assert error <= tolerances.GRADIENT["rtol"] * wanted_grads[name].norm(), name

@@ -15,7 +15,8 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.T5 import T5Model
 from megatron.core.param_info import info_of
 from tests import tolerances
-from tests.unit.models.t5 import VOCABULARY, Shape, build_t5, build_transformers, joined
+from tests.unit.conversion.names import in_our_names
+from tests.unit.models.t5 import VOCABULARY, Shape, build_t5, build_transformers
 
 SHAPES = {"original": Shape(), "v1.1": Shape(is_v11=True)}
 
@@ -25,7 +26,7 @@ def with_same_weights(shape: Shape, times: float = 1.0) -> tuple[T5Model, Any]:
     theirs, ours = build_transformers(shape), build_t5(shape)
     for name, param in theirs.named_parameters():
         param.data.mul_(1.0 if "norm" in name or "shared" in name else times)
-    copied = joined(dict(theirs.state_dict()), shape)
+    copied = in_our_names(theirs, dict(theirs.state_dict()))
     names = {info_of(p).name: p for p in ours.parameters()}
     assert names.keys() == copied.keys()
     with torch.no_grad():
@@ -57,7 +58,7 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
     torch.testing.assert_close(loss, wanted.loss, **tolerances.LOGITS)
     loss.backward()
     wanted.loss.backward()
-    gradients = joined({n: p.grad for n, p in theirs.named_parameters()}, shape)
+    gradients = in_our_names(theirs, {n: p.grad for n, p in theirs.named_parameters()})
     for param in ours.parameters():
         found = gradients[info_of(param).name]
         grad = param.grad[: len(found)]

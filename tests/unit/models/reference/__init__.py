@@ -1,1 +1,0 @@
-"""Other implementations that models are compared with."""
