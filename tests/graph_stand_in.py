@@ -9,7 +9,7 @@ What it cannot show: memory that graphs of one pool share, and what is slow or r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -36,9 +36,9 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError("a graph is being recorded: Python must not wait for a number")
         given = tree_leaves((args, kwargs))
+        if waits(func, given):
+            raise RuntimeError(f"{func} in a graph: Python must not wait for a number")
         for tensor in (t for t in given if isinstance(t, Tensor)):
             self._keep(tensor)
         result = func(*args, **kwargs)
@@ -78,6 +78,13 @@ class _Tape(TorchDispatchMode):
     def put_back(self) -> None:
         for now, before in self.before.values():
             now.copy_(before)
+
+
+def waits(func: Any, given: Sequence[Any]) -> bool:
+    """Whether Python has to know numbers: for itself, or for the shape of what comes out."""
+    if func is torch.ops.aten.index.Tensor:
+        return any(isinstance(t, Tensor) and t.dtype == torch.bool for t in given[1:])
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags})
 
 
 def _storage(tensor: Tensor) -> int:

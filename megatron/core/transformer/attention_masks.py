@@ -106,15 +106,15 @@ def is_causal_mask(hidden: Tensor) -> bool:
     return not bool((hidden == band(size, size, -1, 0, hidden.device)).any())
 
 
-def alibi_slopes(num_heads: int) -> Tensor:
-    """How fast each head's attention falls with distance: [n] float32."""
+def alibi_slopes(num_heads: int, where: torch.device | None = None) -> Tensor:
+    """How fast each head's attention falls with distance: [n] float32, made on ``where``."""
 
-    def of_power_of_two(n: int) -> list[float]:
-        return [2 ** (-8 * (i + 1) / n) for i in range(n)]
+    def of_power_of_two(n: int) -> Tensor:
+        return torch.arange(1, n + 1, device=where, dtype=torch.float64).mul(-8 / n).exp2()
 
     below = 2 ** math.floor(math.log2(num_heads))
     more = of_power_of_two(2 * below)[::2][: num_heads - below]
-    return torch.tensor(of_power_of_two(below) + more)
+    return torch.cat([of_power_of_two(below), more]).float()
 
 
 def alibi_bias(slopes: Tensor, queries: Tensor, num_keys: int) -> Tensor:

@@ -126,6 +126,7 @@ class RotaryEmbedding(nn.Module):
         self.scaling = scaling
         self._table: RotaryTable | None = None
         self._table_key: object = None
+        self._held: Tensor | None = None
 
     def frequencies(self, num_positions: int) -> Tensor:
         """[r/2] float32 on the CPU, for contexts of ``num_positions``."""
@@ -148,13 +149,17 @@ class RotaryEmbedding(nn.Module):
         angles = where.unsqueeze(-1) * frequencies
         return angles[:, None, None] if positions.dim() == 1 else angles[:, :, None]
 
-    def table(self, num_positions: int, offset: int, dtype: torch.dtype) -> RotaryTable:
-        """The table of positions offset .. offset + num_positions - 1."""
+    def table(
+        self, num_positions: int, offset: int, dtype: torch.dtype, held: Tensor | None = None
+    ) -> RotaryTable:
+        """The table of positions offset .. offset + num_positions - 1, or of those in ``held``."""
         key = (num_positions, offset, dtype, device.current())
-        if key != self._table_key or self._table is None:
-            positions = torch.arange(offset, offset + num_positions, device=device.current())
+        if key != self._table_key or held is not self._held or self._table is None:
+            positions = held
+            if positions is None:
+                positions = torch.arange(offset, offset + num_positions, device=device.current())
             self._table = self.table_at(positions, offset + num_positions, dtype)
-            self._table_key = key
+            self._table_key, self._held = key, held
         return self._table
 
     def table_at(self, positions: Tensor, num_positions: int, dtype: torch.dtype) -> RotaryTable:

@@ -75,8 +75,7 @@ def a_step_in_one_graph_asks_nothing(run: RunConfig) -> Iterator[str]:
     for words, is_in_the_way in (
         ("--pipeline-model-parallel-size above 1", m.pipeline_model_parallel_size > 1),
         ("--mtp-num-layers", m.mtp_num_layers is not None),
-        ("--position-embedding-type alibi", run.language_model.position_embedding_type == "alibi"),
-        (f"--model-kind {kind_of(run)}", kind_of(run) != "gpt"),
+        ("--model-kind bert", kind_of(run) == "bert"),
     ):
         if is_in_the_way:
             yield (

@@ -181,11 +181,10 @@ class LanguageModule(MegatronModule):
             return None
         dtype, cp = self.config.params_dtype, self.pg_collection.cp
         total = num_tokens * cp.size()
-        if packed is None and cp.size() == 1:
-            return self.rotary_pos_emb.table(num_tokens, offset, dtype)
-        held = self._held_tokens(num_tokens, packed)
-        if packed is not None:
-            held = position_in_sequence(packed.ends, total)[held]
+        if packed is None:
+            held = None if cp.size() == 1 else self._held_tokens(num_tokens, None)
+            return self.rotary_pos_emb.table(total, offset, dtype, held)
+        held = position_in_sequence(packed.ends, total)[self._held_tokens(num_tokens, packed)]
         return self.rotary_pos_emb.table_at(held, total, dtype)
 
     def attention_bias(
@@ -194,7 +193,7 @@ class LanguageModule(MegatronModule):
         """What ALiBi adds to the scores of this rank's heads and tokens."""
         if self.position_embedding_type != "alibi":
             return None
-        slopes = alibi_slopes(self.config.num_attention_heads).to(device.current())
+        slopes = alibi_slopes(self.config.num_attention_heads, device.current())
         mine = slopes.chunk(self.tp_group.size())[self.tp_group.rank()]
         queries = offset + self._held_tokens(num_tokens, packed)
         return alibi_bias(mine, queries, offset + num_tokens * self.pg_collection.cp.size())
