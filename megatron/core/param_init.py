@@ -12,9 +12,11 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.param_info import ParamInfo, info_of, local_part, set_info
@@ -36,7 +38,7 @@ class Init:
     The call is for modules that are handed an ``init_method`` and know no parameter records.
     """
 
-    kind: str = "normal"  # zeros, ones, normal, xavier_uniform
+    kind: str = "normal"  # a call knows zeros, ones, normal, xavier_uniform
     std: float = 0.0
 
     def __call__(self, tensor: Tensor) -> Tensor:
@@ -45,6 +47,23 @@ class Init:
         if self.kind == "xavier_uniform":
             return nn.init.xavier_uniform_(tensor)
         return nn.init.constant_(tensor, {"zeros": 0.0, "ones": 1.0}[self.kind])
+
+
+_ZEROS = Init("zeros")
+
+
+def described(
+    global_shape: tuple[int, ...],
+    init: Init = _ZEROS,
+    *,
+    over: ProcessGroup | None = None,
+    dim: int = 0,
+    **more: Any,
+) -> ParamInfo:
+    """The record of a parameter that starts as ``init`` says, cut along ``dim`` over a group."""
+    if over is not None:
+        more |= {"shard_dim": dim, "shard_index": over.rank(), "shard_count": over.size()}
+    return ParamInfo(global_shape=global_shape, init=init.kind, init_std=init.std, **more)
 
 
 def new_parameter(shape: tuple[int, ...], dtype: torch.dtype, info: ParamInfo) -> nn.Parameter:

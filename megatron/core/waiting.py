@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.per_rank import each_rank_owns
 
+_TRANSFERS = ("send", "recv")
 # Methods of a process group, in the names of torch 2.11 to 2.13, and what they are called here.
 _METHODS = {
     method: operation
@@ -30,8 +31,7 @@ _METHODS = {
         "all_to_all": "alltoall alltoall_base all_to_all_single",
     }.items()
     for method in methods.split()
-} | {name: name for name in ("reduce", "broadcast", "gather", "scatter", "barrier")}
-_TRANSFERS = {"send": "send", "recv": "recv"}
+} | {name: name for name in ("reduce", "broadcast", "gather", "scatter", "barrier", *_TRANSFERS)}
 _SHOWN_RANKS = 8
 
 
@@ -100,37 +100,25 @@ def note_collectives() -> None:
     """Note from now on what this process begins and waits for."""
     if vars(ProcessGroup)["barrier"].__module__ == __name__:
         return
-    for names, noted in ((_METHODS, _noted), (_TRANSFERS, _noted_transfer)):
-        for method, operation in names.items():
-            if method in vars(ProcessGroup):
-                setattr(ProcessGroup, method, noted(operation, getattr(ProcessGroup, method)))
+    for method, operation in _METHODS.items():
+        if method in vars(ProcessGroup):
+            setattr(ProcessGroup, method, _noted(operation, getattr(ProcessGroup, method)))
     dist.Work.wait = _noted_wait(dist.Work.wait)
 
 
 def _noted(operation: str, begin: Callable[..., Any]) -> Callable[..., Any]:
+    is_transfer = operation in _TRANSFERS
+
     def noted(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         group = record.groups.get(id(self)) or _new_group(self)
         group.calls += 1
-        note = record.inside = [operation, group, group.calls, None, None, 0]
+        peer = purpose = None
+        if is_transfer:  # of tensors, to or from a rank, under a tag
+            peer, purpose = args[1], next(record.purposes, None)
+        note = record.inside = [operation, group, group.calls, peer, purpose, 0]
         record.begun.append(note)
         record.progress += 1
         work = begin(self, *args, **kwargs)
-        note[-1] = id(work)
-        record.inside = None
-        return work
-
-    return noted
-
-
-def _noted_transfer(operation: str, begin: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(self: ProcessGroup, tensors: Any, peer: int, tag: int) -> Any:
-        group = record.groups.get(id(self)) or _new_group(self)
-        group.calls += 1
-        note = [operation, group, group.calls, peer, next(record.purposes, None), 0]
-        record.inside = note
-        record.begun.append(note)
-        record.progress += 1
-        work = begin(self, tensors, peer, tag)
         note[-1] = id(work)
         record.inside = None
         return work

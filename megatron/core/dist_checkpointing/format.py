@@ -88,26 +88,20 @@ def write_rank_files(share: Share, *, incremental: bool = False) -> RankReport:
 
     ``incremental``: constant tensors lie in a file of their own, which is linked where it can be.
     """
-    folder, rank = share.folder, share.rank
-    report = RankReport(tensors={}, files={})
-    origin = {"format": "pt", "iteration": str(share.iteration), "attempt": share.attempt}
+    rank, report = share.rank, RankReport(tensors={}, files={})
     constant = [tensor for tensor in share.tensors if incremental and tensor.is_constant]
     changing = [tensor for tensor in share.tensors if not (incremental and tensor.is_constant)]
-    _write_tensors(folder, f"__{rank}_0.safetensors", changing, origin, report)
+    _write_tensors(share, f"__{rank}_0.safetensors", changing, report)
     if constant:
-        _write_or_link(folder, f"__{rank}_1.safetensors", constant, origin, report)
+        _write_or_link(share, f"__{rank}_1.safetensors", constant, report)
     if share.rank_state is not None:
         name = rank_state_name(rank)
-        report.files[name] = asdict(write_json(folder / name, share.rank_state))
+        report.files[name] = asdict(write_json(share.folder / name, share.rank_state))
     return report
 
 
 def _write_tensors(
-    folder: Path,
-    name: str,
-    tensors: Sequence[ShardedTensor],
-    origin: Mapping[str, str],
-    report: RankReport,
+    share: Share, name: str, tensors: Sequence[ShardedTensor], report: RankReport
 ) -> None:
     """Write the file ``name``, if there is anything to write, and put it into ``report``."""
     # By falling element size every element stays aligned in the file.
@@ -122,7 +116,8 @@ def _write_tensors(
     if not boxes:
         return
     named = [_lazy(tensor, piece) for tensor, piece in boxes]
-    done = write_file(folder / name, named, {**origin, "file": name}, int(origin["iteration"]))
+    origin = {"iteration": str(share.iteration), "attempt": share.attempt, "file": name}
+    done = write_file(share.folder / name, named, {"format": "pt", **origin}, share.iteration)
     report.files[name] = asdict(FileEntry(done.num_bytes, done.header_bytes, done.header_crc32))
     for (tensor, piece), written in zip(boxes, done.tensors, strict=True):
         place = {"file": name, "offset": list(piece.offset), "shape": list(piece.shape)}
@@ -130,20 +125,16 @@ def _write_tensors(
 
 
 def _write_or_link(
-    folder: Path,
-    name: str,
-    tensors: Sequence[ShardedTensor],
-    origin: Mapping[str, str],
-    report: RankReport,
+    share: Share, name: str, tensors: Sequence[ShardedTensor], report: RankReport
 ) -> None:
     """Write the file ``name``, or link the one of the newest checkpoint if it is the same."""
     hashes = hashes_of(tensors)
-    linked = link_unchanged(folder, name, tensors, hashes)
+    linked = link_unchanged(share.folder, name, tensors, hashes)
     if linked is not None:
         entries, report.files[name] = linked
         report.tensors.update(entries)
         return
-    _write_tensors(folder, name, tensors, origin, report)
+    _write_tensors(share, name, tensors, report)
     for key, pieces in hashes.items():
         for entry, hash in zip(report.tensors[key]["pieces"], pieces, strict=True):
             entry[HASH] = hash

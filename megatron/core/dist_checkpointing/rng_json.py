@@ -7,7 +7,7 @@ on a CPU), and of named streams.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,10 @@ def to_json(states: Mapping[str, Any]) -> dict[str, Any]:
     """``states`` as JSON."""
     version, words, gauss = states["random_rng_state"]
     kind, keys, *rest = states["np_rng_state"]
-    on_device = states["cuda_rng_state"]
-    streams = states["rng_tracker_states"]
     return {
         "random_rng_state": [version, list(words), gauss],
         "np_rng_state": [kind, np.asarray(keys).tolist(), *rest],
-        "torch_rng_state": _to_text(states["torch_rng_state"]),
-        "cuda_rng_state": None if on_device is None else _to_text(on_device),
-        "rng_tracker_states": {name: _to_text(state) for name, state in streams.items()},
+        **_tensors(states, _to_text),
     }
 
 
@@ -34,14 +30,19 @@ def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """The way back."""
     version, words, gauss = values["random_rng_state"]
     kind, keys, *rest = values["np_rng_state"]
-    on_device = values["cuda_rng_state"]
-    streams = values["rng_tracker_states"]
     return {
         "random_rng_state": (version, tuple(words), gauss),
         "np_rng_state": (kind, np.array(keys, dtype=np.uint32), *rest),
-        "torch_rng_state": _to_tensor(values["torch_rng_state"]),
-        "cuda_rng_state": None if on_device is None else _to_tensor(on_device),
-        "rng_tracker_states": {name: _to_tensor(text) for name, text in streams.items()},
+        **_tensors(values, _to_tensor),
+    }
+
+
+def _tensors(states: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    on_device, streams = states["cuda_rng_state"], states["rng_tracker_states"]
+    return {
+        "torch_rng_state": convert(states["torch_rng_state"]),
+        "cuda_rng_state": None if on_device is None else convert(on_device),
+        "rng_tracker_states": {name: convert(state) for name, state in streams.items()},
     }
 
 

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rms_norm import rms_norm
 from megatron.core.packed_seq_params import PackedSeqParams, sequence_index
-from megatron.core.param_info import ParamInfo
-from megatron.core.param_init import new_parameter
+from megatron.core.param_init import Init, described, new_parameter
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.sequence_share import order_of_gathered, row_lengths
 from megatron.core.ssm.causal_conv import causal_conv
@@ -82,11 +81,11 @@ class MambaMixer(MegatronModule):
         )
         heads = (shape.num_heads,)
         self.conv1d = CausalConv(self, shape.convolved, d_conv)
-        self.A_log = self._sharded(heads, init="mamba_decay")
-        self.D = self._sharded(heads, init="ones")
-        self.dt_bias = self._sharded(heads, init="mamba_step")
+        self.A_log = self._sharded(heads, Init("mamba_decay"))
+        self.D = self._sharded(heads, Init("ones"))
+        self.dt_bias = self._sharded(heads, Init("mamba_step"))
         self.norm = GatedNorm(
-            self._sharded((shape.inner,), init="ones"), self.num_groups, config.layernorm_epsilon
+            self._sharded((shape.inner,), Init("ones")), self.num_groups, config.layernorm_epsilon
         )
         self.out_proj = build_module(
             submodules.out_proj,
@@ -98,13 +97,11 @@ class MambaMixer(MegatronModule):
             offered=offered,
         )
 
-    def _sharded(self, shape: tuple[int, ...], **info: Any) -> nn.Parameter:
+    def _sharded(self, shape: tuple[int, ...], init: Init, **info: Any) -> nn.Parameter:
         """A parameter whose first dimension is cut over the tensor-parallel ranks."""
-        tp = self.tp_group
-        record = ParamInfo(
-            global_shape=shape, shard_dim=0, shard_index=tp.rank(), shard_count=tp.size(), **info
-        )
-        return new_parameter((shape[0] // tp.size(), *shape[1:]), self.config.params_dtype, record)
+        local = shape[0] // self.tp_group.size(), *shape[1:]
+        info = described(shape, init, over=self.tp_group, **info)
+        return new_parameter(local, self.config.params_dtype, info)
 
     def forward(
         self,
@@ -199,9 +196,9 @@ class CausalConv(nn.Module):
 
     def __init__(self, mixer: MambaMixer, channels: tuple[int, ...], width: int) -> None:
         super().__init__()
-        like: dict[str, Any] = {"blocks": channels, "init": "uniform", "init_std": width**-0.5}
-        self.weight = mixer._sharded((sum(channels), 1, width), **like)
-        self.bias = mixer._sharded((sum(channels),), **like)
+        init = Init("uniform", width**-0.5)
+        self.weight = mixer._sharded((sum(channels), 1, width), init, blocks=channels)
+        self.bias = mixer._sharded((sum(channels),), init, blocks=channels)
 
 
 class GatedNorm(nn.Module):

@@ -26,8 +26,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.param_info import ParamInfo, info_of
-from megatron.core.param_init import Init, new_parameter
+from megatron.core.param_info import info_of
+from megatron.core.param_init import Init, described, new_parameter
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -118,30 +118,20 @@ class ColumnParallelLinear(Linear):
         self.sequence_parallel = config.sequence_parallel and talks
         reduces = talks and (self.sequence_parallel or not disable_grad_reduce)
         self._grad_group = tp_group if reduces else None
-        info = ParamInfo(
-            global_shape=(unpadded_output_size or output_size, input_size),
-            shard_dim=0,
-            shard_index=tp_group.rank(),
-            shard_count=tp_group.size(),
-            blocks=blocks,
-            init=init_method.kind,
-            init_std=init_method.std,
-            is_expert=is_expert,
-            is_embedding_or_output=is_embedding_or_output,
-        )
+        true_size, cut = unpadded_output_size or output_size, {"over": tp_group, "blocks": blocks}
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         if not skip_weight_param_allocation:
+            info = described(
+                (true_size, input_size),
+                init_method,
+                **cut,
+                is_expert=is_expert,
+                is_embedding_or_output=is_embedding_or_output,
+            )
             self.weight = new_parameter((local_size, input_size), config.params_dtype, info)
         if bias:
-            info = ParamInfo(
-                global_shape=info.global_shape[:1],
-                shard_dim=0,
-                shard_index=info.shard_index,
-                shard_count=info.shard_count,
-                blocks=blocks,
-                is_expert=is_expert,
-            )
+            info = described((true_size,), **cut, is_expert=is_expert)
             self.bias = new_parameter((local_size,), config.params_dtype, info)
 
     def forward(
@@ -201,23 +191,15 @@ class RowParallelLinear(Linear):
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.is_expert = is_expert
         self.sequence_parallel = config.sequence_parallel and tp_group.size() > 1 and not is_expert
-        info = ParamInfo(
-            global_shape=(output_size, input_size),
-            shard_dim=1,
-            shard_index=tp_group.rank(),
-            shard_count=tp_group.size(),
-            init=init_method.kind,
-            init_std=init_method.std,
-            is_expert=is_expert,
+        info = described(
+            (output_size, input_size), init_method, over=tp_group, dim=1, is_expert=is_expert
         )
         self.weight = new_parameter((output_size, local_size), config.params_dtype, info)
         self.bias: nn.Parameter | None = None
         if bias:
             # Added after the reduction: under SP each rank sees the gradient of its tokens only.
-            info = ParamInfo(
-                global_shape=(output_size,),
-                is_expert=is_expert,
-                sequence_parallel=self.sequence_parallel,
+            info = described(
+                (output_size,), is_expert=is_expert, sequence_parallel=self.sequence_parallel
             )
             self.bias = new_parameter((output_size,), config.params_dtype, info)
 
@@ -265,16 +247,13 @@ class ReplicatedLinear(Linear):
         super().__init__()
         if has_partial_gradient is None:
             has_partial_gradient = config.sequence_parallel
-        info = ParamInfo(
-            global_shape=(output_size, input_size),
-            init=init_method.kind,
-            init_std=init_method.std,
-            sequence_parallel=has_partial_gradient,
+        info = described(
+            (output_size, input_size), init_method, sequence_parallel=has_partial_gradient
         )
         self.weight = new_parameter(info.global_shape, config.params_dtype, info)
         self.bias: nn.Parameter | None = None
         if bias:
-            info = ParamInfo(global_shape=(output_size,), sequence_parallel=has_partial_gradient)
+            info = described((output_size,), sequence_parallel=has_partial_gradient)
             self.bias = new_parameter(info.global_shape, config.params_dtype, info)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -323,15 +302,8 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings, self.num_tokens = num_embeddings, num_tokens or num_embeddings
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
         self.local_size = share_of(num_embeddings, tp_group, "padded vocabulary size")
-        info = ParamInfo(
-            global_shape=(self.num_tokens, embedding_dim),
-            shard_dim=0,
-            shard_index=tp_group.rank(),
-            shard_count=tp_group.size(),
-            init=init_method.kind,
-            init_std=init_method.std,
-            is_embedding_or_output=True,
-        )
+        shape = self.num_tokens, embedding_dim
+        info = described(shape, init_method, over=tp_group, is_embedding_or_output=True)
         self.weight = new_parameter((self.local_size, embedding_dim), config.params_dtype, info)
 
     def forward(self, token_ids: Tensor) -> Tensor:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +19,7 @@ from megatron.core import device
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.param_info import ParamInfo
-from megatron.core.param_init import new_parameter
+from megatron.core.param_init import described, new_parameter
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import share_of
 from megatron.core.tensor_parallel.random import fork_if
@@ -82,12 +80,10 @@ class DotProductAttention(MegatronModule):
 
     def _new_sink(self, tp_group: ProcessGroup | None) -> torch.nn.Parameter:
         """A score for each local head."""
-        heads, init = self.config.num_attention_heads, self.config.init_method
-        info = ParamInfo(global_shape=(heads,), init=init.kind, init_std=init.std)
+        heads = self.config.num_attention_heads
+        info = described((heads,), self.config.init_method, over=tp_group)
         if tp_group is not None:
             heads = share_of(heads, tp_group, "--num-attention-heads")
-            share = {"shard_index": tp_group.rank(), "shard_count": tp_group.size()}
-            info = replace(info, shard_dim=0, **share)
         return new_parameter((heads,), self.config.params_dtype, info)
 
     def forward(

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.fusions.rms_norm import layer_norm, rms_norm
-from megatron.core.param_info import ParamInfo
-from megatron.core.param_init import new_parameter
+from megatron.core.param_init import Init, described, new_parameter
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -43,12 +42,9 @@ class Norm(nn.Module):
         if has_partial_gradient is None:
             has_partial_gradient = config.sequence_parallel
         shape = (hidden_size,)
-        weight = ParamInfo(
-            global_shape=shape,
-            init="zeros" if self.is_zero_centered else "ones",
-            sequence_parallel=has_partial_gradient,
-        )
-        bias = ParamInfo(global_shape=shape, sequence_parallel=has_partial_gradient)
+        init = Init("zeros" if self.is_zero_centered else "ones")
+        weight = described(shape, init, sequence_parallel=has_partial_gradient)
+        bias = described(shape, sequence_parallel=has_partial_gradient)
         self.weight = new_parameter(shape, config.params_dtype, weight)
         self.bias: nn.Parameter | None = None
         if not self.is_rms:
@@ -87,13 +83,8 @@ class HeadsWideRMSNorm(nn.Module):
         super().__init__()
         self.tp_group, self.hidden_size, self.eps = tp_group, hidden_size, eps
         self.is_zero_centered = config.layernorm_zero_centered_gamma
-        info = ParamInfo(
-            global_shape=(hidden_size,),
-            shard_dim=0,
-            shard_index=tp_group.rank(),
-            shard_count=tp_group.size(),
-            init="zeros" if self.is_zero_centered else "ones",
-        )
+        init = Init("zeros" if self.is_zero_centered else "ones")
+        info = described((hidden_size,), init, over=tp_group)
         shape = (hidden_size // tp_group.size(),)
         self.weight = new_parameter(shape, config.params_dtype, info)
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.aux_loss import AuxLosses
 from megatron.core.config.errors import NonFiniteError
-from megatron.core.param_info import ParamInfo
-from megatron.core.param_init import new_parameter
+from megatron.core.param_init import described, new_parameter
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.sequence_share import held_tokens
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
@@ -57,12 +56,8 @@ class TopKRouter(MegatronModule):
             group_score_topk=config.moe_router_group_score_topk,
             scaling_factor=config.moe_router_topk_scaling_factor,
         )
-        info = ParamInfo(
-            global_shape=(self.num_experts, config.hidden_size),
-            init=config.init_method.kind,
-            init_std=config.init_method.std,
-            sequence_parallel=self.is_sequence_cut,
-        )
+        shape = self.num_experts, config.hidden_size
+        info = described(shape, config.init_method, sequence_parallel=self.is_sequence_cut)
         self.weight = new_parameter(info.global_shape, config.params_dtype, info)
         self.bias: torch.nn.Parameter | None = None
         if config.add_bias_linear:

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.param_info import ParamInfo
-from megatron.core.param_init import new_parameter
+from megatron.core.param_init import described, new_parameter
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import slice_of_first_dim
 from megatron.core.tensor_parallel.random import fork_for_tokens
@@ -28,13 +27,8 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config: TransformerConfig, num_positions: int, *, is_cut: bool) -> None:
         """``is_cut``: each tensor-parallel rank sees other tokens, so its gradient is partial."""
         super().__init__()
-        init = config.embedding_init_method
-        info = ParamInfo(
-            global_shape=(num_positions, config.hidden_size),
-            init=init.kind,
-            init_std=init.std,
-            sequence_parallel=is_cut,
-        )
+        shape = num_positions, config.hidden_size
+        info = described(shape, config.embedding_init_method, sequence_parallel=is_cut)
         self.weight = new_parameter(info.global_shape, config.params_dtype, info)
 
     def forward(self, position_ids: Tensor) -> Tensor:

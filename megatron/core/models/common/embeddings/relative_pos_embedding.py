@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.param_info import ParamInfo
-from megatron.core.param_init import Init, new_parameter
+from megatron.core.param_init import Init, described, new_parameter
 from megatron.core.tensor_parallel.layers import share_of
 
 
@@ -58,14 +57,8 @@ class RelativePositionEmbedding(nn.Module):
         self.num_buckets = relative_attention_num_buckets
         self.max_distance = relative_attention_max_distance
         heads = share_of(num_attention_heads, tp_group, "--num-attention-heads")
-        info = ParamInfo(
-            global_shape=(self.num_buckets, num_attention_heads),
-            shard_dim=1,
-            shard_index=tp_group.rank(),
-            shard_count=tp_group.size(),
-            init=init_method.kind,
-            init_std=init_method.std,
-        )
+        shape = self.num_buckets, num_attention_heads
+        info = described(shape, init_method, over=tp_group, dim=1)
         self.relative_attention_bias = nn.Embedding(self.num_buckets, heads, device="meta")
         self.relative_attention_bias.weight = new_parameter(
             (self.num_buckets, heads), params_dtype, info
