@@ -59,36 +59,37 @@ def layer_has_rope(config: TransformerConfig, layer_index: int) -> bool:
     return not skip[layer_index]
 
 
-class AttentionBase(MegatronModule):
+class AttentionBase(MegatronModule, ABC):
     """What kinds of attention share: core and output projection, heads divided over tp."""
+
+    attention_type = "self"
+    default_mask = AttnMaskType.causal
 
     def __init__(
         self,
         config: TransformerConfig,
         submodules: Any,
         layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        attn_mask_type: AttnMaskType | None = None,
         *,
         pg_collection: ProcessGroupCollection,
-        value_width: int,
-        softmax_scale: float | None = None,
-        attention_type: str = "self",
     ) -> None:
-        """``layer_number`` counts from 1 over the whole model; ``value_width`` is all heads'."""
+        """``layer_number`` counts from 1 over the whole model, or stack."""
         super().__init__(config)
         self.tp_group = pg_collection.tp
-        self.layer_number, self.attn_mask_type = layer_number, attn_mask_type
+        self.layer_number = layer_number
+        self.attn_mask_type = attn_mask_type or self.default_mask
         self.recomputes_core = "core_attn" in config.modules_to_recompute
         self.offered = {"tp_group": self.tp_group, "pg_collection": pg_collection}
         self.core_attention = build_module(
             submodules.core_attention,
             config=config,
             layer_number=layer_number,
-            attn_mask_type=attn_mask_type,
+            attn_mask_type=self.attn_mask_type,
             offered={
                 **self.offered,
-                "attention_type": attention_type,
-                "softmax_scale": softmax_scale,
+                "attention_type": self.attention_type,
+                "softmax_scale": self.softmax_scale,
             },
         )
         for flag, is_on, attribute, lack in (
@@ -102,7 +103,7 @@ class AttentionBase(MegatronModule):
                 )
         self.linear_proj = build_module(
             submodules.linear_proj,
-            value_width,
+            self.value_width,
             config.hidden_size,
             config=config,
             init_method=config.output_layer_init_method,
@@ -110,6 +111,21 @@ class AttentionBase(MegatronModule):
             skip_bias_add=self.tp_group.size() > 1,  # alone, the bias rides in the matmul
             offered=self.offered,
         )
+        self.build_projections(submodules)
+
+    @property
+    def value_width(self) -> int:
+        """Of all heads."""
+        return self.config.num_attention_heads * self.config.kv_channels
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """None: what the core takes by itself."""
+        return None
+
+    @abstractmethod
+    def build_projections(self, submodules: Any) -> None:
+        """Make what gives queries, keys and values."""
 
     def projection(
         self, spec: ModuleSpec | type | None, input_size: int, output_size: int, *, bias: bool
@@ -159,7 +175,7 @@ class AttentionBase(MegatronModule):
         return self.project_back(context)
 
 
-class SelfAttentionBase(AttentionBase, ABC):
+class SelfAttentionBase(AttentionBase):
     """Attention of a sequence to itself."""
 
     @abstractmethod
@@ -191,36 +207,21 @@ class CrossAttention(AttentionBase):
     The keys' and values' projection is interleaved by group: its key, its value, the next group.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: CrossAttentionSubmodules,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.padding,
-        *,
-        pg_collection: ProcessGroupCollection,
-    ) -> None:
-        """``layer_number`` counts from 1 over the whole stack."""
-        width, groups = config.kv_channels, config.num_query_groups
-        query_width = config.num_attention_heads * width
-        if pg_collection.cp.size() > 1:
+    attention_type = "cross"
+    default_mask = AttnMaskType.padding
+
+    def build_projections(self, submodules: CrossAttentionSubmodules) -> None:
+        config, num_ranks = self.config, self.offered["pg_collection"].cp.size()
+        if num_ranks > 1:
             raise ConfigError(
-                f"--context-parallel-size {pg_collection.cp.size()}: attention to another sequence "
-                "needs all of it; use --context-parallel-size 1"
+                f"--context-parallel-size {num_ranks}: attention to another sequence needs all of "
+                "it; use --context-parallel-size 1"
             )
-        super().__init__(
-            config,
-            submodules,
-            layer_number,
-            attn_mask_type,
-            pg_collection=pg_collection,
-            value_width=query_width,
-            attention_type="cross",
-        )
+        width, groups = config.kv_channels, config.num_query_groups
         self.local_groups = share_of(groups, self.tp_group, "--num-query-groups")
         self.head_dim = width
         hidden, bias = config.hidden_size, config.add_bias_linear
-        self.linear_q = self.projection(submodules.linear_q, hidden, query_width, bias=bias)
+        self.linear_q = self.projection(submodules.linear_q, hidden, self.value_width, bias=bias)
         self.linear_kv = self.projection(
             submodules.linear_kv, hidden, 2 * groups * width, bias=bias
         )
@@ -258,31 +259,13 @@ class CrossAttention(AttentionBase):
 class SelfAttention(SelfAttentionBase):
     """Self attention with its heads divided over the tensor-parallel group."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: SelfAttentionSubmodules,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        *,
-        pg_collection: ProcessGroupCollection,
-    ) -> None:
-        """``layer_number`` counts from 1 over the whole model."""
+    def build_projections(self, submodules: SelfAttentionSubmodules) -> None:
+        config = self.config
         self.head_dim: int = config.kv_channels
-        query_width = config.num_attention_heads * self.head_dim
-        key_width = config.num_query_groups * self.head_dim
-        super().__init__(
-            config,
-            submodules,
-            layer_number,
-            attn_mask_type,
-            pg_collection=pg_collection,
-            value_width=query_width,
-        )
-        offered = self.offered
+        query_width, key_width = self.value_width, config.num_query_groups * self.head_dim
         self.local_groups = share_of(config.num_query_groups, self.tp_group, "--num-query-groups")
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
-        self.has_rope = layer_has_rope(config, layer_number - 1)
+        self.has_rope = layer_has_rope(config, self.layer_number - 1)
         self.linear_qkv = self.projection(
             submodules.linear_qkv,
             config.hidden_size,
@@ -290,12 +273,10 @@ class SelfAttention(SelfAttentionBase):
             bias=config.add_bias_linear or config.add_qkv_bias,
         )
         _note_rows(self.linear_qkv, self.heads_per_group * self.head_dim, *[self.head_dim] * 2)
-        self.q_layernorm = self._build_norm(submodules.q_layernorm, query_width, offered)
-        self.k_layernorm = self._build_norm(submodules.k_layernorm, key_width, offered)
+        self.q_layernorm = self._build_norm(submodules.q_layernorm, query_width)
+        self.k_layernorm = self._build_norm(submodules.k_layernorm, key_width)
 
-    def _build_norm(
-        self, spec: ModuleSpec | type | None, width: int, offered: dict[str, Any]
-    ) -> Any:
+    def _build_norm(self, spec: ModuleSpec | type | None, width: int) -> Any:
         if spec is None and self.config.qk_layernorm_full_width:
             raise ConfigError(
                 "--qk-layernorm-full-width: the spec of the layer has no such norm; make it by "
@@ -303,13 +284,13 @@ class SelfAttention(SelfAttentionBase):
             )
         if spec is None:
             return None
-        is_cut = offered["tp_group"].size() > 1  # each rank normalises heads of its own
+        is_cut = self.tp_group.size() > 1  # each rank normalises heads of its own
         return build_module(
             spec,
             config=self.config,
             hidden_size=width if self.config.qk_layernorm_full_width else self.head_dim,
             eps=self.config.layernorm_epsilon,
-            offered={**offered, "has_partial_gradient": is_cut},
+            offered={**self.offered, "has_partial_gradient": is_cut},
         )
 
     def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,9 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ReplicatedLinear, share_of
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -31,7 +29,6 @@ from megatron.core.transformer.attention import SelfAttentionBase
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.rope import yarn_mscale
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass
@@ -48,31 +45,24 @@ class MLASelfAttentionSubmodules:
 class MLASelfAttention(SelfAttentionBase):
     """Self attention with latent queries, keys and values."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: MLASelfAttentionSubmodules,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        *,
-        pg_collection: ProcessGroupCollection,
-    ) -> None:
-        """``layer_number`` counts from 1 over the whole model."""
-        c, heads = config, config.num_attention_heads
-        self.query_width = c.qk_head_dim + c.qk_pos_emb_head_dim
-        mscale = yarn_mscale(c.rotary_scaling_factor, c.mscale)
-        super().__init__(
-            config,
-            submodules,
-            layer_number,
-            attn_mask_type,
-            pg_collection=pg_collection,
-            value_width=heads * c.v_head_dim,
-            softmax_scale=mscale**2 / math.sqrt(self.query_width),
-        )
-        tp_group = self.tp_group
-        self.local_heads = share_of(heads, tp_group, "--num-attention-heads")
-        self.is_sequence_cut = c.sequence_parallel and tp_group.size() > 1
+    @property
+    def query_width(self) -> int:
+        """Of a head."""
+        return self.config.qk_head_dim + self.config.qk_pos_emb_head_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.config.num_attention_heads * self.config.v_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        mscale = yarn_mscale(self.config.rotary_scaling_factor, self.config.mscale)
+        return mscale**2 / math.sqrt(self.query_width)
+
+    def build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
+        c, heads = self.config, self.config.num_attention_heads
+        self.local_heads = share_of(heads, self.tp_group, "--num-attention-heads")
+        self.is_sequence_cut = c.sequence_parallel and self.tp_group.size() > 1
 
         def up(input_size: int, width: int) -> Any:
             return self.projection(submodules.linear_up, input_size, heads * width, bias=False)
@@ -83,7 +73,7 @@ class MLASelfAttention(SelfAttentionBase):
         def norm(spec: ModuleSpec | type | None, width: int) -> Any:
             if spec is None:
                 return nn.Identity()
-            return build_module(spec, config=config, hidden_size=width, eps=c.layernorm_epsilon)
+            return build_module(spec, config=c, hidden_size=width, eps=c.layernorm_epsilon)
 
         if c.q_lora_rank is None:
             self.linear_q_proj = up(c.hidden_size, self.query_width)
@@ -94,7 +84,7 @@ class MLASelfAttention(SelfAttentionBase):
         self.linear_kv_down_proj = down(c.kv_lora_rank + c.qk_pos_emb_head_dim)
         self.kv_layernorm = norm(submodules.kv_layernorm, c.kv_lora_rank)
         self.linear_kv_up_proj = up(c.kv_lora_rank, c.qk_head_dim + c.v_head_dim)
-        self.recomputes_up = "mla_up_proj" in config.modules_to_recompute
+        self.recomputes_up = "mla_up_proj" in c.modules_to_recompute
 
     def forward(
         self,
