@@ -238,29 +238,51 @@ class LanguageModule(MegatronModule):
     # ---- the end ---------------------------------------------------------------------------
 
     def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Hidden states [s, b, h], labels [b, s] -> loss of each token [b, s] in float32."""
-        hidden = self._scaled(hidden)
+        """Hidden states [s, b, h], labels [b, s] -> loss of each token [b, s] in float32.
+
+        Hidden states are [s/tp, b, h] where the sequence is cut.  Equal to the output layer
+        followed by `compute_language_model_loss`, which do it where the layer is of another class.
+        """
+        hidden, config = self._scaled(hidden), self.config
         layer, weight = self.output_layer, self.output_weight()
-        is_plain = layer.bias is None and self.config.final_logit_softcapping is None
-        if type(layer) is ColumnParallelLinear and (is_plain or self.config.loss_chunk_size):
-            before_reading(layer)
-            weight = layer.weight if weight is None else weight
-            return self.linear_and_loss(
-                hidden,
-                weight,
-                labels,
-                is_sequence_cut=layer.sequence_parallel,
-                is_own_weight=weight is layer.weight,
-                bias=layer.bias,
-            )
-        logits, _ = layer(hidden, weight, runtime_gather_output=False)
-        return self.compute_language_model_loss(labels, self.cap(logits))
+        is_plain = layer.bias is None and config.final_logit_softcapping is None
+        if type(layer) is not ColumnParallelLinear or not (is_plain or config.loss_chunk_size):
+            logits, _ = layer(hidden, weight, runtime_gather_output=False)
+            return self.compute_language_model_loss(labels, self.cap(logits))
+        before_reading(layer)
+        weight = layer.weight if weight is None else weight
+        padded = weight.shape[0]
+        limit = self.num_tokens or padded * self.tp_group.size()
+        check_token_ids(labels, limit, may_ignore=True)
+        loss = linear_cross_entropy(
+            hidden.flatten(0, 1),
+            weight,
+            labels.transpose(0, 1).flatten(),
+            group=self.tp_group,
+            num_columns=true_columns(padded, self.num_tokens, self.tp_group),
+            sequence_parallel=layer.sequence_parallel,
+            is_own=weight is layer.weight,  # no embedding shares it
+            bias=layer.bias,
+            cap=config.final_logit_softcapping,
+            chunk_size=config.loss_chunk_size or 0,
+        )
+        return loss.view(-1, hidden.shape[1]).transpose(0, 1).contiguous()
 
     def logits(self, hidden: Tensor, *, gather: bool) -> Tensor:
-        """Hidden states [s, b, h] -> [b, s, v], or [b, s, v/tp]: see `finish_logits`."""
+        """Hidden states [s, b, h] -> [b, s, v], or [b, s, v/tp], capped and without padding.
+
+        Gathered logits are cut to the true vocabulary; in divided ones padding is -inf.
+        """
         hidden, weight = self._scaled(hidden), self.output_weight()
         logits, _ = self.output_layer(hidden, weight, runtime_gather_output=gather)
-        return self.finish_logits(logits, is_gathered=gather)
+        logits = self.cap(logits).transpose(0, 1)
+        if self.num_tokens is None:
+            return logits.contiguous()
+        if gather or self.tp_group.size() == 1:
+            return logits[..., : self.num_tokens].contiguous()
+        columns = true_columns(logits.shape[-1], self.num_tokens, self.tp_group)
+        is_padding = torch.arange(logits.shape[-1], device=logits.device) >= columns
+        return logits.masked_fill(is_padding, float("-inf"))
 
     def _scaled(self, hidden: Tensor) -> Tensor:
         """What the output layer reads."""
@@ -275,52 +297,6 @@ class LanguageModule(MegatronModule):
             logits, labels.transpose(0, 1), tp_group=self.tp_group, vocab_size=self.num_tokens
         )
         return loss.transpose(0, 1).contiguous()
-
-    def linear_and_loss(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        *,
-        is_sequence_cut: bool,
-        is_own_weight: bool = False,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """Hidden states [s, b, h], weight [p/tp, h], labels [b, s] -> loss of each token [b, s].
-
-        Where ``is_sequence_cut`` they are [s/tp, b, h].  Equal to the output layer
-        followed by `compute_language_model_loss`.  ``is_own_weight``: no embedding shares it.
-        """
-        padded = weight.shape[0]
-        limit = self.num_tokens or padded * self.tp_group.size()
-        check_token_ids(labels, limit, may_ignore=True)
-        loss = linear_cross_entropy(
-            hidden.flatten(0, 1),
-            weight,
-            labels.transpose(0, 1).flatten(),
-            group=self.tp_group,
-            num_columns=true_columns(padded, self.num_tokens, self.tp_group),
-            sequence_parallel=is_sequence_cut,
-            is_own=is_own_weight,
-            bias=bias,
-            cap=self.config.final_logit_softcapping,
-            chunk_size=self.config.loss_chunk_size or 0,
-        )
-        return loss.view(-1, hidden.shape[1]).transpose(0, 1).contiguous()
-
-    def finish_logits(self, logits: Tensor, *, is_gathered: bool) -> Tensor:
-        """Logits [s, b, v] for a caller: [b, s, v], capped, and without padding.
-
-        Gathered logits are cut to the true vocabulary; in divided ones padding is -inf.
-        """
-        logits = self.cap(logits).transpose(0, 1)
-        if self.num_tokens is None:
-            return logits.contiguous()
-        if is_gathered or self.tp_group.size() == 1:
-            return logits[..., : self.num_tokens].contiguous()
-        columns = true_columns(logits.shape[-1], self.num_tokens, self.tp_group)
-        hidden = torch.arange(logits.shape[-1], device=logits.device) >= columns
-        return logits.masked_fill(hidden, float("-inf"))
 
     def cap(self, logits: Tensor) -> Tensor:
         """Squashed into +-``final_logit_softcapping``, where the config has one."""
