@@ -293,8 +293,10 @@ class SelfAttention(SelfAttentionBase):
             offered={**self.offered, "has_partial_gradient": is_cut},
         )
 
-    def project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, h] -> query [s, b, n/tp, d], key and value [s, b, g/tp, d]."""
+    def queries_keys_values(
+        self, hidden_states: Tensor, rotary: RotaryTable | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """[s, b, h] -> query [s, b, n/tp, d], key and value [s, b, g/tp, d], rotated."""
         mixed, bias = self.linear_qkv(hidden_states)
         assert bias is None, "the projection adds its bias itself"
         s, b, width = *mixed.shape[:2], self.head_dim
@@ -305,13 +307,6 @@ class SelfAttention(SelfAttentionBase):
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
-        return query, key, value
-
-    def queries_keys_values(
-        self, hidden_states: Tensor, rotary: RotaryTable | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`project`, with positions turned into queries and keys."""
-        query, key, value = self.project(hidden_states)
         if rotary is not None and self.has_rope:
             fused = self.config.apply_rope_fusion
             query, key = (apply_rotary(x, rotary, fused=fused) for x in (query, key))
