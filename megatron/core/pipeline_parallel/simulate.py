@@ -41,20 +41,6 @@ class Simulated:
     finish: float  # when the last rank ends
     busy: tuple[float, ...]
     idle: tuple[float, ...]  # between the rank's first and its last work
-    in_flight: tuple[Peak, ...]
-
-    @property
-    def bubble_fraction(self) -> float:
-        """Idle time over busy time until all ranks have ended, over all ranks."""
-        return self.finish * len(self.busy) / sum(self.busy) - 1
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Most passes (of one micro-batch through one chunk) of a rank alive at one time."""
-
-    activations: int  # between forward and backward
-    with_weights: int  # between forward and "weight", where there is one
 
 
 @dataclass
@@ -88,7 +74,6 @@ def simulate(
         finish=finish,
         busy=tuple(rank.busy for rank in run.ranks),
         idle=tuple(rank.now - (rank.started_at or 0.0) - rank.busy for rank in run.ranks),
-        in_flight=tuple(_peak(rank) for rank in run.ranks),
     )
 
 
@@ -228,19 +213,3 @@ def _before(passed: Pass) -> Pass | None:
 def _sent_by(transfer: Transfer) -> Pass:
     kind = "forward" if transfer.kind == "activation" else "backward"
     return kind, transfer.microbatch, transfer.source
-
-
-def _peak(rank: _Rank) -> Peak:
-    alive = with_weights = peak = peak_with_weights = 0
-    for item in rank.instructions:
-        if isinstance(item, Exchange):
-            continue
-        if item.kind == "forward":
-            alive, with_weights = alive + 1, with_weights + 1
-            peak, peak_with_weights = max(peak, alive), max(peak_with_weights, with_weights)
-        elif item.kind == "backward":
-            alive -= 1
-            with_weights -= (item.microbatch, item.chunk) not in rank.separate_weights
-        else:
-            with_weights -= 1
-    return Peak(peak, peak_with_weights)
