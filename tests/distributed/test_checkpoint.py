@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing.folders import TRACKER, choose
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
-from megatron.core.process_groups_config import create_process_groups, make_grids
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.save import begin_save, save_run
 from tests.ranks import run_ranks
@@ -24,16 +23,12 @@ from tests.unit.checkpointing.tiny_run import (
     advance,
     assert_equal,
     counters,
-    make_parts,
     options,
+    parts_of_layout,
     values,
 )
 
 LAYOUTS = [(1, 1), (2, 2), (2, 1), (4, 2), (4, 4)]  # (ranks, tensor parallel)
-
-
-def parts_of_layout(world_size, tp, seed=0):
-    return make_parts(create_process_groups(*make_grids(world_size, tp=tp)), seed=seed)
 
 
 def save_after(rank, world_size, root, tp, num_steps):

@@ -15,6 +15,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.mamba import MambaModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
@@ -31,7 +32,7 @@ from tests import tolerances
 from tests.ranks import run_ranks
 from tests.unit.one_process import one_process_groups, tiny_config
 
-LENGTH, VOCABULARY, PACKED = 16, 50, (4, 8, 4)
+LENGTH, VOCABULARY, DOCUMENTS = 16, 50, ((16,), (4, 8, 4))
 LONGROPE = {
     "longrope_short_factor": (1.0, 1.1, 1.2, 1.3),
     "longrope_long_factor": (2.0, 2.5, 3.0, 3.5),
@@ -63,34 +64,30 @@ def build(case: str, groups: Any, **changes: Any) -> GPTModel:
     )
 
 
-def batch(is_packed: bool) -> dict[str, Tensor | None]:
-    ids = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(7))
-    positions = torch.cat([torch.arange(n) for n in (PACKED if is_packed else (LENGTH,))])
+def batch(documents: tuple[int, ...]) -> dict[str, Tensor | None]:
+    """Two sequences of ``documents`` of so many tokens."""
+    length = sum(documents)
+    ids = torch.randint(0, VOCABULARY, (2, length + 1), generator=torch.Generator().manual_seed(7))
     return {
         "tokens": ids[:, :-1],
         "labels": ids[:, 1:],
-        "position_ids": positions.expand(2, LENGTH),
-        "loss_mask": torch.linspace(0.5, 1.5, 2 * LENGTH, dtype=torch.float64).view(2, LENGTH),
+        "position_ids": torch.cat([torch.arange(n) for n in documents]).expand(2, length),
+        "loss_mask": torch.linspace(0.5, 1.5, 2 * length, dtype=torch.float64).view(2, length),
         "attention_mask": None,
     }
 
 
-def packing(is_packed: bool) -> PackedSeqParams | None:
-    ends = torch.tensor([0, *PACKED]).cumsum(0).int()
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends) if is_packed else None
-
-
-def gradients(case: str, groups: Any, is_packed: bool, **changes: Any) -> dict[str, Tensor]:
-    """Sums over the ranks of the loss and of each gradient."""
-    model, params = build(case, groups, **changes), packing(is_packed)
+def gradients(
+    model: GPTModel | MambaModel, groups: Any, documents: tuple[int, ...]
+) -> dict[str, Tensor]:
+    """This rank's terms of the loss and of each gradient; several ``documents`` are packed."""
+    ends = torch.tensor([0, *documents]).cumsum(0).int()
+    is_packed = len(documents) > 1
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends) if is_packed else None
     lengths = None if params is None else params.lengths
-    mine = get_batch_on_this_cp_rank(batch(is_packed), groups.cp, lengths=lengths)
+    mine = get_batch_on_this_cp_rank(batch(documents), groups.cp, lengths=lengths)
     losses = model(
-        mine["tokens"],
-        mine["position_ids"],
-        None,
-        labels=mine["labels"],
-        packed_seq_params=params,
+        mine["tokens"], mine["position_ids"], None, labels=mine["labels"], packed_seq_params=params
     )
     loss = (losses * mine["loss_mask"]).sum()
     loss.backward()
@@ -98,29 +95,27 @@ def gradients(case: str, groups: Any, is_packed: bool, **changes: Any) -> dict[s
     return {"loss": loss.detach(), **{n: g for n, g in named.items() if g is not None}}
 
 
-def on_ranks(rank: int, size: int) -> dict[tuple[str, bool], dict[str, Tensor]]:
+def on_ranks(rank: int, size: int) -> dict[tuple[str, tuple[int, ...]], dict[str, Tensor]]:
     groups = ProcessGroupCollection(cp=dist.group.WORLD)  # a program's own, and no more
     results = {}
     for case in CASES:
-        for is_packed in (False, True):
-            found = gradients(case, groups, is_packed, cp_comm_type=("p2p", "allgather"))
+        for documents in DOCUMENTS:
+            model = build(case, groups, cp_comm_type=("p2p", "allgather"))
+            results[case, documents] = found = gradients(model, groups, documents)
             for x in found.values():
                 dist.all_reduce(x)
-            results[case, is_packed] = found
     return results
 
 
 @pytest.mark.feature("Context parallelism: every kind of position, also in packed sequences")
 def test_a_model_has_the_loss_and_gradients_of_one_process() -> None:
     found, _ = run_ranks(on_ranks, 2)
-    for (case, is_packed), ours in found.items():
-        expected = gradients(case, one_process_groups(), is_packed)
+    for at, ours in found.items():
+        alone = one_process_groups()
+        expected = gradients(build(at[0], alone), alone, at[1])
         assert expected.keys() == ours.keys()
         torch.testing.assert_close(
-            ours,
-            expected,
-            **tolerances.of(torch.float64),
-            msg=lambda m, at=(case, is_packed): f"{at}: {m}",
+            ours, expected, **tolerances.of(torch.float64), msg=lambda m, at=at: f"{at}: {m}"
         )
 
 

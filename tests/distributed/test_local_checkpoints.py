@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.local_load import find_local, load_local
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, from_param
 from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
 from megatron.core.param_info import ParamInfo
-from megatron.core.process_groups_config import create_process_groups, make_grids
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.save import save_local_run, save_run
 from megatron.training.checkpointing.transient import transient
@@ -26,18 +25,14 @@ from tests.unit.checkpointing.tiny_run import (
     advance,
     assert_equal,
     counters,
-    make_parts,
     options,
+    parts_of_layout,
     values,
 )
 
 ALGORITHMS = ["fully_parallel", "atomic"]
 COPIES = {"replication": True, "replication_jump": 1}
 RANKS, TP = 4, 2
-
-
-def parts_of_layout(world_size, tp, seed=0):
-    return make_parts(create_process_groups(*make_grids(world_size, tp=tp)), seed=seed)
 
 
 def config_of(root, rank, more):

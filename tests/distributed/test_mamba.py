@@ -11,19 +11,17 @@ from torch import Tensor
 
 from megatron.core.models.mamba import MambaModel
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_batch_on_this_cp_rank
 from tests import tolerances
+from tests.distributed.test_context_parallel_gpt import VOCABULARY, gradients
 from tests.ranks import run_ranks
 from tests.unit.one_process import one_process_groups, tiny_config
 
-LENGTH, VOCABULARY, PACKED = 24, 50, (8, 16)
+LENGTH, DOCUMENTS = 24, ((24,), (8, 16))
 GROUPS = (1, 2, 8)  # of eight heads: fewer than ranks, as many heads as groups
 
 
-def gradients(num_groups: int, groups: Any, is_packed: bool) -> dict[str, Tensor]:
-    """This rank's terms of the loss and of each gradient."""
+def build(num_groups: int, groups: Any) -> MambaModel:
     config = tiny_config(
         params_dtype=torch.float64,
         mamba_state_dim=5,
@@ -32,7 +30,7 @@ def gradients(num_groups: int, groups: Any, is_packed: bool) -> dict[str, Tensor
         cp_comm_type="allgather",
     )
     torch.manual_seed(1)
-    model = MambaModel(
+    return MambaModel(
         config,
         mamba_stack_spec,
         VOCABULARY,
@@ -40,50 +38,25 @@ def gradients(num_groups: int, groups: Any, is_packed: bool) -> dict[str, Tensor
         hybrid_override_pattern="M*",
         pg_collection=groups,
     )
-    ids = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=torch.Generator().manual_seed(7))
-    ends = torch.tensor([0, *PACKED]).cumsum(0).int()
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends) if is_packed else None
-    mine = get_batch_on_this_cp_rank(
-        {
-            "tokens": ids[:, :-1],
-            "labels": ids[:, 1:],
-            "position_ids": torch.arange(LENGTH).expand(2, LENGTH),
-            "weights": torch.linspace(0.5, 1.5, 2 * LENGTH, dtype=torch.float64).view(2, LENGTH),
-        },
-        groups.cp,
-        lengths=None if packed is None else packed.lengths,
-    )
-    losses = model(
-        mine["tokens"],
-        mine["position_ids"],
-        None,
-        labels=mine["labels"],
-        packed_seq_params=packed,
-    )
-    loss = (losses * mine["weights"]).sum()
-    loss.backward()
-    named = {name: p.grad for name, p in model.named_parameters()}
-    return {"loss": loss.detach(), **{n: g for n, g in named.items() if g is not None}}
 
 
-def on_ranks(rank: int, size: int) -> dict[tuple[int, bool], dict[str, Tensor]]:
+def on_ranks(rank: int, size: int) -> dict[tuple[int, tuple[int, ...]], dict[str, Tensor]]:
     results = {}
     for num_groups in GROUPS:
-        for is_packed in (False, True):
+        for documents in DOCUMENTS:
             groups = ProcessGroupCollection(cp=dist.group.WORLD)
-            results[num_groups, is_packed] = gradients(num_groups, groups, is_packed)
-            for x in results[num_groups, is_packed].values():
+            model = build(num_groups, groups)
+            results[num_groups, documents] = found = gradients(model, groups, documents)
+            for x in found.values():
                 dist.all_reduce(x)
     return results
 
 
 @pytest.mark.feature("Context parallelism: Mamba layers trade tokens for heads, packed or not")
 def test_four_ranks_of_a_sequence_have_the_gradients_of_one() -> None:
-    for (num_groups, is_packed), found in run_ranks(on_ranks, 4)[0].items():
-        expected = gradients(num_groups, one_process_groups(), is_packed)
+    for at, found in run_ranks(on_ranks, 4)[0].items():
+        alone = one_process_groups()
+        expected = gradients(build(at[0], alone), alone, at[1])
         torch.testing.assert_close(
-            found,
-            expected,
-            **tolerances.of(torch.float64),
-            msg=lambda m, at=(num_groups, is_packed): f"{at}: {m}",
+            found, expected, **tolerances.of(torch.float64), msg=lambda m, at=at: f"{at}: {m}"
         )

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.param_info import ParamInfo, info_of, set_info
-from megatron.core.process_groups_config import ProcessGroupCollection, make_grids
+from megatron.core.process_groups_config import (
+    ProcessGroupCollection,
+    create_process_groups,
+    make_grids,
+)
 from megatron.training.checkpointing.run_tensors import RunParts
 from megatron.training.config.checkpoint import CheckpointConfig
 from tests.unit.dist_checkpointing.tiny import global_tensors, info, shares
@@ -104,6 +108,11 @@ def make_parts(
     return RunParts(
         model_chunks=[model], groups=groups, optimizer=Optimizer(model), scheduler=Scheduler()
     )
+
+
+def parts_of_layout(world_size: int, tp: int, seed: int = 0) -> RunParts:
+    """This rank's.  Collective."""
+    return make_parts(create_process_groups(*make_grids(world_size, tp=tp)), seed=seed)
 
 
 def advance(parts: RunParts, num_steps: int) -> None:

@@ -10,9 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.config.errors import CheckpointError
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.conversion import hf
 from megatron.training.conversion.convert import (
     BESIDE,
     HF,
@@ -95,26 +93,3 @@ def test_losses_and_gradients_are_theirs(case: str, tmp_path: Path) -> None:
     found = mine(ids, positions, None, labels=labels).flatten()
     torch.testing.assert_close(found, expected, **tolerances.LOGITS)
     models.assert_gradients_agree(mine, model, run, ids, gradients)
-
-
-@pytest.mark.parametrize(
-    ("case", "changes", "sentence"),
-    [
-        ("deepseek v2", {"topk_method": "noaux_tc"}, "topk_method noaux_tc, which is not built"),
-        ("deepseek v3", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
-        ("deepseek v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05: only 1e-06"),
-        ("deepseek v3", {"rope_parameters": {"rope_type": "linear"}}, "rope_type linear: only"),
-        (
-            "deepseek v3",
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}},
-            "mscale 1.0 and mscale_all_dim None: only equal ones",
-        ),
-        ("qwen3 moe", {"num_local_experts": None}, "config.json has no num_experts"),
-    ],
-)
-def test_settings_of_experts_that_are_not_here_are_named(
-    case: str, changes: dict[str, object], sentence: str
-) -> None:
-    config = models.make(case).config.to_dict() | changes
-    with pytest.raises(CheckpointError, match=sentence):
-        hf.family_of(config).shape(config)

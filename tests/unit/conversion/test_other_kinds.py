@@ -94,6 +94,16 @@ def test_every_tensor_goes_back_to_where_it_came_from(case: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("case", "changes", "sentence"),
     [
+        ("deepseek v2", {"topk_method": "noaux_tc"}, "topk_method noaux_tc, which is not built"),
+        ("deepseek v3", {"norm_topk_prob": False}, "norm_topk_prob False: only True"),
+        ("deepseek v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05: only 1e-06"),
+        ("deepseek v3", {"rope_parameters": {"rope_type": "linear"}}, "rope_type linear: only"),
+        (
+            "deepseek v3",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4, "mscale": 1.0}},
+            "mscale 1.0 and mscale_all_dim None: only equal ones",
+        ),
+        ("qwen3 moe", {"num_local_experts": None}, "config.json has no num_experts"),
         ("bert", {"hidden_act": "relu"}, "hidden_act relu: only gelu can be"),
         ("bert", {"is_decoder": True}, "is_decoder True: only False"),
         ("bert", {"position_embedding_type": "relative_key"}, "only absolute can be"),
