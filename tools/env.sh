@@ -14,7 +14,8 @@ fi
 
 torch="${TORCH:-torch==2.13.0}"
 stamp=.venv/ready
-inputs=(pyproject.toml setup.py megatron/core/datasets/helpers.cpp tools/env.sh)
+inputs=(pyproject.toml setup.py megatron/core/datasets/helpers.cpp megatron/core/fusions/cpu/*.{cpp,h}
+    tools/env.sh)
 state="$torch $(cat "${inputs[@]}" | cksum)"
 if [[ ! -f $stamp || "$(cat $stamp)" != "$state" ]]; then
     for python in python3 python3.13 python3.12 python3.11 python3.10 none; do
