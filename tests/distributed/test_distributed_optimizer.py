@@ -18,7 +18,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.distributed.param_buffer import ParamGather
-from megatron.core.distributed.shard_ranges import owned_numel
+from megatron.core.distributed.shard_ranges import owned_parts
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm
 from megatron.core.optimizer.kept_state import Kept
@@ -225,7 +225,11 @@ def _memory(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, int]:
     assert all(p.data_ptr() for p in run.model.parameters())
     return {
         "state": run.state_bytes(),
-        "owned": sum(owned_numel(layout, group.rank(), group.size()) for layout in buffers),
+        "owned": sum(
+            part.stop - part.start
+            for layout in buffers
+            for part in owned_parts(layout, group.rank(), group.size())
+        ),
         "params": sum(p.numel() for p in run.model.parameters() if p.requires_grad),
     }
 

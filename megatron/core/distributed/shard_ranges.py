@@ -43,8 +43,3 @@ def owned_parts(layout: BufferLayout, rank: int, size: int) -> Iterator[OwnedPar
             start, stop = max(low, begin), min(high, end)
             if start < stop:
                 yield OwnedPart(param, start - begin, stop - begin)
-
-
-def owned_numel(layout: BufferLayout, rank: int, size: int) -> int:
-    """Elements that ``rank`` of ``size`` keeps optimizer state for."""
-    return sum(part.stop - part.start for part in owned_parts(layout, rank, size))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -34,11 +35,7 @@ def before_reading(module: nn.Module) -> None:
 
 def _convert(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     """Apply ``convert`` to the float tensors in nested tuples, lists and dicts."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_convert(v, convert) for v in value)
-    if isinstance(value, dict):
-        return {k: _convert(v, convert) for k, v in value.items()}
-    return convert(value) if torch.is_tensor(value) and value.is_floating_point() else value
+    return tree_map_only(Tensor, lambda t: convert(t) if t.is_floating_point() else t, value)
 
 
 class Float16Module(MegatronModule):
