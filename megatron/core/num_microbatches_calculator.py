@@ -67,9 +67,7 @@ class NumMicroBatchesCalculator:
     decrease_batch_size_if_needed: bool = False
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
-            raise ConfigError.from_problems(problems)
+        ConfigError.raise_for(self._problems())
 
     @classmethod
     def from_config(

@@ -41,9 +41,7 @@ class LearningRateSchedule:
     wsd_style: str | None = "exponential"
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
-            raise ConfigError.from_problems(problems)
+        ConfigError.raise_for(self._problems())
 
     def at(
         self, num_samples: int, max_lr: float | None = None, min_lr: float | None = None
@@ -113,9 +111,7 @@ class WeightDecaySchedule:
     style: str = "constant"
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
-            raise ConfigError.from_problems(problems)
+        ConfigError.raise_for(self._problems())
 
     def at(self, num_samples: int) -> float:
         """The weight decay after ``num_samples``."""

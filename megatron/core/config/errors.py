@@ -6,7 +6,7 @@ programmer can break is an ``assert`` with a message instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 
 class MegatronError(Exception):
@@ -17,9 +17,10 @@ class ConfigError(MegatronError, ValueError):
     """The command line contradicts itself, or asks for what cannot be."""
 
     @classmethod
-    def from_problems(cls, problems: Sequence[str]) -> ConfigError:
-        """Join all ``problems`` of a command line into one error."""
-        return cls("this run cannot start:\n" + "\n".join(f"  - {p}" for p in problems))
+    def raise_for(cls, problems: Iterable[str]) -> None:
+        """Raise one error that joins all ``problems`` of a command line; nothing for none."""
+        if lines := [f"  - {problem}" for problem in problems]:
+            raise cls("\n".join(["this run cannot start:", *lines]))
 
 
 class DataError(MegatronError, ValueError):

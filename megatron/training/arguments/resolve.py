@@ -135,8 +135,7 @@ def resolve(
         warnings=tuple(warnings),
     )
     problems.extend(problem for check in CHECKS for problem in check(run))
-    if problems:
-        raise ConfigError.from_problems(problems)
+    ConfigError.raise_for(problems)
     return run
 
 
