@@ -10,32 +10,19 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core import optional
-from megatron.core.extensions.transformer_engine.attention import TEDotProductAttention
-from megatron.core.extensions.transformer_engine.engine import WANTED_BY, why_not, why_not_matrices
-from megatron.core.extensions.transformer_engine.layers import (
-    TEColumnParallelGroupedLinear,
-    TEColumnParallelLinear,
-    TELayerNormColumnParallelLinear,
-    TELinear,
-    TENorm,
-    TERowParallelGroupedLinear,
-    TERowParallelLinear,
-)
+from megatron.core.extensions.transformer_engine.engine import WANTED_BY
+from megatron.core.lazy import lazy_exports
 
-__all__ = [
-    "SplitAlongDim",
-    "TEColumnParallelGroupedLinear",
-    "TEColumnParallelLinear",
-    "TEDelayedScaling",
-    "TEDotProductAttention",
-    "TELayerNormColumnParallelLinear",
-    "TELinear",
-    "TENorm",
-    "TERowParallelGroupedLinear",
-    "TERowParallelLinear",
-    "why_not",
-    "why_not_matrices",
-]
+_NAMES = {
+    "attention": "TEDotProductAttention",
+    "engine": "why_not why_not_matrices",
+    "layers": "TEColumnParallelGroupedLinear TEColumnParallelLinear TELinear TENorm "
+    "TELayerNormColumnParallelLinear TERowParallelGroupedLinear TERowParallelLinear",
+}
+__getattr__ = lazy_exports(
+    __name__,
+    {name: f"{__name__}.{home}" for home, names in _NAMES.items() for name in names.split()},
+)
 
 
 def SplitAlongDim(x: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:  # noqa: N802
