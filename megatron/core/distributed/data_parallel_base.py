@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -93,8 +93,6 @@ class DataParallelBase(nn.Module, ABC):
         self.finish_param_sync()
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load the module."""
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        return self.module.load_state_dict(*args, **kwargs)

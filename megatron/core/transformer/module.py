@@ -68,6 +68,6 @@ class Float16Module(MegatronModule):
         """The model's own, without this wrapper's prefix."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own."""
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        return self.module.load_state_dict(*args, **kwargs)
