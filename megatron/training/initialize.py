@@ -224,6 +224,10 @@ def _init_default_group(config: RunConfig) -> None:
     if dist.is_initialized():
         return
     backend = config.distributed.distributed_backend or device.default_backend()
+    allocators = (os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("CUDA_", ""))
+    if config.model.uses_graphs and any("expandable_segments:True" in a for a in allocators):
+        # NCCL cannot register such memory for the graphs that hold its collectives.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     print_rank_0("> initializing torch distributed ...")
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:

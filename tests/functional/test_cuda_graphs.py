@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from megatron.core import device
 from megatron.core.pipeline_parallel.executor import Executor
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.cuda_graphs import replay
 from tests import tolerances
 from tests.functional.runs import TINY, train_gpt
@@ -148,3 +152,41 @@ def test_graphs_of_a_gpu_train_alike(tmp_path: Path, name: str) -> None:
     for (loss, norm), (expected_loss, expected_norm) in zip(graphed, eager, strict=True):
         assert loss == pytest.approx(expected_loss, rel=allowed["loss"])
         assert norm == pytest.approx(expected_norm, rel=allowed["norm"])
+
+
+def draw_in_a_graph(rank: int, world_size: int) -> None:
+    """Numbers of a graph are those of Python, while another thread pins memory and copies."""
+    where = device.choose("cuda")
+    device.leave_default_stream()
+    random.model_parallel_seed(1, tp_rank=0, capturable=True)
+    tracker, ones, done = random.get_rng_tracker(), torch.ones(1000, device=where), Event()
+
+    def meanwhile() -> None:
+        while not done.is_set():
+            torch.ones(1 << 16).pin_memory().to(where, non_blocking=True)
+
+    def draw() -> Tensor:
+        with tracker.fork():
+            named = F.dropout(ones)
+        return torch.stack((named, F.dropout(ones)))
+
+    states, own = tracker.get_states(), device.rng_state()
+    expected = [draw() for _ in range(3)]
+    tracker.set_states(states)
+    device.set_rng_state(own)
+    graph = device.Graph(device.graph_pool(), tracker.streams())
+    thread = Thread(target=meanwhile)
+    thread.start()
+    with device.about_to_record(), graph.recording():
+        found = draw()
+    done.set()
+    thread.join()
+    for numbers in expected:
+        graph.replay()
+        assert found.equal(numbers)
+
+
+def test_a_graph_of_a_gpu_draws_what_python_draws() -> None:
+    if device.gpu_count() < 1:
+        pytest.skip("needs a GPU")
+    run_ranks(draw_in_a_graph, 1)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron.core import cpu_tuning, device
 from megatron.core.config.errors import ConfigError
 from megatron.training import initialize
 from megatron.training.checkpointing.save import save_run
 from megatron.training.initialize import _init_default_group, configure, fail
-from tests.unit.arguments.commands import argv
+from tests.unit.arguments.commands import argv, run_of
 from tests.unit.checkpointing.tiny_run import counters, make_parts, options
 
 
@@ -49,6 +51,19 @@ def test_flags_that_need_a_gpu_say_so_where_none_is_found(
     out = capsys.readouterr().out
     for flag in ("--moe-grouped-gemm", "--record-memory-history"):
         assert f"WARNING: {flag} is without effect: it needs a GPU" in out
+
+
+def test_nccl_registers_no_memory_for_graphs_that_pytorch_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")  # so that it is put back
+    for conf, expected in (("max_split_size_mb:64", None), ("expandable_segments:True", "0")):
+        monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
+        _init_default_group(run_of("--enable-cuda-graph --device auto"))
+        assert os.environ.get("NCCL_GRAPH_REGISTER") == expected
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
 
 
 def test_conflicts_are_printed_once_and_the_other_ranks_wait_to_be_ended(
