@@ -36,6 +36,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer, Recipe
+from megatron.core.tensor_parallel.tied_table import look_up, takes_table
 
 
 class LayerConfig(Protocol):
@@ -305,21 +306,34 @@ class VocabParallelEmbedding(nn.Module):
         shape = self.num_tokens, embedding_dim
         info = described(shape, init_method, over=tp_group, is_embedding_or_output=True)
         self.weight = new_parameter((self.local_size, embedding_dim), config.params_dtype, info)
+        self.is_lent = False  # to an output layer, by `lend`
+        self._table: Tensor | None = None
+
+    def lend(self) -> Tensor:
+        """The weight for a product, as the last lookup has read it."""
+        table, self._table = self._table, None
+        return self.weight if table is None else table
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """[b, s] -> [b, s, h]; with ``reduce_scatter_embeddings`` [s/tp, b, h]."""
         check_token_ids(token_ids, self.num_tokens)
         if self.tp_group.size() == 1:
-            y = F.embedding(token_ids, self.weight)
+            y = self._look_up(token_ids)
             return y.transpose(0, 1).contiguous() if self.reduce_scatter_embeddings else y
         local_ids = token_ids - self.tp_group.rank() * self.local_size
         foreign = (local_ids < 0) | (local_ids >= self.local_size)
-        y = F.embedding(local_ids.masked_fill(foreign, 0), self.weight)
+        y = self._look_up(local_ids.masked_fill(foreign, 0))
         y = y.masked_fill(foreign.unsqueeze(-1), 0)
         if self.reduce_scatter_embeddings:
             y = y.transpose(0, 1).contiguous()
             return reduce_scatter_to_sequence_parallel_region(y, self.tp_group)
         return reduce_from_tensor_model_parallel_region(y, self.tp_group)
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        if not (self.is_lent and takes_table(self.weight)):
+            return F.embedding(ids, self.weight)
+        y, self._table = look_up(ids, self.weight)
+        return y
 
     def extra_repr(self) -> str:
         """Global sizes and this rank's share."""

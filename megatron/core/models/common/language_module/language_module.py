@@ -139,7 +139,9 @@ class LanguageModule(MegatronModule):
             unpadded_output_size=self.num_tokens,
             is_embedding_or_output=True,
         )
-        if is_tied and not self.has_embedding:
+        if is_tied and self.has_embedding:
+            self.embedding.word_embeddings.is_lent = True
+        elif is_tied:
             mark_as_shared_embedding(layer.weight, is_copy=True)
         return layer
 
@@ -168,8 +170,11 @@ class LanguageModule(MegatronModule):
 
     def output_weight(self) -> Tensor | None:
         """What is lent to the output layer; None where it has its own."""
-        is_tied = self.share_embeddings_and_output_weights
-        return self.shared_embedding_or_output_weight() if is_tied else None
+        if not self.share_embeddings_and_output_weights:
+            return None
+        if self.has_embedding:
+            return self.embedding.word_embeddings.lend()
+        return self.shared_embedding_or_output_weight()
 
     # ---- positions -------------------------------------------------------------------------
 
