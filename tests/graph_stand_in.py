@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core import cpu_kernels, device
 from megatron.core.fusions import linear_cross_entropy
+from megatron.core.models.T5 import t5_model
 from megatron.core.tensor_parallel import layers
 
 
@@ -177,6 +178,7 @@ def graphs_on_cpu() -> Iterator[type[TapeGraph]]:
         mock.patch.object(dist.Work, "wait", _unseen_wait),
         mock.patch.object(cpu_kernels, "take", return_value=False),  # no operations of torch
         mock.patch.object(layers, "device", _sees_a_gpu),
+        mock.patch.object(t5_model, "device", _sees_a_gpu),
         mock.patch.object(linear_cross_entropy, "device", _sees_a_gpu),
     ):
         yield TapeGraph

@@ -48,6 +48,13 @@ CASES: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
         *(1, 4, 4),
         (*WHOLE, *DROPOUT, "--swiglu", "--position-embedding-type", "rope"),
     ),
+    "t5": (
+        *(1, 4, 4),
+        (
+            *(*WHOLE, "--model-kind", "t5", "--vocab-extra-ids", "10"),
+            *("--encoder-seq-length", "32", "--decoder-seq-length", "16"),
+        ),
+    ),
     "ranks": (
         *(4, 4, 2),
         (
