@@ -22,6 +22,8 @@ from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.fusions.linear_cross_entropy import loss_and_gradient
 from megatron.core.fusions.rms_norm import layer_norm, rms_norm
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
+from megatron.core.optimizer.clip_grads import sum_of_squares
+from megatron.core.transformer.moe.permute import by_expert, combine
 
 _TOKENS, _WIDTH, _VOCABULARY = 1024, 1024, 50304
 
@@ -32,12 +34,16 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """``work`` through the public function; ``prepare`` before each call is not measured."""
+    """``work`` through the public function; ``prepare`` before each call is not measured.
+
+    ``in_place``: what is read is overwritten, so that no other memory has to come.
+    """
 
     name: str
     num_bytes: int
     work: Callable[[], object]
     prepare: Callable[[], object] = _nothing
+    in_place: bool = False
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -54,6 +60,7 @@ def cross_entropy(dtype: torch.dtype) -> Case:
         2 * logits.nbytes,
         lambda: loss_and_gradient(logits, target, group=group, num_columns=_VOCABULARY),
         lambda: logits.copy_(source),
+        in_place=True,
     )
 
 
@@ -109,7 +116,21 @@ def _attention(dtype: torch.dtype) -> Case:
 def _addition() -> Case:
     total, more = drawn(4 * _WIDTH, _WIDTH, dtype=torch.float32), drawn(4 * _WIDTH, _WIDTH)
     num_bytes = 2 * total.nbytes + more.nbytes
-    return Case("bf16 gradient added to fp32", num_bytes, lambda: add_into(total, more))
+    work = partial(add_into, total, more)
+    return Case("bf16 gradient added to fp32", num_bytes, work, in_place=True)
+
+
+def _rows(dtype: torch.dtype) -> Case:
+    order = by_expert(torch.rand(_TOKENS, 64).topk(8).indices)
+    rows = drawn(8 * _TOKENS, _WIDTH, dtype=dtype)
+    name = f"8 rows of each token summed, {_short(dtype)}"
+    return Case(name, rows.nbytes + rows.nbytes // 8, lambda: combine(rows, order))
+
+
+def _squares(dtype: torch.dtype) -> Case:
+    grads = [drawn(4 * _WIDTH, _WIDTH, dtype=dtype) for _ in range(8)]
+    name = f"squares of gradients, {_short(dtype)}"
+    return Case(name, 8 * grads[0].nbytes, lambda: sum_of_squares(grads))
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -125,4 +146,5 @@ CASES: list[Callable[[], Case]] = [
     *(partial(_rotary, interleaved=i, dtype=d) for i in (False, True) for d in _FORMATS),
     *(partial(_attention, dtype) for dtype in _FORMATS),
     _addition,
+    *(partial(make, dtype) for make in (_rows, _squares) for dtype in _FORMATS),
 ]

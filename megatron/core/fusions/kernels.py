@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core import cpu_kernels, device
 from megatron.core.optional import available, why_missing
 
-_ON_CPU = {"adam", "cross_entropy", "glu", "rope"}  # modules of fusions.cpu
+_ON_CPU = {"adam", "cross_entropy", "glu", "rope", "rows"}  # modules of fusions.cpu
 
 
 def find(name: str, *tensors: Tensor | None) -> ModuleType | None:

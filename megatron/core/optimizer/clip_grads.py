@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core import device
+from megatron.core import cpu_kernels, device
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.optimizer.param_groups import trainable_parameters
 from megatron.core.param_info import ParamInfo, info_of, local_part
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-_BLOCK = 4096
+_BLOCK, _PIECE = 2**12, 2**14
 
 
 def counts_here(info: ParamInfo, groups: ProcessGroupCollection) -> bool:
@@ -94,6 +94,8 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     if device.is_cuda(tensors[0].device):
         return _sum_of_squared(torch.stack(torch._foreach_norm(list(tensors), 2, dtype)))
+    if all(t.is_contiguous() and cpu_kernels.take(t) for t in tensors):
+        return torch.cat([_squares_of_pieces(t) for t in tensors]).sum()
     small = [t for t in tensors if 0 < t.numel() <= _BLOCK]
     blocks = [norms for t in tensors if t.numel() > _BLOCK for norms in _norms_of_blocks(t, dtype)]
     if small:
@@ -103,6 +105,20 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 def _sum_of_squared(norms: Tensor) -> Tensor:
     return norms.double().square().sum()
+
+
+def _squares_of_pieces(tensor: Tensor) -> Tensor:
+    """Sums of squares in fp64, of pieces in one read."""
+    sums = tensor.new_empty(-(-tensor.numel() // _PIECE), dtype=torch.float64)
+    cpu_kernels.run(
+        "sums_of_squares",
+        [tensor, sums],
+        format=tensor.dtype,
+        sizes=(_PIECE, _BLOCK),
+        count=tensor.numel(),
+        grain=_PIECE,
+    )
+    return sums
 
 
 def _norms_of_blocks(tensor: Tensor, dtype: torch.dtype) -> list[Tensor]:

@@ -18,6 +18,8 @@ from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.fusions.linear_cross_entropy import loss_and_gradient
 from megatron.core.fusions.rms_norm import layer_norm, rms_norm
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
+from megatron.core.optimizer.clip_grads import sum_of_squares
+from megatron.core.transformer.moe.permute import by_expert, combine
 from tests import tolerances
 from tests.unit.one_process import one_rank
 
@@ -87,6 +89,18 @@ def sums(as_given: As) -> list[Tensor]:
     return [total]
 
 
+def rows_of_tokens(as_given: As) -> list[Tensor]:
+    """With a gap in the last rows, which some visits do not have."""
+    order = by_expert(torch.rand(257, 7).topk(3).indices, 700)
+    rows = as_given(torch.randn(700, 93))
+    return with_gradients(lambda x: combine(x, order), rows)
+
+
+def squares(as_given: As) -> list[Tensor]:
+    given = [as_given(torch.randn(size)) for size in (3, 70001, 0, 5000)]
+    return [sum_of_squares(given), sum_of_squares([t.abs().sqrt() for t in given])]
+
+
 # Each gives values and gradients of work too large for one piece, in odd sizes.
 WORK: list[Callable[[As], list[Tensor]]] = [
     cross_entropy,
@@ -96,6 +110,8 @@ WORK: list[Callable[[As], list[Tensor]]] = [
     rotations,
     attention,
     sums,
+    rows_of_tokens,
+    squares,
 ]
 
 

@@ -41,6 +41,8 @@ void add_kernels(Kernels& found, const std::string& format) {
     add("adam square", adam<Whole, Rounded, T>);
     add("adam mean square", adam<Rounded, Rounded, T>);
     add("sum_of_pieces", sum_of_pieces<T>);
+    add("sum_of_rows", sum_of_rows<T>);
+    add("sums_of_squares", sums_of_squares<T>);
 }
 
 Kernels kernels() {

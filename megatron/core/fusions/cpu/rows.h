@@ -22,9 +22,9 @@ template <class T>
 INLINE float log_sum_exp(const T* x, int64_t count) {
     // -inf, of a row without a number, is not to be subtracted from itself.
     const float top = std::max(row_max(x, count), -FLT_MAX);
-    F total{};
-    each(count, [&](int64_t i, int64_t n) { total += first(exp(load(x + i, n) - top), n, 0); });
-    return top + std::log(sum(total));
+    return top + std::log(sum_over(count, [&](int64_t i, int64_t n) {
+               return first(exp(load(x + i, n) - top), n, 0);
+           }));
 }
 
 // Column of a target here; -1 where it is elsewhere or there is none.
@@ -41,7 +41,7 @@ INLINE void turn_into_gradient(T* x, const Call& c, float log_sum, int64_t targe
     const float at_target =
         column < 0 ? 0.0f : scale * (exp(splat(at(x, column)) - log_sum)[0] - 1.0f);
     each(columns, [&](int64_t i, int64_t n) {
-        store(x + i, exp(load(x + i, n) - log_sum) * scale, n);
+        cache(x + i, exp(load(x + i, n) - log_sum) * scale, n);
     });
     if (column >= 0) store(x + column, splat(at_target), 1);
     std::memset(x + columns, 0, (width - columns) * sizeof(T));
@@ -92,14 +92,13 @@ void causal_softmax(const Call& c, int64_t begin, int64_t end) {
         T* y = c.at<T>(1) + row * keys;
         const int64_t seen = c.sizes[2] + row % queries + 1;
         const float top = row_max(x, seen);
-        F total{};
-        each(seen, [&](int64_t i, int64_t n) {
-            const F e = first(exp(load(x + i, n) - top), n, 0);
-            total += e;
-            store(x + i, e, n);
+        const float total = sum_over(seen, [&](int64_t i, int64_t n) {
+            const F e = first(exp(cached(x + i, n) - top), n, 0);
+            cache(x + i, e, n);
+            return e;
         });
-        const float share = 1.0f / sum(total);
-        each(seen, [&](int64_t i, int64_t n) { store(y + i, load(x + i, n) * share, n); });
+        const float share = 1.0f / total;
+        each(seen, [&](int64_t i, int64_t n) { store(y + i, cached(x + i, n) * share, n); });
         std::memset(y + seen, 0, (keys - seen) * sizeof(T));
     }
 }
@@ -112,11 +111,10 @@ void causal_softmax_backward(const Call& c, int64_t begin, int64_t end) {
         T* grad = c.at<T>(0) + row * keys;
         const T* prob = c.at<T>(1) + row * keys;
         const int64_t seen = c.sizes[2] + row % queries + 1;
-        F along{};
-        each(seen, [&](int64_t i, int64_t n) { along += load(grad + i, n) * load(prob + i, n); });
-        const float mean = sum(along);
+        const float mean = sum_over(
+            seen, [&](int64_t i, int64_t n) { return load(grad + i, n) * load(prob + i, n); });
         each(seen, [&](int64_t i, int64_t n) {
-            store(grad + i, (load(grad + i, n) - mean) * load(prob + i, n), n);
+            cache(grad + i, (cached(grad + i, n) - mean) * cached(prob + i, n), n);
         });
         std::memset(grad + seen, 0, (keys - seen) * sizeof(T));
     }
@@ -133,21 +131,18 @@ void norm_forward(const Call& c, int64_t begin, int64_t end) {
         T* y = c.at<T>(3) + row * width;
         float mean = 0;
         if (!kIsRms) {
-            F total{};
-            each(width, [&](int64_t i, int64_t n) { total += load(x + i, n); });
-            mean = sum(total) / width;
+            mean = sum_over(width, [&](int64_t i, int64_t n) { return load(x + i, n); }) / width;
             c.at<float>(4)[row] = mean;
         }
-        F squares{};
-        each(width, [&](int64_t i, int64_t n) {
-            const F away = first(load(x + i, n) - mean, n, 0);
-            squares += away * away;
+        const float squares = sum_over(width, [&](int64_t i, int64_t n) {
+            const F away = first((kIsRms ? load(x + i, n) : cached(x + i, n)) - mean, n, 0);
+            return away * away;
         });
-        const float scale = 1.0f / std::sqrt(sum(squares) / width + c.numbers[0]);
+        const float scale = 1.0f / std::sqrt(squares / width + c.numbers[0]);
         c.at<float>(5)[row] = scale;
         each(width, [&](int64_t i, int64_t n) {
-            F out = (load(x + i, n) - mean) * scale * load(weight + i, n);
-            if (!kIsRms) out += load(bias + i, n);
+            F out = (cached(x + i, n) - mean) * scale * cached(weight + i, n);
+            if (!kIsRms) out += cached(bias + i, n);
             store(y + i, out, n);
         });
     }
@@ -168,18 +163,18 @@ void norm_backward(const Call& c, int64_t begin, int64_t end) {
         F along{}, total{};
         each(width, [&](int64_t i, int64_t n) {
             const F g = load(grad + i, n), normed = (load(x + i, n) - mean) * scale;
-            const F through = g * load(weight + i, n);
+            const F through = g * cached(weight + i, n);
             along += through * normed;
             total += through;
-            store(of_weight + i, load(of_weight + i, n) + g * normed, n);
-            if (!kIsRms) store(of_bias + i, load(of_bias + i, n) + g, n);
+            cache(of_weight + i, cached(of_weight + i, n) + g * normed, n);
+            if (!kIsRms) cache(of_bias + i, cached(of_bias + i, n) + g, n);
         });
         if (!c.pointers[5]) continue;
         T* out = c.at<T>(5) + row * width;
         const float share = sum(along) / width, shift = kIsRms ? 0.0f : sum(total) / width;
         each(width, [&](int64_t i, int64_t n) {
-            const F normed = (load(x + i, n) - mean) * scale;
-            const F through = load(grad + i, n) * load(weight + i, n);
+            const F normed = (cached(x + i, n) - mean) * scale;
+            const F through = cached(grad + i, n) * cached(weight + i, n);
             store(out + i, (through - shift - normed * share) * scale, n);
         });
     }
@@ -195,4 +190,34 @@ void sum_of_pieces(const Call& c, int64_t begin, int64_t end) {
             total += load(c.at<float>(0) + piece * width + begin + i, n);
         store(c.at<T>(1) + begin + i, total, n);
     });
+}
+
+// rows [m, width], the rows of each token (int64) [tokens, visits], of which m or more stands for
+// none, their sums [tokens, width]; sizes: width, visits, m
+template <class T>
+void sum_of_rows(const Call& c, int64_t begin, int64_t end) {
+    const int64_t width = c.sizes[0], visits = c.sizes[1];
+    for (int64_t token = begin; token < end; ++token) {
+        const int64_t* rows = c.at<int64_t>(1) + token * visits;
+        each(width, [&](int64_t i, int64_t n) {
+            F total{};
+            for (int64_t visit = 0; visit < visits; ++visit)
+                if (rows[visit] < c.sizes[2])
+                    total += load(c.at<T>(0) + rows[visit] * width + i, n);
+            store(c.at<T>(2) + token * width + i, total, n);
+        });
+    }
+}
+
+// x, sum of its squares (double) of each piece; sizes: numbers of a piece, of a block summed in float
+template <class T>
+void sums_of_squares(const Call& c, int64_t begin, int64_t end) {
+    const T* x = c.at<T>(0);
+    double total = 0;
+    for (int64_t at = begin; at < end; at += c.sizes[1])
+        total += sum_over(std::min(end - at, c.sizes[1]), [&](int64_t i, int64_t n) {
+            const F f = load(x + at + i, n);
+            return f * f;
+        });
+    c.at<double>(1)[begin / c.sizes[0]] = total;
 }

@@ -87,6 +87,17 @@ INLINE float sum(F x) {
     return x[0];
 }
 
+// Sum of body(i, n) over stretches of n <= kLanes from i on.
+template <class Body>
+INLINE float sum_over(int64_t count, Body body) {
+    F parts[4] = {};  // else each waits for the one before
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= count; i += 4 * kLanes)
+        for (int j = 0; j < 4; ++j) parts[j] += body(i + j * kLanes, kLanes);
+    each(count - i, [&](int64_t k, int64_t n) { parts[0] += body(i + k, n); });
+    return sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
+}
+
 // Of a NaN and a number the second: else compilers compare and choose, in two steps.
 #if LANES == 16
 INLINE F larger(F a, F b) { return (F)_mm512_max_ps((__m512)a, (__m512)b); }
