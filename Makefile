@@ -10,9 +10,9 @@ help:
 	@echo "make test        all tests"
 	@echo "make test-dist   the multi-process tests only"
 	@echo "make test-slow   layouts that test leaves out, each of which shows few more pairs"
-	@echo "make fuzz N=200  random layouts against one process; FIRST=0 is the first seed"
+	@echo "make fuzz N=200  random layouts against one process; FIRST=0 is the first seed, OF=t5 in all"
 	@echo "make fuzz-reshard N=50  random pairs of layouts: saved in one, loaded in the other"
-	@echo "make kill N=200  kill -9 around saves: the newest checkpoint is whole, the numbers the same"
+	@echo "make kill N=200  kill -9 around saves: the newest checkpoint is whole, the numbers the same; OF=fewer-bits"
 	@echo "make bench       every benchmark, one after the other"
 	@echo "make tree        write docs/{tree,flags,matrix}.md and README's table of features"
 	@echo "make format      ruff format and ruff's own fixes"
@@ -38,7 +38,8 @@ test-slow:
 
 fuzz:
 	@python=$$(tools/env.sh) && \
-	$$python -m tests.distributed.draws --draws $(or $(N),200) --first $(or $(FIRST),0)
+	$$python -m tests.distributed.draws --draws $(or $(N),200) --first $(or $(FIRST),0) \
+	$(if $(OF),--of $(OF))
 
 fuzz-reshard:
 	@python=$$(tools/env.sh) && \
@@ -46,7 +47,8 @@ fuzz-reshard:
 
 kill:
 	@python=$$(tools/env.sh) && \
-	$$python -m tests.distributed.kills --kills $(or $(N),200) --first $(or $(FIRST),0)
+	$$python -m tests.distributed.kills --kills $(or $(N),200) --first $(or $(FIRST),0) \
+	$(if $(OF),--of $(OF))
 
 bench:
 	@python=$$(tools/env.sh) && \
