@@ -3,13 +3,14 @@
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help check format test test-dist test-slow fuzz fuzz-reshard kill bench tree quickstart
+.PHONY: help check format test test-dist test-slow test-host-gpu fuzz fuzz-reshard kill bench tree quickstart
 
 help:
 	@echo "make check       ruff, mypy on the pure packages, the laws of the repository"
 	@echo "make test        all tests"
 	@echo "make test-dist   the multi-process tests only"
 	@echo "make test-slow   layouts that test leaves out, each of which shows few more pairs"
+	@echo "make test-host-gpu  whole runs on a device that computes on the host: the ways of a GPU"
 	@echo "make fuzz N=200  random layouts against one process; FIRST=0 is the first seed, OF=t5 in all"
 	@echo "make fuzz-reshard N=50  random pairs of layouts: saved in one, loaded in the other"
 	@echo "make kill N=200  kill -9 around saves: the newest checkpoint is whole, the numbers the same; OF=fewer-bits"
@@ -35,6 +36,9 @@ test-dist:
 
 test-slow:
 	@python=$$(tools/env.sh) && $$python -m pytest -q -m slow tests
+
+test-host-gpu:
+	@python=$$(tools/env.sh) && $$python -m tests.host_gpu pytest -q tests/functional
 
 fuzz:
 	@python=$$(tools/env.sh) && \

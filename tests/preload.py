@@ -12,6 +12,8 @@ import pkgutil
 import sys
 from pathlib import Path
 
+from tests import host_gpu
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -32,6 +34,7 @@ def preload_package(name: str) -> None:
 
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+host_gpu.load()
 for module in ("numpy", "pytest", "torch", "torch.distributed", "tests.ranks", "tests.tolerances"):
     importlib.import_module(module)
 preload_package("megatron")

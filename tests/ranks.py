@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device, virtual_ranks
+from tests import host_gpu
 
 # After the first failure the other ranks have this long to report theirs: often the first one
 # heard is only the echo ("connection closed by peer") of the one that matters.
@@ -115,6 +116,8 @@ def run_virtual_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> li
 
 def default_backend(world_size: int) -> str:
     """nccl beside gloo where every rank has a GPU of its own, else gloo."""
+    if host_gpu.is_asked():
+        return "cpu:gloo,cuda:gloo"
     return "cpu:gloo,cuda:nccl" if device.gpu_count() >= world_size else "gloo"
 
 

@@ -19,6 +19,7 @@ from megatron.core import device
 from megatron.core.enums import ModelType
 from megatron.core.transformer import activation_offload
 from megatron.training.training import pretrain
+from tests import host_gpu
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +49,7 @@ def train_gpt(rank: int, world_size: int, argv: Sequence[str]) -> None:
 
     What is to lie in host memory has a place apart there, as beside a GPU, also where it is small.
     """
+    argv = [*argv, "--device", "cuda"] if host_gpu.is_asked() else argv
     kind = argv[argv.index("--model-kind") + 1] if "--model-kind" in argv else "gpt"
     entry = importlib.import_module(f"pretrain_{kind}")
     with (

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.fusions import kernels
 from megatron.core.optional import why_missing
+from tests import triton_interpreter
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -34,17 +33,10 @@ def where() -> str:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def scalars_are_numbers() -> None:
-    """Under the interpreter of 3.6 they are arrays of one, which NumPy 2.4 takes for no index."""
+def interpreter_works() -> None:
+    """With today's NumPy."""
     if IS_INTERPRETED:
-        interpreter = importlib.import_module("triton.runtime.interpreter")
-        patch = interpreter._patch_lang_tensor
-
-        def patch_and_mend(tensor: Any, scope: Any) -> None:
-            patch(tensor, scope)
-            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-        interpreter._patch_lang_tensor = patch_and_mend
+        triton_interpreter.mend()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,100 @@
+"""The command line of a GPU, on the device of `tests.host_gpu`: the numbers of a CPU.
+
+What it finds: tensors left on the host, collectives that NCCL has not, kernels called otherwise
+than they are declared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.optional import why_missing
+from tests import host_gpu, tolerances
+from tests.functional.runs import TINY, losses, run_gpt
+from tests.ranks import ROOT
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or host_gpu.is_asked(), reason="compiles a device with g++"
+)
+LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-aux-loss-coeff 0.01"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+OFFLOADED = "--optimizer-cpu-offload --use-precision-aware-optimizer --use-distributed-optimizer"
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Path:
+    return host_gpu.build(ROOT / "build/host_gpu")
+
+
+def on_the_device(
+    folder: Path, compiled: Path, world_size: int, flags: list[str], **environ: str
+) -> list[float]:
+    """Losses of a run that is started as a user would start it."""
+    folder.mkdir()
+    metrics = folder / "metrics.jsonl"
+    start = [sys.executable, "-m"]
+    if world_size > 1:
+        start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", "-m"]
+    command = [*start, "tests.host_gpu", "pretrain_gpt.py", *TINY, *flags]
+    ended = subprocess.run(
+        [*command, "--device", "cuda", "--metrics-file", str(metrics)],
+        cwd=ROOT,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **environ},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-8000:]
+    return losses([json.loads(line) for line in metrics.read_text().splitlines()])
+
+
+CASES = {
+    "ring of ZeRO": (
+        2, f"--context-parallel-size 2 {SHARDED} --async-save --save-interval 2", torch.float32
+    ),
+    "TP, SP and experts": (
+        2,
+        f"--tensor-model-parallel-size 2 --sequence-parallel {EXPERTS} "
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+        torch.float32,
+    ),
+    "stages": (
+        2,
+        "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope",
+        torch.float32,
+    ),
+    "state on the host": (1, f"--bf16 {OFFLOADED} {RECOMPUTED}", torch.bfloat16),
+    "fp8": (1, "--bf16 --fp8-format hybrid --fp8-param-gather", torch.bfloat16),
+}
+
+
+@pytest.mark.feature("Platforms: the ways of a GPU are walked, and give the numbers of a CPU")
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_on_the_device_has_the_losses_of_a_cpu(
+    tmp_path: Path, compiled: Path, case: str
+) -> None:
+    world_size, words, dtype = CASES[case]
+    flags = [*words.split(), "--train-iters", "3"]
+    saved = [["--save", str(tmp_path / where)] if "save" in words else [] for where in "gc"]
+    found = on_the_device(tmp_path / "gpu", compiled, world_size, [*flags, *saved[0]])
+    cpu = run_gpt(tmp_path / "cpu", *flags, *saved[1], world_size=world_size)
+    assert found == pytest.approx(losses(cpu), rel=tolerances.LAYOUT[dtype]["loss"])
+    assert not saved[0] or (tmp_path / "g/latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+@pytest.mark.skipif(why_missing("triton") is not None, reason="triton is not installed")
+def test_kernels_in_triton_are_launched_by_a_run(tmp_path: Path, compiled: Path) -> None:
+    flags = [*LLAMA.split(), "--train-iters", "1", "--num-layers", "1", "--global-batch-size", "2"]
+    found = on_the_device(tmp_path / "gpu", compiled, 1, flags, TRITON_INTERPRET="1")
+    wanted = losses(run_gpt(tmp_path / "cpu", *flags))
+    assert found == pytest.approx(wanted, rel=tolerances.LAYOUT[torch.float32]["loss"])

@@ -1,0 +1,351 @@
+// A "cuda" device whose memory is the host's and whose operations are the CPU's.
+//
+// Every operation on its tensors runs the CPU's kernel on the same memory.  As on a GPU, a tensor
+// of the host among them is an error (but for copies and indices), autograd runs backward passes
+// in a thread of the device, and collectives take its tensors; as on no GPU, all is done at once.
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/native/Resize.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <pybind11/pybind11.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <chrono>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DeviceType;
+using c10::Stream;
+
+const Device kGpu(DeviceType::CUDA, 0);
+std::atomic<int64_t> allocated{0}, most_allocated{0}, waits{0};
+
+void count(int64_t bytes) {
+  int64_t now = allocated += bytes;
+  for (int64_t most = most_allocated; most < now;)
+    if (most_allocated.compare_exchange_weak(most, now)) break;
+}
+
+// ---- memory
+
+struct Block {
+  c10::DataPtr data;
+  int64_t bytes;
+  Block(c10::DataPtr from, int64_t n) : data(std::move(from)), bytes(n) { count(n); }
+  ~Block() { count(-bytes); }
+};
+
+c10::DataPtr on_gpu(c10::DataPtr data, int64_t bytes) {
+  void* start = data.get();
+  auto* block = new Block(std::move(data), bytes);
+  return {start, block, [](void* p) { delete static_cast<Block*>(p); }, kGpu};
+}
+
+struct Memory final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    return on_gpu(c10::GetCPUAllocator()->allocate(bytes), static_cast<int64_t>(bytes));
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+};
+Memory memory;
+
+// ---- streams and events: all work is done when it is asked for
+
+thread_local c10::StreamId stream_of_thread = 0;
+std::atomic<c10::StreamId> streams{0};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return DeviceType::CUDA; }
+  Device exchangeDevice(Device) const override { return kGpu; }
+  Device getDevice() const override { return kGpu; }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+  Stream stream(c10::StreamId id) const { return Stream(Stream::UNSAFE, kGpu, id); }
+  Stream getStream(Device) const override { return stream(stream_of_thread); }
+  Stream getDefaultStream(Device) const override { return stream(0); }
+  Stream getStreamFromGlobalPool(Device, bool) const override { return stream(++streams); }
+  Stream getNewStream(Device, int) const override { return stream(++streams); }
+  Stream exchangeStream(Stream next) const override {
+    return stream(std::exchange(stream_of_thread, next.id()));
+  }
+  using Clock = std::chrono::steady_clock;
+  void record(void** event, const Stream&, DeviceIndex, c10::EventFlag) const override {
+    if (!*event) *event = new Clock::time_point;
+    *static_cast<Clock::time_point*>(*event) = Clock::now();
+  }
+  void destroyEvent(void* event, DeviceIndex) const noexcept override {
+    delete static_cast<Clock::time_point*>(event);
+  }
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override { ++waits; }
+  void synchronizeEvent(void*) const override { ++waits; }
+  void synchronizeDevice(DeviceIndex) const override { ++waits; }
+  double elapsedTime(void* begin, void* end, DeviceIndex) const override {
+    auto at = [](void* event) { return *static_cast<Clock::time_point*>(event); };
+    return std::chrono::duration<double, std::milli>(at(end) - at(begin)).count();
+  }
+};
+
+struct Hooks final : at::CUDAHooksInterface {
+  Hooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return 1; }
+  int getNumGPUs() const override { return 1; }
+  DeviceIndex current_device() const override { return 0; }
+  void setCurrentDevice(DeviceIndex) const override {}
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  Device getDeviceFromPtr(void*) const override { return kGpu; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+  const at::Generator& getDefaultGenerator(DeviceIndex) const override {
+    return at::detail::getDefaultCPUGenerator();
+  }
+  at::Generator getNewGenerator(DeviceIndex) const override {
+    return at::detail::createCPUGenerator();
+  }
+};
+
+// ---- operations
+
+struct Aliases {
+  std::vector<std::pair<Tensor, Tensor>> pairs;  // of the device, of the host
+  bool saw_host_tensor = false;
+
+  Tensor on_host(const Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
+    if (!tensor.is_cuda()) {
+      saw_host_tensor |= tensor.dim() > 0 && tensor.device().is_cpu();
+      return tensor;
+    }
+    for (auto& [gpu, host] : pairs)
+      if (gpu.is_same(tensor)) return host;
+    auto owner = std::make_unique<c10::Storage>(tensor.storage());
+    void* start = owner->mutable_data();
+    c10::DataPtr data(start, owner.release(),
+                      [](void* p) { delete static_cast<c10::Storage*>(p); }, Device(at::kCPU));
+    c10::Storage storage(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(),
+                         std::move(data), c10::GetCPUAllocator(), /*resizable=*/true);
+    Tensor alias = at::detail::make_tensor<c10::TensorImpl>(
+        std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+    alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(),
+                                                       tensor.storage_offset());
+    if (tensor.is_conj()) alias._set_conj(true);
+    if (tensor.is_neg()) alias._set_neg(true);
+    pairs.emplace_back(tensor, alias);
+    return alias;
+  }
+
+  Tensor of_storage(c10::Storage storage, const Tensor& like) {
+    Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+        std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA), like.dtype());
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(),
+                                                        like.storage_offset());
+    if (like.is_conj()) tensor._set_conj(true);
+    if (like.is_neg()) tensor._set_neg(true);
+    return tensor;
+  }
+
+  static c10::DataPtr adopt(const Tensor& host) {
+    auto bytes = static_cast<int64_t>(host.storage().nbytes());
+    void* start = host.storage().mutable_data();
+    return on_gpu({start, new Tensor(host), [](void* p) { delete static_cast<Tensor*>(p); },
+                   Device(at::kCPU)}, bytes);
+  }
+
+  Tensor back(const Tensor& host) {
+    if (!host.defined() || !host.device().is_cpu()) return host;
+    for (auto& [gpu, alias] : pairs)
+      if (alias.is_same(host)) return gpu;
+    for (auto& [gpu, alias] : pairs)
+      if (alias.storage().is_alias_of(host.storage())) return of_storage(gpu.storage(), host);
+    c10::Storage storage(c10::Storage::use_byte_size_t(), host.storage().nbytes(), adopt(host),
+                         &memory, /*resizable=*/true);
+    return of_storage(std::move(storage), host);
+  }
+
+  // What an `out=` has become: another shape, other memory.
+  void follow_resizes() {
+    for (auto& [gpu, host] : pairs) {
+      if (gpu.storage().data() != host.storage().data()) {
+        gpu.storage().set_data_ptr_noswap(adopt(host));
+        gpu.storage().set_nbytes(host.storage().nbytes());
+      }
+      if (gpu.sizes() != host.sizes() || gpu.strides() != host.strides())
+        gpu.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(),
+                                                         host.storage_offset());
+    }
+  }
+
+  template <class Convert>
+  c10::IValue each(const c10::IValue& value, Convert convert) {
+    if (value.isTensor()) return convert(value.toTensor());
+    if (!value.isList()) return value;
+    auto list = value.toList().copy();
+    for (size_t i = 0; i < list.size(); ++i) list.set(i, each(list.get(i), convert));
+    return list;
+  }
+};
+
+bool takes_host_tensors(const std::string& name) {
+  static const std::set<std::string> names = {
+      "aten::copy_", "aten::_copy_from", "aten::index.Tensor", "aten::index_put_",
+      "aten::_index_put_impl_", "aten::set_.source_Tensor", "aten::_foreach_copy_"};
+  return names.count(name) || name.rfind("aten::index.Tensor_out", 0) == 0;
+}
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const size_t given = schema.arguments().size(), first = stack->size() - given;
+  Aliases aliases;
+  bool on_host_is_asked = false;  // a factory on the CPU for tensors of the device
+  for (size_t i = first; i < stack->size(); ++i) {
+    auto& value = (*stack)[i];
+    if (value.isDevice()) {
+      if (value.toDevice().is_cuda()) value = Device(at::kCPU);
+      else on_host_is_asked = true;
+      continue;
+    }
+    value = aliases.each(value, [&](const Tensor& t) { return aliases.on_host(t); });
+  }
+  const std::string name = c10::toString(op.operator_name());
+  TORCH_CHECK(!aliases.saw_host_tensor || takes_host_tensors(name),
+              "Expected all tensors to be on the same device, but found cuda and cpu: ", name);
+  if (name == "aten::_local_scalar_dense" || name == "aten::nonzero" || name == "aten::equal")
+    ++waits;
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  aliases.follow_resizes();
+  if (on_host_is_asked) return;
+  for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i)
+    (*stack)[i] = aliases.each((*stack)[i], [&](const Tensor& t) { return aliases.back(t); });
+}
+
+void copy(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& to = (*stack)[stack->size() - 3].toTensor();
+  const auto& from = (*stack)[stack->size() - 2].toTensor();
+  const bool non_blocking = (*stack)[stack->size() - 1].toBool();
+  if (to.is_cuda() != from.is_cuda() && !non_blocking) ++waits;
+  run_on_host(op, stack);
+}
+
+Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
+             std::optional<at::Layout>, std::optional<Device>, std::optional<bool>,
+             std::optional<at::MemoryFormat> format) {
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &memory,
+                                   c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                   c10::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                     std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                     std::optional<Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(
+      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &memory,
+      c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
+}
+
+Tensor& set_storage(Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size,
+                    at::IntArrayRef stride) {
+  return at::native::set_storage_cpu_(self, source, offset, size, stride);
+}
+
+Tensor& set_whole_storage(Tensor& self, at::Storage source) {
+  const auto count = static_cast<int64_t>(source.nbytes() / self.dtype().itemsize());
+  return at::native::set_storage_cpu_(self, source, 0, {count}, {1});
+}
+
+const Tensor& resize(const Tensor& self, at::IntArrayRef size,
+                     std::optional<at::MemoryFormat> format) {
+  return at::native::resize_(self, size, format);
+}
+
+// A GPU takes 16 bits and gives 32; the CPU's kernel does not.
+template <Tensor (*softmax)(const Tensor&, int64_t, bool)>
+Tensor wide_softmax(const Tensor& given, int64_t dim, bool half_to_float) {
+  Aliases aliases;
+  Tensor host = aliases.on_host(given);
+  return aliases.back(softmax(half_to_float ? host.to(at::kFloat) : host, dim, false));
+}
+
+void record_stream(Tensor&, Stream) {}
+
+void resize_storage(const Tensor& tensor, int64_t bytes) {
+  at::native::resize_bytes_cpu(tensor.storage().unsafeGetStorageImpl(), bytes);
+}
+
+}  // namespace
+
+namespace c10::impl {
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+}
+namespace at {
+C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks);
+}
+static const bool has_memory = (c10::SetAllocator(DeviceType::CUDA, &memory, 255), true);
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", TORCH_FN(empty));
+  m.impl("empty_strided", TORCH_FN(empty_strided));
+  m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
+  m.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
+  m.impl("_softmax", TORCH_FN((wide_softmax<at::_softmax>)));
+  m.impl("_log_softmax", TORCH_FN((wide_softmax<at::_log_softmax>)));
+  m.impl("resize_", TORCH_FN(resize));
+  m.impl("record_stream", TORCH_FN(record_stream));
+  m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&copy>());
+}
+
+TORCH_LIBRARY(host_gpu, m) {
+  m.def("resize_storage(Tensor tensor, int bytes) -> ()");
+}
+TORCH_LIBRARY_IMPL(host_gpu, CUDA, m) {
+  m.impl("resize_storage", TORCH_FN(resize_storage));
+}
+
+// Collectives have kernels for a GPU already, which are replaced; torch warns of each.
+void take_collectives() {
+  struct Quiet final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  static torch::Library library(torch::Library::IMPL, "c10d", c10::DispatchKey::CUDA, __FILE__,
+                                __LINE__);
+  for (const char* name :
+       {"send", "recv_", "recv_any_source_", "reduce_", "broadcast_", "allreduce_",
+        "allreduce_coalesced_", "allgather_", "_allgather_base_", "allgather_coalesced_",
+        "allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_",
+        "reduce_scatter_tensor_coalesced_", "gather_", "scatter_", "alltoall_", "alltoall_base_",
+        "barrier"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+PYBIND11_MODULE(host_gpu_cpp, m) {
+  take_collectives();
+  m.def("allocated", [] { return allocated.load(); });
+  m.def("most_allocated", [] { return most_allocated.load(); });
+  m.def("forget_peak", [] { most_allocated = allocated.load(); });
+  m.def("waits", [] { return waits.load(); }, "How often the host has waited for the device.");
+}
