@@ -12,11 +12,12 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.distributed.buckets import plan_buffer
 from megatron.core.distributed.param_buffer import ParamBuffer
+from megatron.core.late_read import LateRead
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.param_info import name_parameters
 from megatron.core.param_init import initialize_parameters
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
-from megatron.core.transformer.moe import experts
+from megatron.core.transformer.moe import experts, token_dispatcher
 from megatron.core.transformer.moe.grouped_linear import (
     RowGroups,
     can_group,
@@ -69,6 +70,22 @@ def gradients(call: Any, counts: Any, in_one_storage: bool, *, by: str) -> list[
 def test_one_product_is_the_loop_in_values_and_gradients(counts, in_one_storage, by):
     found = gradients(grouped_linear, counts, in_one_storage, by=by)
     expected = gradients(loop, counts, in_one_storage, by=by)
+    for have, want in zip(found, expected, strict=True):
+        assert_equal(have, want)
+
+
+def test_a_gpu_is_not_asked_how_many_rows_its_experts_have(monkeypatch):
+    """Where no token leaves it or is dropped: forward has all rows, backward comes later."""
+    expected, _ = layer_gradients(monkeypatch, True)
+    reads: list[LateRead] = []
+    read = LateRead.get
+    monkeypatch.setattr(token_dispatcher, "is_in_a_gpu", lambda _: True)
+    monkeypatch.setattr(LateRead, "get", lambda late: (reads.append(late), read(late))[1])
+    monkeypatch.setattr(Tensor, "square", lambda y: (y * y, reads.append(None))[0])
+    found, two = layer_gradients(monkeypatch, True)
+    assert two == 2
+    assert reads[0] is None  # forward was over
+    assert len(reads) == 2
     for have, want in zip(found, expected, strict=True):
         assert_equal(have, want)
 

@@ -108,14 +108,15 @@ class Experts(MegatronModule):
             inner = inner if bias is None else inner + bias
             narrow = first.narrow(inner, weights, lambda x: self._grouped(x, groups, "linear_fc2"))
             return first.biased(*narrow, weights)
-        parts = zip(self._in_order, rows.split(counts), weights.split(counts), strict=True)
+        sizes = list(counts)
+        parts = zip(self._in_order, rows.split(sizes), weights.split(sizes), strict=True)
         return torch.cat([expert(mine, weight) for expert, mine, weight in parts])
 
     def _grouped(self, rows: Tensor, groups: RowGroups, name: str) -> tuple[Tensor, Tensor | None]:
         """Rows times the matrix ``name`` of their experts, and what bias each is still to get."""
         linears = self._linears(name)
         if name in self._products:
-            result = self._products[name](rows, groups.counts)
+            result = self._products[name](rows, list(groups.counts))
         else:
             result = grouped_linear(rows, groups, [linear.weight for linear in linears])
         if not self.config.add_bias_linear:

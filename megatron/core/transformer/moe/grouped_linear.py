@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.tensor_parallel.weight_gradient import WeightGrad, adds_to_main_grad, is_deferred
+from megatron.core.transformer.moe.late_counts import LateCounts
 
 _ALIGNMENT = 16  # bytes, of every stride of the kernel
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -34,12 +35,14 @@ def can_group(weights: Sequence[Tensor]) -> bool:
 class RowGroups:
     """How many rows each expert has, and where those end: [e] int32 beside the rows."""
 
-    counts: tuple[int, ...]
+    counts: Sequence[int]
     ends: Tensor
 
     @classmethod
     def on(cls, where: torch.device, counts: Sequence[int]) -> RowGroups:
         """The copy to a GPU does not wait for what the GPU has to do before."""
+        if isinstance(counts, LateCounts):
+            return cls(counts, counts.counts.cumsum(0, dtype=torch.int32))
         here = device.host_array(torch.tensor(counts, dtype=torch.int32).cumsum(0), where)
         ends = here.to(where, torch.int32, non_blocking=True)
         return cls(tuple(counts), ends)
@@ -66,7 +69,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
-        counts, ends = ctx.groups.counts, ctx.groups.ends
+        counts, ends = list(ctx.groups.counts), ctx.groups.ends
         # Without rows no stride counts, but the kernel looks at them.
         grad = grad.contiguous() if len(grad) else grad.new_zeros(grad.shape)
         needs_rows, _, *needs = ctx.needs_input_grad

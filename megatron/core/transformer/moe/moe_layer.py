@@ -18,7 +18,11 @@ from megatron.core.transformer.moe.deep_ep import DeepEPDispatcher, why_not
 from megatron.core.transformer.moe.experts import Experts
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.moe.token_dispatcher import DISPATCHERS, TokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    DISPATCHERS,
+    LocalDispatcher,
+    TokenDispatcher,
+)
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -87,6 +91,8 @@ class MoELayer(MegatronModule):
 def _dispatcher(
     config: TransformerConfig, num_experts: int, groups: ProcessGroupCollection
 ) -> TokenDispatcher:
+    if groups.tp_ep.size() == 1:
+        return LocalDispatcher(num_experts, groups)
     if config.moe_enable_deepep and why_not(config, device.current()) is None:
         return DeepEPDispatcher(num_experts, groups, config.moe_deepep_num_sms)
     return DISPATCHERS[config.moe_token_dispatcher_type](num_experts, groups)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core import device
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     all_gather_first_dim,
@@ -30,6 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     through,
 )
+from megatron.core.transformer.moe.late_counts import LateCounts
 from megatron.core.transformer.moe.permute import Order, by_expert, combine, expand
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.turns import give_way
@@ -48,7 +50,7 @@ class Arrived:
 
     rows: Tensor
     weights: Tensor
-    counts: list[int]
+    counts: Sequence[int]
     back: Back
 
     def padded(self, capacity: int) -> Arrived:
@@ -88,6 +90,15 @@ class TokenDispatcher(ABC):
         ``meanwhile`` is called while they travel, if they do; in backward what it has computed is
         differentiated while gradients travel.
         """
+
+
+class LocalDispatcher(TokenDispatcher):
+    """All experts are on this rank, whose host asks for no number that it can do without."""
+
+    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
+        if routing.capacity is None and is_in_a_gpu(x):
+            return sorted_here(x, routing, LateCounts(routing.counts()))
+        return sorted_here(x, routing, counts_of(routing, self.num_experts)[0])
 
 
 class AllGatherDispatcher(TokenDispatcher):
@@ -157,9 +168,17 @@ def counts_of(
     return rows
 
 
-def sorted_here(x: Tensor, routing: Routing, counts: list[int]) -> Arrived:
-    """Rows of the tokens at hand in the order of experts, without those that are dropped."""
-    order = by_expert(routing.experts, sum(counts))
+def is_in_a_gpu(x: Tensor) -> bool:
+    """Whether the host would wait for numbers of ``x``."""
+    return device.launches_kernels(x.device)
+
+
+def sorted_here(x: Tensor, routing: Routing, counts: Sequence[int]) -> Arrived:
+    """Rows of the tokens at hand in the order of experts, without those that are dropped.
+
+    With `LateCounts` none may be.
+    """
+    order = by_expert(routing.experts, None if isinstance(counts, LateCounts) else sum(counts))
     weights = routing.weights.flatten().index_select(0, order.visit)
     return Arrived(expand(x, order), weights, counts, partial(combine, order=order))
 
