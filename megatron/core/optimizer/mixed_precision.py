@@ -131,7 +131,7 @@ def _directly(config: OptimizerConfig, info: ParamInfo, values: Tensor) -> tuple
     """16-bit formats of parameters that have no fp32 main parameter beside them."""
     is_whole = config.main_params_dtype == "fp32"  # 16 bits beside 16 of bf16; not of fp16
     # What was gathered as codes is no longer the upper half of anything.
-    if is_whole and info.travels_as_codes:
+    if (is_whole and info.travels_as_codes) or not values.is_contiguous():
         return ()
     # Adam's kernel on a CPU is as fast on 16 and 16 bits as on fp32: a third copy has no use.
     if config.use_precision_aware_optimizer or (

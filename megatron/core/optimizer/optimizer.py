@@ -233,15 +233,14 @@ class MegatronOptimizer:
         self._publish_loaded()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, for a run in the same layout."""
+        """This rank's state, for a run in the same layout.  Main parameters are in fp32."""
         state: dict[str, Any] = {"optimizer": self.rule.state_dict()}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
-        mains = {id(p.main) for p in self.params if p.has_main}
-        if mains:
+        if any(mains := self._mains()):
             state["fp32_from_fp16_params"] = [
-                [main.data for main in group["params"] if id(main) in mains]
-                for group in self.param_groups
+                [main.read() if isinstance(main, Kept) else main.data for main in group]
+                for group in mains
             ]
         return state
 
@@ -250,13 +249,23 @@ class MegatronOptimizer:
         """Continue from `state_dict`; the groups keep this run's numbers, not the saved ones."""
         self.rule.load_state_dict(state_dict["optimizer"])
         self.load_scaler_state(state_dict.get("grad_scaler"))
-        mains: list[Tensor] = [p.main for p in self.params if p.has_main]
-        if mains and "fp32_from_fp16_params" in state_dict:
+        if "fp32_from_fp16_params" in state_dict:
             flat = [main for group in state_dict["fp32_from_fp16_params"] for main in group]
-            torch._foreach_copy_(mains, flat)
+            mains = [main for group in self._mains() for main in group]
+            for main, values in zip(mains, flat, strict=True):
+                main.write(values) if isinstance(main, Kept) else main.copy_(values)
         else:
             copy_model_to_main(self.params)
         self._publish_loaded()
+
+    def _mains(self) -> list[list[Tensor | Kept]]:
+        """By group, what is updated in place of weights of fewer bits."""
+        beside = {p.main: p.main for p in self.params if p.has_main}
+        mains = [
+            [self.rule.state_of(main).get("main", beside.get(main)) for main in group["params"]]
+            for group in self.param_groups
+        ]
+        return [[main for main in group if main is not None] for group in mains]
 
     def load_scaler_state(self, state_dict: dict[str, Any] | None) -> None:
         """Continue the loss scale, where the run has one and the checkpoint brought one."""

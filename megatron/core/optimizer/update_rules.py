@@ -126,13 +126,18 @@ class UpdateRule(ABC):
                     part.put_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim writes it: parameters are numbered through the groups."""
+        """As torch.optim writes it: parameters are numbered through the groups.
+
+        Without main parameters.
+        """
         index = {param: i for i, param in enumerate(self._params())}
         return {
             "steps_done": self.steps_done,
             "state": {
                 index[param]: {
-                    k: s if isinstance(s, Tensor) else s.read() for k, s in state.items()
+                    key: kept if isinstance(kept, Tensor) else kept.read()
+                    for key, kept in state.items()
+                    if key != "main"
                 }
                 for param, state in self.state.items()
             },
@@ -158,6 +163,8 @@ class UpdateRule(ABC):
         params = list(self._params())
         for index, saved in state_dict["state"].items():
             for key, kept in self.state_of(params[index]).items():
+                if key == "main" and key not in saved:  # main parameters are saved apart
+                    continue
                 if key not in saved:
                     raise CheckpointError(f"the checkpoint's optimizer state has no entry {key!r}")
                 values = torch.as_tensor(saved[key])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def test_values_are_those_of_torchs_kernel(
     run = cpu_kernels.run
     monkeypatch.setattr(cpu_kernels, "run", lambda *a, **k: ran.append(a[0]) or run(*a, **k))
     found = after_two_steps(flags, alone)
-    assert {name.partition(" ")[0] for name in ran} == {"adam"}
+    assert {name.partition(" ")[0] for name in ran} == {"adam", "sums_of_squares"}
     monkeypatch.setattr(cpu_kernels, "take", lambda *_: False)
     expected = after_two_steps(flags, alone)
     is_rounded = "exp_avg_dtype" in flags
@@ -80,6 +81,42 @@ def test_adam_keeps_what_weights_lack_by_itself(
     sizes = [sum(t.nbytes for t in o.state_tensors(on_host=False)) for o in (few, many)]
     weight = split.weight.numel()
     assert [bytes_ // weight for bytes_ in sizes] == [2 + 2 + 8, 4 + 8]
+
+
+@pytest.mark.feature("Optimizers: a state_dict is loaded with and without compiled kernels")
+@pytest.mark.parametrize("saved_with", [True, False])
+@pytest.mark.parametrize("loaded_with", [True, False])
+def test_a_state_dict_does_not_depend_on_kernels(
+    saved_with: bool, loaded_with: bool, alone: ProcessGroupCollection, monkeypatch: Any
+) -> None:
+    runs = []
+    for has_kernels in (saved_with, loaded_with):
+        model = nn.Linear(33, 7, bias=False, dtype=torch.bfloat16)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_kernels, "take", cpu_kernels.take if has_kernels else lambda *_: False)
+            config = OptimizerConfig(lr=1e-2)
+            runs.append((model, get_megatron_optimizer(config, [model], pg_collection=alone)))
+    (first, saved), (second, loaded) = runs
+    for _ in range(3):
+        first.weight.grad = torch.randn_like(first.weight)
+        saved.step()
+    loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+    torch.testing.assert_close(second.weight, first.weight, **tolerances.of(torch.bfloat16))
+    mains = [next(o.named_state())[2]["fp32_param"] for o in (saved, loaded)]
+    values = [m.read() if isinstance(m, Kept) else m for m in mains]
+    assert torch.equal(*values)
+
+
+def test_weights_that_are_no_stretch_of_memory_have_main_parameters(
+    alone: ProcessGroupCollection,
+) -> None:
+    model = nn.Linear(8, 4, bias=False)
+    model.weight = nn.Parameter(torch.randn(8, 4).bfloat16().t())
+    model.weight.main_grad = torch.ones(4, 8)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2), [model], pg_collection=alone)
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert (model.weight < before).all()
 
 
 Numbers = dict[str, Tensor | None]
