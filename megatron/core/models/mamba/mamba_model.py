@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,6 +30,12 @@ class MambaModel(GPTModel):
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
         position_embedding_type: str = "none",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        scatter_embedding_sequence_parallel: bool = True,
+        seq_len_interpolation_factor: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vp_stage: int | None = None,
         **of_gpt: Any,
     ) -> None:
         """See `layer_pattern` for the pattern, `GPTModel` for everything else.
@@ -51,6 +58,12 @@ class MambaModel(GPTModel):
             parallel_output,
             share_embeddings_and_output_weights,
             position_embedding_type,
+            rotary_percent,
+            rotary_base,
+            scatter_embedding_sequence_parallel=scatter_embedding_sequence_parallel,
+            seq_len_interpolation_factor=seq_len_interpolation_factor,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
             **of_gpt,
         )
 
