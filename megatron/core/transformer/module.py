@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -34,8 +34,21 @@ def before_reading(module: nn.Module) -> None:
 
 
 def _convert(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``convert`` to the float tensors in nested tuples, lists and dicts."""
-    return tree_map_only(Tensor, lambda t: convert(t) if t.is_floating_point() else t, value)
+    """Apply ``convert`` to the float tensors in nested tuples, lists and dicts.
+
+    Torch knows those and what is registered with it; other classes made of them are walked here.
+    """
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return convert(leaf) if leaf.is_floating_point() else leaf
+        if isinstance(leaf, dict):
+            return {key: _convert(v, convert) for key, v in leaf.items()}
+        if isinstance(leaf, (tuple, list)):
+            return type(leaf)(_convert(v, convert) for v in leaf)
+        return leaf
+
+    return tree_map(one, value)
 
 
 class Float16Module(MegatronModule):

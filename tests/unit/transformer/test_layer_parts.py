@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -219,6 +220,22 @@ def test_the_half_precision_wrapper_converts_at_both_ends() -> None:
     assert module.inputs[0].dtype == torch.float32
     with pytest.raises(AssertionError, match="exactly one"):
         Float16Module(tiny_config(), Echo())
+
+
+class Pair(NamedTuple):
+    one: Tensor
+    other: int
+
+
+@pytest.mark.parametrize("base", [dict, list, tuple])
+def test_the_half_precision_wrapper_converts_classes_made_of_dicts_and_lists(base: type) -> None:
+    x, module = torch.ones(2), Echo()
+    own: Any = type("Own", (base,), {})({"x": x} if base is dict else [x])
+    out = Float16Module(tiny_config(bf16=True), module)(x, own, OrderedDict(x=[x]), Pair(x, 3))
+    _, given, ordered, pair = module.inputs
+    key: Any = "x" if base is dict else 0
+    assert {t.dtype for t in (given[key], ordered["x"][0], pair.one)} == {torch.bfloat16}
+    assert (out["ids"][key].dtype, pair.other) == (torch.float32, 3)
 
 
 def test_mask_types_have_their_reference_values() -> None:
