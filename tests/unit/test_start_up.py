@@ -44,3 +44,11 @@ def test_what_is_left_out_is_found_when_it_is_asked_for() -> None:
     assert {reader.__name__ for reader in _READERS.values()} == {
         "CheckpointReader", "TorchDistReader", "TorchRanksReader", "TorchDcpReader"
     }  # fmt: skip
+
+
+def test_a_star_imports_what_is_left_out() -> None:
+    found: dict[str, object] = {}
+    exec("from megatron.core.tensor_parallel import *", found)
+    exec("from megatron.core.extensions.transformer_engine import *", found)
+    assert {"ColumnParallelLinear", "checkpoint", "TENorm", "SplitAlongDim"} <= found.keys()
+    assert "random" not in found  # a script's own module of this name

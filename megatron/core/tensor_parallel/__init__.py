@@ -9,14 +9,11 @@ _NAMES = {
     "reduce_scatter_last_dim_to_tensor_parallel_region "
     "reduce_scatter_to_sequence_parallel_region scatter_to_sequence_parallel_region "
     "scatter_to_tensor_model_parallel_region vocab_parallel_cross_entropy",
-    "layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding layers",
+    "layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding",
     "random": "CheckpointWithoutOutput checkpoint get_cuda_rng_tracker "
-    "model_parallel_cuda_manual_seed random",
-    "cross_entropy": "cross_entropy",
-    "data": "data",
-    "mappings": "mappings",
+    "model_parallel_cuda_manual_seed",
 }
-__getattr__ = lazy_exports(
-    __name__,
-    {name: f"{__name__}.{home}" for home, names in _NAMES.items() for name in names.split()},
-)
+_HOMES = {name: f"{__name__}.{home}" for home, names in _NAMES.items() for name in names.split()}
+_MODULES = ("cross_entropy", "data", "layers", "mappings", "random")
+__all__ = [*_HOMES]
+__getattr__ = lazy_exports(__name__, _HOMES | {name: f"{__name__}.{name}" for name in _MODULES})

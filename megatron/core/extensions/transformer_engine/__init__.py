@@ -19,10 +19,9 @@ _NAMES = {
     "layers": "TEColumnParallelGroupedLinear TEColumnParallelLinear TELinear TENorm "
     "TELayerNormColumnParallelLinear TERowParallelGroupedLinear TERowParallelLinear",
 }
-__getattr__ = lazy_exports(
-    __name__,
-    {name: f"{__name__}.{home}" for home, names in _NAMES.items() for name in names.split()},
-)
+_HOMES = {name: f"{__name__}.{home}" for home, names in _NAMES.items() for name in names.split()}
+__all__ = ["SplitAlongDim", "TEDelayedScaling", *_HOMES]
+__getattr__ = lazy_exports(__name__, _HOMES)
 
 
 def SplitAlongDim(x: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:  # noqa: N802
