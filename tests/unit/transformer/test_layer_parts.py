@@ -122,7 +122,7 @@ def test_the_mlp_is_two_matrices_around_its_activation(name: str, bias: bool) ->
     slots = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     mlp = filled(MLP(config, slots, tp_group=one_rank()))
     for p in mlp.parameters():
-        torch.nn.init.normal_(p)
+        torch.nn.init.normal_(p, std=0.2)  # sums cancel: larger terms round more than is allowed
     x = torch.randn(3, 2, 32)
     first, second = mlp.linear_fc1, mlp.linear_fc2
     inner = F.linear(x, first.weight, first.bias)
