@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -90,9 +91,14 @@ is_unitialized = lambda: not is_initialized()  # noqa: E731  (the spelling scrip
 # -- groups ---------------------------------------------------------------------------------
 
 
-def _group(name: str) -> Callable[[], ProcessGroup]:
+def _group(name: str) -> Callable[..., Any]:
     """A function that gives the installed group ``name``; `ProcessGroupCollection` says what."""
-    return lambda: getattr(current(), name)
+
+    def get(check_initialized: bool = True) -> ProcessGroup | None:
+        """The group of this rank; without ``check_initialized`` None where none is installed."""
+        return getattr(current() if check_initialized else get_installed(), name, None)
+
+    return get
 
 
 get_model_parallel_group = _group("mp")

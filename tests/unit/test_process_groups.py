@@ -209,3 +209,17 @@ def test_the_installed_groups_are_taken_whole_or_by_name(world_of_16: int) -> No
     assert whole is parallel_state.current()
     some = ProcessGroupCollection.use_mpu_process_groups(["tp", "dp"])
     assert (some.tp, some.dp) == (whole.tp, whole.dp)
+
+
+def test_a_group_that_may_be_missing_is_asked_for_without_a_check() -> None:
+    assert parallel_state.get_tensor_model_parallel_group(check_initialized=False) is None
+    with pytest.raises((RuntimeError, AssertionError)):
+        parallel_state.get_tensor_model_parallel_group()
+
+
+@pytest.mark.parametrize("world_of_16", [5], indirect=True)
+def test_a_group_that_is_there_is_given_with_and_without_a_check(world_of_16: int) -> None:
+    parallel_state.initialize_model_parallel(2)
+    checked = parallel_state.get_tensor_model_parallel_group()
+    assert parallel_state.get_tensor_model_parallel_group(check_initialized=False) is checked
+    assert members(checked) == [4, 5]
