@@ -30,7 +30,8 @@ from megatron.training.printing import is_rank0, world_size
 from megatron.training.setup import build_model, setup_tokenizer
 from megatron.training.tokenizer import MissingToken
 
-# Of the saved command line a run of its own leaves out what was said of saving, data and layout,
+# Of the saved command line a run of its own leaves out what was said of saving, data, layout and
+# updates (checkpoints of Megatron-LM hold what it has derived for them),
 _LEFT_OUT = (
     "save save_interval save_retain_interval keep_last_checkpoints ckpt_incremental async_save "
     "non_persistent_save_interval non_persistent_ckpt_type non_persistent_global_ckpt_dir "
@@ -39,7 +40,9 @@ _LEFT_OUT = (
     "encoder_pipeline_model_parallel_size context_parallel_size cp_comm_type "
     "hierarchical_context_parallel_sizes data_path train_data_path valid_data_path test_data_path "
     "data_args_path per_split_data_args_path tensorboard_dir metrics_file use_checkpoint_args "
-    "rampup_batch_size train_samples pretrained_checkpoint yaml_cfg calculate_per_token_loss"
+    "rampup_batch_size train_samples pretrained_checkpoint yaml_cfg calculate_per_token_loss "
+    "start_weight_decay end_weight_decay weight_decay_incr_style main_grads_dtype "
+    "main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
 ).split()
 # and decides this; everything else is the checkpoint's.
 _OWN = {

@@ -1,0 +1,20 @@
+"""The model to write with, from what a checkpoint says of its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.generation import generation_config
+from tests.reference_checkpoints import unpack
+
+
+@pytest.mark.feature("Text generation: from the checkpoints of Megatron-LM too")
+@pytest.mark.parametrize("name", ["gpt_torch", "gpt_torch_dist", "gpt_torch_tp2pp2_distopt"])
+def test_what_the_reference_has_derived_is_not_taken_for_asked(tmp_path: Path, name: str) -> None:
+    load = str(unpack(tmp_path, name))
+    config = generation_config(open_checkpoint(load).asked, load, step=None, device_kind="cpu")
+    assert config.model.pipeline_model_parallel_size == 1
+    assert config.checkpoint.load == load
