@@ -34,8 +34,7 @@ def build(folder: Path) -> Path:
     compiled = folder / f"host_gpu_{torch_version}_{int(source.stat().st_mtime)}.so"
     if not compiled.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        pybind11 = importlib.import_module("pybind11").get_include()
-        includes = [torch / "include", torch / "include/torch/csrc/api/include", pybind11]
+        includes = [torch / "include", torch / "include/torch/csrc/api/include"]  # and pybind11's
         includes.append(sysconfig.get_paths()["include"])
         partial = compiled.with_suffix(f".{os.getpid()}")
         subprocess.run(

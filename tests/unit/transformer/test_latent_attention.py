@@ -39,7 +39,7 @@ def test_latent_attention_is_that_of_transformers(rank: int | None, factor: floa
         attn_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(1)
-    theirs = deepseek.DeepseekV3Attention(theirs_config, layer_idx=0).eval()
+    theirs = deepseek.DeepseekV3Attention(theirs_config, layer_idx=0).eval().double()
     for name, param in theirs.named_parameters():  # large enough that scores differ
         torch.nn.init.normal_(param, mean=1.0 if "norm" in name else 0.0, std=0.3)
     config = tiny_config(
@@ -52,7 +52,7 @@ def test_latent_attention_is_that_of_transformers(rank: int | None, factor: floa
     model = GPTModel(
         config, spec, 64, LENGTH, position_embedding_type="rope", pg_collection=one_process_groups()
     )
-    ours = model.decoder.layers[0].self_attention
+    ours = model.decoder.layers[0].self_attention.double()
     given = dict(theirs.named_parameters())
     with torch.no_grad():
         for name, param in given.items():
@@ -60,12 +60,12 @@ def test_latent_attention_is_that_of_transformers(rank: int | None, factor: floa
     assert {n.split(".")[0] for n, _ in ours.named_parameters()} == {
         NAMES[n.split(".")[0]] for n in given
     }
-    x = torch.randn(2, LENGTH, 32)
+    x = torch.randn(2, LENGTH, 32, dtype=torch.float64)  # sums in fp32 are not that near
     mine, other = (x.clone().requires_grad_() for _ in range(2))
     mask = torch.full((LENGTH, LENGTH), float("-inf")).triu(1)[None, None]
     positions = deepseek.DeepseekV3RotaryEmbedding(theirs_config)(x, torch.arange(LENGTH)[None])
     expected = theirs(other, position_embeddings=positions, attention_mask=mask)[0]
-    table = model.rotary_pos_emb.table(LENGTH, 0, torch.float32)
+    table = model.rotary_pos_emb.table(LENGTH, 0, torch.float64)
     found, _ = ours(mine.transpose(0, 1), rotary_pos_emb=table)
     torch.testing.assert_close(found.transpose(0, 1), expected, **tolerances.LOGITS)
     weight = torch.randn_like(expected)
