@@ -22,7 +22,8 @@ from tests.functional.runs import TINY, losses, run_gpt
 from tests.ranks import ROOT
 
 pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or host_gpu.is_asked(), reason="compiles a device with g++"
+    shutil.which("g++") is None or torch.backends.cuda.is_built() or host_gpu.is_asked(),
+    reason="compiles a device with g++, for a torch that is built without CUDA",
 )
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-aux-loss-coeff 0.01"
