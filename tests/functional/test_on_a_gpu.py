@@ -61,7 +61,9 @@ def on_the_device(
 
 CASES = {
     "ring of ZeRO": (
-        2, f"--context-parallel-size 2 {SHARDED} --async-save --save-interval 2", torch.float32
+        2,
+        f"--context-parallel-size 2 {SHARDED} --async-save --save-interval 2",
+        torch.float32,
     ),
     "TP, SP and experts": (
         2,

@@ -5,7 +5,8 @@
 
 Its tensors are of another device than the host's: to mix them is an error, backward passes run in
 a thread of their own, collectives take them.  Kernels of Triton are missing, or interpreted under
-TRITON_INTERPRET=1.  It needs g++ and a torch built without CUDA (torch==2.13.0+cpu).  What it cannot show: speed, what runs late, and what a GPU's own kernels do.
+TRITON_INTERPRET=1.  It needs g++ and a torch built without CUDA, as 2.13.0+cpu is.  What it cannot
+show: speed, what runs late, and what a GPU's own kernels do.
 """
 
 from __future__ import annotations
