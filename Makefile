@@ -3,7 +3,7 @@
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help check format test test-dist test-slow test-host-gpu fuzz fuzz-reshard kill bench tree quickstart
+.PHONY: help check format test test-dist test-slow test-host-gpu fuzz fuzz-reshard kill bench docs quickstart
 
 help:
 	@echo "make check       ruff, mypy on the pure packages, the laws of the repository"
@@ -15,7 +15,7 @@ help:
 	@echo "make fuzz-reshard N=50  random pairs of layouts: saved in one, loaded in the other"
 	@echo "make kill N=200  kill -9 around saves: the newest checkpoint is whole, the numbers the same; OF=fewer-bits"
 	@echo "make bench       every benchmark, one after the other"
-	@echo "make tree        write docs/{tree,flags,matrix}.md and README's table of features"
+	@echo "make docs        write docs/{tree,flags,matrix,features}.md, which are not committed"
 	@echo "make format      ruff format and ruff's own fixes"
 	@echo "make quickstart  from a corpus to a trained model that writes text"
 
@@ -59,7 +59,7 @@ bench:
 	for file in $$(grep -l __main__ benchmarks/*.py); do \
 		echo $$file; $$python -m benchmarks.$$(basename $$file .py) || exit 1; done
 
-tree:
+docs:
 	@python=$$(tools/env.sh) && for page in tree features flags matrix; do $$python tools/$$page.py || exit 1; done
 
 quickstart:

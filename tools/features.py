@@ -1,4 +1,4 @@
-"""Write README's table of what works: one row for each sentence that a test vouches for.
+"""Write docs/features.md: one row for each feature that a test is marked to show.
 
 A test says so with ``@pytest.mark.feature("Area: sentence")``; the rows are read from the source.
 
@@ -11,23 +11,21 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-BEGIN, END = "<!-- features: written by tools/features.py -->", "<!-- end of features -->"
+TARGET = ROOT / "docs/features.md"
+HEAD = """# Features
+
+Each row is a feature that a test shows. Written by `tools/features.py` (`make docs`) from the
+`feature` marks of the tests; change those, not this page.
+"""
 
 
-def main() -> None:
-    """Write the table."""
-    before, _, rest = README.read_text().partition(BEGIN)
-    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}")
-
-
-def table() -> str:
-    """The table in Markdown, areas and sentences in alphabetical order."""
-    rows = ["| area | what works | tests |", "|---|---|---|"]
+def render() -> str:
+    """Return the page: a table in Markdown, areas and features in alphabetical order."""
+    rows = [HEAD, "| area | feature | tests |", "|---|---|---|"]
     for (area, sentence), tests in sorted(collect().items()):
-        files = ", ".join(f"[{Path(f).stem}]({f})" for f in sorted(tests))
+        files = ", ".join(f"[{Path(f).stem}](../{f})" for f in sorted(tests))
         rows.append(f"| {area} | {sentence} | {files} |")
-    return "\n".join(rows)
+    return "\n".join([*rows, ""])
 
 
 def collect() -> dict[tuple[str, str], set[str]]:
@@ -43,4 +41,4 @@ def collect() -> dict[tuple[str, str], set[str]]:
 
 
 if __name__ == "__main__":
-    main()
+    TARGET.write_text(render())

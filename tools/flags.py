@@ -23,7 +23,7 @@ TARGET = ROOT / "docs/flags.md"
 HEAD = """# The flags
 
 Every flag of `pretrain_gpt.py`, under the headings of `--help`. Written by `tools/flags.py`
-(`make tree`) from the declarations; change those, not this page.
+(`make docs`) from the declarations; change those, not this page.
 
 A flag is *implemented*, *refused* (asking for anything but the default stops the run with the
 sentence that stands here) or *ignored* (asking for it prints one warning). Switches are off unless

@@ -31,7 +31,7 @@ ORDINARY = 24  # cases of `make test`; `make test-slow` runs the others, each fo
 TESTED, TESTED_SLOWLY, ABSENT, UNTESTED = "T", "t", "-", "?"
 HEAD = """# What combines with what
 
-Written by `tools/matrix.py` (`make tree`) from the cases that
+Written by `tools/matrix.py` (`make docs`) from the cases that
 `tests/distributed/test_layout_fuzz.py` runs; change those, not this page. Each case is the whole
 application on up to 8 ranks, threads of one process where it has virtual-ranks and processes
 elsewhere; its losses, gradients, norms, counts of zeros and weights are those of one process.

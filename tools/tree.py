@@ -16,7 +16,7 @@ FOLDERS = ("megatron", "tools", "examples", "benchmarks", "tests")
 HEAD = """# The tree
 
 Every file and what it is for, from its own first sentence. Written by `tools/tree.py`
-(`make tree`); change the file, not this page.
+(`make docs`); change the file, not this page.
 """
 
 

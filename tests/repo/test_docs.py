@@ -1,4 +1,4 @@
-"""Generated pages are current; what the pages name exists."""
+"""Generated pages can be written; what pages name exists."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ import re
 import pytest
 
 from tests.repo.source import ROOT
-from tools import features, matrix, tree
+from tools import features, flags, matrix, tree
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
 
-def test_the_tree_page_is_current():
-    is_current = tree.TARGET.read_text() == tree.render()
-    assert is_current, "docs/tree.md is old: run make tree"
+def test_the_tree_page_describes_every_file_of_the_project():
+    lines = tree.render().splitlines()
+    undescribed = [line for line in lines if re.fullmatch(r"\s+\S+\.(py|sh|cpp)", line)]
+    assert not undescribed, f"give them a docstring: {undescribed}"
+    assert any(line.split()[0] == "executor.py" for line in lines if line.strip())
 
 
-def test_the_table_of_features_is_current():
-    is_current = features.table() in features.README.read_text()
-    assert is_current, "README's table of features is old: run make tree"
-
-
-def test_the_matrix_is_current():
-    is_current = matrix.TARGET.read_text() == matrix.render()
-    assert is_current, "docs/matrix.md is old: run make tree"
+def test_links_of_the_features_page_lead_to_tests():
+    linked = re.findall(r"\]\(([^)]+)\)", features.render())
+    assert linked
+    assert all((features.TARGET.parent / to).exists() for to in linked)
 
 
 def test_every_feature_names_its_area_and_one_sentence():
@@ -44,7 +42,8 @@ def test_links_to_files_lead_somewhere(page):
 def test_files_named_in_code_spans_exist(page):
     folders = "megatron|tools|tests|examples|docs"
     named = re.findall(rf"`((?:{folders})/[\w./-]+\.\w+)`", page.read_text())
-    missing = [name for name in named if not (ROOT / name).exists()]
+    generated = {tool.TARGET for tool in (features, flags, matrix, tree)}
+    missing = [n for n in named if not (ROOT / n).exists() and ROOT / n not in generated]
     assert not missing, f"{page.name} names {missing}"
 
 
