@@ -279,6 +279,7 @@ class _Run:
         return {
             "inputs": [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats],
             "tokenizer": self.check.fingerprint().sha256,
+            "dtype": np.dtype(self.dtype).name,
             "json_keys": list(self.keys),
             "sample_by": options.record_format.sample_by,
             "plain_text": options.record_format.plain_text,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -77,6 +77,10 @@ class MegatronTokenizer(ABC):
     def bpe_rules(self) -> BpeRules | None:
         """What a faster library needs to give the same ids; None where there is none."""
         return None
+
+    def appended_tokens(self) -> Set[str]:
+        """Special tokens that stand outside the model: without them other text has the same ids."""
+        return frozenset()
 
     @cached_property
     def inv_vocab(self) -> Mapping[int, str]:

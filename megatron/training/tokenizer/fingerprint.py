@@ -1,7 +1,8 @@
 """Which tokenizer wrote a data set: ``<prefix>.tokenizer.json`` beside ``<prefix>.bin``.
 
-The fingerprint is of what the tokenizer does (ids of the vocabulary, of some texts, of EOD), not
-of where its files lie or which library runs it.
+The fingerprint covers what the tokenizer does (ids of the vocabulary, of some texts, of EOD), not
+where its files lie or which library runs it.  ``<extra_id_N>`` at the end of the vocabulary do not
+count: --vocab-extra-ids appends them, and every other id stays the same.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +26,12 @@ _TEXTS = (
 )
 
 
+_MOST_MORE = 1 << 20  # a damaged sidecar must not take all memory
+_EXTRA_ID = re.compile(r"<extra_id_\d+>")
+
+Vocabulary = list[tuple[int, str]]  # sorted
+
+
 @dataclass(frozen=True)
 class Fingerprint:
     """What the sidecar file holds."""
@@ -35,14 +44,21 @@ class Fingerprint:
     @classmethod
     def of(cls, tokenizer: MegatronTokenizer) -> Fingerprint:
         """Digest the vocabulary and the behaviour of ``tokenizer``."""
-        vocab = tokenizer.vocab
-        tokens = sorted(vocab, key=vocab.__getitem__)
-        is_null = isinstance(tokenizer, _NullTokenizer)
-        ids = [] if is_null else [list(map(int, tokenizer.tokenize(text))) for text in _TEXTS]
-        digest = hashlib.sha256("\0".join(tokens).encode(errors="surrogatepass"))
-        digest.update(repr([sorted(vocab.values()), ids, _eod_of(tokenizer)]).encode())
-        eod = _eod_of(tokenizer)
-        return cls(tokenizer.name, tokenizer.vocab_size, eod, digest.hexdigest())
+        behaviour = _Behaviour(tokenizer)
+        counted = _without_extra_ids(behaviour.vocabulary)
+        vocab_size = tokenizer.vocab_size - (len(behaviour.vocabulary) - len(counted))
+        return cls(tokenizer.name, vocab_size, behaviour.eod, behaviour.digest(counted))
+
+    def fits(self, tokenizer: MegatronTokenizer) -> bool:
+        """Whether every id of the data means the same to ``tokenizer``.
+
+        Earlier versions counted the ``<extra_id_N>`` of the tokenizer that wrote the data.
+        """
+        behaviour = _Behaviour(tokenizer)
+        return any(
+            behaviour.digest(vocabulary) == self.sha256
+            for vocabulary in _equivalent_vocabularies(behaviour, tokenizer, self.vocab_size)
+        )
 
     def write(self, prefix: str) -> None:
         """Write the sidecar of ``prefix``, whole or not at all."""
@@ -66,10 +82,13 @@ def read_fingerprint(prefix: str) -> Fingerprint | None:
     try:
         with open(path, encoding="utf-8") as file:
             values: dict[str, Any] = json.load(file)
-        return Fingerprint(**values)
+        found = Fingerprint(**values)
+        if not (isinstance(found.sha256, str) and isinstance(found.vocab_size, int)):
+            raise TypeError("sha256 must be text and vocab_size a number")
+        return found
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: {error}; remove it, or preprocess the data again") from error
 
 
@@ -78,3 +97,46 @@ def _eod_of(tokenizer: MegatronTokenizer) -> int | None:
         return int(tokenizer.eod)
     except MissingToken:
         return None
+
+
+class _Behaviour:
+    """What a fingerprint digests; gathered once, as a vocabulary may have 200 k tokens."""
+
+    def __init__(self, tokenizer: MegatronTokenizer) -> None:
+        # Sorted by id and token: the order of two tokens with one id may differ between processes.
+        self.vocabulary: Vocabulary = sorted((i, token) for token, i in tokenizer.vocab.items())
+        self.eod = _eod_of(tokenizer)
+        is_null = isinstance(tokenizer, _NullTokenizer)
+        texts = () if is_null else _TEXTS
+        self._ids = [list(map(int, tokenizer.tokenize(text))) for text in texts]
+
+    def digest(self, vocabulary: Vocabulary) -> str:
+        tokens = "\0".join(token for _, token in vocabulary)
+        digest = hashlib.sha256(tokens.encode(errors="surrogatepass"))
+        digest.update(repr([[i for i, _ in vocabulary], self._ids, self.eod]).encode())
+        return digest.hexdigest()
+
+
+def _equivalent_vocabularies(
+    behaviour: _Behaviour, tokenizer: MegatronTokenizer, vocab_size: int
+) -> Iterator[Vocabulary]:
+    """Vocabularies that give the same ids, of which one may have been digested for the data."""
+    whole = behaviour.vocabulary
+    counted = _without_extra_ids(whole)
+    yield counted
+    yield whole
+    num_more = vocab_size - (tokenizer.vocab_size - (len(whole) - len(counted)))
+    if num_more > 0:
+        first = counted[-1][0] + 1 if counted else 0
+        yield counted + [(first + i, f"<extra_id_{i}>") for i in range(min(num_more, _MOST_MORE))]
+    elif num_more < 0:
+        appended = tokenizer.appended_tokens()
+        if all(token in appended for _, token in counted[num_more:]):
+            yield counted[:num_more]
+
+
+def _without_extra_ids(vocabulary: Vocabulary) -> Vocabulary:
+    end = len(vocabulary)
+    while end and _EXTRA_ID.fullmatch(vocabulary[end - 1][1]):
+        end -= 1
+    return vocabulary[:end]

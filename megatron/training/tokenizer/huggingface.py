@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
@@ -113,6 +113,11 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
         if self._wrapper is not None:
             return len(self._wrapper)
         return self._library.get_vocab_size(with_added_tokens=True)
+
+    def appended_tokens(self) -> Set[str]:
+        if self._library is None:
+            return self._wrapper.get_added_vocab().keys()
+        return {token.content for token in self._library.get_added_tokens_decoder().values()}
 
     @property
     def decoder(self) -> Mapping[int, str]:
