@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.communicators import Communicators
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
@@ -47,6 +48,8 @@ def initialize_model_parallel(
     expert_tensor_parallel_size: int | None = None,
     encoder_pipeline_model_parallel_size: int = 0,
     order: str = "tp-cp-ep-dp-pp",
+    nccl_communicator_config_path: str | None = None,
+    high_priority_stream_groups: Sequence[str] | None = None,
     distributed_timeout_minutes: int = 30,
 ) -> None:
     """Create and install the groups of this world.  Collective over all ranks.
@@ -66,7 +69,11 @@ def initialize_model_parallel(
     groups = create_process_groups(
         dense,
         expert,
-        timeout=timedelta(minutes=distributed_timeout_minutes),
+        communicators=Communicators.from_flags(
+            timedelta(minutes=distributed_timeout_minutes),
+            nccl_communicator_config_path,
+            high_priority_stream_groups or (),
+        ),
         context_levels=hierarchical_context_parallel_sizes,
         num_distributed_optimizer_instances=num_distributed_optimizer_instances,
         encoder_stages=encoder_pipeline_model_parallel_size,

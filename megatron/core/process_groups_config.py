@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.core.communicators import Communicators, CommunicatorSettings
 from megatron.core.per_rank import each_rank_owns
 from megatron.core.rank_grid import RankGrid
 
@@ -207,7 +207,7 @@ def create_process_groups(
     dense: RankGrid,
     expert: RankGrid,
     *,
-    timeout: timedelta | None = None,
+    communicators: Communicators = Communicators(),  # noqa: B008  (it is immutable)
     context_levels: Sequence[int] | None = None,
     num_distributed_optimizer_instances: int = 1,
     encoder_stages: int = 0,
@@ -215,10 +215,10 @@ def create_process_groups(
 ) -> ProcessGroupCollection:
     """Create all groups on all ranks.  Collective: every rank calls it with the same arguments.
 
-    Groups with equal members are created once and shared.  ``context_levels`` are the sizes of
-    ``cp_inner`` and ``cp_outer``; ``encoder_stages`` come before those of a decoder.  ``only_mine``
-    leaves out the groups of others, which only a back end without other ranks allows.  Raises
-    ValueError when the replicas cannot be cut into the instances.
+    Groups with equal members and equal settings are created once and shared.  ``context_levels``
+    are the sizes of ``cp_inner`` and ``cp_outer``; ``encoder_stages`` come before those of a
+    decoder.  ``only_mine`` leaves out the groups of others, which only a back end without other
+    ranks allows.  Raises ValueError when the replicas cannot be cut into the instances.
     """
     shards = optimizer_shards(dense, num_distributed_optimizer_instances)
     expert_shards = optimizer_shards(expert, num_distributed_optimizer_instances)
@@ -228,16 +228,17 @@ def create_process_groups(
             f"{num_distributed_optimizer_instances} instances of the distributed optimizer would "
             "hold other ranks for the dense than for the expert layers: use one"
         )
-    members: dict[tuple[int, ...], ProcessGroup] = {}
+    members: dict[tuple[tuple[int, ...], CommunicatorSettings | None], ProcessGroup] = {}
     me = dist.get_rank()
 
     def mine_of(name: str, groups: Iterable[Sequence[int]]) -> ProcessGroup:
         found = None
         for ranks in map(tuple, groups):
-            if ranks not in members and (me in ranks or not only_mine):
-                members[ranks] = _new_group(ranks, timeout, name)
+            key = ranks, communicators.settings_of(name)
+            if key not in members and (me in ranks or not only_mine):
+                members[key] = communicators.create(ranks, name)
             if me in ranks:
-                found = members[ranks]
+                found = members[key]
         assert found is not None, f"rank {me} is outside the grid {dense.sizes}"
         return found
 
@@ -262,13 +263,13 @@ def create_process_groups(
         mp=mine(dense, "tp", "pp"),
         tp_cp=mine(dense, "tp", "cp"),
         tp_dp=mine(dense, "tp", "dp"),
-        tp_dp_cp=mine(dense, "tp", "cp", "dp"),
+        tp_dp_cp=mine(dense, "tp", "dp", "cp"),
         dp_cp=mine(dense, "dp", "cp"),
         ep=mine(expert, "ep"),
         expt_tp=mine(expert, "tp"),
         tp_ep=mine(expert, "tp", "ep"),
         tp_ep_pp=mine(expert, "tp", "ep", "pp"),
-        expt_dp=mine(expert, "dp", "cp"),
+        expt_dp=mine_of("expt_dp", expert.groups("dp", "cp")),
         intra_dp_cp=mine_of("intra_dp_cp", (block for blocks in shards for block in blocks)),
         intra_expt_dp=mine_of("intra_expt_dp", (b for blocks in expert_shards for b in blocks)),
         inter_dist_opt=mine_of(
@@ -317,11 +318,3 @@ def _together(pipelines: Sequence[Sequence[int]], stages: Set[int]) -> Iterator[
 def _halves(pipelines: Sequence[Sequence[int]], first: int) -> Iterator[Sequence[int]]:
     """The ``first`` stages of each pipeline, and the others."""
     yield from (half for p in pipelines for half in (p[:first], p[first:]) if half)
-
-
-def _new_group(ranks: Sequence[int], timeout: timedelta | None, name: str) -> ProcessGroup:
-    if len(ranks) == dist.get_world_size():
-        world = dist.group.WORLD
-        assert world is not None, "init_process_group comes before create_process_groups"
-        return world
-    return dist.new_group(list(ranks), timeout=timeout, group_desc=name)

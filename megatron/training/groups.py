@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from megatron.core.distributed.sharding import num_instances
+from megatron.core.communicators import Communicators
+from megatron.core.distributed.sharding import is_fully_sharded, num_instances
 from megatron.core.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
@@ -12,6 +13,7 @@ from megatron.core.process_groups_config import (
 )
 from megatron.core.rank_grid import RankGrid
 from megatron.training.config.run import RunConfig
+from megatron.training.printing import print_rank_0
 
 
 def grids_of(config: RunConfig) -> tuple[RankGrid, RankGrid]:
@@ -34,9 +36,25 @@ def create_groups(config: RunConfig, *, only_mine: bool = False) -> ProcessGroup
     return create_process_groups(
         dense,
         expert,
-        timeout=timedelta(minutes=config.distributed.distributed_timeout_minutes),
+        communicators=Communicators.from_flags(
+            timedelta(minutes=config.distributed.distributed_timeout_minutes),
+            config.distributed.nccl_communicator_config_path,
+            high_priority_groups(config),
+            warn=lambda warning: print_rank_0(f"WARNING: {warning}"),
+        ),
         context_levels=config.model.hierarchical_context_parallel_sizes,
         num_distributed_optimizer_instances=num_instances(config.ddp),
         encoder_stages=config.model.encoder_pipeline_model_parallel_size,
         only_mine=only_mine,
     )
+
+
+def high_priority_groups(config: RunConfig) -> tuple[str, ...]:
+    """Groups on high-priority streams: those of the flag, and those that FSDP gathers over.
+
+    FSDP's all-gathers have to get through beside the kernels of the layer before.
+    """
+    groups = config.distributed.high_priority_stream_groups
+    if is_fully_sharded(config.ddp):
+        groups += ("dp_cp", "ep_dp") if config.model.expert_model_parallel_size > 1 else ("dp_cp",)
+    return tuple(dict.fromkeys(groups))

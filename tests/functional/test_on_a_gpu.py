@@ -73,7 +73,8 @@ CASES = {
     ),
     "stages": (
         2,
-        "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope",
+        "--high-priority-stream-groups pp --pipeline-model-parallel-size 2 --mtp-num-layers 1 "
+        "--position-embedding-type rope",
         torch.float32,
     ),
     "state on the host": (1, f"--bf16 {OFFLOADED} {RECOMPUTED}", torch.bfloat16),

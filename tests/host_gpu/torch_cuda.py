@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core import device
 from tests import triton_interpreter
-from tests.host_gpu import attention
+from tests.host_gpu import attention, nccl
 
 _threads = threading.local()
 kept: list[Any] = []  # what would unregister itself
@@ -137,6 +137,7 @@ def install(compiled: Any) -> None:
         triton_interpreter.mend()
     kept.append(attention.register())
     device.default_backend = lambda: _LIKE_NCCL if device.is_cuda() else "gloo"
+    dist.ProcessGroupNCCL = nccl.ProcessGroupNCCL  # type: ignore[misc, assignment]
     backend = dist.get_backend
     dist.get_backend = lambda group=None: "nccl" if _is_like_nccl(group) else backend(group)
     for name in _COLLECTIVES:

@@ -19,7 +19,7 @@ def _rule_of_vectors(ns: Namespace) -> str:
 NEEDS_GPU = Need(
     "a GPU",
     "optimizer_cpu_offload enable_cuda_graph external_cuda_graph cpu_offloading moe_grouped_gemm "
-    "record_memory_history",
+    "record_memory_history high_priority_stream_groups nccl_communicator_config_path",
     lambda ns: ns.device != CPU,
 )
 NEEDS_OF_OPTIMIZER = (

@@ -117,6 +117,11 @@ NEEDS = (
         lambda ns: ns.use_distributed_optimizer or is_fully_sharded(ns),
     ),
     Need(
+        "--distributed-backend nccl",
+        "high_priority_stream_groups nccl_communicator_config_path",
+        lambda ns: ns.distributed_backend in (None, "nccl"),
+    ),
+    Need(
         "--log-straggler",
         "disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count",
     ),

@@ -23,9 +23,8 @@ class DistributedConfig:
     )
     high_priority_stream_groups: tuple[str, ...] = _training(
         (),
-        "Process groups whose communication runs on high-priority GPU streams.",
+        "Process groups (tp, dp_cp, ep and so on) whose NCCL kernels run on high-priority streams.",
         nargs="*",
-        ignored="communication runs on the streams of the collective library",
     )
     device: str = option(
         "auto",
@@ -68,9 +67,8 @@ class DistributedConfig:
     )
     nccl_communicator_config_path: str | None = _distributed(
         None,
-        "YAML file of settings for each NCCL communicator.",
-        refused="settings per communicator are not in this version; use NCCL_* environment "
-        "variables",
+        "YAML file that maps names of process groups to NCCL settings: cga_cluster_size, min_ctas,"
+        " max_ctas, net_name, is_high_priority_stream.",
     )
     use_tp_pp_dp_mapping: bool = _distributed(
         False, "Number pipeline stages before replicas, so that stages lie on neighbouring ranks."
