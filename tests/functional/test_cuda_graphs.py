@@ -29,10 +29,24 @@ SHORT = ("--num-layers", "4", "--train-iters", "3", "--eval-iters", "0", "--bf16
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 WHOLE = ("--cuda-graph-scope", "full_iteration", "--no-check-for-nan-in-loss-and-grad")
 PIPELINE = ("--pipeline-model-parallel-size", "2")
-# Ranks, layers of each, micro-batches of each, flags.
+MAMBA = (
+    *("--model-kind", "mamba", "--mamba-state-dim", "8", "--mamba-head-dim", "8"),
+    *("--mamba-num-groups", "1", "--hidden-dropout", "0.1"),
+)
+# Ranks, captured layers of each, micro-batches of each, flags.
 CASES: dict[str, tuple[int, int, int, tuple[str, ...]]] = {
     "alone": (1, 4, 4, (*DROPOUT, "--swiglu", "--position-embedding-type", "rope")),
     "attention": (1, 4, 4, (*DROPOUT, "--cuda-graph-scope", "attn", "--num-experts", "2")),
+    "experts": (1, 4, 4, (*DROPOUT, "--num-experts", "2", "--moe-layer-freq", "[0,1,0,0]")),
+    "hybrid": (1, 3, 4, (*MAMBA, "--num-experts", "2", "--hybrid-override-pattern", "M*-E")),
+    "attention of a hybrid": (
+        *(1, 1, 4),
+        (*MAMBA, "--hybrid-override-pattern", "M*-M", "--cuda-graph-scope", "attn"),
+    ),
+    "step of a hybrid": (
+        *(1, 4, 4),
+        (*MAMBA, *WHOLE, "--hybrid-override-pattern", "M*-M"),
+    ),
     "1f1b": (
         4,
         2,

@@ -27,6 +27,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 WithBias = tuple[Tensor, Tensor | None]
+LayerRun = Callable[..., Tensor]  # hidden states, and by keyword what the layers of a stack share
 
 
 @dataclass
@@ -73,6 +74,14 @@ class ResidualLayer(MegatronModule):
         self.recomputes_norms = (
             self.may_recompute_norms and "layernorm" in config.modules_to_recompute
         )
+
+    def capture_parts(self, *, whole: bool) -> tuple[LayerRun | None, LayerRun | None]:
+        """What a CUDA graph can hold of this layer, and what Python runs after it.
+
+        ``whole``: as much as possible, else attention alone.  Either is None where it is empty.
+        """
+        run = partial(_hidden_states_of, self)
+        return (run, None) if whole else (None, run)
 
     def build_norm(self, spec: ModuleSpec | type) -> Any:
         """A norm of hidden states."""
@@ -185,10 +194,27 @@ class TransformerLayer(ResidualLayer):
         norms = self.pre_mlp_layernorm, self.post_mlp_layernorm
         return self.add_part(self._run_mlp, hidden_states, norms, self.mlp_bda)
 
+    def capture_parts(self, *, whole: bool) -> tuple[LayerRun | None, LayerRun | None]:
+        """See `ResidualLayer`.  Experts stay out: Python needs to know their token counts."""
+        if whole and not isinstance(self.mlp, MoELayer):
+            return super().capture_parts(whole=True)
+        if isinstance(self.self_attention, IdentityOp) and not self.has_cross_attention:
+            return super().capture_parts(whole=False)
+        return self.add_attention, partial(_mlp_output_of, self)
+
     def _run_mlp(self, normed: Tensor) -> WithBias:
         if self.recomputes_mlp and self.training:
             return checkpoint(self.mlp, False, normed)
         return self.mlp(normed)
+
+
+def _hidden_states_of(layer: ResidualLayer, hidden_states: Tensor, **shared: Any) -> Tensor:
+    output: Tensor = layer(hidden_states, **shared)[0]
+    return output
+
+
+def _mlp_output_of(layer: TransformerLayer, hidden_states: Tensor, **_: Any) -> Tensor:
+    return layer.add_mlp(hidden_states)
 
 
 def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodules) -> None:

@@ -20,6 +20,7 @@ from megatron.core.distributed.sharding import shares_instances
 from megatron.core.enums import AttnBackend
 from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS
 from megatron.core.transformer.layer_layout import parse_layout
+from megatron.training.arguments.cuda_graph_capture import cuda_graph_capture
 
 Derivation = Callable[[Namespace], Iterator[str] | None]
 
@@ -272,4 +273,5 @@ DERIVATIONS: tuple[Derivation, ...] = (
     batch_sizes,
     data_sources,
     weight_decay,
+    cuda_graph_capture,
 )

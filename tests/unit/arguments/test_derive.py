@@ -184,3 +184,48 @@ def test_a_count_of_zero_asks_for_nothing() -> None:
     run = run_of("--num-experts 0 --mtp-num-layers 0")
     assert (run.model.num_moe_experts, run.model.mtp_num_layers) == (None, None)
     assert run.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "reason"),
+    [
+        ("--recompute-granularity selective", 1, "re-runs layers in backward"),
+        ("--fp8-format hybrid", 1, "with --fp8-format hybrid the host updates scales"),
+        ("--fp4-format e2m1", 1, "with --fp4-format e2m1 the host updates scales"),
+        ("--use-torch-fsdp2", 1, "sharded parameters are gathered to a new address"),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
+            2,
+            "--pipeline-schedule zb-h1 computes weight gradients separately",
+        ),
+        ("--virtual-ranks 2", 1, "--virtual-ranks are threads on a CPU"),
+    ],
+)
+def test_what_cuda_graphs_cannot_capture_runs_eagerly(
+    flags: str, world_size: int, reason: str
+) -> None:
+    run = run_of(f"--enable-cuda-graph {flags}", world_size)
+    assert not run.model.uses_graphs
+    told = [w for w in run.warnings if "nothing is captured" in w]
+    assert len(told) == 1
+    assert reason in told[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ("--pipeline-model-parallel-size 2", 2),
+        ("--num-experts 2 --disable-bias-linear", 1),
+        ("--position-embedding-type rope --mtp-num-layers 1", 1),
+        ("--model-kind bert", 1),
+        ("--fp16", 1),
+        ("--timing-log-level 1", 1),
+        ("--log-straggler", 1),
+    ],
+)
+def test_where_no_whole_step_is_captured_its_layers_are(flags: str, world_size: int) -> None:
+    whole = "--external-cuda-graph --cuda-graph-scope full_iteration "
+    run = run_of(f"{whole}{flags}", world_size)
+    assert run.model.records_layers
+    assert run.model.cuda_graph_scope == "full"
+    assert sum(w.startswith("--cuda-graph-scope full_iteration: each") for w in run.warnings) == 1

@@ -89,12 +89,12 @@ def record(
     hidden: Tensor,
     shared: Mapping[str, Any],
     *,
-    is_chain: bool,
+    feeds_next: Sequence[bool],
 ) -> list[Part]:
-    """Graphs of ``runs``, which read the parameters of ``modules``.
+    """Capture ``runs``, which read the parameters of ``modules``.
 
-    ``hidden`` and ``shared`` are `without_memory`.  ``is_chain``: what one of them gives is what
-    the next one gets, nothing between.  Collective where the layers are.
+    ``hidden`` and ``shared`` are `without_memory`.  ``feeds_next``: whether the output of a run is
+    the input of the next one, with nothing computed between.  Collective where the layers are.
     """
     fixed = {name: _fixed(t) for name, t in tensors_of(hidden, shared).items()}
     others = [t for name, t in fixed.items() if name != HIDDEN]
@@ -102,7 +102,7 @@ def record(
     outputs: list[Tensor] = []
     before = fixed[HIDDEN]
     with device.about_to_record():
-        for run, module in zip(runs, modules, strict=True):
+        for run, module, feeds in zip(runs, modules, feeds_next, strict=True):
             graph = device.Graph(pool, get_rng_tracker().streams())
             with graph.recording(), torch.enable_grad():
                 output = run(before, **arguments)
@@ -111,11 +111,11 @@ def record(
             own = [before, *others]
             parts.append(Part(graph, device.Graph(pool), own, output.detach(), params, hooked))
             outputs.append(output)
-            after = parts[-1].output if is_chain else torch.empty_like(output)
+            after = parts[-1].output if feeds else torch.empty_like(output)
             before = after.detach().requires_grad_()
         grad = None
-        for part in reversed(parts):
-            if grad is None or not is_chain:
+        for part, feeds in zip(reversed(parts), reversed(feeds_next), strict=True):
+            if grad is None or not feeds:
                 grad = torch.zeros_like(part.output)
             grad = _record_backward(part, outputs.pop(), grad)
     return parts

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.errors import ConfigError
 from megatron.core.tensor_parallel.weight_gradient import has_been_added
 from megatron.core.transformer.cuda_graphs.capture import (
     HIDDEN,
@@ -77,21 +76,28 @@ def _given(param: nn.Parameter, grad: Tensor | None) -> Tensor | None:
 
 
 class _Recording:
-    """The parts of all layers, for one micro-batch in flight."""
+    """The captured parts of all layers and what runs eagerly, for one micro-batch in flight.
 
-    def __init__(self, parts: list[Part], rests: Sequence[Run | None], owner: LayerGraphs) -> None:
-        self._parts, self._rests, self._owner = parts, rests, owner
+    Of each layer ``steps`` holds both, in this order; either may be None.
+    """
+
+    def __init__(self, steps: list[tuple[Part | None, Run | None]], owner: LayerGraphs) -> None:
+        self._steps = steps
+        self._parts = [part for part, _ in steps if part is not None]
+        self._owner = owner
 
     def run(self, hidden: Tensor, shared: Mapping[str, Any]) -> Tensor:
         """All layers: [s, b, h] -> [s, b, h]."""
         others = [t for name, t in tensors_of(hidden, shared).items() if name != HIDDEN]
-        for i, (part, rest) in enumerate(zip(self._parts, self._rests, strict=True)):
-            for module in part.hooked:
-                before_reading(module)
-            when_done = partial(self._owner.give_back, self) if i == 0 else None
-            hidden = _Replay.apply(part, when_done, hidden, *others, *part.params)
+        for part, rest in self._steps:
+            if part is not None:
+                for module in part.hooked:
+                    before_reading(module)
+                is_first = part is self._parts[0]
+                when_done = partial(self._owner.give_back, self) if is_first else None
+                hidden = _Replay.apply(part, when_done, hidden, *others, *part.params)
             if rest is not None:
-                hidden = rest(hidden)
+                hidden = rest(hidden, **shared)
         return hidden
 
     def release(self) -> None:
@@ -109,13 +115,9 @@ class LayerGraphs:
     """
 
     def __init__(self, layers: Sequence[nn.Module], num_warmup_steps: int, *, whole: bool) -> None:
-        """``whole``: all of a layer; else its attention, and what follows runs eagerly."""
-        if not whole and not all(hasattr(layer, "add_attention") for layer in layers):
-            raise ConfigError(
-                "--cuda-graph-scope attn: a layer of this model is no TransformerLayer; use "
-                "--cuda-graph-scope full"
-            )
-        self._layers, self._whole = layers, whole
+        """``whole``: capture as much as possible of each layer, else its attention alone."""
+        self._layers: Sequence[Any] = layers
+        self._runs = [layer.capture_parts(whole=whole) for layer in self._layers]
         self._steps_to_warm_up = num_warmup_steps
         self._recordings: list[_Recording] = []
         self._idle: list[_Recording] = []
@@ -148,7 +150,8 @@ class LayerGraphs:
         """An idle one for these inputs; None where they are to be run eagerly."""
         tensors = tensors_of(hidden, shared)
         has_more = any(v is not None and n not in _names(tensors) for n, v in shared.items())
-        if has_more or not torch.is_grad_enabled():
+        is_capturable = any(captured is not None for captured, _ in self._runs)
+        if has_more or not is_capturable or not torch.is_grad_enabled():
             return None
         key = tuple((n, t.shape, t.dtype, t.requires_grad) for n, t in tensors.items())
         if self._key is None:
@@ -156,21 +159,26 @@ class LayerGraphs:
         return self._idle.pop() if key == self._key and self._idle else None
 
     def _record(self, hidden: Tensor, shared: Mapping[str, Any]) -> _Recording:
-        layers: Sequence[Any] = self._layers
-        runs: list[Run] = [partial(_first_output, layer) for layer in layers]
-        rests: list[Run | None] = [None] * len(layers)
-        if not self._whole:
-            runs, rests = [x.add_attention for x in layers], [x.add_mlp for x in layers]
-        for layer in layers:  # their hooks have nothing to wait for inside a graph
+        for layer in self._layers:  # their hooks have nothing to wait for inside a graph
             for module in layer.modules():
                 before_reading(module)
-        parts = record(runs, layers, hidden, shared, is_chain=self._whole)
-        return _Recording(parts, rests, self)
+        captured = [(run, i) for i, (run, _) in enumerate(self._runs) if run is not None]
+        parts = iter(
+            record(
+                [run for run, _ in captured],
+                [self._layers[i] for _, i in captured],
+                hidden,
+                shared,
+                feeds_next=[
+                    self._runs[i][1] is None and self._is_captured(i + 1) for _, i in captured
+                ],
+            )
+        )
+        steps = [(None if run is None else next(parts), rest) for run, rest in self._runs]
+        return _Recording(steps, self)
 
-
-def _first_output(layer: nn.Module, hidden: Tensor, **shared: Any) -> Tensor:
-    output: Tensor = layer(hidden, **shared)[0]
-    return output
+    def _is_captured(self, i: int) -> bool:
+        return i < len(self._runs) and self._runs[i][0] is not None
 
 
 def _names(tensors: Mapping[str, Tensor]) -> set[str]:
