@@ -28,6 +28,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("address", nargs="?", help="HOST:PORT of a running server")
     parser.add_argument("--load", help="directory that training saved to, or one checkpoint in it")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; default: the newest")
+    parser.add_argument(
+        "--spec", nargs=2, metavar=("MODULE", "ATTRIBUTE"), help="layers of your own to import"
+    )
     parser.add_argument("--prompt", help="text to continue; default: lines from the terminal")
     parser.add_argument("--num-tokens", type=int, default=100, help="tokens to write at most")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
@@ -70,6 +73,7 @@ def main() -> None:
             device_kind=args.device,
             as_json=args.json,
             cache_mla_latents=args.cache_mla_latents,
+            spec=args.spec,
         ):
             print(line, flush=True)
     except (MegatronError, OSError, ValueError) as error:

@@ -24,6 +24,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.models.bert.pooler import mean_of_text
 from megatron.core.optional import require
+from megatron.training.checkpointing.checkpoint_args import without_code_and_paths
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.checkpointing.run_tensors import RunParts
@@ -54,7 +55,7 @@ def megatron_embedder(load: str, *, step: int | None = None, device_kind: str = 
 
     Raises CheckpointError if there is no checkpoint, ConfigError if it is of another kind.
     """
-    asked = open_checkpoint(load, step).asked
+    asked = without_code_and_paths(open_checkpoint(load, step).asked, {})
     config = generation_config(asked, load, step=step, device_kind=device_kind)
     lm = config.language_model
     if lm.model_kind != "bert":
@@ -94,9 +95,10 @@ def huggingface_embedder(folder: str, *, device_kind: str = "auto") -> Embedder:
     path = Path(folder)
     if path.is_dir() and not has_tokenizer(path):
         raise ConfigError(f"--load {folder}: no tokenizer is beside the model; put its files there")
+    options = {"local_files_only": True, "trust_remote_code": False}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        model = transformers.AutoModel.from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"--load {folder}: {reason}; give the folder of a BERT") from error

@@ -9,17 +9,24 @@ from __future__ import annotations
 import argparse
 import enum
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.config.option import dest_of, options_of
 from megatron.core.inference.engines.static_engine import Generated, Generator, generate
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.resolve import resolve
+from megatron.training.arguments.sections import SECTIONS
+from megatron.training.checkpointing.checkpoint_args import (
+    FORCED,
+    IF_UNSET,
+    without_code_and_paths,
+)
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.checkpointing.run_tensors import RunParts
@@ -30,23 +37,17 @@ from megatron.training.printing import is_rank0, world_size
 from megatron.training.setup import build_model, setup_tokenizer
 from megatron.training.tokenizer import MissingToken
 
-# Of the saved command line a run of its own leaves out what was said of saving, data, layout and
-# updates (checkpoints of Megatron-LM hold what it has derived for them),
-_LEFT_OUT = (
-    "save save_interval save_retain_interval keep_last_checkpoints ckpt_incremental async_save "
-    "non_persistent_save_interval non_persistent_ckpt_type non_persistent_global_ckpt_dir "
-    "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo replication replication_jump "
-    "replication_factor virtual_ranks pipeline_model_parallel_size "
-    "encoder_pipeline_model_parallel_size context_parallel_size cp_comm_type "
-    "hierarchical_context_parallel_sizes data_path train_data_path valid_data_path test_data_path "
-    "data_args_path per_split_data_args_path tensorboard_dir metrics_file use_checkpoint_args "
-    "rampup_batch_size train_samples pretrained_checkpoint yaml_cfg calculate_per_token_loss "
-    "start_weight_decay end_weight_decay weight_decay_incr_style main_grads_dtype "
-    "main_params_dtype exp_avg_dtype exp_avg_sq_dtype"
-).split()
-# and decides this; everything else is the checkpoint's.
+# Of the saved command line a run of its own takes what describes model and tokenizer; the rest
+# (saving, data, logging, layout, updates) is of training, and may name files and programs.
+_TAKEN = ("model", "language_model", "tokenizer", "inference")
+_LEFT_OUT = frozenset(
+    "pipeline_model_parallel_size encoder_pipeline_model_parallel_size context_parallel_size "
+    "cp_comm_type hierarchical_context_parallel_sizes config_logger_dir "
+    "calculate_per_token_loss".split()
+)
+# It decides this.
 _OWN = {
-    **dict.fromkeys(("finetune", "no_load_optim", "no_load_rng", "mock_data"), True),
+    **dict.fromkeys(("finetune", "no_load_optim", "no_load_rng", "skip_train"), True),
     **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
     "exit_on_missing_checkpoint": True,
 }
@@ -88,9 +89,11 @@ def answer(
     device_kind: str = "auto",
     as_json: bool = False,
     cache_mla_latents: bool = False,
+    spec: Sequence[str] | None = None,
 ) -> Iterator[str]:
     """What to print for each prompt, on the first rank.  Collective over all ranks."""
-    own = {"cache_mla_latents": True} if cache_mla_latents else {}
+    own: dict[str, Any] = {"cache_mla_latents": True} if cache_mla_latents else {}
+    own |= {"spec": list(spec)} if spec else {}
     writer = open_writer(load, step=step, device_kind=device_kind, **own)
     for prompt in prompts:
         text, tokens = writer.write(prompt, params)
@@ -115,7 +118,8 @@ def open_writer(
     content = open_checkpoint(load, step)
     if content.asked.get("model_kind") == "bert":
         raise ConfigError(f"{load} holds a BERT, which writes no text: tools/bert_embedding.py")
-    config = generation_config({**content.asked, **flags}, load, step=step, device_kind=device_kind)
+    asked = {**without_code_and_paths(content.asked, flags), **flags}
+    config = generation_config(asked, load, step=step, device_kind=device_kind)
     run = start(config)
     setup_tokenizer(run)
     build_model(run, partial(build_stage, run, parallel_output=False), wrap=False)
@@ -137,7 +141,9 @@ def generation_config(
     asked: Mapping[str, Any], load: str, *, step: int | None, device_kind: str
 ) -> RunConfig:
     """The saved command line, cut down to a model on this run's ranks."""
-    namespace = saved_namespace({k: v for k, v in asked.items() if k not in _LEFT_OUT})
+    taken = {dest_of(f, opt) for name in _TAKEN for f, opt in options_of(SECTIONS[name])}
+    taken = (taken | {*FORCED, *IF_UNSET, "bf16", "fp16"}) - _LEFT_OUT
+    namespace = saved_namespace({k: v for k, v in asked.items() if k in taken})
     ranks = world_size()
     own = {
         "load": load,

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,7 @@ def configure(
     _check_kind(namespace, args_defaults or {})
     if namespace.use_checkpoint_args and namespace.load is not None:
         apply_checkpoint_args(namespace)
+    _read_layers(namespace)
     if namespace.check_only:
         status = check_only(namespace)
         if status and rank() != 0:
@@ -100,6 +102,19 @@ def _check_kind(namespace: argparse.Namespace, defaults: Mapping[str, Any]) -> N
             f"--model-kind {namespace.model_kind}: this program trains {kind}; use "
             f"pretrain_{namespace.model_kind}.py, or leave the flag out"
         )
+
+
+def _read_layers(namespace: argparse.Namespace) -> None:
+    """Put the description of the layers itself where checkpoints will hold it."""
+    path = namespace.heterogeneous_layers_config_path
+    if path is not None and not namespace.heterogeneous_layers_config_encoded_json:
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--heterogeneous-layers-config-path {path} cannot be read: {error}"
+            ) from None
+        namespace.heterogeneous_layers_config_encoded_json = text
 
 
 def start(config: RunConfig) -> Runtime:

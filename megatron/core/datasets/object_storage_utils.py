@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.index_cache import build_once, temporary_name
+from megatron.core.file_names import path_inside
 from megatron.core.optional import require
 
 _S3 = "s3://"
@@ -34,7 +36,8 @@ def is_object_storage_path(path: str) -> bool:
 def get_index_cache_path(idx_path: str, object_storage_config: ObjectStorageConfig) -> str:
     """The local name of a remote .idx: its URL without the scheme, under ``path_to_idx_cache``."""
     without_scheme = idx_path.split("://", 1)[1]
-    return os.path.join(object_storage_config.path_to_idx_cache, without_scheme)
+    cache = Path(object_storage_config.path_to_idx_cache)
+    return str(path_inside(cache, without_scheme, idx_path, below=True, error=DataError))
 
 
 def cached_index_path(idx_path: str, config: ObjectStorageConfig) -> str:

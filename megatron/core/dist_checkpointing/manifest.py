@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.core import optional
 from megatron.core.config.errors import CheckpointError
+from megatron.core.file_names import path_inside
 
 FORMAT = "safetensors_dist"
 VERSION = 1
@@ -133,6 +134,8 @@ def _read(path: Path) -> Manifest | None:
             "use the program that wrote it"
         )
     files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+    for name in files:
+        path_inside(path.parent, name, path, below=True, error=CheckpointDamaged)
     known = {f.name for f in fields(Manifest)}
     return Manifest(**{k: v for k, v in body.items() if k in known} | {"files": files})
 

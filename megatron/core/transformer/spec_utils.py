@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
+
+OWN_SPECS = "megatron.core.models"  # below it are the specs that a checkpoint may name
 
 
 @dataclass
@@ -21,7 +23,7 @@ class ModuleSpec:
     submodules: Any = None
 
 
-def import_module(module_path: tuple[str, ...] | list[str]) -> Any:
+def import_module(module_path: Sequence[str]) -> Any:
     """The object ``(module, name)`` names."""
     if len(module_path) != 2:
         raise ConfigError(f"--spec takes a module and a name in it, not {list(module_path)}")
@@ -30,6 +32,33 @@ def import_module(module_path: tuple[str, ...] | list[str]) -> Any:
         return getattr(importlib.import_module(path), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"--spec {path} {name} cannot be imported: {error}") from error
+
+
+def why_not_own_spec(path: Sequence[str]) -> str | None:
+    """Why a spec that a checkpoint names may not be imported; None for one of `OWN_SPECS`.
+
+    A name that such a module only imported does not count: it could be any function.
+    """
+    if not isinstance(path, list | tuple) or not all(isinstance(word, str) for word in path):
+        return "it is not a module and a name in it"
+    if tuple(path) == ("local",):
+        return None
+    if len(path) != 2 or not all(word.isidentifier() for word in ".".join(path).split(".")):
+        return "it is not a module and a name in it"
+    module, name = path
+    if not _is_own(module):
+        return f"{module} is not a module of {OWN_SPECS}"
+    try:
+        found = import_module(path)
+    except ConfigError as error:
+        return str(error)
+    if isinstance(found, ModuleSpec) or (inspect.isfunction(found) and _is_own(found.__module__)):
+        return None
+    return f"{name} is not a ModuleSpec or a function that {OWN_SPECS} defines"
+
+
+def _is_own(module: str) -> bool:
+    return module == OWN_SPECS or module.startswith(f"{OWN_SPECS}.")
 
 
 def get_module(spec_or_module: ModuleSpec | Callable[..., Any] | type) -> Any:

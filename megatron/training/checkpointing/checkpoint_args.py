@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.transformer.spec_utils import why_not_own_spec
 from megatron.training.checkpointing.paths import find, read_content, usable
 from megatron.training.printing import print_rank_0
 
@@ -67,6 +68,7 @@ FORCED_PARALLEL = tuple(
     "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
     "expert_model_parallel_size expert_tensor_parallel_size".split()
 )
+_LAYERS_PATH = "heterogeneous_layers_config_path"
 # Taken where the command line says nothing.
 IF_UNSET = tuple(
     "model_kind num_layers encoder_num_layers decoder_num_layers encoder_seq_length "
@@ -91,13 +93,49 @@ def apply_checkpoint_args(
     if choice is None:
         print_rank_0(f"{directory} holds no checkpoint: the command line is used as it is")
         return None
-    asked = read_content(usable(choice.found)).asked
+    stored = read_content(usable(choice.found)).asked
+    asked = without_code_and_paths(stored, vars(namespace))
     check_kind(asked, vars(namespace).get("model_kind"))
     for name in _forced(namespace, asked):
         _set(namespace, name, asked)
     for name in [name for name in IF_UNSET if not _is_given(namespace, name)]:
         _set(namespace, name, asked)
     return asked
+
+
+def without_code_and_paths(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The command line of a checkpoint without what only ``given``, this one's, may choose.
+
+    That is code to import (--spec), unless it is a spec of this project, and a file outside the
+    checkpoint that describes the model (--heterogeneous-layers-config-path).  Tokenizer files are
+    data; --use-tokenizer-model-from-checkpoint-args decides about them.  Raises CheckpointError
+    where the checkpoint has such a value and ``given`` has none.
+    """
+    out = dict(stored)
+    for name, (flag, problem) in {
+        "spec": ("--spec MODULE ATTRIBUTE", _problem_of_spec(stored)),
+        _LAYERS_PATH: ("--heterogeneous-layers-config-path", _problem_of_layers(stored)),
+    }.items():
+        if problem is not None and not given.get(name):
+            value = stored[name]
+            shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
+            raise CheckpointError(
+                f"the checkpoint was saved with {flag.split()[0]} {shown}, which is not taken from "
+                f"it: {problem}; pass {flag} if you trust it"
+            )
+        if problem is not None or name == _LAYERS_PATH:
+            out[name] = None
+    return out
+
+
+def _problem_of_spec(stored: Mapping[str, Any]) -> str | None:
+    return why_not_own_spec(stored["spec"]) if stored.get("spec") else None
+
+
+def _problem_of_layers(stored: Mapping[str, Any]) -> str | None:
+    """Newer checkpoints hold the text of the file."""
+    is_told = not stored.get(_LAYERS_PATH) or stored.get("heterogeneous_layers_config_encoded_json")
+    return None if is_told else "it is a file outside the checkpoint"
 
 
 def _is_given(namespace: argparse.Namespace, name: str) -> bool:

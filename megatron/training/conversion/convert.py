@@ -141,7 +141,8 @@ def read_source(wanted: Wanted) -> Source:
     states = {rank: reader.rank_state(rank) for rank in range(ranks)}
     beside = content.folder.parent / BESIDE
     model = content.asked.get("tokenizer_model")
-    if not beside.is_dir() and model and Path(model).is_dir():
+    is_folder = isinstance(model, str) and hf_folder.has_tokenizer(Path(model))
+    if not beside.is_dir() and is_folder:  # a path of the checkpoint: nothing but a tokenizer's
         beside = Path(model)
     return Source(
         tensors=tensors,

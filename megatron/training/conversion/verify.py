@@ -76,8 +76,9 @@ def _their_logits(folder: Path, run: RunConfig, prompts: Tensor) -> list[Tensor]
     auto = {"t5": "Seq2SeqLM", "bert": "MaskedLM"}.get(kind_of(run), "CausalLM")
     if kind_of(run) == "bert" and run.language_model.bert_binary_head:
         auto = "PreTraining"
+    options = {"local_files_only": True, "trust_remote_code": False}
     model = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        folder, dtype=torch.float32, attn_implementation="eager", **options
     )
     return list(their_outputs(model.eval(), run, prompts))
 

@@ -173,7 +173,9 @@ def _load_library(file: str) -> Any:
 def _load_wrapper(path: str, options: Mapping[str, Any]) -> Any:
     transformers = require("transformers", _WANTED_BY)
     try:
-        return transformers.AutoTokenizer.from_pretrained(path, **options)
+        return transformers.AutoTokenizer.from_pretrained(
+            path, **{"trust_remote_code": False, **options}
+        )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from dataclasses import replace
 
 import pytest
 
 from megatron.core.config.errors import CheckpointError, ConfigError
-from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
+from megatron.training.checkpointing.checkpoint_args import (
+    apply_checkpoint_args,
+    without_code_and_paths,
+)
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.save import save_run
+from megatron.training.generation import open_writer
 from tests.unit.checkpointing.tiny_run import counters, make_parts, options
 
 SAVED = {
@@ -115,3 +120,77 @@ def test_a_checkpoint_of_another_kind_is_refused(root):
         apply_checkpoint_args(namespace(root, model_kind="gpt"))
     with pytest.raises(CheckpointError, match=sentence):
         load_run(options(root, load=str(root)), replace(make_parts(), kind="gpt"))
+
+
+GPT_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
+
+
+def spec_namespace(root, stored, **more):
+    """The command line beside a checkpoint that was saved with ``--spec stored``."""
+    save_run(options(root), make_parts(), counters(1), asked={"spec": stored})
+    return argparse.Namespace(
+        **{
+            "load": str(root),
+            "ckpt_step": None,
+            "spec": None,
+            "use_tokenizer_model_from_checkpoint_args": True,
+            "use_mp_args_from_checkpoint_args": False,
+            **more,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        ["http.server", "test"],
+        ["megatron.training.initialize", "shut_down"],
+        ["megatron.core.modelsx", "f"],
+        [GPT_SPECS, "get_bias_dropout_add"],  # imported there, not defined there
+        [GPT_SPECS, "inspect"],
+        [GPT_SPECS, "partial"],
+        [GPT_SPECS, "absent"],
+        [GPT_SPECS, "__loader__"],
+        ["megatron.core.models..os", "system"],
+        ["megatron.core.models", "gpt", "x"],
+        "os",
+        [1, 2],
+        {"a": 1},
+    ],
+)
+@pytest.mark.feature("Checkpoints: a stored --spec that is not of this project is never imported")
+def test_a_checkpoint_does_not_choose_code(tmp_path, monkeypatch, stored):
+    ns = spec_namespace(tmp_path, stored)
+    imported: list[str] = []
+    real = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", lambda n: imported.append(n) or real(n))
+    with pytest.raises(CheckpointError, match="pass --spec MODULE ATTRIBUTE if you trust it"):
+        apply_checkpoint_args(ns)
+    assert not [name for name in imported if not name.startswith("megatron.core.")]
+    with pytest.raises(CheckpointError, match="pass --spec MODULE ATTRIBUTE if you trust it"):
+        open_writer(str(tmp_path), device_kind="cpu")
+
+
+def test_the_command_line_may_choose_what_a_checkpoint_may_not(tmp_path):
+    mine = ["tests.functional.user_spec", "layer_spec"]
+    ns = spec_namespace(tmp_path, mine, spec=mine)
+    apply_checkpoint_args(ns)
+    assert ns.spec == mine
+
+
+@pytest.mark.parametrize("stored", [["local"], [GPT_SPECS, "get_gpt_layer_local_spec"]])
+def test_specs_of_this_project_are_taken_from_a_checkpoint(tmp_path, stored):
+    ns = spec_namespace(tmp_path, stored)
+    apply_checkpoint_args(ns)
+    assert ns.spec == stored
+
+
+def test_a_file_that_describes_the_layers_is_not_opened_for_a_checkpoint():
+    path = {"heterogeneous_layers_config_path": "/etc/passwd"}
+    sentence = "--heterogeneous-layers-config-path /etc/passwd, which is not taken from it"
+    with pytest.raises(CheckpointError, match=sentence):
+        without_code_and_paths(path, {})
+    text = {"heterogeneous_layers_config_encoded_json": "{}"}
+    assert without_code_and_paths(path | text, {})["heterogeneous_layers_config_path"] is None
+    given = {"heterogeneous_layers_config_path": "mine.json"}
+    assert without_code_and_paths(path, given)["heterogeneous_layers_config_path"] is None

@@ -15,6 +15,7 @@ import torch
 from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray, load_archive
 from megatron.core.dist_checkpointing.foreign.unpickler import unpickle
 from megatron.core.dist_checkpointing.manifest import METADATA, CheckpointDamaged
+from megatron.core.file_names import path_inside
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,12 @@ class DcpIndex:
 
     def _place(self, key: str, offset: tuple[int, ...] | None) -> tuple[MappedFile, int, int]:
         place = self._places.get((key, offset))
-        name = "" if place is None else place.relative_path
-        if place is None or Path(name).name != name:
-            raise CheckpointDamaged(f"{self.folder / METADATA} does not say where {key} lies")
-        file = self._open_map(self.folder / name)
+        index = self.folder / METADATA
+        if place is None:
+            raise CheckpointDamaged(f"{index} does not say where {key} lies")
+        file = self._open_map(
+            path_inside(self.folder, place.relative_path, index, error=CheckpointDamaged)
+        )
         end = place.offset + place.length
         if end > len(file.bytes):
             raise CheckpointDamaged(

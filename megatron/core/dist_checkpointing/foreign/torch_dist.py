@@ -9,7 +9,7 @@ shape [X/x, Y/y, x*y], and its real shape stands beside.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import prod
@@ -39,7 +39,7 @@ from megatron.core.dist_checkpointing.foreign.names import (
     split_state,
 )
 from megatron.core.dist_checkpointing.foreign.optimizer_order import optimizer_state
-from megatron.core.dist_checkpointing.manifest import COMMON_FILE, CheckpointDamaged
+from megatron.core.dist_checkpointing.manifest import COMMON_FILE, METADATA, CheckpointDamaged
 from megatron.core.param_info import flat_boxes
 
 _GATHERED = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/")
@@ -157,7 +157,7 @@ def _pieces(
                 offset = (*offset[:dims], offset[dims] + first, *offset[dims + 1 :])
             for place in product(*map(range, shape[:dims])):
                 numbers = map(sum, zip(place, offset, strict=False))
-                own = our_name(pattern.format(*numbers))
+                own = our_name(_with_numbers(pattern, numbers))
                 piece = ForeignPiece(offset[dims:], shape[dims:], partial(_entry, array, place))
                 yield prefix + own, piece
 
@@ -168,10 +168,18 @@ def _numbered(name: str) -> tuple[str, int]:
     >>> _numbered("decoder.layers.mlp.experts.experts.linear_fc1.weight")
     ('decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight', 2)
     """
+    if "{}" in name:
+        raise CheckpointDamaged(f"{METADATA} is damaged: {name} is no name of a tensor")
     if stack := split_stack(name):
         name = f"{stack[0]}.{{}}.{stack[1]}"
     name = _EXPERTS.sub(".experts.local_experts.{}.", name)
     return name, name.count("{}")
+
+
+def _with_numbers(pattern: str, numbers: Iterable[int]) -> str:
+    """``pattern`` with its {} filled.  Not str.format: the rest of it comes from a file."""
+    first, *others = pattern.split("{}")
+    return first + "".join(f"{number}{text}" for number, text in zip(numbers, others, strict=True))
 
 
 def _boxes(tensor: DcpTensor, chunk: ForeignPiece) -> Iterator[tuple[Any, Any, Any]]:

@@ -215,11 +215,17 @@ def get_imported_layer_spec(
     """
     spec: Any = import_module(path)
     if inspect.isfunction(spec):
-        parameters = inspect.signature(spec).parameters.values()
-        if any(p.name == "config" for p in parameters):
-            spec = spec(config=config)
-        else:
-            spec = spec(config) if any(p.default is p.empty for p in parameters) else spec()
+        signature = inspect.signature(spec)
+        parameters = signature.parameters.values()
+        by_name = {"config": config} if any(p.name == "config" for p in parameters) else {}
+        in_order = (config,) if any(p.default is p.empty for p in parameters) else ()
+        try:
+            call = signature.bind(*(() if by_name else in_order), **by_name)
+        except TypeError as error:
+            raise ConfigError(
+                f"--spec {' '.join(path)} cannot be called with the config alone: {error}"
+            ) from None
+        spec = spec(*call.args, **call.kwargs)
     if not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
         raise ConfigError(
             f"--spec {' '.join(path)} is a {type(spec).__name__}: name a ModuleSpec, a "
