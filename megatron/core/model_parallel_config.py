@@ -169,8 +169,8 @@ class ModelParallelConfig:
     context_parallel_size: int = _distributed(1, "Ranks that share each sequence.")
     cp_comm_type: tuple[str, ...] = _distributed(
         ("p2p",),
-        "How ranks that share a sequence exchange keys and values: p2p, a2a, allgather or a2a+p2p; "
-        "one for all layers, or one for each.",
+        "How the ranks of a context-parallel group exchange keys and values: p2p, a2a, allgather "
+        "(also spelled all_gather) or a2a+p2p; one for all layers, or one for each.",
         nargs="+",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = _distributed(

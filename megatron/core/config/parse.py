@@ -27,6 +27,13 @@ def member_of(members: type[enum.Enum]) -> Callable[[str], Any]:
     return parse
 
 
+def unquoted(text: str) -> str:
+    """``text`` without one pair of quotes around it, which a script quoted twice."""
+    text = text.strip()
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1].strip() if is_quoted else text
+
+
 def int_pair(text: str) -> tuple[int, int]:
     """``128,0`` or ``(128, 0)``."""
     match = re.fullmatch(r"\s*[(\[]?\s*(-?\d+)\s*,\s*(-?\d+)\s*[)\]]?\s*", text)

@@ -9,6 +9,7 @@ from math import isfinite
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.config.parse import unquoted
 from megatron.core.datasets.utils import Blend, Split, normalize
 from megatron.core.lazy import lazy_exports
 
@@ -102,7 +103,7 @@ def _check_blend(blend: Blend) -> None:
 
 def parse_and_normalize_split(split: str) -> list[float]:
     """``"969, 30, 1"`` as three fractions that sum to 1; weights left out are 0."""
-    words = re.split(r"[,/\s]+", split.strip(", /"))
+    words = re.split(r"[,/\s]+", unquoted(split).strip(", /"))
     try:
         weights = [float(word) for word in words]
     except ValueError:

@@ -12,12 +12,15 @@ from functools import lru_cache
 from itertools import accumulate
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.config.parse import unquoted
 from megatron.core.pipeline_parallel.plan import placement_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LAYOUT = "--pipeline-model-parallel-layout"
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
-_TOKENS = re.compile(r"\*(?P<times>\d{1,4})|(?P<item>[EtmL|()])|[,\s]+|(?P<other>.)", re.DOTALL)
+# A backslash before a letter or bar is a shell escape that a script passed on.
+_TOKENS = re.compile(r"\*(?P<times>\d{1,4})|\\?(?P<item>[EtmL|()])|[,\s]+|(?P<other>.)", re.DOTALL)
+_LONGEST = 65536  # letters; a layout is written by hand and far shorter
 
 
 def layer_range(
@@ -168,10 +171,11 @@ def parse_layout(text: str) -> list[str]:
     """The contents of each virtual stage, such as ["Ett", "ttL"], of "Ett|ttL" or "(Et*2|t*2L)".
 
     E is the embedding, t a layer, m a layer of multi-token prediction, L the loss; | ends a stage,
-    *n repeats the letter or the parenthesis before it, commas and blanks are for the eye.
+    *n repeats the letter or the parenthesis before it, commas and blanks are for the eye.  Quotes
+    around the string and backslashes before its letters and bars are ignored.
     """
     nested: list[list[str]] = [[]]
-    for token in _TOKENS.finditer(text):
+    for token in _TOKENS.finditer(unquoted(text)):
         item, times = token["item"], token["times"]
         if token["other"]:
             raise ConfigError(f"{LAYOUT} {text}: {token['other']!r} is none of E t m L | ( ) *n")
@@ -187,6 +191,8 @@ def parse_layout(text: str) -> list[str]:
         elif times:
             if not nested[-1]:
                 raise ConfigError(f"{LAYOUT} {text}: nothing stands before *{times}")
+            if len(nested[-1][-1]) * int(times) > _LONGEST:
+                raise ConfigError(f"{LAYOUT} {text}: more than {_LONGEST} letters")
             nested[-1][-1] *= int(times)
     if len(nested) > 1:
         raise ConfigError(f"{LAYOUT} {text}: a ( without its )")

@@ -7,7 +7,7 @@ afterwards (``dataclasses.replace`` makes a varied copy).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,7 +119,15 @@ class TransformerConfig(
         for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):  # one, or several
             value = getattr(self, name)
             fill(self, name, tuple(value) if isinstance(value, list | tuple) else (value,))
+        fill(self, "cp_comm_type", _normalized(self.cp_comm_type))
         if self.expert_tensor_parallel_size is None:
             fill(self, "expert_tensor_parallel_size", self.tensor_model_parallel_size)
         if self.apply_query_key_layer_scaling:
             fill(self, "attention_softmax_in_fp32", True)
+
+
+def _normalized(comm_type: str | Sequence[str]) -> str | tuple[str, ...]:
+    """One spelling of each value of --cp-comm-type: a string, or a tuple for the layers."""
+    if isinstance(comm_type, str):
+        return "allgather" if comm_type == "all_gather" else comm_type
+    return tuple("allgather" if kind == "all_gather" else kind for kind in comm_type)

@@ -10,6 +10,7 @@ from megatron.core.config.parse import int_pair, layer_pattern, member_of, stric
 from megatron.core.enums import AttnBackend
 from megatron.training.arguments.options import GROUPS
 from megatron.training.arguments.parser import PARSE_WARNINGS, build_parser, parse_args
+from megatron.training.arguments.resolve import resolve
 from tests.unit.arguments.commands import argv
 
 
@@ -135,6 +136,15 @@ def test_other_expressions_are_refused(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=".") as error:
         layer_pattern(text)
     assert str(error.value) == reason
+
+
+def test_spellings_that_scripts_of_megatron_lm_send_are_accepted() -> None:
+    words = ["--context-parallel-size", "2", "--cp-comm-type", "all_gather", "--split", "'99,1,0'"]
+    words += ["--pipeline-model-parallel-size", "2"]
+    words += ["--pipeline-model-parallel-layout", r"Et*2\|ttL"]
+    run = resolve(parse_args(argv=[*argv(), *words]), 4)
+    assert run.model.cp_comm_type == ("allgather",)
+    assert run.model.virtual_pipeline_model_parallel_size is None
 
 
 def test_words_for_truth_are_strict() -> None:

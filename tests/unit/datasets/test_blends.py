@@ -85,6 +85,8 @@ class TestSplits:
             ("8/1/1", [0.8, 0.1, 0.1]),
             ("0.5,0.5", [0.5, 0.5, 0]),
             ("1e1,0,0", [1, 0, 0]),
+            ("'99,1,0'", [0.99, 0.01, 0]),
+            ('"8, 1, 1"', [0.8, 0.1, 0.1]),
         ],
     )
     def test_weights_become_fractions(self, split: str, fractions: list[float]) -> None:

@@ -35,6 +35,11 @@ def test_a_rank_holds_an_early_and_a_late_chunk_of_each_sequence() -> None:
         held_tokens((12,), 0, 4)
 
 
+@pytest.mark.parametrize("given", ["all_gather", ("all_gather", "p2p"), ["all_gather", "p2p"]])
+def test_both_spellings_of_all_gather_are_one_type(given: object) -> None:
+    assert comm_type_of_layer(tiny_config(cp_comm_type=given), 0) == "allgather"
+
+
 def test_what_ranks_hold_can_be_sorted_and_put_back() -> None:
     lengths, ranks = (8, 16), (2, 3)
     gathered = torch.cat([held_tokens(lengths, r, 4) for r in ranks])

@@ -73,10 +73,17 @@ def test_in_v_placement_the_last_rank_of_a_chunk_is_the_first_of_the_next() -> N
         ("E, (t|)*3, t | L", ["Et", "t", "t", "t", "L"]),
         ("E|(t|)*2||L", ["E", "t", "t", "", "", "L"]),
         ("E((t*2|)*2t)*2L", ["Ett", "tt", "ttt", "tt", "tL"]),
+        (r"Et*3\|(tt\|)*2,m\|L", ["Ettt", "tt", "tt", "m", "L"]),
+        (r"""'Et\|tL'""", ["Et", "tL"]),
     ],
 )
 def test_a_layout_is_read(text: str, contents: list[str]) -> None:
     assert parse_layout(text) == contents
+
+
+def test_a_layout_that_repeats_without_bound_is_refused() -> None:
+    with pytest.raises(ConfigError, match="more than 65536 letters"):
+        parse_layout("E((((t*9999)*9999)*9999)*9999)L")
 
 
 @pytest.mark.feature("Pipeline parallel: a layout of one's own, --pipeline-model-parallel-layout")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from megatron.core.config.errors import ConfigError
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.training.config.run import RunConfig
 
 
@@ -32,17 +33,14 @@ def one_source_of_data(run: RunConfig) -> Iterator[str]:
 
 
 def split_is_three_shares(run: RunConfig) -> Iterator[str]:
-    """Train, valid and test shares that sum to something; only one source is cut."""
+    """--split parses as dataset weights; it applies to --data-path and --data-args-path only."""
     d = run.data
     if d.split is None:
         return
-    shares = [s for s in re.split(r"[,/\s]+", d.split.strip()) if s]
     try:
-        total = sum(float(s) for s in shares)
-    except ValueError:
-        total = 0.0
-    if not 1 <= len(shares) <= 3 or total <= 0 or any(s.startswith("-") for s in shares):
-        yield f"--split {d.split!r}: shares of train, valid and test data are needed, as 969,30,1"
+        parse_and_normalize_split(d.split)
+    except ConfigError as error:
+        yield str(error)
     if d.train_data_path or d.valid_data_path or d.test_data_path or d.per_split_data_args_path:
         yield f"--split {d.split!r} cuts --data-path, and each set has data of its own: drop it"
 
