@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, options_of
 from megatron.core.optional import require
+from megatron.training.arguments.config_keys import translate
 from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS
 from megatron.training.config.run import RunConfig
 
@@ -114,7 +115,10 @@ def set_defaults_from(parser: Parser, content: Mapping[str, Any], path: str) -> 
     """Let the values of a file be the defaults of ``parser``; mistakes join its problems."""
     actions: dict[str, argparse.Action] = {action.dest: action for action in parser._actions}
     names = _field_names()
-    for key, value in content.items():
+    translation = translate(dict(content))
+    parser.problems.extend(f"--yaml-cfg {path}: {problem}" for problem in translation.problems)
+    parser.warnings.extend(f"--yaml-cfg {path}: {warning}" for warning in translation.warnings)
+    for key, value in translation.values.items():
         dest, inverted = (key, False) if key in actions else names.get(key, (key, False))
         if dest not in actions:
             parser.problems.append(f"--yaml-cfg {path}: {parser.unknown_dest(key)}")
@@ -138,9 +142,11 @@ def _field_names() -> dict[str, tuple[str, bool]]:
 
 def _coerce(parser: Parser, action: argparse.Action, value: Any, path: str) -> Any:
     """``value`` as the command line would have made it; a problem is noted, not raised."""
-    if value is None or value == action.default:
-        return value
     is_switch = action.nargs == 0
+    if value is None and not (is_switch and action.default is True):
+        return action.default
+    if value == action.default:
+        return value
     if is_switch != isinstance(value, bool) and (is_switch or action.type in (None, int, float)):
         kind = "true or false" if is_switch else "a value"
         parser.problems.append(f"--yaml-cfg {path}: {action.dest}: {value!r} is not {kind}")

@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from megatron.training.arguments import config_keys
 from megatron.training.arguments.config_file import read_config_file, set_defaults_from
 from megatron.training.arguments.describe import help_line
 from megatron.training.arguments.options import add_options, groups_of
 from megatron.training.arguments.sections import ALL_CLASSES, flags_and_defaults
+from megatron.training.arguments.suggestions import suggestion
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
 
@@ -27,6 +29,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
         self.problems: list[str] = []
+        self.warnings: list[str] = []
 
     def read_value(self, action: argparse.Action, text: str) -> Any:
         """One word as ``action`` reads it; a mistake is noted and gives None."""
@@ -53,19 +56,17 @@ class Parser(argparse.ArgumentParser):
 
     def unknown_dest(self, key: str) -> str:
         """A sentence for a key of a file that is no flag."""
-        near = difflib.get_close_matches(key, [action.dest for action in self._actions], n=1)
-        return f"{key} is not a flag" + (f": did you mean {near[0]}?" if near else "")
+        known = [*(action.dest for action in self._actions), *config_keys.NAMES]
+        return f"{key} is not a flag{suggestion(key, known)}"
 
     def unknown(self, words: Sequence[str]) -> list[str]:
         """A sentence for each flag among ``words`` that no section declares."""
-        names = [s.lstrip("-") for action in self._actions for s in action.option_strings]
+        names = [s for action in self._actions for s in action.option_strings]
         problems = []
         for before, word in zip(("", *words), words, strict=False):
             if word.startswith("--"):
                 flag = word.split("=", 1)[0]
-                near = difflib.get_close_matches(flag.lstrip("-"), names, n=1)
-                hint = f": did you mean --{near[0]}?" if near else ""
-                problems.append(f"{flag} is not a flag{hint}")
+                problems.append(f"{flag} is not a flag{suggestion(flag, names)}")
             elif not before.startswith("--"):
                 problems.append(f"{word!r} belongs to no flag")
         return problems
@@ -123,7 +124,7 @@ def parse_args(
         parser.problems.extend(parser.unknown(rest))
     if parser.problems:
         parser.error("")
-    vars(args)[PARSE_WARNINGS] = apply_defaults(args, args_defaults or {})
+    vars(args)[PARSE_WARNINGS] = [*parser.warnings, *apply_defaults(args, args_defaults or {})]
     return args
 
 

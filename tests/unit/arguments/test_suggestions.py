@@ -1,0 +1,51 @@
+"""Suggestions for flags that do not exist: right, or none."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron.training.arguments.parser import build_parser
+from megatron.training.arguments.suggestions import SYNONYMS, suggestion
+
+KNOWN = [s for action in build_parser()._actions for s in action.option_strings]
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--use-te", "use --transformer-impl transformer_engine"),
+        ("--resume", "use --load"),
+        ("--learning-rate", "use --lr"),
+        ("--LEARNING_RATE", "use --lr"),
+        ("--epochs", "use --train-samples = epochs x samples, or --train-iters = that / --global-"),
+        ("--batchsize", "use --micro-batch-size (samples of one rank in one pass) or --global-"),
+        ("--gradient-accumulation-steps", "use --global-batch-size = --micro-batch-size x "),
+        ("--DDP-impl", "use no flag: data parallelism has one implementation"),
+        ("--training.seq_len", "use --seq-length"),
+        ("--hidden-sise", "did you mean --hidden-size?"),
+        ("--num-layer", "did you mean --num-layers?"),
+        ("--use-swiglu", "did you mean --swiglu?"),
+        ("--pipeline-model-size", "did you mean --pipeline-model-parallel-size?"),
+        ("--no-bias-linear", "did you mean --disable-bias-linear?"),
+    ],
+)
+def test_a_flag_of_another_program_or_spelling_is_found(flag: str, words: str) -> None:
+    assert suggestion(flag, KNOWN).startswith(f": {words}")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--temperature", "--foo", "--xqzzy", "--adam-beta3", "--no-swiglu", "--bf32", "--x", "--"],
+)
+def test_no_suggestion_is_better_than_a_wrong_one(flag: str) -> None:
+    assert suggestion(flag, KNOWN) == ""
+
+
+def test_the_table_names_flags_that_exist_and_replaces_those_that_do_not() -> None:
+    assert set(re.findall(r"--[a-z][\w-]+", " ".join(SYNONYMS))) <= set(KNOWN)
+    names = " ".join(SYNONYMS.values()).split()
+    assert len(names) == len(set(names))
+    assert [name for name in names if f"--{name}" in KNOWN] == []
+    assert [name for name in names if name != name.lower() or "_" in name] == []
