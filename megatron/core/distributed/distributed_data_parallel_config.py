@@ -96,8 +96,7 @@ class DistributedDataParallelConfig:
     )
     fsdp_double_buffer: bool = _distributed(
         False,
-        "Keep two fixed buffers for gathered parameters.",
-        ignored="gathered parameters take memory that PyTorch's allocator uses again",
+        "Keep two fixed buffers for what fully sharded layers gather and reduce.",
     )
     suggested_communication_unit_size: int | None = _distributed(
         None,

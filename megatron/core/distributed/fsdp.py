@@ -18,6 +18,7 @@ them there (`start_param_sync`).
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,6 +37,11 @@ from megatron.core.collectives import all_gather_single
 from megatron.core.config.errors import ConfigError, NonFiniteError
 from megatron.core.distributed.data_parallel_base import DataParallelBase, LossConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp_double_buffer import (
+    BufferedAllGather,
+    BufferedReduceScatter,
+    DoubleBuffers,
+)
 from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.distributed.sharding import reshards_after_forward, share_of, shares_instances
@@ -64,6 +70,7 @@ class FullyShardedDataParallel(DataParallelBase):
         # A view comes out of a model where transposing moves nothing.  Nobody writes into it.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         self.units: list[FSDPModule] = []
+        self._unit_numels: list[int] = []
         self._summed: list[nn.Parameter] = []  # whose gradients FSDP2 does not divide
         self._sums: dict[str, Tensor] = {}  # of a parameter's gradients: NaN shows in them
         records = {name: _cut(p, pg_collection) for name, p in module.named_parameters()}
@@ -77,6 +84,8 @@ class FullyShardedDataParallel(DataParallelBase):
         for unit in _units(module):
             self._shard(unit, mesh, policy, reshards)
         self._shard(module, mesh, policy, None)  # the root keeps its parameters until backward
+        if self.ddp_config.fsdp_double_buffer:
+            self._keep_buffers()
         if any(param.is_meta for param in module.parameters()):
             _give_memory(module, records)
         for name, param in module.named_parameters():
@@ -202,6 +211,7 @@ class FullyShardedDataParallel(DataParallelBase):
             for attribute, param in part.named_parameters(recurse=False)
             if local_part(param) is param
         }
+        numel = sum(part.get_parameter(attribute).numel() for part, attribute in names)
         for param in unit.parameters():
             if param.dtype in _HALF:
                 param.data = param.data.float()
@@ -221,6 +231,16 @@ class FullyShardedDataParallel(DataParallelBase):
             sums or not self.ddp_config.gradient_reduce_div_fusion
         )
         self.units.append(sharded)
+        self._unit_numels.append(numel)
+
+    def _keep_buffers(self) -> None:
+        """Give units of equal size two fixed buffers; one that has no equal is gathered alone."""
+        gathered, reduced = DoubleBuffers(), DoubleBuffers()  # both are in use in backward
+        units_of_size = Counter(self._unit_numels)
+        for unit, numel in zip(self.units, self._unit_numels, strict=True):
+            if units_of_size[numel] > 1:
+                unit.set_custom_all_gather(BufferedAllGather(gathered))
+                unit.set_custom_reduce_scatter(BufferedReduceScatter(reduced))
 
     def _watch(self, unit: nn.Module, names: dict[tuple[nn.Module, str], str]) -> None:
         """Look at the gradients of ``unit`` from its first forward pass on: then they are whole."""

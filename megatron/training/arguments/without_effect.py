@@ -185,7 +185,7 @@ NEEDS = (
     ),
     Need(
         "parameters that are sharded (--use-torch-fsdp2, or --use-megatron-fsdp and a strategy)",
-        "gradient_reduce_div_fusion init_model_with_meta_device",
+        "gradient_reduce_div_fusion init_model_with_meta_device fsdp_double_buffer",
         is_fully_sharded,
     ),
     Need(

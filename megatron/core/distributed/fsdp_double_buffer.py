@@ -1,0 +1,87 @@
+"""Two fixed buffers for what FSDP2 gathers and reduces, in place of one allocation each time.
+
+FSDP2 gathers a unit into a staging buffer and copies the parameters out of it; gradients are copied
+into another and reduce-scattered from there.  Two such buffers are in use at a time: that of the
+unit that computes, and that of the unit whose collective overlaps with it.  Layers of one size
+therefore take turns on two buffers, whose addresses never change: nothing fragments the memory, and
+NCCL can register them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+
+_BUFFERS = 2
+
+
+class DoubleBuffers:
+    """At most two buffers for each size and dtype, allocated at their first use and kept.
+
+    A buffer is free when no tensor but the kept one refers to its storage.  FSDP2 drops its tensor
+    only after the streams that allocate have waited for the copies out of it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
+
+    def take(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of ``size`` in a free buffer; in memory of its own where both are in use."""
+        numel = prod(size)
+        buffers = self._kept.setdefault((numel, dtype, device), [])
+        for place, buffer in enumerate(buffers):
+            if _references(buffer) == _references_of_new():
+                buffers.append(buffers.pop(place))  # the least recently used one comes first
+                return buffer.view(*size)
+        buffer = torch.empty(numel, dtype=dtype, device=device)
+        if len(buffers) < _BUFFERS:
+            buffers.append(buffer)
+        return buffer.view(*size)
+
+
+class BufferedAllGather(DefaultAllGather):
+    """Gathers into a fixed buffer."""
+
+    def __init__(self, buffers: DoubleBuffers) -> None:
+        self._buffers = buffers
+
+    def allocate(self, size: Sequence[Any], **options: Any) -> Tensor:
+        return self._buffers.take(size, **options)
+
+
+class BufferedReduceScatter(DefaultReduceScatter):
+    """Reduces out of a fixed buffer.
+
+    FSDP2 asks for the input first, then for the output, which becomes the gradient, and reduces.
+    """
+
+    def __init__(self, buffers: DoubleBuffers) -> None:
+        self._buffers = buffers
+        self._has_input = False
+
+    def allocate(self, size: Sequence[Any], **options: Any) -> Tensor:
+        if self._has_input:
+            return super().allocate(size, **options)
+        self._has_input = True
+        return self._buffers.take(size, **options)
+
+    def __call__(self, *tensors: Any, **options: Any) -> Any:
+        self._has_input = False
+        return super().__call__(*tensors, **options)
+
+
+def _references(buffer: Tensor) -> int:
+    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+
+
+def _references_of_new() -> int:
+    """What `_references` says of a tensor without aliases."""
+    return _references(torch.empty(0))
