@@ -43,6 +43,7 @@ class BlendedMegatronDatasetConfig:
     mock: bool = field(init=False, default=False)
     tokenizer: Any = None
     mid_level_dataset_surplus: float = 0.005  # each set of a blend offers this much more
+    verify_data: bool = False  # compare .bin with the checksums in .crc before its first read
 
     def __post_init__(self) -> None:
         if self.blend_per_split is not None and any(self.blend_per_split):

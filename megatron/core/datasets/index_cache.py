@@ -233,6 +233,6 @@ def load_array(path: str) -> np.ndarray | None:
 
 
 @cache
-def warn_once(message: str) -> None:
-    """Log a warning the first time it is given; a waiting process looks many times."""
-    logger.warning(message)
+def warn_once(message: str, level: int = logging.WARNING) -> None:
+    """Log a message the first time it is given; a waiting process looks many times."""
+    logger.log(level, message)

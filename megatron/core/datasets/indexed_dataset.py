@@ -6,17 +6,21 @@ need numpy alone, so that preprocessing never loads torch.
 
 from __future__ import annotations
 
+import logging
 import os
+import weakref
 from typing import Any
 
 import numpy as np
 
 from megatron.core.config.errors import DataError
+from megatron.core.datasets.block_checksums import BinReader, Checksums, VerifyingReader
+from megatron.core.datasets.index_cache import warn_once
 from megatron.core.datasets.indexed_dataset_builder import (
     IndexedDatasetBuilder as IndexedDatasetBuilder,
 )
 from megatron.core.datasets.indexed_format import DType as DType
-from megatron.core.datasets.indexed_format import SequenceIndex
+from megatron.core.datasets.indexed_format import SequenceIndex, unreadable
 from megatron.core.datasets.indexed_format import get_bin_path as get_bin_path
 from megatron.core.datasets.indexed_format import get_idx_path as get_idx_path
 from megatron.core.datasets.object_storage_utils import (
@@ -28,36 +32,39 @@ from megatron.core.datasets.object_storage_utils import (
 )
 
 
-class _MMapReader:
-    """Reads through a memory map: no copy, pages come and go with the page cache."""
-
-    def __init__(self, bin_path: str) -> None:
-        self._buffer = np.memmap(bin_path, mode="r") if os.path.getsize(bin_path) else b""
-
-    def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
-        if count == 0:
-            return np.empty(0, dtype)
-        return np.frombuffer(self._buffer, dtype, count, offset)
-
-
 class _FileReader:
-    """Opens and reads per call: no address space, no open file is kept (--no-mmap-bin-files)."""
+    """Reads with ``preadv``, from one descriptor or, with --no-mmap-bin-files, one per read.
 
-    def __init__(self, bin_path: str) -> None:
+    A memory map would be killed by SIGBUS when the file becomes shorter; a read just ends early.
+    """
+
+    def __init__(self, bin_path: str, keeps_open: bool) -> None:
         self._bin_path = bin_path
+        self._descriptor: int | None = None
+        if keeps_open:
+            self._descriptor = os.open(bin_path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
-        sequence = np.empty(count, dtype)
-        buffer = sequence.view(np.uint8).data
+        if self._descriptor is not None:  # without an offset of its own: forks may share it
+            return self._read(self._descriptor, dtype, count, offset)
         descriptor = os.open(self._bin_path, os.O_RDONLY)
         try:
-            while buffer:  # one call reads at most 2 GiB
-                num_bytes = os.preadv(descriptor, [buffer], offset)
-                if num_bytes == 0:
-                    raise DataError(f"{self._bin_path} was cut short meanwhile: copy it again")
-                buffer, offset = buffer[num_bytes:], offset + num_bytes
+            return self._read(descriptor, dtype, count, offset)
         finally:
             os.close(descriptor)
+
+    def _read(self, descriptor: int, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
+        sequence = np.empty(count, dtype)
+        buffer = sequence.view(np.uint8).data
+        while buffer:  # one call reads at most 2 GiB
+            num_bytes = os.preadv(descriptor, [buffer], offset)
+            if num_bytes == 0:
+                raise DataError(
+                    f"{self._bin_path} ends at byte {offset}: it was cut short after it was "
+                    "opened; copy it again"
+                )
+            buffer, offset = buffer[num_bytes:], offset + num_bytes
         return sequence
 
 
@@ -76,6 +83,8 @@ class IndexedDataset:
 
     ``dataset[i]`` is sequence i, ``dataset[a:b]`` a list of arrays; with ``multimodal`` both come
     with their mode(s).  ``s3://`` and ``msc://`` prefixes need ``object_storage_config``.
+    Where ``prefix.crc`` exists, .idx is compared with it here, and with ``verify_data`` each block
+    of .bin before its first read.
     Raises DataError when the files are missing, damaged, or do not belong together.
     """
 
@@ -85,9 +94,13 @@ class IndexedDataset:
         multimodal: bool = False,
         mmap: bool = True,
         object_storage_config: ObjectStorageConfig | None = None,
+        verify_data: bool = False,
     ) -> None:
-        self._open(path_prefix, multimodal, mmap, object_storage_config)
+        self._open(path_prefix, multimodal, mmap, object_storage_config, verify_data)
         self.index.check_arrays(get_bin_path(path_prefix), self._bin_bytes)
+        if self._checksums is not None:
+            self._checksums.check_sizes(path_prefix, self._bin_bytes, self.index.num_bytes)
+            self._checksums.check_index(path_prefix, self.index.data())
 
     def _open(
         self,
@@ -95,13 +108,16 @@ class IndexedDataset:
         multimodal: bool,
         mmap: bool,
         object_storage_config: ObjectStorageConfig | None,
+        verify_data: bool,
     ) -> None:
         self.path_prefix = path_prefix
         self.multimodal = multimodal
         self.mmap = mmap
         self.object_storage_config = object_storage_config
+        self.verify_data = verify_data
         idx_path, bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
-        self.bin_reader: _MMapReader | _FileReader | _ObjectStorageReader
+        self.bin_reader: BinReader
+        self._checksums: Checksums | None = None
         if is_object_storage_path(path_prefix):
             if object_storage_config is None:
                 raise DataError(
@@ -114,19 +130,31 @@ class IndexedDataset:
         else:
             self.bin_reader = self._open_local(bin_path, mmap)
         self.index = SequenceIndex(idx_path, multimodal)
+        if verify_data and self._checksums is not None:
+            self.bin_reader = VerifyingReader(self.bin_reader, path_prefix, self._checksums)
+        elif verify_data:
+            cure = f"write them with python tools/verify_data.py --write {path_prefix}"
+            if is_object_storage_path(path_prefix):
+                cure = "those of data in object storage are not read"
+            warn_once(f"--verify-data: {path_prefix} has no checksums: {cure}", logging.INFO)
 
-    def _open_local(self, bin_path: str, mmap: bool) -> _MMapReader | _FileReader:
+    def _open_local(self, bin_path: str, mmap: bool) -> _FileReader:
         try:
             self._bin_bytes = os.path.getsize(bin_path)
-            return _MMapReader(bin_path) if mmap else _FileReader(bin_path)
-        except OSError as error:
-            raise DataError(
-                f"{bin_path}: {error.strerror or error}; a data path is named without "
-                ".bin or .idx, with a weight before each of several or before none"
-            ) from error
+            reader = _FileReader(bin_path, keeps_open=mmap)
+        except (OSError, ValueError) as error:
+            raise unreadable(bin_path, error) from error
+        self._checksums = Checksums.read(self.path_prefix)
+        return reader
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.path_prefix, self.multimodal, self.mmap, self.object_storage_config
+        return (
+            self.path_prefix,
+            self.multimodal,
+            self.mmap,
+            self.object_storage_config,
+            self.verify_data,
+        )
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self._open(*state)  # checked already where it was pickled
@@ -154,7 +182,7 @@ class IndexedDataset:
             raise ValueError(f"slices of an IndexedDataset need step 1, got {step}")
         if stop <= start:
             return ([], np.empty(0, np.int8)) if self.multimodal else []
-        lengths = self.index.sequence_lengths[start:stop]
+        lengths = self.sequence_lengths[start:stop]
         total = int(lengths.sum(dtype=np.int64))
         flat = self.bin_reader.read(
             self.index.dtype, total, int(self.index.sequence_pointers[start])
@@ -166,11 +194,13 @@ class IndexedDataset:
     @property
     def sequence_lengths(self) -> np.ndarray:
         """i32[S]: tokens in each sequence."""
+        self.index.check_not_cut()
         return self.index.sequence_lengths
 
     @property
     def document_indices(self) -> np.ndarray:
         """i64[D]: the first sequence of each document, and at the end the number of sequences."""
+        self.index.check_not_cut()
         return self.index.document_indices
 
     @property
@@ -180,7 +210,7 @@ class IndexedDataset:
 
     def get_document_indices(self) -> np.ndarray:
         """The same as ``document_indices``."""
-        return self.index.document_indices
+        return self.document_indices
 
     def set_document_indices(self, document_indices: np.ndarray) -> None:
         """Look at the sequences under another document index; the files stay as they are."""

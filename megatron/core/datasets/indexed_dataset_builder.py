@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,6 +12,13 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from megatron.core.config.errors import DataError
+from megatron.core.datasets.block_checksums import (
+    BlockCrcs,
+    ChecksummedFile,
+    Checksums,
+    get_crc_path,
+    read_verified,
+)
 from megatron.core.datasets.indexed_format import (
     CHUNK,
     HEADER,
@@ -39,7 +46,7 @@ class IndexedDatasetBuilder:
         self.multimodal = multimodal
         self._bin_path = bin_path
         self._temporary_path = bin_path + ".tmp"
-        self._bin = open(self._temporary_path, "wb", buffering=1 << 20)  # noqa: SIM115
+        self._bin_crcs, self._bin = _open_checksummed(self._temporary_path)
         directory = os.path.dirname(os.path.abspath(bin_path))
         self._lengths = _ArraySpool("<i4", directory)
         self._documents = _ArraySpool("<i8", directory)
@@ -95,9 +102,13 @@ class IndexedDatasetBuilder:
                 f"{self.dtype.name}: merge files of one token type"
             )
         bin_path = get_bin_path(path_prefix)
-        first, num_bytes = len(self._lengths), _file_size(bin_path)
+        first, num_bytes = len(self._lengths), file_size(bin_path)
         other.check_arrays(bin_path, num_bytes)
         _check_contiguous(other, bin_path, num_bytes)
+        checksums = Checksums.read(path_prefix)
+        if checksums is not None:
+            checksums.check_sizes(path_prefix, num_bytes, other.num_bytes)
+            checksums.check_index(path_prefix, other.data())
         for part in _chunks(other.sequence_lengths):
             self._lengths.append(part)
         for part in _chunks(other.document_indices[1:]):
@@ -105,11 +116,11 @@ class IndexedDatasetBuilder:
         if other.sequence_modes is not None:
             for part in _chunks(other.sequence_modes):
                 self._modes.append(part)
-        with open(bin_path, "rb") as file:
-            shutil.copyfileobj(file, self._bin, 1 << 24)
+        for piece in read_verified(path_prefix, checksums):
+            self._bin.write(piece)
 
     def finalize(self, idx_path: str) -> None:
-        """Write the index and give both files their names, .bin first.
+        """Write the index and the checksums, and give all files their names, .idx last.
 
         A reader that finds .idx finds the .bin that belongs to it, whenever the writer is killed.
         """
@@ -118,12 +129,16 @@ class IndexedDatasetBuilder:
             f"{len(self._lengths) - documents_end} sequences follow the last end_document()"
         )
         _sync_and_close(self._bin)
-        idx_file = open(idx_path + ".tmp", "wb", buffering=1 << 20)  # noqa: SIM115
+        idx_crcs, idx_file = _open_checksummed(idx_path + ".tmp")
         self._write_index(idx_file)
         _sync_and_close(idx_file)
-        if os.path.exists(idx_path):
-            os.remove(idx_path)
+        prefix = idx_path.removesuffix(".idx")
+        for path in (idx_path, get_crc_path(prefix)):
+            if os.path.exists(path):
+                os.remove(path)
         os.replace(self._temporary_path, self._bin_path)
+        if (get_bin_path(prefix), get_idx_path(prefix)) == (self._bin_path, idx_path):
+            Checksums.of(self._bin_crcs, idx_crcs).write(prefix)
         os.replace(idx_path + ".tmp", idx_path)
         _sync_directory(os.path.dirname(os.path.abspath(idx_path)))
 
@@ -184,6 +199,12 @@ class _ArraySpool:
             yield np.frombuffer(piece, self.dtype)
 
 
+def _open_checksummed(path: str) -> tuple[BlockCrcs, io.BufferedWriter]:
+    """A new file, and the checksums of what is written to it."""
+    raw = ChecksummedFile(path)
+    return raw.crcs, io.BufferedWriter(raw, 1 << 20)
+
+
 def _chunks(array: np.ndarray) -> Iterable[np.ndarray]:
     return (array[start : start + CHUNK] for start in range(0, len(array), CHUNK))
 
@@ -198,7 +219,8 @@ def _check_contiguous(index: SequenceIndex, bin_path: str, bin_bytes: int) -> No
         )
 
 
-def _file_size(path: str) -> int:
+def file_size(path: str) -> int:
+    """The size of a file; DataError if there is none."""
     try:
         return os.path.getsize(path)
     except OSError as error:

@@ -8,6 +8,7 @@ i64[S] sequence pointers (bytes into .bin), i64[D] document index (document d is
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 from enum import Enum
@@ -67,19 +68,29 @@ def get_bin_path(path_prefix: str) -> str:
     return path_prefix + ".bin"
 
 
+def unreadable(path: str, error: OSError | ValueError) -> DataError:
+    """The error for a data file that cannot be opened; ValueError is a NUL in the path."""
+    reason = getattr(error, "strerror", None) or error
+    return DataError(
+        f"{path}: {reason}; a data path is named without "
+        ".bin or .idx, with a weight before each of several or before none"
+    )
+
+
 class SequenceIndex:
     """The arrays of an .idx file, mapped, not read.  O(1) checks only; see ``check_arrays``."""
 
     def __init__(self, idx_path: str, multimodal: bool) -> None:
         self.idx_path = idx_path
         try:
-            num_bytes = os.path.getsize(idx_path)
-            buffer: Any = np.memmap(idx_path, mode="r") if num_bytes else b""
-        except OSError as error:
-            raise DataError(
-                f"{idx_path}: {error.strerror or error}; a data path is named without "
-                ".bin or .idx, with a weight before each of several or before none"
-            ) from error
+            with open(idx_path, "rb", buffering=0) as file:
+                num_bytes = os.fstat(file.fileno()).st_size
+                map_ = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if num_bytes else None
+        except (OSError, ValueError) as error:
+            raise unreadable(idx_path, error) from error
+        self._map = map_
+        buffer: Any = map_ or b""
+        self.num_bytes = len(buffer)
         self.dtype, num_sequences, num_documents = _parse_header(idx_path, buffer)
         expected = HEADER.size + 12 * num_sequences + 8 * num_documents
         expected += num_sequences if multimodal else 0
@@ -105,14 +116,29 @@ class SequenceIndex:
 
     def __getitem__(self, idx: int) -> tuple[int, int, int | None]:
         """(pointer in bytes, length in tokens, mode or None) of a sequence."""
+        self.check_not_cut()
         mode = None if self.sequence_modes is None else self.sequence_modes[idx]
         return self.sequence_pointers[idx], self.sequence_lengths[idx], mode
+
+    def check_not_cut(self) -> None:
+        """Raise DataError if the file became shorter: reading beyond its end would be SIGBUS."""
+        if self._map is not None and (now := self._map.size()) < self.num_bytes:
+            raise DataError(
+                f"{self.idx_path} had {self.num_bytes} bytes when it was opened and has {now} now: "
+                "it was cut short; copy it again"
+            )
+
+    def data(self) -> Any:
+        """All bytes of the file."""
+        self.check_not_cut()
+        return self._map or b""
 
     def check_arrays(self, bin_path: str, bin_bytes: int) -> None:
         """Raise DataError unless every sequence lies inside .bin and the document index fits.
 
         One pass over the arrays in chunks: 12 bytes a sequence are read, memory is constant.
         """
+        self.check_not_cut()
         documents = self.document_indices
         if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(self):
             raise self._damaged(
@@ -122,19 +148,28 @@ class SequenceIndex:
         self._check_sorted("document index", documents)
         self._check_sorted("sequence pointers", self.sequence_pointers)
         for start in range(0, len(self), CHUNK):
+            self.check_not_cut()
             lengths = self.sequence_lengths[start : start + CHUNK].astype(np.int64)
-            ends = lengths * self.dtype_size + self.sequence_pointers[start : start + CHUNK]
-            if lengths.min() < 0 or self.sequence_pointers[start] < 0:
+            pointers = self.sequence_pointers[start : start + CHUNK]
+            if lengths.min() < 0 or pointers[0] < 0:
                 raise self._damaged("it holds a negative length or pointer")
-            if (end := int(ends.max())) > bin_bytes:
+            # Pointers rise; those beyond .bin are not added to, as the sum may exceed 64 bits.
+            ends = lengths * self.dtype_size + np.minimum(pointers, bin_bytes)
+            last_end = int(pointers[-1]) + int(lengths[-1]) * self.dtype_size
+            if (end := max(int(ends.max()), last_end)) > bin_bytes:
                 raise DataError(
                     f"{bin_path} has {bin_bytes} bytes, but {self.idx_path} points up to byte "
                     f"{end}: the two do not belong together or .bin is cut short; "
                     "copy it again or preprocess again"
                 )
+            following = self.sequence_pointers[start + 1 : start + 1 + CHUNK]
+            if (ends[: len(following)] > following).any():
+                at = start + int(np.argmax(ends[: len(following)] > following))
+                raise self._damaged(f"its sequences {at} and {at + 1} overlap in .bin")
 
     def _check_sorted(self, name: str, array: np.ndarray) -> None:
         for start in range(0, len(array), CHUNK):
+            self.check_not_cut()
             part = array[start : start + CHUNK + 1]
             if (part[1:] < part[:-1]).any():
                 raise self._damaged(f"its {name} must never fall")

@@ -82,6 +82,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, Any]]):
             multimodal=False,
             mmap=config.mmap_bin_files,
             object_storage_config=storage,
+            verify_data=config.verify_data,
         )
 
     @staticmethod

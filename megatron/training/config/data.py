@@ -46,7 +46,14 @@ class DataConfig:
     data_cache_path: str | None = _data(
         None, "Directory for index arrays of data sets; beside the data if not given."
     )
-    mmap_bin_files: bool = _data(True, "Read .bin files instead of mapping them into memory.")
+    mmap_bin_files: bool = _data(
+        True, "Open .bin files for each read instead of keeping them open."
+    )
+    verify_data: bool = _data(
+        False,
+        "Compare each MiB of .bin files with the checksums in PREFIX.crc before its first read in "
+        "each process; off by default.",
+    )
     mock_data: bool = _data(False, "Train on made-up data that needs no files.")
     seq_length: int | None = _data(None, "Tokens in one sample.")
     encoder_seq_length: int | None = _data(

@@ -54,6 +54,7 @@ def _common(run: Runtime) -> dict[str, Any]:
         "object_storage_cache_path": data.object_storage_cache_path,
         "mid_level_dataset_surplus": data.mid_level_dataset_surplus,
         "tokenizer": run.tokenizer,
+        "verify_data": data.verify_data,
     }
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.block_checksums import get_crc_path
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import DType, get_bin_path, get_idx_path
 from megatron.training.preprocess.documents import BadRecord, RecordFormat, flatten, locate
@@ -271,6 +272,8 @@ class _Run:
                 prefix = self.options.output(key, partition)
                 os.remove(get_bin_path(prefix))
                 os.remove(get_idx_path(prefix))
+                with contextlib.suppress(FileNotFoundError):  # an earlier version wrote none
+                    os.remove(get_crc_path(prefix))
 
     def _manifest_key(self) -> dict[str, object]:
         """All that decides what the partitions hold."""

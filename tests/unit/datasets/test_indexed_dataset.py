@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import struct
 import subprocess
@@ -208,6 +209,27 @@ class TestDamage:
             (58, struct.pack("<q", 1), "must run from 0 to 2, found"),
             (66, struct.pack("<q", 9), "document index must never fall"),
             (74, struct.pack("<q", 7), r"must run from 0 to 2, found \[0\] to \[7\]"),
+            (9, struct.pack("<Q", 2**64 - 1), "only 1 is known"),
+            (17, b"\x00", "token type code 0"),
+            (17, b"\xff", "token type code 255"),
+            (18, struct.pack("<Q", 2**64 - 1), "its header asks for"),
+            (18, struct.pack("<Q", 2**63), "its header asks for"),
+            (26, struct.pack("<Q", 2**64 - 1), "its header asks for"),
+            (26, struct.pack("<Q", 0), "must run from 0 to 2, found"),
+            (18, struct.pack("<QQ", 0, 0), "must run from 0 to 0, found"),
+            (18, struct.pack("<Q", 1), "must run from 0 to 1, found"),
+            (34, struct.pack("<2i", -(2**31), -(2**31)), "negative length or pointer"),
+            (34, struct.pack("<i", 2**31 - 1), "has 20 bytes, but .* points up to byte 8589934588"),
+            (34, struct.pack("<i", 4), "sequences 0 and 1 overlap"),
+            (42, struct.pack("<q", -1), "negative length or pointer"),
+            (42, struct.pack("<2q", -(2**63), 2**63 - 1), "negative length or pointer"),
+            (50, struct.pack("<q", 2**63 - 1), "has 20 bytes, but .* byte 9223372036854775815"),
+            (50, struct.pack("<q", 2**63 - 8), "has 20 bytes, but .* byte 9223372036854775808"),
+            (42, struct.pack("<2q", 2**63 - 4, 2**63 - 4), "has 20 bytes, but"),
+            (50, struct.pack("<q", 21), "has 20 bytes, but .* byte 29"),
+            (50, struct.pack("<q", 11), "sequences 0 and 1 overlap"),
+            (66, struct.pack("<q", 2**63 - 1), "document index must never fall"),
+            (66, struct.pack("<q", -(2**63)), "document index must never fall"),
         ],
     )
     def test_a_wrong_index_is_refused(
@@ -233,11 +255,26 @@ class TestDamage:
         with pytest.raises(DataError, match=r"data\.bin has 9 bytes, but .* up to byte 10"):
             IndexedDataset(prefix)
 
-    def test_a_token_file_cut_while_it_is_read_is_told(self, prefix: str) -> None:
-        data = IndexedDataset(write(prefix, numbered([3, 2])), mmap=False)
-        Path(get_bin_path(prefix)).write_bytes(b"")
-        with pytest.raises(DataError, match="cut short meanwhile"):
+    @pytest.mark.parametrize("mmap", [True, False])
+    def test_a_token_file_cut_while_it_is_read_is_told(self, prefix: str, mmap: bool) -> None:
+        data = IndexedDataset(write(prefix, numbered([3, 2])), mmap=mmap)
+        os.truncate(get_bin_path(prefix), 2)
+        with pytest.raises(DataError, match=r"data\.bin ends at byte 2: .* cut short after"):
             data[0]
+
+    def test_an_index_cut_while_it_is_read_is_told(self, prefix: str) -> None:
+        data = IndexedDataset(write(prefix, numbered([1] * 2000)))
+        os.truncate(get_idx_path(prefix), 5000)
+        for read in (
+            lambda: data[1500],
+            lambda: data[3:5],
+            lambda: data.sequence_lengths,
+            lambda: data.document_indices,
+            lambda: data.get_document_indices(),
+            lambda: data.index.check_arrays("bin", 1 << 20),
+        ):
+            with pytest.raises(DataError, match=r"data\.idx had .* and has 5000 now"):
+                read()
 
     def test_a_missing_file_is_named_with_the_cure(self, prefix: str) -> None:
         with pytest.raises(DataError, match=r"data\.bin: No such file.*without \.bin or \.idx"):
@@ -253,7 +290,7 @@ class TestWriting:
         builder.add_documents([1, 2], [1, 1])
         assert not Path(get_bin_path(prefix)).exists()
         builder.finalize(get_idx_path(prefix))
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["data.bin", "data.idx"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["data.bin", "data.crc", "data.idx"]
 
     def test_a_killed_writer_leaves_the_old_pair_whole(self, prefix: str) -> None:
         write(prefix, [[1, 2]])

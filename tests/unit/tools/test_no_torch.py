@@ -11,7 +11,13 @@ import pytest
 from tests.tokenizer_files import CORPUS, SPM_MODEL
 
 ROOT = Path(__file__).parents[3]
-TOOLS = ("preprocess_data", "preprocess_data_nmt", "merge_datasets", "train_tokenizer")
+TOOLS = (
+    "preprocess_data",
+    "preprocess_data_nmt",
+    "merge_datasets",
+    "train_tokenizer",
+    "verify_data",
+)
 BLOCKED = """
 import runpy, sys
 

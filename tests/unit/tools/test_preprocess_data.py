@@ -100,7 +100,7 @@ def test_partitions_take_documents_in_turn(corpus_file, tmp_path):
     found = contents(tmp_path / "out_text_document")
     assert found == contents(tmp_path / "wanted_text_document")
     names = {path.name for path in tmp_path.glob("out*")}
-    assert names == {f"out_text_document.{e}" for e in ("bin", "idx", "tokenizer.json")}
+    assert names == {f"out_text_document.{e}" for e in ("bin", "crc", "idx", "tokenizer.json")}
 
 
 def test_several_files_follow_each_other_by_name(corpus_file, tmp_path):
