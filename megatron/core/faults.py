@@ -32,7 +32,7 @@ _BY_CALLER = {  # kind -> where somebody carries it out
 # All there are, in the order in which a run passes them.
 POINTS = (
     *("load.before", "load.tensor", "step.before", "step.gradient", "step.updated"),
-    *("evaluate.iter", "save.before", "save.begin", "save.write", "save.tensor"),
+    *("evaluate.iter", "save.before", "save.claimed", "save.begin", "save.write", "save.tensor"),
     *("save.before_fsync", "save.written", "save.before_manifest", "save.before_rename"),
     *("save.displaced", "save.after_rename", "save.before_tracker", "save.after_tracker"),
     *("save.before_delete", "save.in_delete", "save.copy"),

@@ -2,7 +2,8 @@
 
 Order, and what a kill after each step leaves:
 
-1. sweep leftovers, check free space, make ``iter_N.tmp-{attempt}``   the previous checkpoint
+0. claim a token (`attempts`): once per run and directory             the previous checkpoint
+1. sweep leftovers, check free space, make ``iter_N.tmp-{attempt}``   the previous one
 2. all ranks write and fsync their files there                        the previous one
 3. what rank 0 adds, then the manifest, all fsynced                   the previous one
 4. a published folder of this step is moved to ``.old-``              it, until step 5
@@ -10,9 +11,16 @@ Order, and what a kill after each step leaves:
 6. replace the tracker: temporary file, fsync, rename, fsync          the new one
 7. retention: rename to ``.del-``, then delete                        the new one
 
-Nothing is ever written into a published folder.  What is left over is swept by the next save of
-the same or a later step.  Which folder is loaded is decided in `folders`.  A run that is still
-alive when another one, started later, publishes where it saves is refused from then on.
+Nothing is ever written into a published folder.  Which folder is loaded is decided in `folders`.
+A save sweeps what runs with a lower token, and earlier saves of its own run, left over; a folder
+of a run that began later is not touched.
+
+Two runs that are alive in one directory: both may publish until the later one has published, as
+its checkpoints go before the other's.  From then on the earlier one is refused, before it
+makes a folder, before step 4 and before step 6.  A start that dies before its first save thus
+stops nobody.  A run that is stopped between one of these looks and the rename behind it, and goes
+on after its successor has published, adds a complete checkpoint that is ordered before those of
+the successor; the successor's next save sets the tracker.
 """
 
 from __future__ import annotations
@@ -28,6 +36,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.attempts import (
+    newest_token,
+    restore_claim,
+    take_token,
+    token_of,
+)
 from megatron.core.dist_checkpointing.folders import (
     RELEASE,
     TRACKER,
@@ -43,6 +57,7 @@ from megatron.core.dist_checkpointing.manifest import (
     Manifest,
     adopt_file,
     check_size,
+    fsync_folder,
     write_manifest,
     write_text,
 )
@@ -51,10 +66,11 @@ from megatron.core.per_rank import each_rank_owns
 
 # Room for the JSON files and the file system's own records, beside the tensors.
 _SPARE_BYTES = 1 << 20
-_LOADED_AT_NS = time.time_ns()
-# Attempts whose checkpoints lay in a directory when this one first saved there.
-_found: dict[Path, set[str]] = {}
-each_rank_owns(__name__, "_found")
+# Directory -> id of this run there.
+_claimed: dict[Path, str] = {}
+# Unreadable checkpoints that were reported already.
+_reported: set[Path] = set()
+each_rank_owns(__name__, "_claimed", "_reported")
 
 
 @dataclass(frozen=True)
@@ -67,25 +83,40 @@ class Pending:
     folder: Path
     sequence: int
     tracker_before: list[Any] | None
+    unreadable: tuple[Found, ...] = ()
 
 
 @cache
 def attempt_id() -> str:
-    """Names this start of the program: no two starts write into the same folder."""
-    return f"{_LOADED_AT_NS:x}-{secrets.token_hex(4)}"
+    """A random name of this start of the program."""
+    return secrets.token_hex(8)
+
+
+def claim(root: Path) -> str:
+    """The id of this run in ``root``: a token above those of all runs before, and its name.
+
+    The first call makes ``root`` and claims the token.  Raises OSError.
+    """
+    key = root.absolute()
+    if key not in _claimed:
+        root.mkdir(parents=True, exist_ok=True)
+        known = [found.manifest.attempt for found in published(root) if found.manifest]
+        _claimed[key] = f"{take_token(root, known):08d}-{attempt_id()}"
+    return _claimed[key]
 
 
 def begin(root: Path, iteration: int, num_bytes: int, attempt: str) -> Pending:
     """Sweep leftovers and make the folder to write into.
 
-    Raises OSError, and CheckpointError when the file system has fewer than ``num_bytes`` free or
-    another run has taken over.
+    ``attempt``: what `claim` returned.  Raises OSError, and CheckpointError when the file system
+    has fewer than ``num_bytes`` free or another run has taken over.
     """
     fault_point("save.begin", step=iteration)
     root.mkdir(parents=True, exist_ok=True)
+    restore_claim(root, token_of(attempt))
     found = published(root)
-    _check_not_stale(root, found, attempt)
-    sweep(root, iteration)
+    _check_not_replaced(found, attempt)
+    sweep(root, attempt)
     _check_space(root, num_bytes)
     newest = max((f.manifest.sequence for f in found if f.manifest), default=0)
     folder = _beside(root / folder_name(iteration), "tmp", attempt)
@@ -97,6 +128,7 @@ def begin(root: Path, iteration: int, num_bytes: int, attempt: str) -> Pending:
         folder=folder,
         sequence=newest + 1,
         tracker_before=_tracker_as_found(root),
+        unreadable=tuple(each for each in found if each.problem is not None),
     )
 
 
@@ -115,6 +147,7 @@ def publish(
     Raises OSError, and CheckpointDamaged if a rank's file is not there as reported.  After an
     error nothing is published, unless the message says that it is complete.
     """
+    _check_still_newest(pending)
     step = pending.iteration
     final = pending.root / folder_name(step)
     for name, entry in files.items():
@@ -135,14 +168,14 @@ def publish(
     write_manifest(pending.folder, manifest, manifest_name)
     fsync_folder(pending.folder)
     fault_point("save.before_rename", step=step)
-    if _tracker_as_found(pending.root) != pending.tracker_before:
-        _check_not_stale(pending.root, published(pending.root), pending.attempt)
+    _check_still_newest(pending)
     displaced = _beside(final, "old", pending.attempt)
     if final.exists():
         final.rename(displaced)
         fault_point("save.displaced", step=step)
     pending.folder.rename(final)
     fault_point("save.after_rename", step=step)
+    _check_still_newest(pending)
     try:
         fsync_folder(pending.root)
         set_tracker(pending.root, str(step or RELEASE), pending.attempt, step)
@@ -155,9 +188,20 @@ def publish(
     return final
 
 
-def abandon(pending: Pending) -> None:
-    """Remove what was written; what cannot be removed is swept later."""
+def abandon(pending: Pending) -> list[str]:
+    """Remove what was written; what cannot be removed is swept later.  Why it was lost before."""
+    was_swept = not pending.folder.exists()
     shutil.rmtree(pending.folder, ignore_errors=True)
+    if not was_swept:
+        return []
+    return [f"{pending.folder} was removed, by another run that saves to the same directory?"]
+
+
+def report_once(unreadable: Sequence[Found]) -> list[str]:
+    """What to tell of checkpoints that cannot be read; nothing about those told before."""
+    new = [found for found in unreadable if found.folder not in _reported]
+    _reported.update(found.folder for found in new)
+    return [f"{found.problem}; this checkpoint is skipped and stays" for found in new]
 
 
 def retire(folder: Path, attempt: str, step: int) -> bool:
@@ -184,52 +228,46 @@ def set_tracker(root: Path, text: str, attempt: str, step: int) -> None:
     fsync_folder(root)
 
 
-def sweep(root: Path, iteration: int) -> None:
-    """Remove what killed saves up to ``iteration`` and killed deletes left in ``root``.
+def sweep(root: Path, attempt: str) -> None:
+    """Remove what killed saves of runs before ``attempt``, or its own, left in ``root``.
 
-    A checkpoint that was moved aside for one that never came gets its name back.
+    A checkpoint that was moved aside for one that never came gets its name back.  What a killed
+    delete left goes whoever began it.
     """
-    for path, step, kind in leftovers(root):
-        final = root / folder_name(step)
-        if kind == "old" and not final.exists():
-            path.rename(final)
-        elif kind != "tmp" or step <= iteration:
-            shutil.rmtree(path, ignore_errors=True)
-    for path in root.glob(f"{TRACKER}.tmp-*"):
-        path.unlink(missing_ok=True)
+    for left in leftovers(root):
+        final = root / folder_name(left.iteration)
+        if left.kind != "del" and not _is_over(left.attempt, attempt):
+            continue
+        if left.kind == "old" and not final.exists():
+            left.folder.rename(final)
+        else:
+            shutil.rmtree(left.folder, ignore_errors=True)
+    prefix = f"{TRACKER}.tmp-"
+    for path in root.glob(f"{prefix}*"):
+        if _is_over(path.name.removeprefix(prefix), attempt):
+            path.unlink(missing_ok=True)
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _is_over(other: str, attempt: str) -> bool:
+    """Whether nobody writes what the attempt ``other`` left, once ``attempt`` begins a save."""
+    return other == attempt or token_of(other) < token_of(attempt)
 
 
-def remember(root: Path) -> None:
-    """At the start of a run, on rank 0: who has published in ``root`` was there before."""
-    _found.setdefault(root, {f.manifest.attempt for f in published(root) if f.manifest})
+def _check_still_newest(pending: Pending) -> None:
+    """`_check_not_replaced`, where any other run has claimed a token after this one."""
+    if newest_token(pending.root) > token_of(pending.attempt):
+        _check_not_replaced(published(pending.root), pending.attempt)
 
 
-def _check_not_stale(root: Path, found: Sequence[Found], attempt: str) -> None:
-    """Raise CheckpointError if a run that started later has published here meanwhile."""
-    attempts = {f.manifest.attempt: f.folder for f in found if f.manifest}
-    known = _found.setdefault(root, set(attempts))
-    for other in sorted(attempts.keys() - known - {attempt}):
-        if _started_ns(other) > _started_ns(attempt):
+def _check_not_replaced(found: Sequence[Found], attempt: str) -> None:
+    """Raise CheckpointError if a run that began later has published."""
+    for other in found:
+        if other.manifest and token_of(other.manifest.attempt) > token_of(attempt):
             raise CheckpointError(
-                f"{attempts[other]} was published by a run that started later ({other}): this one "
-                f"({attempt}) has been replaced and must not save here any more"
+                f"{other.folder} was published by a run that started later "
+                f"({other.manifest.attempt}): this one ({attempt}) has been replaced and must not "
+                "save here any more"
             )
-
-
-def _started_ns(attempt: str) -> int:
-    try:
-        return int(attempt.partition("-")[0], 16)
-    except ValueError:
-        return 0  # no time in it
 
 
 def _check_space(root: Path, num_bytes: int) -> None:

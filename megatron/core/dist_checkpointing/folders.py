@@ -23,18 +23,23 @@ than the abandoned 200.
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.attempts import token_of
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-_PUBLISHED = re.compile(r"iter_(\d{7,})")
-_LEFTOVER = re.compile(r"(?:iter_(\d{7,})|release)\.(tmp|old|del)-.+")
+_PUBLISHED = re.compile(r"iter_([0-9]{7,})")
+_LEFTOVER = re.compile(r"(?:iter_([0-9]{7,})|release)\.(tmp|old|del)-(.+)")
+_SHOWN = 40  # characters of a tracker file that holds something else
+_ITERATION = re.compile(r"0*([1-9][0-9]{0,17})")  # of the tracker file
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,16 @@ class Found:
     iteration: int | None  # None: release
     manifest: Manifest | None = None
     problem: CheckpointError | None = None
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A folder that an interrupted save or delete left; ``kind`` is tmp, old or del."""
+
+    folder: Path
+    iteration: int  # 0: release
+    kind: str
+    attempt: str
 
 
 @dataclass(frozen=True)
@@ -70,21 +85,18 @@ def folder_name(iteration: int | None) -> str:
     return f"iter_{iteration:07d}" if iteration else RELEASE
 
 
-def leftovers(root: Path) -> Iterator[tuple[Path, int, str]]:
-    """Folders that an interrupted save or delete left: path, iteration (0: release), and kind.
-
-    The kind is tmp, old or del.
-    """
+def leftovers(root: Path) -> Iterator[Leftover]:
+    """The folders that interrupted saves and deletes left in ``root``."""
     for path in root.iterdir():
         found = _LEFTOVER.fullmatch(path.name)
-        if found and path.is_dir():
-            yield path, int(found[1] or 0), found[2]
+        if found and os.path.isdir(path):
+            yield Leftover(path, int(found[1] or 0), found[2], found[3])
 
 
 def read_tracker(root: Path) -> Tracker | None:
     """The tracker of ``root``, None if there is none.
 
-    Raises CheckpointError unless it holds an iteration above 0 or the word release.
+    Raises CheckpointError unless it can be read and holds an iteration above 0 or the word release.
     """
     path = root / TRACKER
     try:
@@ -92,32 +104,39 @@ def read_tracker(root: Path) -> Tracker | None:
         modified_at_ns = path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}; delete it to load the newest"
+        ) from None
     if text == RELEASE:
         return Tracker(text, modified_at_ns, None)
-    if not text.isdecimal() or int(text) == 0:
+    found = _ITERATION.fullmatch(text)
+    if not found:
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
         raise CheckpointError(
-            f"{path} holds {text!r}, which is neither an iteration above 0 nor the word release: "
+            f"{path} holds {shown!r}, which is neither an iteration above 0 nor the word release: "
             "write the iteration to load into it, or delete it to load the newest"
         )
-    return Tracker(text, modified_at_ns, int(text))
+    return Tracker(text, modified_at_ns, int(found[1]))
 
 
 def published(root: Path) -> list[Found]:
     """The published checkpoints of ``root``, newest publish first.
 
     A folder of a final name without a manifest was not published by us and is left out.  One that
-    was being replaced when its save was killed counts if nothing took its place.
+    was being replaced when its save was killed counts if nothing took its place.  One that cannot
+    be looked into is reported in `Found.problem` and blocks no other.
     """
     if not root.is_dir():
         return []
     candidates = {
         path.name: (path, int(match[1]))
         for path in root.iterdir()
-        if (match := _PUBLISHED.fullmatch(path.name)) and path.is_dir()
+        if (match := _PUBLISHED.fullmatch(path.name)) and _may_be_folder(path)
     }
-    for path, iteration, kind in leftovers(root):
-        if kind == "old" and iteration:
-            candidates.setdefault(folder_name(iteration), (path, iteration))
+    for left in leftovers(root):
+        if left.kind == "old" and left.iteration:
+            candidates.setdefault(folder_name(left.iteration), (left.folder, left.iteration))
     found = [_look_at(path, iteration) for path, iteration in candidates.values()]
     return _newest_first([f for f in found if f is not None])
 
@@ -144,10 +163,12 @@ def _as_tracked(root: Path, order: list[Found]) -> Choice | None:
     tracker = read_tracker(root)
     if tracker is None:
         return _newest(order, "there is no tracker file") if order else None
+    readable = next((found for found in order if found.manifest is not None), None)
+    if readable and readable.iteration != tracker.iteration and _lags(tracker, readable):
+        why = f"the tracker lags behind at {tracker.text}"
+        return _newest(order[order.index(readable) :], why)
     if order and order[0].iteration == tracker.iteration:
         return _newest(order, None)
-    if order and _lags(tracker, order[0]):
-        return _newest(order, f"the tracker lags behind at {tracker.text}")
     named = _named(root, order, tracker.iteration, f"{root / TRACKER}")
     older = order[order.index(named) + 1 :] if named in order else []
     note = None
@@ -174,6 +195,16 @@ def _named(root: Path, order: list[Found], iteration: int | None, who: str) -> F
     raise CheckpointError(f"{who} names {folder}, which is not there; published iterations: {have}")
 
 
+def _may_be_folder(path: Path) -> bool:
+    """Whether ``path`` is a folder, or cannot be asked what it is (a link in a circle)."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+
+
 def _look_at(folder: Path, iteration: int | None) -> Found | None:
     try:
         manifest = read_manifest(folder)
@@ -183,16 +214,24 @@ def _look_at(folder: Path, iteration: int | None) -> Found | None:
 
 
 def _newest_first(found: list[Found]) -> list[Found]:
-    """By publish.  One with a damaged manifest counts as next after the lower iterations."""
-    known = {f.iteration or 0: f.manifest.sequence for f in found if f.manifest}
+    """By publish.  One with a damaged manifest counts as next after the lower iterations.
 
-    def order(f: Found) -> tuple[int, int]:
+    Two runs that saved at the same time may both have the next number: the later run wins.
+    """
+    known = {f.iteration or 0: _publish_of(f.manifest) for f in found if f.manifest}
+
+    def order(f: Found) -> tuple[int, int, int]:
         iteration = f.iteration or 0
         if f.manifest:
-            return f.manifest.sequence, iteration
-        return max((s for i, s in known.items() if i < iteration), default=0), iteration
+            return (*_publish_of(f.manifest), iteration)
+        before = (publish for i, publish in known.items() if i < iteration)
+        return (*max(before, default=(0, 0)), iteration)
 
     return sorted(found, key=order, reverse=True)
+
+
+def _publish_of(manifest: Manifest) -> tuple[int, int]:
+    return manifest.sequence, token_of(manifest.attempt)
 
 
 def _lags(tracker: Tracker, newest: Found) -> bool:
@@ -221,14 +260,14 @@ class Retention:
     def doomed(self, order: Sequence[Found]) -> list[Found]:
         """What may be deleted of ``order``, which is newest first; never its first.
 
-        A damaged one does not count as kept: were it the only older one, nothing would be left to
-        go back to.
+        A checkpoint whose manifest cannot be read neither counts nor goes: were it the only older
+        one, nothing would be left to go back to, and it may be of a newer version of this program.
         """
+        readable = [found for found in order if found.problem is None]
         if self.last is not None:
-            whole = [i for i, found in enumerate(order) if found.problem is None]
-            old = order[whole[self.last - 1] + 1 :] if len(whole) >= self.last else ()
+            old = readable[self.last :]
         else:
-            old = order[1:2] if self.multiples_of is not None else ()
+            old = readable[1:2] if self.multiples_of is not None else []
         return [found for found in old if not self._is_multiple(found)]
 
     def _is_multiple(self, found: Found) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
     METADATA,
     CheckpointDamaged,
+    read_json,
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.lazy import LazyTable
@@ -41,13 +41,13 @@ _READERS: Mapping[str, type[CheckpointReader]] = LazyTable(
 def format_of(folder: Path) -> str | None:
     """The format that lies in ``folder``; None for no checkpoint.  One look at names, one file."""
     try:
-        described = json.loads((folder / MANIFEST).read_bytes())
+        described = read_json(folder / MANIFEST)
     except FileNotFoundError:
         if any(folder.glob("mp_rank_0*")):
             return "torch"
         is_dcp = (folder / METADATA).is_file() and not (folder / COMMON_FILE).is_file()
         return "torch_dcp" if is_dcp else None
-    except (ValueError, NotADirectoryError):
+    except CheckpointDamaged:
         return FORMAT  # damaged, which its reader says
     is_foreign = isinstance(described, dict) and "sharded_backend" in described
     return str(described["sharded_backend"]) if is_foreign else FORMAT

@@ -8,7 +8,6 @@ deleting a checkpoint deletes a name, and what is loaded is verified by its chec
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -17,7 +16,12 @@ from typing import Any
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import folder_name, read_tracker
-from megatron.core.dist_checkpointing.manifest import INDEX, read_checked, read_manifest
+from megatron.core.dist_checkpointing.manifest import (
+    INDEX,
+    parse_json,
+    read_checked,
+    read_manifest,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, bytes_of
 
@@ -51,7 +55,8 @@ def link_unchanged(
         manifest = read_manifest(previous)
         if manifest is None:
             return None
-        index = json.loads(read_checked(previous, INDEX, manifest))["tensors"]
+        data = read_checked(previous, INDEX, manifest)
+        index = parse_json(data, previous / INDEX)["tensors"]
         found = {t.key: _pieces(index.get(t.key), t, hashes[t.key]) for t in tensors}
         files = {piece["file"] for pieces in found.values() for piece in pieces or [{"file": None}]}
         if len(files) != 1 or None in files:
@@ -59,7 +64,7 @@ def link_unchanged(
         (old,) = files
         read_checked(previous, old, manifest)
         os.link(previous / old, folder / name)
-    except (OSError, CheckpointError):
+    except (OSError, CheckpointError, AttributeError, KeyError, TypeError):
         return None
     entries = {
         t.key: index[t.key] | {"pieces": [piece | {"file": name} for piece in found[t.key] or ()]}

@@ -12,6 +12,7 @@ gather of what failed, broadcast of it.
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,12 @@ from megatron.core.dist_checkpointing.collectives import (
 )
 from megatron.core.dist_checkpointing.folders import Found, Retention, folder_name, published
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, complete
-from megatron.core.dist_checkpointing.manifest import Manifest, adopt_file, read_manifest
+from megatron.core.dist_checkpointing.manifest import (
+    Manifest,
+    adopt_file,
+    fsync_folder,
+    read_manifest,
+)
 from megatron.core.dist_checkpointing.mapping import Replica, to_write
 from megatron.core.dist_checkpointing.safetensors_file import bytes_of
 from megatron.core.dist_checkpointing.serialization import (
@@ -53,6 +59,7 @@ from megatron.core.faults import fault_point
 
 SAVE = "save"  # in the layout of a part: [when, attempt], the same in all parts of one save
 _PART = replace(SAFETENSORS_DIST, complete=partial(complete, is_whole=False))
+_PART_ROOT = re.compile(r"rank_([0-9]{5,})")
 _CHUNK_BYTES = 64 << 20
 
 
@@ -67,6 +74,12 @@ class Replication:
 def part_root(root: Path, rank: int) -> Path:
     """Where the parts of ``rank`` lie."""
     return root / f"rank_{rank:05d}"
+
+
+def part_roots(root: Path) -> list[tuple[int, Path]]:
+    """The rank of each directory of parts in ``root``; other names are not ours."""
+    found = ((_PART_ROOT.fullmatch(path.name), path) for path in sorted(root.glob("rank_*")))
+    return [(int(match[1]), path) for match, path in found if match and path.is_dir()]
 
 
 def save_local(
@@ -114,7 +127,7 @@ def save_local(
 
 def _drop(root: Path, chosen: Callable[[list[Found]], list[Found]], iteration: int) -> None:
     """Delete parts in this node's directory; what stays goes with a later save."""
-    for parts in root.glob("rank_*"):
+    for _, parts in part_roots(root):
         for found in chosen(published(parts)):
             with suppress(OSError):  # another rank of this node may have been faster
                 commit.retire(found.folder, commit.attempt_id(), iteration)
@@ -192,10 +205,10 @@ class _Copy:
         try:
             for path in self._temporary.iterdir():
                 adopt_file(path)
-            commit.fsync_folder(self._temporary)
+            fsync_folder(self._temporary)
             shutil.rmtree(self._final, ignore_errors=True)
             self._temporary.rename(self._final)
-            commit.fsync_folder(self._final.parent)
+            fsync_folder(self._final.parent)
         except OSError as error:
             return f"copy of {self._final}: {error}"
         return None

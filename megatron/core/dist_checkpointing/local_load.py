@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.collectives import all_gather_json, on_wire
 from megatron.core.dist_checkpointing.folders import published
-from megatron.core.dist_checkpointing.local import SAVE
+from megatron.core.dist_checkpointing.local import SAVE, part_roots
 from megatron.core.dist_checkpointing.mapping import (
     LazyPiece,
     Piece,
@@ -188,15 +188,14 @@ def _content(readers: Mapping[int, CheckpointReader], group: ProcessGroup) -> Lo
 def _held(root: Path) -> list[_Part]:
     """The parts in this node's directory whose manifest can be read."""
     parts: list[_Part] = []
-    for folder in sorted(root.glob("rank_*")):
+    for rank, folder in part_roots(root):
         for found in published(folder):
-            if found.manifest is not None and SAVE in found.manifest.layout:
-                layout = dict(found.manifest.layout)
-                when, attempt = layout.pop(SAVE)
-                rank = int(folder.name.removeprefix("rank_"))
-                parts.append(
-                    _Part(rank, found.manifest.iteration, (when, attempt), found.folder, layout)
-                )
+            layout = dict(found.manifest.layout) if found.manifest else {}
+            save = layout.pop(SAVE, None)
+            is_named = isinstance(save, list) and list(map(type, save)) == [int, str]
+            if found.manifest and save and is_named:
+                place = found.manifest.iteration, (save[0], save[1]), found.folder
+                parts.append(_Part(rank, *place, layout))
     return parts
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,15 @@ def adopt_file(path: Path) -> FileEntry:
     return FileEntry(size, size, checksum)
 
 
+def fsync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_manifest(folder: Path, manifest: Manifest, name: str = MANIFEST) -> None:
     """Write and fsync the manifest, which makes ``folder`` complete."""
     body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
@@ -108,36 +118,102 @@ def write_manifest(folder: Path, manifest: Manifest, name: str = MANIFEST) -> No
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of ``folder``; None if there is none.
 
-    Raises CheckpointDamaged if it is cut or altered, CheckpointError if it is of a newer version.
+    Raises CheckpointDamaged if it cannot be read, is cut or altered, CheckpointError if it is of a
+    newer version.
     """
-    beside = folder / MANIFEST_BESIDE
-    return _read(beside) if beside.exists() else _read(folder / MANIFEST)
+    return _read(folder / MANIFEST_BESIDE) or _read(folder / MANIFEST)
 
 
 def _read(path: Path) -> Manifest | None:
     try:
-        body = json.loads(path.read_bytes())
+        body = read_json(path)
     except FileNotFoundError:
         return None
-    except ValueError:  # no JSON, or no UTF-8
-        raise CheckpointDamaged(f"{path} is damaged: it is no JSON") from None
     if not isinstance(body, dict):
         raise CheckpointDamaged(f"{path} is damaged: it is no JSON object")
     if body.get("format") != FORMAT and "sharded_backend" in body:
         return None
     claimed = body.pop("crc32", None)
-    if claimed != _checksum(body):
+    try:
+        is_intact = claimed == _checksum(body)
+    except RecursionError:
+        is_intact = False
+    if not is_intact:
         raise CheckpointDamaged(f"{path} is damaged: its checksum does not fit its content")
-    if body["version"] > VERSION:
+    version = body.get("version")
+    if type(version) is not int:
+        raise CheckpointDamaged(f"{path} is damaged: its format version is {version!r}")
+    if version > VERSION:
         raise CheckpointError(
-            f"{path} has format version {body['version']}, this program reads up to {VERSION}: "
+            f"{path} has format version {version}, this program reads up to {VERSION}: "
             "use the program that wrote it"
         )
+    try:
+        return _manifest_of(body, path)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{path} is damaged: {error} is not of a manifest") from None
+
+
+def _manifest_of(body: Mapping[str, Any], path: Path) -> Manifest:
+    """The manifest in ``body``.  Raises CheckpointDamaged, and what Python raises for others."""
     files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
     for name in files:
         path_inside(path.parent, name, path, below=True, error=CheckpointDamaged)
     known = {f.name for f in fields(Manifest)}
-    return Manifest(**{k: v for k, v in body.items() if k in known} | {"files": files})
+    found = Manifest(**{k: v for k, v in body.items() if k in known} | {"files": files})
+    numbers = [found.iteration, found.sequence, found.published_at_ns]
+    numbers += [number for entry in files.values() for number in asdict(entry).values()]
+    if not all(map(is_count, numbers)):
+        raise ValueError("a number below 0 or above 2**63")
+    before = found.tracker_before
+    knows_tracker = isinstance(before, list) and list(map(type, before)) == [str, int]
+    if not isinstance(found.attempt, str) or not (before is None or knows_tracker):
+        raise ValueError(f"attempt {found.attempt!r}, tracker {before!r}")
+    if not isinstance(found.layout, dict):
+        raise ValueError(f"layout {found.layout!r}")
+    return found
+
+
+def is_count(value: Any) -> bool:
+    """Whether ``value`` is an integer from 0 up that a file can hold; True and 1.0 are none."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what is wrong with the file itself into CheckpointDamaged with its name.
+
+    A name from a file may hold what no path can, which is a ValueError.
+    """
+    try:
+        yield
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{path} is missing") from None
+    except OSError as error:
+        raise CheckpointDamaged(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise CheckpointDamaged(f"{path} cannot be read: {error}") from None
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds.  Raises FileNotFoundError, and CheckpointDamaged for all else."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointDamaged(f"{path} cannot be read: {error.strerror or error}") from None
+    return parse_json(data, path)
+
+
+def parse_json(data: bytes, path: Path) -> Any:
+    """What the bytes of ``path`` hold.  Raises CheckpointDamaged."""
+    try:
+        return json.loads(data)
+    except ValueError:  # no JSON, no UTF-8, or an integer of more digits than Python converts
+        raise CheckpointDamaged(f"{path} is damaged: it is no JSON") from None
+    except RecursionError:
+        raise CheckpointDamaged(f"{path} is damaged: it is nested too deeply") from None
 
 
 def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
@@ -150,7 +226,7 @@ def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
     if entry is None:
         raise CheckpointDamaged(f"{path} is not in {MANIFEST}")
     check_size(folder, name, entry)
-    with open(path, "rb") as file:
+    with reading(path), open(path, "rb") as file:
         data = file.read(entry.checked_bytes)
     if crc32(data) != entry.crc32:
         raise CheckpointDamaged(f"{path} is damaged: its checksum does not fit its content")
@@ -160,10 +236,8 @@ def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
 def check_size(folder: Path, name: str, entry: FileEntry) -> None:
     """Raise CheckpointDamaged if the file is missing or has another size."""
     path = folder / name
-    try:
+    with reading(path):
         size = path.stat().st_size
-    except FileNotFoundError:
-        raise CheckpointDamaged(f"{path} is missing") from None
     if size != entry.num_bytes:
         raise CheckpointDamaged(f"{path} has {size} bytes, {entry.num_bytes} were written")
 

@@ -131,7 +131,7 @@ def begin(
     if sizes is not None:
         try:
             num_bytes = format.num_copies * sum(sizes)
-            pending = commit.begin(root, iteration, num_bytes, commit.attempt_id())
+            pending = commit.begin(root, iteration, num_bytes, commit.claim(root))
             answer = {"folder": str(pending.folder), "attempt": pending.attempt}
         except REPORTED as error:
             answer = {"error": _reason(error)}
@@ -210,8 +210,7 @@ def publish(begun: Begun, written: Sequence[Mapping[str, Any]]) -> dict[str, Any
     assert pending is not None, "rank 0 publishes"
     errors = [f"rank {r}: {each['error']}" for r, each in enumerate(written) if each["error"]]
     if errors:
-        commit.abandon(pending)
-        return {"error": shorten(errors)}
+        return {"error": shorten([*commit.abandon(pending), *errors])}
     reports = [RankReport(**each["report"]) for each in written]
     files = {name: FileEntry(**e) for report in reports for name, e in report.files.items()}
     try:
@@ -226,22 +225,27 @@ def publish(begun: Begun, written: Sequence[Mapping[str, Any]]) -> dict[str, Any
     except REPORTED as error:
         commit.abandon(pending)
         return {"error": f"rank 0: {_reason(error)}"}
-    return {"error": None, "folder": str(folder), **_retire(begun)}
+    deleted, warnings = _retire(begun)
+    warnings = [*commit.report_once(pending.unreadable), *warnings]
+    return {"error": None, "folder": str(folder), "deleted": deleted, "warnings": warnings}
 
 
-def _retire(begun: Begun) -> dict[str, list[Any]]:
-    """Delete what the retention lets go; the new checkpoint is safe, which is what counts."""
+def _retire(begun: Begun) -> tuple[list[int | None], list[str]]:
+    """Delete what the retention lets go; the iterations, and what could not be deleted.
+
+    The new checkpoint is safe, which is what counts.
+    """
     deleted: list[int | None] = []
     warnings: list[str] = []
     if begun.retention == KEEP_ALL:
-        return {"deleted": deleted, "warnings": warnings}
+        return deleted, warnings
     for found in begun.retention.doomed(published(begun.root)):
         try:
             if commit.retire(found.folder, begun.attempt, begun.iteration):
                 deleted.append(found.iteration)
         except REPORTED as error:
             warnings.append(f"{found.folder} could not be deleted: {_reason(error)}")
-    return {"deleted": deleted, "warnings": warnings}
+    return deleted, warnings
 
 
 def conclude(begun: Begun, verdict: Mapping[str, Any] | None, group: ProcessGroup | None) -> Saved:

@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.collectives import broadcast_json, is_so_everywhere
 from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, Choice
 from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.dist_checkpointing.local import part_root
 from megatron.core.dist_checkpointing.local_load import find_local, load_local
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -36,7 +37,12 @@ from megatron.training.checkpointing.run_tensors import (
     optimizer_tensors,
 )
 from megatron.training.checkpointing.save import layout_of
-from megatron.training.checkpointing.transient import decided_at_ns, may_go_on, newer_transient
+from megatron.training.checkpointing.transient import (
+    decided_at_ns,
+    may_go_on,
+    newer_transient,
+    transient,
+)
 from megatron.training.checkpointing.upcycling import as_dense, settle
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.printing import print_rank_0
@@ -74,6 +80,8 @@ def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
     CheckpointDamaged if a published checkpoint is not what was written.
     """
     world = parts.groups.world
+    if config.save is not None:
+        all_or_none(partial(_claim_directories, config, world.rank()), config.save, world)
     loaded = _load_local(config, parts)
     if loaded is not None:
         return loaded
@@ -95,6 +103,23 @@ def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
                 raise CheckpointDamaged(f"{error}; there is no older checkpoint") from None
             print_rank_0(f"WARNING: {error}; trying the checkpoint before it")
     raise AssertionError("at least one folder was chosen")
+
+
+def _claim_directories(config: CheckpointConfig, rank: int) -> None:
+    """Claim the directories that ``rank`` publishes in, before it can be replaced by another run.
+
+    Local.  Raises OSError, CheckpointError.
+    """
+    assert config.save is not None
+    if rank == 0:
+        check_writable(config.save)
+        commit.claim(Path(config.save))
+    if config.non_persistent_ckpt_type is None:
+        return
+    place = transient(config).save
+    is_local = config.non_persistent_ckpt_type == "local"
+    if place is not None and (is_local or rank == 0):
+        commit.claim(part_root(Path(place), rank) if is_local else Path(place))
 
 
 def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
@@ -185,14 +210,11 @@ def _choose(
 
 def _choose_here(config: CheckpointConfig) -> dict[str, Any]:
     """The choice as JSON; empty if the run starts from random weights."""
-    if config.save is not None:
-        check_writable(config.save)
-        commit.remember(Path(config.save))
-        if config.moe_use_upcycling and find(config.save, None) is not None:
-            raise CheckpointError(
-                f"--moe-use-upcycling: --save {config.save} holds a checkpoint already; go on from "
-                "it with --load and without the flag, or save elsewhere"
-            )
+    if config.moe_use_upcycling and config.save and find(config.save, None) is not None:
+        raise CheckpointError(
+            f"--moe-use-upcycling: --save {config.save} holds a checkpoint already; go on from "
+            "it with --load and without the flag, or save elsewhere"
+        )
     choice = find(config.load, config.ckpt_step, lenient=config.load_newest_valid)
     newer = newer_transient(config, choice)
     if newer is not None:

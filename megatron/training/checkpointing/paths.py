@@ -6,6 +6,8 @@ says how the folder is chosen.
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -63,10 +65,13 @@ def find(directory: str | None, step: int | None, *, lenient: bool = False) -> C
     """What ``--load directory --ckpt-step step`` means; None if there is no checkpoint.
 
     ``directory`` may also be the folder of one checkpoint.  ``lenient``: see `folders.choose`.
+    Raises CheckpointError, OSError.
     """
     if directory is None:
         return None
     path = Path(directory)
+    if path.is_file():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
     if step is None and format_of(path) is not None:
         manifest = read_manifest(path)
         return Choice(Found(path, manifest.iteration if manifest else None, manifest))

@@ -7,9 +7,11 @@ So one that was left by an abandoned course is not taken when somebody has set t
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import Choice, Found, published, read_tracker
 from megatron.core.dist_checkpointing.manifest import FORMAT
 from megatron.training.config.checkpoint import CheckpointConfig
@@ -49,7 +51,9 @@ def decided_at_ns(config: CheckpointConfig, choice: Choice | None) -> int:
     """What is older than this is not newer than ``choice``."""
     if choice is None or config.load is None:
         return 0
-    tracker = read_tracker(Path(config.load))
+    tracker = None
+    with suppress(CheckpointError):  # --load-newest-valid does without, else ``choice`` is an error
+        tracker = read_tracker(Path(config.load))
     manifest = choice.found.manifest
     return max(
         tracker.modified_at_ns if tracker else 0, manifest.published_at_ns if manifest else 0

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.device import CPU
-from megatron.core.dist_checkpointing.commit import fsync_folder
-from megatron.core.dist_checkpointing.manifest import adopt_file, write_text
+from megatron.core.dist_checkpointing.manifest import adopt_file, fsync_folder, write_text
 from megatron.core.dist_checkpointing.safetensors_file import (
     DTYPES,
     LazyTensor,

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import TRACKER, choose, published, read_tracker
-from tests.unit.dist_checkpointing.tiny import publish_model
+from megatron.core.dist_checkpointing import commit
+from megatron.core.dist_checkpointing.folders import (
+    TRACKER,
+    Retention,
+    choose,
+    published,
+    read_tracker,
+)
+from megatron.core.dist_checkpointing.manifest import _checksum
+from megatron.core.dist_checkpointing.serialization import Contents, save
+from tests.unit.dist_checkpointing.tiny import names_in, publish_model
 
 
 def chosen(root):
@@ -124,7 +134,7 @@ def test_a_checkpoint_moved_aside_counts_until_its_successor_is_there(tmp_path):
     (tmp_path / "iter_0000005").rename(tmp_path / "iter_0000005.old-x")
     assert choose(tmp_path).found.folder.name == "iter_0000005.old-x"
     publish_model(tmp_path, 10)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
+    assert names_in(tmp_path) == [
         "iter_0000005",
         "iter_0000010",
         TRACKER,
@@ -146,6 +156,89 @@ def test_a_damaged_old_manifest_does_not_come_before_newer_ones(tmp_path):
         publish_model(tmp_path, iteration)
     (tmp_path / "iter_0000010" / "metadata.json").write_text("{")
     assert [found.iteration for found in published(tmp_path)] == [15, 10, 5]
+
+
+def unreadable(path):
+    """Ways in which a manifest cannot be read, one after the other."""
+    whole = path.read_bytes()
+    path.unlink()
+    path.mkdir()
+    yield "Is a directory"
+    path.rmdir()
+    path.symlink_to(path)
+    yield "symbolic links"
+    path.unlink()
+    path.write_text("[" * 100_000)
+    yield "nested too deeply"
+    path.write_text(json.dumps(body_of(whole) | {"version": {}}))
+    yield "checksum"
+    for changed in ({"version": None}, {"files": [1]}, {"files": {"a": {}}}, {"sequence": "1"}):
+        write_signed(path, body_of(whole) | changed)
+        yield "is damaged"
+    for field in ("iteration", "layout", "version"):
+        write_signed(path, {k: v for k, v in body_of(whole).items() if k != field})
+        yield "is damaged"
+    path.write_bytes(whole)
+
+
+def body_of(manifest: bytes):
+    return {k: v for k, v in json.loads(manifest).items() if k != "crc32"}
+
+
+def write_signed(path, body):
+    """A manifest of other content, whose checksum fits."""
+    path.write_text(json.dumps(body | {"crc32": _checksum(body)}))
+
+
+@pytest.mark.feature("Checkpoints: an old one that cannot be read blocks neither saves nor loads")
+def test_an_old_manifest_that_cannot_be_read_is_reported_once_and_blocks_nothing(tmp_path):
+    made = Contents(tensors=[], common={})
+    for iteration in (1, 2, 3):
+        save(tmp_path, iteration, made, None)
+    manifest = tmp_path / "iter_0000002" / "metadata.json"
+    for iteration, reason in enumerate(unreadable(manifest), start=4):
+        commit._reported.clear()
+        choice = choose(tmp_path)
+        assert (choice.found.iteration, choice.note) == (iteration - 1, None)
+        (problem,) = (found.problem for found in choice.older if found.problem)
+        assert str(manifest) in str(problem)
+        assert reason in str(problem)
+        told = [
+            save(tmp_path, iteration, made, None, retention=Retention(last=2)).warnings
+            for _ in range(2)
+        ]
+        assert told == [(f"{problem}; this checkpoint is skipped and stays",), ()]
+        assert manifest.parent.is_dir()
+
+
+def test_a_newest_manifest_that_cannot_be_read_is_an_error_that_one_can_go_behind(tmp_path):
+    for iteration in (5, 10):
+        publish_model(tmp_path, iteration)
+    for reason in unreadable(tmp_path / "iter_0000010" / "metadata.json"):
+        choice = choose(tmp_path)
+        assert choice.found.iteration == 10
+        assert reason in str(choice.found.problem)
+        assert [found.iteration for found in choice.older] == [5]
+
+
+def test_a_folder_that_is_a_link_in_a_circle_blocks_nothing(tmp_path):
+    publish_model(tmp_path, 5)
+    (tmp_path / "iter_0000002").symlink_to(tmp_path / "iter_0000002")
+    (tmp_path / "iter_0000003").symlink_to(tmp_path / "nowhere")
+    publish_model(tmp_path, 6)
+    assert [found.iteration for found in published(tmp_path)] == [6, 5, 2]
+
+
+def test_a_damaged_step_of_an_abandoned_course_does_not_hide_a_tracker_that_lags(tmp_path):
+    for iteration in (5, 10):
+        publish_model(tmp_path, iteration)
+    set_tracker(tmp_path, "10")
+    publish_model(tmp_path, 7)
+    tracker_as_before_the_newest(tmp_path)
+    (tmp_path / "iter_0000010" / "metadata.json").write_text("{")
+    choice = choose(tmp_path)
+    assert choice.found.iteration == 7
+    assert "lags behind at 10" in choice.note
 
 
 def test_a_step_asked_for_is_found_or_the_published_ones_are_listed(tmp_path):
@@ -177,8 +270,19 @@ def test_the_tracker_may_name_a_release_or_a_folder_of_another_format(tmp_path):
     assert (found.iteration, found.manifest, found.problem) == (3, None, None)
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "latest", "5.0", "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "latest", "5.0", "\xff", "9" * 5000, "1" * 19, "\N{SUPERSCRIPT TWO}"]
+)
 def test_a_tracker_of_nonsense_is_an_error_with_its_content(tmp_path, text):
     (tmp_path / TRACKER).write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match="neither an iteration above 0 nor the word release"):
         read_tracker(tmp_path)
+
+
+def test_a_tracker_that_cannot_be_read_is_an_error_that_one_can_go_behind(tmp_path):
+    publish_model(tmp_path, 5)
+    (tmp_path / TRACKER).unlink()
+    (tmp_path / TRACKER).mkdir()
+    with pytest.raises(CheckpointError, match=r"iteration\.txt cannot be read: Is a directory"):
+        choose(tmp_path)
+    assert choose(tmp_path, lenient=True).found.iteration == 5

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.folders import (
 )
 from megatron.core.dist_checkpointing.manifest import MANIFEST, CheckpointDamaged
 from megatron.core.dist_checkpointing.serialization import Contents, save
+from tests.unit.dist_checkpointing.tiny import names_in
 
 
 def order(*iterations: int, damaged: tuple[int, ...] = ()) -> list[Found]:
@@ -61,7 +62,7 @@ def test_a_delete_that_was_killed_is_finished_by_the_next_save(tmp_path, monkeyp
     assert "iter_0000002 could not be deleted: injected" in first.warnings[0]
     assert len(list(tmp_path.glob("*.del-*"))) == 1
     assert save(tmp_path, 4, contents(4), None, retention=keep_1).deleted == (3, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000004", TRACKER]
+    assert names_in(tmp_path) == ["iter_0000004", TRACKER]
 
 
 def test_the_checkpoint_just_published_stays_whatever_else_is_damaged(tmp_path):
@@ -70,4 +71,6 @@ def test_the_checkpoint_just_published_stays_whatever_else_is_damaged(tmp_path):
         (folder / MANIFEST).write_text("{")
     save(tmp_path, 3, contents(3), None, retention=Retention(last=1))
     assert choose(tmp_path).found.iteration == 3
-    assert [found.iteration for found in published(tmp_path)] == [3]
+    assert [found.iteration for found in published(tmp_path)] == [3, 2, 1]
+    save(tmp_path, 4, contents(4), None, retention=Retention(last=1))
+    assert [found.iteration for found in published(tmp_path)] == [4, 2, 1]

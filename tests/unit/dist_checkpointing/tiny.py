@@ -15,8 +15,6 @@ from megatron.core.dist_checkpointing.mapping import Replica, ShardedTensor, fro
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.param_info import ParamInfo
 
-ATTEMPT = "test"
-
 # name -> (global shape, dimension that tensor parallelism cuts, blocks, rows with padding)
 PARAMS: dict[str, tuple[tuple[int, ...], int | None, int, int | None]] = {
     "embedding.weight": ((10, 8), 0, 1, 12),  # vocabulary of 10, padded to 12
@@ -85,7 +83,8 @@ def records(local: Mapping[str, Tensor], tp: int, rank: int) -> list[ShardedTens
 
 def publish_ranks(root: Path, iteration: int, ranks: Sequence[Sequence[ShardedTensor]]) -> Path:
     """Save what several ranks hold, one after the other in this process."""
-    pending = commit.begin(root, iteration, 0, ATTEMPT)
+    attempt = commit.claim(root)
+    pending = commit.begin(root, iteration, 0, attempt)
     reports = [
         write_rank_files(
             Share(
@@ -94,7 +93,7 @@ def publish_ranks(root: Path, iteration: int, ranks: Sequence[Sequence[ShardedTe
                 tensors=[t for t in tensors if t.replica is not None],
                 rank_state={"rng_state": rank},
                 iteration=iteration,
-                attempt=ATTEMPT,
+                attempt=attempt,
             )
         )
         for rank, tensors in enumerate(ranks)
@@ -109,6 +108,11 @@ def publish_model(root: Path, iteration: int, *, tp: int = 1, seed: int = 0) -> 
     whole = global_tensors(seed)
     ranks = [records(shares(whole, tp, rank), tp, rank) for rank in range(tp)]
     return publish_ranks(root, iteration, ranks)
+
+
+def names_in(root: Path) -> list[str]:
+    """What lies in a save directory, sorted, but for the newest claim."""
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith(".attempt-"))
 
 
 def read_all(folder: Path) -> dict[str, Tensor]:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.commit import fsync_folder
 from megatron.core.dist_checkpointing.foreign.buffers import bucket_rules, starts_in_buffer
 from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     STATE_PREFIX,
@@ -58,6 +57,7 @@ from megatron.core.dist_checkpointing.manifest import (
     FileEntry,
     Manifest,
     adopt_file,
+    fsync_folder,
     write_manifest,
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader
