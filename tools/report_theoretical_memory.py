@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -18,15 +17,15 @@ from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.training.arguments.parameter_count import padded_vocab_size
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
+from megatron.training.printing import world_size
 from megatron.training.theoretical_memory_usage import print_memory
 
 
 def main() -> None:
     """Exit status 1 where the flags are refused or do not say the size of the vocabulary."""
     args = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    world_size = args.check_world_size or int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        config = resolve(args, world_size)
+        config = resolve(args, args.check_world_size or world_size())
         vocab = padded_vocab_size(config)
         if vocab is None:
             raise ConfigError("the size of the vocabulary is not known: give --vocab-size")

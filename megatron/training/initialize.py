@@ -45,6 +45,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.failure_watch import tell_launcher
 from megatron.training.groups import create_groups
 from megatron.training.log_setup import setup_logging
+from megatron.training.preflight import folder_problems, needs_rendezvous, rendezvous_problems
 from megatron.training.printing import print_rank_0, rank, survive_lost_output, world_size
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import number_of_train_iters
@@ -72,6 +73,7 @@ def configure(
     """
     survive_lost_output()
     check_faults()
+    ranks = world_size()  # first of all, as nothing is right if this is wrong
     if parsed_args is None:
         namespace = parse_args(
             extra_args_provider, ignore_unknown_args, argv=argv, args_defaults=args_defaults
@@ -88,9 +90,24 @@ def configure(
         if status and rank() != 0:
             _wait_for_the_end()
         raise SystemExit(status)
-    config = resolve_args(namespace, world_size())
+    config = _checked(namespace, ranks)
     for warning in config.warnings:
         print_rank_0(f"WARNING: {warning}")
+    return config
+
+
+def _checked(namespace: argparse.Namespace, ranks: int) -> RunConfig:
+    """The run that can start.  Raises ConfigError for flags, environment and folders together."""
+    problems: list[str] = []
+    if namespace.virtual_ranks is None and not dist.is_initialized():
+        problems = rendezvous_problems(os.environ, ranks)
+    try:
+        config = resolve_args(namespace, ranks)
+    except ConfigError as error:
+        if error.problems:
+            ConfigError.raise_for((*error.problems, *problems))
+        raise
+    ConfigError.raise_for((*problems, *folder_problems(config)))
     return config
 
 
@@ -245,13 +262,8 @@ def _init_default_group(config: RunConfig) -> None:
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     print_rank_0("> initializing torch distributed ...")
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+    if needs_rendezvous(os.environ):
         dist.init_process_group(backend, timeout=timeout)
-    elif config.world_size > 1:
-        raise ConfigError(
-            f"WORLD_SIZE is {config.world_size}, but RANK and MASTER_ADDR are not set, so this "
-            "process is alone: start with torchrun, or unset WORLD_SIZE"
-        )
     else:  # no launcher: a world of one needs no rendezvous
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout

@@ -12,17 +12,31 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
+from megatron.core.config.errors import ConfigError
+from megatron.training.preflight import launch_problems
+
 
 def rank() -> int:
-    """World rank; before the process group exists, what the launcher says."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    """World rank; before the process group exists, what the launcher says.
+
+    0 if the launcher's number is not one: such a process reports that itself.
+    """
+    if dist.is_initialized():
+        return dist.get_rank()
+    with suppress(ValueError):
+        return int(os.environ.get("RANK") or 0)
+    return 0
 
 
 def world_size() -> int:
-    """Number of ranks; before the process group exists, what the launcher says."""
+    """Number of ranks; before the process group exists, what the launcher says.
+
+    Raises ConfigError if the launcher says no such number.
+    """
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    ConfigError.raise_for(launch_problems(os.environ))
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def ranks_here() -> int:

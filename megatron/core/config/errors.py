@@ -16,11 +16,16 @@ class MegatronError(Exception):
 class ConfigError(MegatronError, ValueError):
     """The command line contradicts itself, or asks for what cannot be."""
 
+    problems: tuple[str, ...] = ()  # of a command line, a sentence each
+
     @classmethod
     def raise_for(cls, problems: Iterable[str]) -> None:
         """Raise one error that joins all ``problems`` of a command line; nothing for none."""
-        if lines := [f"  - {problem}" for problem in problems]:
-            raise cls("\n".join(["this run cannot start:", *lines]))
+        if problems := tuple(problems):
+            lines = (f"  - {problem}" for problem in problems)
+            error = cls("\n".join(["this run cannot start:", *lines]))
+            error.problems = problems
+            raise error
 
 
 class DataError(MegatronError, ValueError):

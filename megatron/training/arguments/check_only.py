@@ -6,7 +6,6 @@ communication and bubble are those of `megatron.training.plan`.
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
 from megatron.training.groups import grids_of
 from megatron.training.printing import is_rank0, print_rank_0
+from megatron.training.printing import world_size as world_size_of_launcher
 
 if TYPE_CHECKING:
     from megatron.training.plan.cure import Fit
@@ -34,8 +34,8 @@ def check_only(args: Namespace, write: Callable[[str], object] = print_rank_0) -
     Every conflict with its cure; or, with --check-device-memory-gib, by how much it does not fit
     and the cheapest change with which it does.
     """
-    world_size = args.check_world_size or int(os.environ.get("WORLD_SIZE", "1"))
     try:
+        world_size = args.check_world_size or world_size_of_launcher()
         run = resolve(args, world_size)
         if not 0 <= args.check_rank < world_size:
             raise ConfigError(f"--check-rank {args.check_rank}: ranks are 0 to {world_size - 1}")

@@ -39,6 +39,10 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         parse = self._registry_get("type", action.type, action.type)
+        if "\0" in arg_string:  # only a file or a program can pass it; no path may hold it
+            shown = repr(arg_string)
+            self.problems.append(f"{_name(action)} {shown}: it holds a NUL character: remove it")
+            return None
         try:
             return parse(arg_string)
         except (ValueError, TypeError, argparse.ArgumentTypeError) as error:

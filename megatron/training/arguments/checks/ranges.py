@@ -32,6 +32,8 @@ AT_LEAST_0 = """
     wgrad_deferral_limit ckpt_step manual_gc_interval num_workers mid_level_dataset_surplus
     min_lr
 """.split()
+LAST_PORT = 65535
+LONGEST_TIMEOUT_MINUTES = 365 * 24 * 60
 AT_LEAST = {**dict.fromkeys(AT_LEAST_1, 1), **dict.fromkeys(AT_LEAST_0, 0)}
 
 
@@ -41,6 +43,23 @@ def numbers_are_large_enough(run: RunConfig) -> Iterator[str]:
         value = run.asked[dest]
         if value is not None and value < least:
             yield f"{flags_and_defaults()[dest][0]} {value}: at least {least} is needed"
+
+
+def collectives_time_out(run: RunConfig) -> Iterator[str]:
+    """Libraries count a time-out in nanoseconds, with 64 bits."""
+    minutes = run.distributed.distributed_timeout_minutes
+    if minutes > LONGEST_TIMEOUT_MINUTES:
+        yield (
+            f"--distributed-timeout-minutes {minutes}: at most {LONGEST_TIMEOUT_MINUTES}, a year, "
+            "is possible"
+        )
+
+
+def straggler_port_is_a_port(run: RunConfig) -> Iterator[str]:
+    """TCP has 16 bits for a port."""
+    port = run.resilience.straggler_ctrlr_port
+    if port > LAST_PORT:
+        yield f"--straggler-ctrlr-port {port}: at most {LAST_PORT} is possible"
 
 
 def one_way_to_count_buckets(run: RunConfig) -> Iterator[str]:

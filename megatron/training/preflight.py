@@ -1,0 +1,102 @@
+"""What a run needs of its environment and file system, checked before anything starts.
+
+Nothing here communicates or writes.  Every rank finds the same problems, unless hosts differ.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron.training.config.run import RunConfig
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAST_PORT = 65535
+
+
+def launch_problems(environ: Mapping[str, str]) -> list[str]:
+    """What is wrong with the numbers that a launcher passes in the environment."""
+    problems: list[str] = []
+    values: dict[str, int] = {}
+    for name, least in (
+        ("WORLD_SIZE", 1),
+        ("RANK", 0),
+        ("LOCAL_WORLD_SIZE", 1),
+        ("LOCAL_RANK", 0),
+    ):
+        text = environ.get(name, "")
+        if text == "":
+            continue
+        number = _whole_number(text)
+        if number is None or number < least:
+            problems.append(
+                f"environment variable {name}={text!r}: a whole number of at least {least} is "
+                "needed; start with torchrun, which sets it, or unset it"
+            )
+        else:
+            values[name] = number
+    for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if rank in values and size in values and values[rank] >= values[size]:
+            problems.append(
+                f"environment variable {rank}={values[rank]}, but {size} is {values[size]}: set "
+                f"{rank} to a number from 0 to {values[size] - 1}, another one in each process"
+            )
+    return problems
+
+
+def rendezvous_problems(environ: Mapping[str, str], world_size: int) -> list[str]:
+    """What is missing for several processes to find each other."""
+    if world_size == 1 and not needs_rendezvous(environ):
+        return []
+    missing = [name for name in _RENDEZVOUS if not environ.get(name)]
+    problems = []
+    if missing:
+        problems.append(
+            f"WORLD_SIZE is {world_size}, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set, so the ranks cannot find each "
+            "other: start with torchrun, or unset WORLD_SIZE and RANK to train in one process"
+        )
+    port = environ.get("MASTER_PORT", "")
+    number = _whole_number(port)
+    least = 0 if world_size == 1 else 1  # alone, rank 0 may take any free port
+    if port and (number is None or not least <= number <= _LAST_PORT):
+        problems.append(
+            f"environment variable MASTER_PORT={port!r}: a port number from {least} to "
+            f"{_LAST_PORT} is needed, the same on all ranks"
+        )
+    return problems
+
+
+def needs_rendezvous(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process, if only this one."""
+    return bool(environ.get("RANK") and environ.get("MASTER_ADDR"))
+
+
+def folder_problems(config: RunConfig) -> Iterator[str]:
+    """Folders of the command line that no file can be written into."""
+    for flag, folder in (
+        ("--save", config.checkpoint.save),
+        ("--tensorboard-dir", config.logging.tensorboard_dir),
+    ):
+        if folder is not None and (reason := _why_not_writable(Path(folder))) is not None:
+            yield f"{flag} {folder}: {reason}; choose another folder, or change its permissions"
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        return str(error.strerror)
+    if not existing.is_dir():
+        return f"{existing} is not a folder"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"this user may not write into {existing}"
+    return None
+
+
+def _whole_number(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
