@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron.training.callbacks.sink_failure import call_each
+
 if TYPE_CHECKING:
     from megatron.training.runtime import Runtime
     from megatron.training.state import StepResult
@@ -54,7 +56,13 @@ class CheckpointEvent:
 
 
 class Callback:
-    """Does something at the marked moments of a run; each hook does nothing by default."""
+    """Does something at the marked moments of a run; each hook does nothing by default.
+
+    ``log_name`` names the log that a callback writes, with its file.  If the place of such a log
+    fails, the callback is switched off instead of ending the run; it may communicate in no hook.
+    """
+
+    log_name: str | None = None
 
     def on_train_start(self, run: Runtime) -> None:
         """Everything is built and loaded; no step has run."""
@@ -89,7 +97,10 @@ class Callback:
 
 
 class CallbackList(Callback):
-    """Calls each callback in order.  An exception in a hook ends the run, as one in the loop."""
+    """Calls each callback in order.
+
+    An exception in a hook ends the run, as one in the loop, unless a log sink has failed.
+    """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self._callbacks = list(callbacks)
@@ -105,41 +116,32 @@ class CallbackList(Callback):
         return len(self._callbacks)
 
     def on_train_start(self, run: Runtime) -> None:
-        for callback in self._callbacks:
-            callback.on_train_start(run)
+        call_each(self._callbacks, lambda callback: callback.on_train_start(run))
 
     def on_step_start(self, run: Runtime) -> None:
-        for callback in self._callbacks:
-            callback.on_step_start(run)
+        call_each(self._callbacks, lambda callback: callback.on_step_start(run))
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
-        for callback in self._callbacks:
-            callback.on_step_end(run, result)
+        call_each(self._callbacks, lambda callback: callback.on_step_end(run, result))
 
     @contextmanager
     def paused(self, run: Runtime, reason: PauseReason) -> Iterator[None]:
         """Around what happens between two steps, so that it does not count as training time."""
-        for callback in self._callbacks:
-            callback.on_pause(run, reason)
+        call_each(self._callbacks, lambda callback: callback.on_pause(run, reason))
         yield
-        for callback in self._callbacks:
-            callback.on_resume(run, reason)
+        call_each(self._callbacks, lambda callback: callback.on_resume(run, reason))
 
     def on_eval_end(self, run: Runtime, result: EvalResult) -> None:
-        for callback in self._callbacks:
-            callback.on_eval_end(run, result)
+        call_each(self._callbacks, lambda callback: callback.on_eval_end(run, result))
 
     def on_checkpoint(self, run: Runtime, event: CheckpointEvent) -> None:
-        for callback in self._callbacks:
-            callback.on_checkpoint(run, event)
+        call_each(self._callbacks, lambda callback: callback.on_checkpoint(run, event))
 
     def on_train_end(self, run: Runtime) -> None:
-        for callback in self._callbacks:
-            callback.on_train_end(run)
+        call_each(self._callbacks, lambda callback: callback.on_train_end(run))
 
     def close(self) -> None:
-        for callback in self._callbacks:
-            callback.close()
+        call_each(self._callbacks, lambda callback: callback.close())
 
     def writers(self) -> Mapping[str, Any]:
         return {name: w for callback in self._callbacks for name, w in callback.writers().items()}

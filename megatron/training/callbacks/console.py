@@ -114,6 +114,8 @@ class ProgressBar(Callback):
     It stands first in the list of callbacks.
     """
 
+    log_name = "progress bar"
+
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._started_at_s = 0.0

@@ -24,7 +24,7 @@ from megatron.training.callbacks.records import SinkList
 from megatron.training.callbacks.straggler import Straggler
 from megatron.training.callbacks.sync import TrainSync
 from megatron.training.callbacks.tensorboard import TensorBoardSink
-from megatron.training.callbacks.wandb import WandbSink
+from megatron.training.callbacks.wandb import WandbSink, wandb_folder
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.printing import ranks_here
 from megatron.training.runtime import Runtime
@@ -85,14 +85,16 @@ def _sinks(run: Runtime) -> SinkList:
     arguments = flat_values(config)
     sinks.open("console output", ConsoleSink)
     if (path := config.logging.metrics_file) is not None:
-        sinks.open("metrics file", lambda: MetricsFileSink(path, state.iteration))
+        sinks.open(f"metrics file {path}", lambda: MetricsFileSink(path, state.iteration))
     if config.logging.tensorboard_dir is not None:
         sinks.open(
-            "tensorboard",
+            f"TensorBoard log {config.logging.tensorboard_dir}",
             lambda: TensorBoardSink(
                 config.logging, arguments, state.iteration, state.consumed_train_samples
             ),
         )
     if config.logging.wandb_project:
-        sinks.open("wandb", lambda: WandbSink(config, arguments))
+        folder = wandb_folder(config)
+        name = f"Weights & Biases run {config.logging.wandb_exp_name} in {folder}"
+        sinks.open(name, lambda: WandbSink(config, arguments))
     return sinks

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.core.optional import available, require
+from megatron.training.callbacks.nvml import Gpu
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +30,13 @@ class EnergyMeter:
     """Adds up the energy of one GPU, except while it is paused."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
-        self._nvml = nvml
-        nvml.nvmlInit()
-        self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        self._used_mj = 0
-        self._since_mj: int | None = None  # the counter when measuring began; None while paused
+        self._gpu = Gpu(nvml, uuid, "--log-energy")
+        self._used_mj = 0.0
+        self._since_mj: float | None = None  # the counter when measuring began; None while paused
 
     def start(self) -> None:
         """Begin to measure."""
-        self._used_mj = 0
+        self._used_mj = 0.0
         self._since_mj = self._counter_mj()
 
     def pause(self) -> None:
@@ -51,11 +50,14 @@ class EnergyMeter:
         self._since_mj = self._counter_mj()
 
     def lap_joules(self) -> float:
-        """Energy of all ranks since the start or the last lap.  Collective over all ranks."""
+        """Energy of all ranks since the start or the last lap.  Collective over all ranks.
+
+        NaN if the counter of any rank cannot be read.
+        """
         self.pause()
         self.resume()
         joules = self._used_mj / 1000.0
-        self._used_mj = 0
+        self._used_mj = 0.0
         if dist.is_initialized() and dist.get_world_size() > 1:
             total = torch.tensor([joules], dtype=torch.float64, device=device.current())
             dist.all_reduce(total)
@@ -63,8 +65,8 @@ class EnergyMeter:
         return joules
 
     def close(self) -> None:
-        """Give NVML back."""
-        self._nvml.nvmlShutdown()
+        """Release NVML."""
+        self._gpu.close()
 
-    def _counter_mj(self) -> int:
-        return int(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
+    def _counter_mj(self) -> float:
+        return float(self._gpu.read("TotalEnergyConsumption"))

@@ -101,6 +101,7 @@ class MemoryHistory(Callback):
     """Writes a snapshot of all allocations at every --log-interval, on the last rank."""
 
     def on_train_start(self, run: Runtime) -> None:
+        self.log_name = f"memory history {run.config.profiling.memory_snapshot_path}"
         device.record_memory_history()
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:

@@ -7,7 +7,6 @@ floating-point operations and tokens of the whole run so far.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.training.callbacks.base import Callback, CheckpointEvent
+from megatron.training.callbacks.sink_failure import SinkFailed
 
 if TYPE_CHECKING:
     from megatron.training.runtime import Runtime
-
-logger = logging.getLogger(__name__)
 
 _DATE = "%Y-%m-%d %H:%M:%S"
 _EVENTS = {
@@ -39,13 +37,13 @@ class SeriesStart:
 
 
 class ProgressLog(Callback):
-    """Stands on rank 0.  A file that cannot be written costs one warning."""
+    """On rank 0."""
 
     def __init__(self, folder: str, world_size: int) -> None:
         self._path = Path(folder) / "progress.txt"
         self._world_size = world_size
         self._flops_at_start = 0.0
-        self._is_off = False
+        self.log_name = f"progress log {self._path}"
 
     def on_train_start(self, run: Runtime) -> None:
         self._flops_at_start = run.state.num_floating_point_operations_so_far
@@ -76,22 +74,17 @@ class ProgressLog(Callback):
         ]
 
     def _series_start(self) -> SeriesStart | None:
-        if self._is_off:
-            return None
-        return series_start(self._path.read_text().splitlines(), self._world_size)
+        try:
+            return series_start(self._path.read_text().splitlines(), self._world_size)
+        except (ValueError, IndexError) as error:  # some line is none of ours
+            raise SinkFailed(f"it holds a damaged line: {error}") from error
 
     def _append(self, *event: str) -> None:
-        if self._is_off:
-            return
         job = os.environ.get("SLURM_JOB_ID", "")
         line = [time.strftime(_DATE), f"Job ID: {job}", f"# GPUs: {self._world_size}", *event]
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write("\t".join(line) + "\n")
-        except OSError as error:
-            self._is_off = True
-            logger.warning("no more %s in this run: %s", self._path, error)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write("\t".join(line) + "\n")
 
 
 def series_start(lines: list[str], world_size: int) -> SeriesStart | None:

@@ -5,14 +5,13 @@ A number stands in a record once; console, TensorBoard, W&B and the metrics file
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-logger = logging.getLogger(__name__)
+from megatron.training.callbacks.sink_failure import SINK_ERRORS, call_each, warn_switched_off
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +48,13 @@ class EvalRecord:
 
 
 class Sink(ABC):
-    """A place that records go to.  ``errors`` are what it may raise when the place fails."""
+    """A place that records go to; raises one of SINK_ERRORS when the place fails.
+
+    ``name`` is how scripts ask for its writer, ``log_name`` what a warning calls it.
+    """
 
     name: str
-    errors: tuple[type[Exception], ...] = (OSError,)
+    log_name: str
 
     @abstractmethod
     def write_step(self, record: StepRecord) -> None:
@@ -73,49 +75,34 @@ class Sink(ABC):
 
 
 class SinkList:
-    """Sinks that cannot end training: one that fails is named in a warning and left out."""
+    """Sinks that cannot end training: one that fails is named in a warning and switched off."""
 
     def __init__(self) -> None:
         self._sinks: list[Sink] = []
 
-    def open(self, name: str, make: Callable[[], Sink]) -> None:
+    def open(self, log_name: str, make: Callable[[], Sink]) -> None:
         """Add the sink that ``make`` opens."""
         try:
-            self._sinks.append(make())
-        except OSError as error:
-            self._warn(name, error)
+            sink = make()
+        except SINK_ERRORS as error:
+            warn_switched_off(log_name, error)
+            return
+        sink.log_name = log_name
+        self._sinks.append(sink)
 
     def write_step(self, record: StepRecord) -> None:
         """Hand a step to every sink."""
-        self._each(lambda sink: sink.write_step(record))
+        call_each(self._sinks, lambda sink: sink.write_step(record))
 
     def write_eval(self, record: EvalRecord) -> None:
         """Hand an evaluation to every sink."""
-        self._each(lambda sink: sink.write_eval(record))
+        call_each(self._sinks, lambda sink: sink.write_eval(record))
 
     def close(self) -> None:
         """Close and forget all sinks."""
-        self._each(lambda sink: sink.close())
+        call_each(self._sinks, lambda sink: sink.close())
         self._sinks.clear()
 
     def writers(self) -> dict[str, Any]:
         """Name to writer, of the sinks that have one."""
         return {sink.name: sink.writer for sink in self._sinks if sink.writer is not None}
-
-    def _each(self, act: Callable[[Sink], None]) -> None:
-        for sink in list(self._sinks):
-            try:
-                act(sink)
-            except sink.errors as error:
-                self._sinks.remove(sink)
-                self._warn(sink.name, error)
-
-    @staticmethod
-    def _warn(name: str, error: Exception) -> None:
-        logger.warning(
-            "no more %s in this run: %s: %s",
-            name,
-            type(error).__name__,
-            error,
-            extra={"all_ranks": True},  # sinks stand on the last rank
-        )

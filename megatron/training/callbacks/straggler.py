@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.core import device, straggler
 from megatron.core.optional import available, require
 from megatron.training.callbacks.base import Callback, PauseReason
+from megatron.training.callbacks.nvml import Gpu
 from megatron.training.flops import FORWARD_AND_BACKWARD, num_floating_point_operations
 from megatron.training.runtime import Runtime
 from megatron.training.state import StepResult
@@ -112,8 +113,10 @@ def report(rows: Sequence[Sequence[float]], count: int) -> list[str]:
     """The lines about all ranks' rows; columns that no rank has are left out."""
     parts = []
     for index, (name, unit, digits) in enumerate(_COLUMNS):
-        by_value = sorted((row[index], rank) for rank, row in enumerate(rows))
-        if not math.isnan(by_value[0][0]):
+        by_value = sorted(
+            (row[index], rank) for rank, row in enumerate(rows) if not math.isnan(row[index])
+        )
+        if by_value:
             parts += [
                 f"{end}{name}/Rnk: {value:.{digits}f}{unit}/{rank}"
                 for end, (value, rank) in (("Mn", by_value[0]), ("Mx", by_value[-1]))
@@ -174,11 +177,10 @@ def gpu_reader() -> Callable[[], Sequence[float]]:
     if not device.is_cuda() or not available("pynvml"):
         return lambda: [math.nan] * len(_OF_THE_GPU)
     nvml: Any = require("pynvml", "--log-straggler")
-    nvml.nvmlInit()
-    gpu = nvml.nvmlDeviceGetHandleByUUID(device.uuid())
+    gpu = Gpu(nvml, device.uuid(), "--log-straggler")
     return lambda: [
-        nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,
-        nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-        nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
-        nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+        gpu.read("PowerUsage") / 1e3,
+        gpu.read("Temperature", nvml.NVML_TEMPERATURE_GPU),
+        getattr(gpu.read("UtilizationRates"), "gpu", math.nan),  # NaN after a failure
+        gpu.read("ClockInfo", nvml.NVML_CLOCK_SM),
     ]

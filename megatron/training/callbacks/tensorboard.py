@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.core.optional import require
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
+from megatron.training.callbacks.sink_failure import SinkFailed
 from megatron.training.config.logging import LoggingConfig
 
 SAMPLES = " vs samples"
@@ -109,16 +110,24 @@ class History:
 
 
 def _events(path: Path) -> Iterator[Any]:
-    """The events of a file, up to a record that is not complete.
+    """The events of a file, up to a record that is not complete.  Raises SinkFailed for damage.
 
     A record is its length (8 bytes), a checksum (4), the event and a checksum (4).
     """
     parse = require("tensorboard.compat.proto.event_pb2", "--tensorboard-dir").Event.FromString
+    damage = require("google.protobuf.message", "--tensorboard-dir").DecodeError
     data = path.read_bytes()
     start = 0
     while start + 16 <= len(data):
         (length,) = struct.unpack_from("<Q", data, start)
         if start + 16 + length > len(data):
             return
-        yield parse(data[start + 12 : start + 12 + length])
+        try:
+            event = parse(data[start + 12 : start + 12 + length])
+        except damage as error:
+            raise SinkFailed(
+                f"{path} is damaged at byte {start} ({error}); move it away, so that the next run "
+                "can log into this folder"
+            ) from error
+        yield event
         start += 16 + length

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.core.optional import require
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
+from megatron.training.callbacks.sink_failure import SinkFailed
 from megatron.training.config.run import RunConfig
 
 
@@ -19,15 +21,15 @@ class WandbSink(Sink):
     def __init__(self, config: RunConfig, arguments: Mapping[str, Any]) -> None:
         logging = config.logging
         self._wandb = require("wandb", "--wandb-project")
-        self.errors = (OSError, self._wandb.Error)
-        folder = logging.wandb_save_dir or os.path.join(config.checkpoint.save or ".", "wandb")
+        folder = wandb_folder(config)
         os.makedirs(folder, exist_ok=True)
-        self._wandb.init(
-            dir=folder,
-            name=logging.wandb_exp_name,
-            project=logging.wandb_project,
-            config=dict(arguments),
-        )
+        with _errors_of_wandb():
+            self._wandb.init(
+                dir=folder,
+                name=logging.wandb_exp_name,
+                project=logging.wandb_project,
+                config=dict(arguments),
+            )
 
     @property
     def writer(self) -> Any:
@@ -37,13 +39,30 @@ class WandbSink(Sink):
         values: dict[str, float] = {**record.values, **record.losses}
         if values:
             values["samples vs steps"] = record.consumed_samples
-            self._wandb.log(values, record.iteration)
+            with _errors_of_wandb():
+                self._wandb.log(values, record.iteration)
 
     def write_eval(self, record: EvalRecord) -> None:
         tags = {key: f"{key} {record.split}{record.suffix}" for key in record.losses}
         values = {tags[key]: loss for key, loss in record.losses.items()}
         values |= {f"{tags[key]} ppl": ppl for key, ppl in record.perplexities.items()}
-        self._wandb.log(values, record.iteration)
+        with _errors_of_wandb():
+            self._wandb.log(values, record.iteration)
 
     def close(self) -> None:
-        self._wandb.finish()
+        with _errors_of_wandb():
+            self._wandb.finish()
+
+
+def wandb_folder(config: RunConfig) -> str:
+    """Where wandb keeps its files on this host."""
+    return config.logging.wandb_save_dir or os.path.join(config.checkpoint.save or ".", "wandb")
+
+
+@contextlib.contextmanager
+def _errors_of_wandb() -> Iterator[None]:
+    """Raise SinkFailed for what wandb raises: its exceptions have no common base class."""
+    try:
+        yield
+    except Exception as error:
+        raise SinkFailed(f"{type(error).__name__}: {error}") from error

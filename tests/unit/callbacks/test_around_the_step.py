@@ -16,7 +16,7 @@ from megatron.core import device
 from megatron.training.callbacks import energy as energy_module
 from megatron.training.callbacks import exit as exit_module
 from megatron.training.callbacks import progress_log as progress_module
-from megatron.training.callbacks.base import CheckpointEvent
+from megatron.training.callbacks.base import CallbackList, CheckpointEvent
 from megatron.training.callbacks.energy import EnergyMeter, energy_meter
 from megatron.training.callbacks.exit import ExitConditions, minutes_over_limit
 from megatron.training.callbacks.gc import ManualGC
@@ -253,15 +253,17 @@ def test_a_progress_log_that_cannot_be_written_costs_one_warning(
 ) -> None:
     (tmp_path / "save").write_text("a file stands where the folder should")
     log = ProgressLog(str(tmp_path / "save"), world_size=1)
-    run = fake_run()
+    run, callbacks = fake_run(), CallbackList([log])
     with caplog.at_level(logging.WARNING):
-        train(run, log)
-        log.on_checkpoint(run, CheckpointEvent(kind="saved", iteration=10))
+        train(run, callbacks)
+        callbacks.on_checkpoint(run, CheckpointEvent(kind="saved", iteration=10))
     assert len([r for r in caplog.records if "progress.txt" in r.getMessage()]) == 1
 
 
 class FakeNvml:
     """A GPU that has used as many millijoules as ``counter`` says."""
+
+    NVMLError = RuntimeError
 
     def __init__(self) -> None:
         self.counter = 1000

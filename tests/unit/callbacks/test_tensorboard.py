@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from tensorboard.summary.writer import event_file_writer
+from tensorboard.summary.writer.event_file_writer import AtomicCounter
+
 from megatron.training.callbacks.records import StepRecord
 from megatron.training.callbacks.tensorboard import History, TensorBoardSink
 from tests.unit.callbacks.helpers import run_config
 from tests.unit.callbacks.test_metrics import scalars
+
+
+@pytest.fixture(autouse=True)
+def files_of_one_second_sort_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads files in the order of their names, which end in a count: 10 before 9."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", AtomicCounter(0))
 
 
 def log_steps(folder: Path, first: int, last: int, loss: float) -> None:
