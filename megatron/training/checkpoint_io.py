@@ -10,8 +10,14 @@ from typing import Any
 
 from torch.distributed import Store
 
-from megatron.core.dist_checkpointing.background import BackgroundSave, finish_apart
+from megatron.core.dist_checkpointing.background import (
+    BackgroundSave,
+    Worker,
+    finish_apart,
+    start_in_thread,
+)
 from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.serialization import Saved, SaveFailed
 from megatron.core.faults import fault_point
 from megatron.training.arguments.config_file import write_config
@@ -98,10 +104,16 @@ def _save(
     }
     if is_local:
         return save_local_run(config, parts, counters, **more)
+    if config.ckpt_assume_constant_structure:
+        run.save_plan = more["plan"] = run.save_plan or SavePlan()
     if not in_background:
         return save_run(config, parts, counters, **more)
     begun = begin_save(config, parts, counters, **more)
-    run.pending_save = BackgroundSave(begun, run.snapshot_memory, run.groups.world)
+    start = start_in_thread
+    if config.use_persistent_ckpt_worker:
+        run.checkpoint_worker = run.checkpoint_worker or Worker()
+        start = run.checkpoint_worker.start
+    run.pending_save = BackgroundSave(begun, run.snapshot_memory, run.groups.world, start)
     print_rank_0(
         f"  scheduled an async checkpoint save at iteration {begun.iteration:7d} to {config.save}"
     )

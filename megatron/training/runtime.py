@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.dist_checkpointing.background import BackgroundSave
+from megatron.core.dist_checkpointing.background import BackgroundSave, Worker
+from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.pipeline_parallel.plan import Placement
@@ -50,6 +51,8 @@ class Runtime:
     saved_at: int | None = None  # iteration of the newest checkpoint of this run
     pending_save: BackgroundSave | None = None  # with --async-save
     snapshot_memory: HostBuffer = field(default_factory=HostBuffer)
+    checkpoint_worker: Worker | None = None  # with --use-persistent-ckpt-worker
+    save_plan: SavePlan | None = None  # with --ckpt-assume-constant-structure
     failed_saves: int = 0  # in a row
     train_iters: int = 0  # derived from --train-samples where that is given
 

@@ -13,6 +13,7 @@ import torch
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.background import BackgroundSave
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
@@ -73,6 +74,48 @@ def test_each_byte_is_written_once_and_the_replicas_share_the_work(tmp_path):
         by_file[piece.file] = by_file.get(piece.file, 0) + piece.num_bytes
     assert sorted(by_file) == [f"__{rank}_0.safetensors" for rank in range(4)]
     assert max(by_file.values()) < 2 * min(by_file.values())
+
+
+def load_once_for_all(rank, world_size, root, damaged_on):
+    """Load by one read for all replicas: bytes this rank has read, or the error."""
+    parts = parts_of_layout(world_size, 2, seed=9)
+    num_read = 0
+    read_box = CheckpointReader.read_box
+
+    def counted(reader, key, offset, out):
+        nonlocal num_read
+        if rank == damaged_on:
+            raise CheckpointDamaged(f"{key} is damaged")
+        num_read += out.numel() * out.element_size()
+        read_box(reader, key, offset, out)
+
+    with mock.patch.object(CheckpointReader, "read_box", counted):
+        try:
+            load_run(options(root, ckpt_fully_parallel_load=True), parts)
+        except CheckpointError as error:
+            return str(error)
+    trained = parts_of_layout(world_size, 2)
+    advance(trained, 3)
+    assert_equal(values(parts), values(trained))
+    return num_read
+
+
+@pytest.mark.feature("Checkpoints: replicas read each shard once and broadcast it")
+def test_replicas_can_read_each_byte_once_between_them(tmp_path):
+    run_ranks(save_after, 4, tmp_path, 2, 3)
+    num_read = run_ranks(load_once_for_all, 4, tmp_path, None)
+    with CheckpointReader(tmp_path / "iter_0000003") as reader:
+        stored = sum(p.num_bytes for t in reader.tensors.values() for p in t.pieces)
+    duplicates = sum(num_read) - stored  # read by every tensor-parallel rank that holds them
+    assert 0 <= duplicates < stored / 10
+    assert max(num_read) < 2 * min(num_read)
+
+
+def test_a_rank_that_cannot_read_its_share_stops_the_load_everywhere(tmp_path):
+    run_ranks(save_after, 4, tmp_path, 2, 3)
+    messages = run_ranks(load_once_for_all, 4, tmp_path, 3)
+    assert len(set(messages)) == 1
+    assert "is damaged" in messages[0]
 
 
 def save_in_background(config, parts, iteration):

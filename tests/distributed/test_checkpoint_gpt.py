@@ -34,6 +34,8 @@ LAYOUTS = [  # ranks, tensor parallel and other flags; one loaded from the other
     (2, "1 --pipeline-model-parallel-size 2"),
     (4, f"1 {ZERO} {INSTANCES}"),
     (4, f"1 --pipeline-model-parallel-size 2 {ZERO}"),
+    (4, "2 --ckpt-fully-parallel-load"),
+    (4, f"1 {ZERO} --ckpt-fully-parallel-load"),
     (2, f"1 {SHARD} optim_grads_params --init-model-with-meta-device"),
     (4, f"1 {SHARD} optim_grads {INSTANCES} --enable-full-sharding-in-hsdp"),
     (4, "2 --use-torch-fsdp2"),

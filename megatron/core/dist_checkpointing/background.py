@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -37,23 +38,66 @@ from megatron.core.dist_checkpointing.serialization import (
 )
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
 
+Start = Callable[[Callable[[], None]], None]  # makes a call in another thread
 _APART = "finish_apart"  # / rank, and / verdict
 _BEAT_S = 1.0  # a rank that is still at it says so this often
 _PATIENCE_S = 30.0  # for the other ranks, once nobody says so any more
 _WRITING_S = 600.0  # a disk that hangs does not keep a failed run alive
 
 
-class _Task(threading.Thread):
-    """A call in a thread, which does not keep a process alive that wants to end."""
+class Worker:
+    """One thread for all saves; a call that raises ends it, and another takes its place.
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        super().__init__(name="checkpoint", daemon=True)
-        self._call = call
+    It does not keep the process alive.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        start_in_thread(self._serve)
+
+    def start(self, call: Callable[[], None]) -> None:
+        """Let the thread make ``call`` after those before it."""
+        self._calls.put(call)
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                call = self._calls.get()
+                call()
+                del call  # it holds the tensors of a save
+        finally:  # the call has raised, which its save notices; the next ones need a thread
+            start_in_thread(self._serve)
+
+
+def start_in_thread(call: Callable[[], None]) -> None:
+    """Make ``call`` in a thread of its own, which does not keep the process alive."""
+    threading.Thread(target=call, name="checkpoint", daemon=True).start()
+
+
+class _Task:
+    """A call in another thread."""
+
+    def __init__(self, call: Callable[[], Any], start: Start) -> None:
+        self._call: Callable[[], Any] | None = call
         self._results: list[Any] = []
-        self.start()
+        self._done = threading.Event()
+        start(self._run)
 
-    def run(self) -> None:
-        self._results.append(self._call())
+    def _run(self) -> None:
+        assert self._call is not None
+        try:
+            self._results.append(self._call())
+        finally:
+            self._call = None
+            self._done.set()
+
+    def is_alive(self) -> bool:
+        """Whether the call has not returned yet."""
+        return not self._done.is_set()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the call has returned."""
+        self._done.wait(timeout_s)
 
     def result(self, beat: Callable[[], object] | None = None) -> Any:
         """What the call returned; waits for it.
@@ -75,16 +119,24 @@ class BackgroundSave:
     """Starts to copy what ``begun`` is to write into ``buffer``, and then to write it.
 
     Every rank makes one, and calls its methods in the same order.  ``buffer`` is in use until the
-    save is over.  ``waited_s``: how long `wait_for_copies` has held up training.
+    save is over.  ``waited_s``: how long `wait_for_copies` has held up training.  ``start``: by
+    default a thread for each call, else that of a `Worker`.
     """
 
-    def __init__(self, begun: Begun, buffer: HostBuffer, group: ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        begun: Begun,
+        buffer: HostBuffer,
+        group: ProcessGroup | None,
+        start: Start = start_in_thread,
+    ) -> None:
         self.iteration = begun.iteration
+        self._start = start
         self.waited_s = 0.0
         self._begun = detach(begun)
         self._group = group
         self._copied = threading.Event()
-        self._writing = _Task(partial(self._copy_and_write, buffer, device.side_stream()))
+        self._writing = _Task(partial(self._copy_and_write, buffer, device.side_stream()), start)
         self._publishing: _Task | None = None
 
     def wait_for_copies(self) -> None:
@@ -104,7 +156,9 @@ class BackgroundSave:
         if self._publishing is not None:
             return conclude(self._begun, self._publishing.result(), self._group)
         reports = gather_json(self._writing.result(), self._group)
-        self._publishing = _Task(lambda: None if reports is None else publish(self._begun, reports))
+        self._publishing = _Task(
+            lambda: None if reports is None else publish(self._begun, reports), self._start
+        )
         return None
 
     def wait(self) -> Saved:
@@ -127,7 +181,7 @@ class BackgroundSave:
         if self._publishing is None:
             absent = not_written(RuntimeError("it had no such save"))
             told = [report or absent for report in reports()]
-            self._publishing = _Task(partial(publish, self._begun, told))
+            self._publishing = _Task(partial(publish, self._begun, told), self._start)
         verdict: dict[str, Any] = self._publishing.result(beat)
         return verdict
 

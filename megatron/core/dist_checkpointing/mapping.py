@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron.core.param_info import ParamInfo
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -197,8 +198,14 @@ def replica_of(info: ParamInfo, groups: ProcessGroupCollection) -> Replica | Non
         return None
     if info.part is not None:
         return Replica(info.part.copy, info.part.num_copies, "part")
-    group = groups.expt_dp if info.is_expert else groups.dp_cp
-    return Replica(group.rank(), group.size(), "expt_dp" if info.is_expert else "dp_cp")
+    among = "expt_dp" if info.is_expert else "dp_cp"
+    group = replica_groups(groups)[among]
+    return Replica(group.rank(), group.size(), among)
+
+
+def replica_groups(groups: ProcessGroupCollection) -> dict[str, ProcessGroup]:
+    """Groups whose ranks hold the same pieces of a parameter, by `Replica.among`."""
+    return {"dp_cp": groups.dp_cp, "expt_dp": groups.expt_dp}
 
 
 def weights_then_state(tensors: Iterable[ShardedTensor]) -> tuple[list[ShardedTensor], ...]:
@@ -212,24 +219,53 @@ def weights_then_state(tensors: Iterable[ShardedTensor]) -> tuple[list[ShardedTe
 
 
 def to_write(tensors: Iterable[ShardedTensor], share_work: bool = True) -> list[ShardedTensor]:
-    """The records this rank writes: each held by one writer, none twice.
+    """Return the records that this rank writes: each has one writer.
 
-    With ``share_work`` the replicas take turns, largest tensors first, each time the replica that
-    has the fewest bytes; all of them compute the same, so nothing is said.  Else replica 0 writes.
+    ``share_work``: balance the bytes over the replicas (`assigned`).  Else replica 0 writes.
+    """
+    if share_work:
+        mine = [t for t, replica, owner in assigned(tensors) if owner == replica.index]
+    else:
+        mine = [t for t in tensors if t.replica is not None and t.replica.index == 0]
+    return sorted(mine, key=lambda t: t.key)
+
+
+class SavePlan:
+    """Which of its records a rank writes, computed once for saves of the same structure.
+
+    The structure is the keys in their order; where another one comes, the plan is made anew.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[str] = []
+        self._written: list[int] = []
+
+    def to_write(
+        self, tensors: Sequence[ShardedTensor], share_work: bool = True
+    ) -> list[ShardedTensor]:
+        """As `to_write`."""
+        keys = [tensor.key for tensor in tensors]
+        if keys != self._keys:
+            number = {id(tensor): i for i, tensor in enumerate(tensors)}
+            self._written = [number[id(tensor)] for tensor in to_write(tensors, share_work)]
+            self._keys = keys
+        return [tensors[i] for i in self._written]
+
+
+def assigned(tensors: Iterable[ShardedTensor]) -> Iterator[tuple[ShardedTensor, Replica, int]]:
+    """Yield each record with its replica and the index of the replica that reads or writes it.
+
+    Largest tensors first, each to the replica that has the fewest bytes.  All replicas compute
+    the same assignment in the same order, without communication.
     """
     loads: dict[tuple[str, int], list[int]] = {}
-    mine: list[ShardedTensor] = []
-    ordered = sorted(tensors, key=lambda t: (-t.num_bytes, t.key)) if share_work else tensors
-    for tensor in ordered:
-        if tensor.replica is None:
+    for tensor in sorted(tensors, key=lambda t: (-t.num_bytes, t.key)):
+        if (replica := tensor.replica) is None:
             continue
-        replica = tensor.replica
         load = loads.setdefault((replica.among, replica.count), [0] * replica.count)
-        writer = load.index(min(load)) if share_work else 0
-        load[writer] += tensor.num_bytes
-        if writer == replica.index:
-            mine.append(tensor)
-    return sorted(mine, key=lambda t: t.key)
+        owner = load.index(min(load))
+        load[owner] += tensor.num_bytes
+        yield tensor, replica, owner
 
 
 def _check_shape(key: str, info: ParamInfo, local_shape: tuple[int, ...]) -> None:

@@ -34,8 +34,14 @@ from megatron.core.dist_checkpointing.manifest import (
     CheckpointDamaged,
     FileEntry,
 )
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write, weights_then_state
+from megatron.core.dist_checkpointing.mapping import (
+    SavePlan,
+    ShardedTensor,
+    to_write,
+    weights_then_state,
+)
 from megatron.core.dist_checkpointing.reader import CheckpointReader, mismatch
+from megatron.core.dist_checkpointing.shared_load import fill_shared
 from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.dist_checkpointing.validation import (
     Differences,
@@ -117,14 +123,17 @@ def begin(
     share_work: bool = True,
     format: Format = SAFETENSORS_DIST,
     retention: Retention = KEEP_ALL,
+    plan: SavePlan | None = None,
 ) -> Begun:
     """Let rank 0 check the space and make the folder.  Collective over ``group``.
 
     ``group`` spans all ranks, None is a world of one.  ``share_work``: data-parallel replicas
     share the writing.  Older checkpoints are deleted as ``retention`` says, when this one is
-    published.  Raises SaveFailed on every rank if it cannot.
+    published.  ``plan`` is kept from one save to the next.  Raises SaveFailed on every rank if it
+    cannot.
     """
-    mine = to_write(contents.tensors, share_work)
+    choose = to_write if plan is None else plan.to_write
+    mine = choose(contents.tensors, share_work)
     sizes = gather_json(sum(tensor.num_bytes for tensor in mine), group)
     pending: commit.Pending | None = None
     answer: dict[str, Any] = {}
@@ -270,11 +279,13 @@ def load(
     strictness: str = "raise_all",
     leave_out: tuple[str, ...] = (),
     cast: bool = False,
+    replica_groups: Mapping[str, ProcessGroup] | None = None,
 ) -> Differences:
     """Fill the views of ``wanted`` from the checkpoint in ``folder``, from whatever layout.
 
     Collective over ``group``, which spans all ranks; None is a world of one.  Keys that begin with
     a prefix in ``leave_out`` may be in the checkpoint unused.  ``cast`` allows another dtype.
+    ``replica_groups``: see `fill_shared`; without them each rank reads all that it needs.
     Raises on every rank alike: CheckpointDamaged for files that are not what was written,
     CheckpointError for tensors that do not fit.  After an error in reading, ``wanted`` is filled
     in part.
@@ -284,7 +295,9 @@ def load(
     agreed = _agree(folder, plan, group, strictness, leave_out)
     assert reader is not None
     with reader:
-        all_or_none(partial(fill, wanted, reader, cast=cast), folder, group)
+        read = partial(fill, reader=reader, cast=cast)
+        groups = replica_groups or {}
+        all_or_none(partial(fill_shared, wanted, reader, groups, read), folder, group)
     return agreed
 
 

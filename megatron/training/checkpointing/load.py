@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.local import part_root
 from megatron.core.dist_checkpointing.local_load import find_local, load_local
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, replica_groups
 from megatron.core.dist_checkpointing.serialization import all_or_none, load
 from megatron.core.dist_checkpointing.validation import Differences
 from megatron.training.checkpointing.checkpoint_args import check_kind
@@ -279,6 +279,7 @@ def _load_folder(
         strictness=config.dist_ckpt_strictness,
         leave_out=() if wanted.optimizer else (OPTIMIZER_PREFIX,),
         cast=bool(config.load_main_params_from_ckpt),
+        replica_groups=replica_groups(parts.groups) if config.ckpt_fully_parallel_load else None,
     )
     if config.moe_use_upcycling:
         settle(parts.model_chunks, parts.model_chunks[0].config, config.moe_upcycling_granularity)

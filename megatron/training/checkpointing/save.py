@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.folders import Retention
 from megatron.core.dist_checkpointing.format import INCREMENTAL
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.local import Replication, save_local
+from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.serialization import Begun, Contents, Saved, begin, finish
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing.rng_state import rng_state
@@ -33,14 +34,16 @@ def save_run(
     *,
     asked: Mapping[str, Any],
     write_config: Callable[[Path], object] | None = None,
+    plan: SavePlan | None = None,
 ) -> Saved:
     """Publish a checkpoint of ``counters["iteration"]`` in ``--save``.  Collective over all ranks.
 
     ``counters`` comes back from `load_run`; ``asked`` is the parsed command line, and
     ``write_config(path)`` writes the resolved one.  Raises SaveFailed on every rank if any rank
     fails: then nothing was published, earlier checkpoints are whole, and training may go on.
+    ``plan``: kept from save to save where the tensors stay the same.
     """
-    begun = begin_save(config, parts, counters, asked=asked, write_config=write_config)
+    begun = begin_save(config, parts, counters, asked=asked, write_config=write_config, plan=plan)
     saved = finish(begun, parts.groups.world)
     tell_saved(parts.groups, saved)
     return saved
@@ -53,6 +56,7 @@ def begin_save(
     *,
     asked: Mapping[str, Any],
     write_config: Callable[[Path], object] | None = None,
+    plan: SavePlan | None = None,
 ) -> Begun:
     """The first part of `save_run`: what is to be written, and a folder for it.  Collective."""
     root, iteration = _announce(config, counters)
@@ -64,6 +68,7 @@ def begin_save(
         share_work=config.ckpt_fully_parallel_save,
         format=INCREMENTAL if config.ckpt_incremental else FORMATS[config.ckpt_format],
         retention=Retention(config.keep_last_checkpoints, config.save_retain_interval),
+        plan=plan,
     )
 
 

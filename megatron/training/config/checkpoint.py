@@ -97,8 +97,7 @@ class CheckpointConfig:
     )
     use_persistent_ckpt_worker: bool = _ckpt(
         False,
-        "Keep the background writer alive between checkpoints.",
-        ignored="the background writer is a thread, which costs nothing to start",
+        "With --async-save, let one thread write all checkpoints instead of a new one each time.",
     )
     auto_detect_ckpt_format: bool = _ckpt(
         False, "Find out the format of the checkpoint that is loaded.", ignored=states.ALWAYS_SO
@@ -134,13 +133,11 @@ class CheckpointConfig:
     )
     ckpt_fully_parallel_load: bool = _ckpt(
         False,
-        "Let each replica read a part and exchange it.",
-        ignored="every rank reads just what it needs",
+        "Read what several data-parallel ranks hold alike once, and broadcast it to the others.",
     )
     ckpt_assume_constant_structure: bool = _ckpt(
         False,
-        "Keep the plan of a save for the next one.",
-        ignored="planning a save takes no time worth keeping",
+        "Compute once, at the first save, which rank writes which tensor.",
     )
     dist_ckpt_strictness: str = _ckpt(
         "assume_ok_unexpected",

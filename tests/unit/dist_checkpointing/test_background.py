@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 from unittest.mock import MagicMock
 
 import pytest
@@ -12,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import device
-from megatron.core.dist_checkpointing import background, commit, serialization
-from megatron.core.dist_checkpointing.background import BackgroundSave, finish_apart
+from megatron.core.dist_checkpointing import background, commit, mapping, serialization
+from megatron.core.dist_checkpointing.background import BackgroundSave, Worker, finish_apart
 from megatron.core.dist_checkpointing.folders import choose
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST
 from megatron.core.dist_checkpointing.manifest import MANIFEST
-from megatron.core.dist_checkpointing.mapping import from_param
+from megatron.core.dist_checkpointing.mapping import SavePlan, from_param, to_write
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
 from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
@@ -192,3 +193,42 @@ def test_ranks_wait_for_one_that_says_that_it_still_writes(tmp_path, monkeypatch
     waiting.join()
     assert saved is not None
     assert found[0]["folder"] == str(saved.folder)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_one_worker_writes_all_saves_and_goes_on_after_one_that_fails(tmp_path):
+    worker, threads = Worker(), []
+
+    def noting(*args, **kwargs):
+        threads.append(threading.current_thread())
+        if len(threads) == 3:
+            raise AssertionError("no checkpoint")
+        return SAFETENSORS_DIST.write_rank_files(*args, **kwargs)
+
+    noted = replace(SAFETENSORS_DIST, write_rank_files=noting)
+    for iteration in (1, 2, 3, 4):
+        begun = serialization.begin(tmp_path, iteration, contents(3)[0], None, format=noted)
+        saving = BackgroundSave(begun, HostBuffer(), None, worker.start)
+        if iteration == 3:
+            with pytest.raises(AssertionError, match="the thread that saves has failed"):
+                saving.wait()
+        else:
+            assert saving.wait().iteration == iteration
+    assert threads[0] is threads[1] is threads[2] is not threading.main_thread()
+    assert threads[3] is not threads[2]
+
+
+def test_a_plan_is_computed_again_only_for_another_structure(tmp_path):
+    made, _ = contents(3)
+    plan, planned = SavePlan(), []
+
+    def counting(tensors, share_work):
+        planned.append(len(tensors))
+        return to_write(tensors, share_work)
+
+    fewer = replace(made, tensors=made.tensors[:-1])
+    with mock.patch.object(mapping, "to_write", counting):
+        for iteration, chosen in enumerate((made, made, fewer, made), 1):
+            begun = serialization.begin(tmp_path, iteration, chosen, None, plan=plan)
+            assert begun.tensors == to_write(chosen.tensors)
+    assert planned == [len(made.tensors), len(fewer.tensors), len(made.tensors)]
