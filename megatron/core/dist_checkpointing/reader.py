@@ -34,10 +34,10 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.safetensors_file import (
-    DTYPE_NAMES,
     DTYPES,
     LENGTH_BYTES,
     bytes_of,
+    parse_header,
 )
 
 Box = tuple[slice, ...]
@@ -94,7 +94,7 @@ class CheckpointReader:
             ) from None
         self._verify = verify
         self._files: dict[str, int] = {}
-        self._held: dict[tuple[str, int], tuple[str, list[int]]] = {}
+        self._held: dict[tuple[str, int], tuple[torch.dtype, tuple[int, ...]]] = {}
         self._opening = threading.Lock()
 
     def common(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class CheckpointReader:
         self._open(piece.file)
         num_blocks = -(-piece.num_bytes // self._block_bytes)
         if (
-            self._held.get((piece.file, piece.start)) != (DTYPE_NAMES[dtype], list(piece.shape))
+            self._held.get((piece.file, piece.start)) != (dtype, piece.shape)
             or piece.num_bytes != prod(piece.shape) * dtype.itemsize
             or len(piece.crc32) != num_blocks
         ):
@@ -247,11 +247,11 @@ class CheckpointReader:
         """Descriptor of a data file, whose size and header are checked the first time."""
         with self._opening:
             if name not in self._files:
-                header = read_checked(self.folder, name, self.manifest)
-                for tensor, held in json.loads(header[LENGTH_BYTES:]).items():
-                    if tensor != "__metadata__":
-                        start = len(header) + held["data_offsets"][0]
-                        self._held[name, start] = held["dtype"], held["shape"]
+                data = read_checked(self.folder, name, self.manifest)
+                rest = self.manifest.files[name].num_bytes - len(data)
+                held = parse_header(self.folder / name, data[LENGTH_BYTES:], rest)
+                for tensor in held.values():
+                    self._held[name, tensor.start] = tensor.dtype, tensor.shape
                 self._files[name] = os.open(self.folder / name, os.O_RDONLY)
             return self._files[name]
 

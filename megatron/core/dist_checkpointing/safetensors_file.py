@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import crc32
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, crc32
 from megatron.core.faults import fault_point, flipped
 
 BLOCK_BYTES = 4 << 20
@@ -116,17 +116,103 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file: tensor name -> dtype, shape, data_offsets."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if length > _MAX_HEADER_BYTES:
-            raise CheckpointError(f"{path} is no safetensors file: its header would be {length} B")
-        try:
-            header: dict[str, Any] = json.loads(file.read(length))
-        except ValueError:
-            raise CheckpointError(f"{path} is no safetensors file: its header is no JSON") from None
-    return header
+@dataclass(frozen=True)
+class Held:
+    """A tensor as the header of its file describes it; ``start``: bytes from the file's begin."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+def read_header(path: Path) -> dict[str, Held]:
+    """The tensors of a safetensors file by name, from its header and its size.
+
+    Raises CheckpointError where the file cannot be read or is not one.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if length > min(_MAX_HEADER_BYTES, max(0, size - LENGTH_BYTES)):
+                raise CheckpointDamaged(
+                    f"{path} is no safetensors file: its header would be {length} B and it has "
+                    f"{size} B"
+                )
+            header = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    return parse_header(path, header, size - LENGTH_BYTES - length)
+
+
+def parse_header(path: Path, header: bytes, data_bytes: int) -> dict[str, Held]:
+    """The tensors that ``header``, the JSON of file ``path``, describes in ``data_bytes`` of data.
+
+    Raises CheckpointDamaged unless they lie end to end and fill the data, each with the bytes that
+    its shape takes; CheckpointError for a dtype that torch does not have.
+    """
+    entries = json_object(header, f"{path} is no safetensors file: its header")
+    entries.pop("__metadata__", None)
+    begin = LENGTH_BYTES + len(header)
+    held = {name: _held(path, name, entry, begin) for name, entry in entries.items()}
+    end = begin
+    # An empty tensor has no bytes to lie anywhere but at the end of another.
+    for name, tensor in sorted(held.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if tensor.start != end:
+            kind = "overlap" if tensor.start < end else "leave a hole before"
+            raise CheckpointDamaged(f"{path} is damaged: its tensors {kind} {name}")
+        end += tensor.num_bytes
+    if end != begin + data_bytes:
+        raise CheckpointDamaged(
+            f"{path} is damaged: it has {begin + data_bytes} B, its tensors take {end} B"
+        )
+    return held
+
+
+def _held(path: Path, name: str, entry: Any, begin: int) -> Held:
+    told = entry if isinstance(entry, dict) else {}
+    kind, sizes, offsets = (told.get(field) for field in ("dtype", "shape", "data_offsets"))
+    if not isinstance(kind, str) or not _are_counts(sizes) or not _are_counts(offsets):
+        raise CheckpointDamaged(f"{path} is damaged: its header does not describe {name}")
+    dtype = DTYPES.get(kind)
+    if dtype is None:
+        raise CheckpointError(f"{path}: {name} has dtype {kind}, which torch lacks")
+    low, high = offsets if len(offsets) == 2 else (1, 0)
+    if high - low != prod(sizes) * dtype.itemsize:
+        raise CheckpointDamaged(
+            f"{path} is damaged: {name} has {high - low} B for {kind} {list(sizes)}"
+        )
+    return Held(dtype, tuple(sizes), begin + low, high - low)
+
+
+def json_object(data: bytes, what: str) -> dict[str, Any]:
+    """The JSON object in ``data``, no key of it twice.
+
+    Raises CheckpointDamaged, whose message begins with ``what``, for anything else.
+    """
+    try:
+        found = json.loads(data, object_pairs_hook=_without_repeats)
+    except RecursionError:
+        raise CheckpointDamaged(f"{what} is nested too deeply") from None
+    except ValueError as error:  # no JSON, no UTF-8, or a key that comes twice
+        raise CheckpointDamaged(f"{what} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise CheckpointDamaged(f"{what} is a {type(found).__name__}, not a JSON object")
+    return found
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {max(names, key=names.count)} twice")
+    return out
+
+
+def _are_counts(values: Any) -> TypeGuard[list[int]]:
+    """Whether it is a list of integers from 0 to 2**63 - 1."""
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
 
 def _layout(tensors: Sequence[LazyTensor], metadata: dict[str, str]) -> tuple[bytes, list[int]]:

@@ -66,6 +66,16 @@ class Family:
 
     def shape(self, config: Config) -> ModelShape:
         """The model that config.json describes.  Raises CheckpointError for what is not here."""
+        try:
+            return self._shape(config)
+        except KeyError as error:
+            raise CheckpointError(f"config.json has no {error.args[0]}") from None
+        except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
+            raise CheckpointError(
+                f"config.json does not describe a {self.architecture}: {error}"
+            ) from None
+
+    def _shape(self, config: Config) -> ModelShape:
         values = dict(self.always)
         for each in self.fields:
             values |= each.read(config)

@@ -54,7 +54,9 @@ def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:
     Raises CheckpointError unless each of theirs is used once, and every one of ours comes whole.
     """
     family = family_of(config)
-    shape = _as_stored(family.shape(config), family, weights)
+    shape = family.shape(config)
+    _check_counts(shape, weights)
+    shape = _as_stored(shape, family, weights)
     left = unstacked(plain_numbers(_respelled(weights, family), config), family.stacked)
     tensors: dict[str, LazyTensor] = {}
     fresh: list[str] = []
@@ -81,6 +83,22 @@ def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:
             f"config.json: {', '.join(unused[:3])}"
         )
     return HFModel(family, config, shape, tensors, tuple(fresh))
+
+
+def _check_counts(shape: ModelShape, weights: Mapping[str, LazyTensor]) -> None:
+    """Raise CheckpointError for more layers or experts than there can be, before naming each."""
+    rows = max((tensor.shape[0] for tensor in weights.values() if tensor.shape), default=0)
+    for what, count, most in (
+        ("layers", shape.num_layers, len(weights)),
+        ("decoder layers", shape.decoder_num_layers or 0, len(weights)),
+        ("layers that predict ahead", shape.mtp_num_layers or 0, max(len(weights), 1)),
+        ("experts", shape.num_experts or 0, max(len(weights), rows)),
+    ):
+        if count > most:
+            raise CheckpointError(
+                f"config.json asks for {count} {what}, and the weights are {len(weights)} tensors: "
+                "a file is missing, or config.json is of another model"
+            )
 
 
 def _respelled(weights: Mapping[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
@@ -126,6 +144,13 @@ def _joined(
         has = ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
         raise CheckpointError(f"{has}: config.json asks for {list(size)} in {name}")
     dtype = dtypes.pop()
+    ours = torch.empty(size, dtype=dtype, device=torch.device("meta"))
+    for part, wanted in zip(parts, rule.to_theirs(ours, shape), strict=True):
+        if part.shape != wanted.shape:
+            raise CheckpointError(
+                f"{part.name} has shape {list(part.shape)}: config.json asks for "
+                f"{list(wanted.shape)}"
+            )
     make = partial(_made_of, parts, rule, shape)
     if rule.is_plain and len(parts) > 1:
         make = partial(_one_behind_the_other, parts, dtype, size)

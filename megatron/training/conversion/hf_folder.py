@@ -11,7 +11,8 @@ import os
 import pickle
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -24,33 +25,44 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.device import CPU
 from megatron.core.dist_checkpointing.manifest import adopt_file, fsync_folder, write_text
 from megatron.core.dist_checkpointing.safetensors_file import (
-    DTYPES,
     LazyTensor,
     bytes_of,
+    json_object,
     read_header,
     write_file,
 )
+from megatron.core.file_names import path_inside
+from megatron.training.conversion.config_values import check_values
 from megatron.training.conversion.lazy import Entries, made_ahead
 
 CONFIG = "config.json"
 _SAFETENSORS, _BIN = "model.safetensors", "pytorch_model.bin"
 _BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
 _NOT_BESIDE = ("*.index.json", "requirements.txt")
+_UNPICKLING_FAILURES = (
+    *(pickle.UnpicklingError, struct.error, RuntimeError, EOFError, ValueError, TypeError),
+    *(LookupError, AttributeError, AssertionError, ImportError, OverflowError, MemoryError),
+)
 MAX_SHARD_BYTES = 5_000_000_000
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json.  Raises CheckpointError."""
-    try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_bytes())
-    except FileNotFoundError:
+    if not (folder / CONFIG).exists():
         raise CheckpointError(
             f"{folder} is no Hugging Face model: it has no {CONFIG}; name the folder that "
             "save_pretrained() or a download made"
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{folder / CONFIG} cannot be read: {error}") from None
+        )
+    config = _read_json(folder / CONFIG)
+    check_values(config, folder / CONFIG)
     return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json_object(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def read_weights(folder: Path) -> dict[str, LazyTensor]:
@@ -58,23 +70,33 @@ def read_weights(folder: Path) -> dict[str, LazyTensor]:
     for name, read in ((_SAFETENSORS, _read_safetensors), (_BIN, _read_bin)):
         index = folder / f"{name}.index.json"
         if index.exists():
-            mapped: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
-            found = _joined([read(folder / file) for file in sorted(set(mapped.values()))])
-            if found.keys() != mapped.keys():
-                names = sorted(found.keys() ^ mapped.keys())
-                raise CheckpointError(f"{index} does not fit its files: {', '.join(names[:3])}")
-            return found
+            return _read_parts(index, read)
         if (folder / name).exists():
             return read(folder / name)
     raise CheckpointError(f"{folder} has neither {_SAFETENSORS} nor {_BIN} nor an index of parts")
 
 
-def _joined(parts: Iterable[Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
+def _read_parts(
+    index: Path, read: Callable[[Path], Mapping[str, LazyTensor]]
+) -> dict[str, LazyTensor]:
+    """The tensors of the files that ``index`` names, which lie beside it."""
+    mapped = _read_json(index).get("weight_map")
+    if not isinstance(mapped, dict) or not mapped:
+        raise CheckpointError(
+            f"{index} has no weight_map from names of tensors to files: get the folder again"
+        )
+    paths = {name: path_inside(index.parent, file, index) for name, file in mapped.items()}
     out: dict[str, LazyTensor] = {}
-    for part in parts:
+    for path in sorted(set(paths.values())):
+        part = read(path)
         twice = out.keys() & part.keys()
         if twice:
-            raise CheckpointError(f"two files hold {min(twice)}")
+            raise CheckpointError(f"{path} holds {min(twice)}, as another file does")
+        strange = {name for name in part if paths.get(name) != path}
+        lacking = {name for name, place in paths.items() if place == path} - part.keys()
+        if strange or lacking:
+            names = ", ".join(sorted(strange | lacking)[:3])
+            raise CheckpointError(f"{index} does not fit its files: {names} in {path.name}")
         out |= part
     return out
 
@@ -82,29 +104,20 @@ def _joined(parts: Iterable[Mapping[str, LazyTensor]]) -> dict[str, LazyTensor]:
 def _read_safetensors(path: Path) -> dict[str, LazyTensor]:
     if not path.exists():
         raise CheckpointError(f"{path} is missing")
-    header = read_header(path)
-    header.pop("__metadata__", None)
-    with open(path, "rb") as file:
-        begin = 8 + int.from_bytes(file.read(8), "little")
     out: dict[str, LazyTensor] = {}
-    end = 0
-    for name, entry in header.items():
-        dtype = DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise CheckpointError(f"{path}: {name} has dtype {entry['dtype']}, which torch lacks")
-        shape, (low, high) = tuple(entry["shape"]), entry["data_offsets"]
-        if high - low != prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"{path} is damaged: {name} has {high - low} B for {shape}")
-        end = max(end, high)
-        start = begin + low
+    for name, held in read_header(path).items():
+        _check_has_elements(path, name, held.shape)
+        dtype, shape, start = held.dtype, held.shape, held.start
         make, fill = partial(_read, path, start, dtype, shape), partial(_read_into, path, start)
         entry = partial(_read_entry, path, start, dtype, shape[1:])
         out[name] = Entries(name, dtype, shape, make, entry, fill)
-    if path.stat().st_size != begin + end:
-        raise CheckpointError(
-            f"{path} is damaged: it has {path.stat().st_size} B and should have {begin + end}"
-        )
     return out
+
+
+def _check_has_elements(path: Path, name: str, shape: Sequence[int]) -> None:
+    """A shape like [2**60, 0] takes no bytes, so that nothing else bounds its numbers."""
+    if 0 in shape:
+        raise CheckpointError(f"{path}: {name} has shape {list(shape)}, which is without elements")
 
 
 def _read(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -136,9 +149,23 @@ def _read_bin(path: Path) -> dict[str, LazyTensor]:
         raise CheckpointError(f"{path} is missing")
     try:
         held = torch.load(path, CPU, weights_only=True, mmap=_is_zip(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    except _UNPICKLING_FAILURES as error:
         reason = str(error).split("\n")[0]
         raise CheckpointError(f"{path} holds more than tensors, or is damaged: {reason}") from None
+    if not isinstance(held, dict):
+        raise CheckpointError(f"{path} holds a {type(held).__name__}, not tensors by name")
+    for name, tensor in held.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise CheckpointError(
+                f"{path} holds a {type(tensor).__name__} as {name!r}, not tensors by name"
+            )
+        _check_has_elements(path, name, tensor.shape)
+        is_plain = tensor.layout is torch.strided and not tensor.is_quantized
+        # A view of stride 0 would grow when it is copied.
+        if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise CheckpointError(f"{path}: {name} is sparse, quantised or expanded, not plain")
     return {
         name: LazyTensor(name, tensor.dtype, tuple(tensor.shape), tensor.detach)
         for name, tensor in held.items()

@@ -43,15 +43,22 @@ def plain_numbers(
         for name in [name for name in weights if name.endswith(_BLOCKS)]:
             plain = name.removesuffix(_BLOCKS)
             blocks, scales = out.pop(name), _beside(name, plain + _SCALES, out)
+            _check_kind(blocks, torch.uint8, 4)
+            _check_kind(scales, torch.uint8, 3)
             _check_scales(scales, blocks.shape[:3])
             del out[plain + _SCALES]
             out[plain] = _from_mxfp4(plain, blocks, scales)
     elif kind == "fp8":
         size = told.get("weight_block_size") or [128, 128]
+        if not isinstance(size, list) or len(size) != 2 or not all(_is_count(n) for n in size):
+            raise CheckpointError(
+                f"config.json has weight_block_size {size}: two integers above 0 are needed"
+            )
         for name in [name for name in weights if name.endswith(_INVERSE)]:
             plain, scales = name.removesuffix(_INVERSE), out.pop(name)
             weight = _beside(name, plain, weights)
-            squares = zip(weight.shape, size, strict=False)
+            _check_kind(weight, torch.float8_e4m3fn, 2)
+            squares = zip(weight.shape, size, strict=True)
             _check_scales(scales, [-(-count // block) for count, block in squares])
             make = partial(_from_fp8, weight, scales, size)
             out[plain] = LazyTensor(plain, torch.bfloat16, weight.shape, make)
@@ -72,6 +79,18 @@ def _beside(name: str, other: str, weights: Mapping[str, LazyTensor]) -> LazyTen
             "config.json is of another model; get the whole folder again"
         )
     return weights[other]
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+def _check_kind(tensor: LazyTensor, dtype: torch.dtype, dims: int) -> None:
+    if tensor.dtype != dtype or len(tensor.shape) != dims:
+        raise CheckpointError(
+            f"{tensor.name} is {tensor.dtype} {list(tensor.shape)}: quantization_config in "
+            f"config.json asks for {dtype} of {dims} dimensions"
+        )
 
 
 def _check_scales(scales: LazyTensor, shape: Sequence[int]) -> None:

@@ -41,7 +41,7 @@ class Rule:
         """What `to_ours` makes of tensors of ``shapes``; None where they do not fit together."""
         if self.transposed:
             shapes = [shape[::-1] for shape in shapes]
-        if any(shape[1:] != shapes[0][1:] for shape in shapes):
+        if not all(shapes) or any(shape[1:] != shapes[0][1:] for shape in shapes):
             return None
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 

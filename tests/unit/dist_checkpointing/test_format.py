@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.safetensors_file import (
     DTYPE_NAMES,
+    Held,
     LazyTensor,
     read_header,
     write_file,
@@ -91,8 +92,9 @@ def test_elements_are_aligned_and_tensors_lie_end_to_end(tmp_path):
     held = [from_param(n, ParamInfo(global_shape=tuple(t.shape)), t) for n, t in tensors]
     folder = publish_ranks(tmp_path, 1, [held])
     header = read_header(folder / "__0_0.safetensors")
-    assert header["a"]["data_offsets"] == [0, 16]
-    assert header["b"]["data_offsets"] == [16, 19]
+    begin = header["a"].start
+    assert header["a"] == Held(torch.int64, (2,), begin, 16)
+    assert header["b"] == Held(torch.uint8, (3,), begin + 16, 3)
 
 
 def test_a_file_that_is_not_safetensors_is_named(tmp_path):
