@@ -18,6 +18,7 @@ from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.param_groups import ParamCondition, no_weight_decay_on_embeddings
 from megatron.core.param_init import initialize_parameters
+from megatron.core.tensor_parallel.quantized_linear import quantizers_of
 from megatron.core.transformer.compiled import compile_layers
 from megatron.core.transformer.module import Float16Module
 from megatron.training.loss_chunks import chunk_line, settle_loss_chunks
@@ -88,6 +89,8 @@ def build_model(run: Runtime, model_provider: ModelProvider, *, wrap: bool = Tru
     if wrap:
         for model in run.model_chunks:
             compile_layers(model, run.config.model.compile)
+        for quantizer in quantizers_of(run.model_chunks):
+            quantizer.keeps_transposed = ddp.keep_fp8_transpose_cache
     if on_meta:
         for model in run.model_chunks:
             _initialize(run, model)

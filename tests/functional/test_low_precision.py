@@ -113,3 +113,11 @@ def test_a_width_that_no_check_knows_is_named() -> None:
     (said,) = run_ranks(refusal, 1, [*SHORT, *flags.split(), *widths.split()])
     assert "a rank's weight of" in said
     assert "is no multiple of 16 in both directions, as --fp8-format hybrid" in said
+
+
+@pytest.mark.parametrize("flags", [f"{TENSORWISE} --bf16", f"{MXFP8} --use-torch-fsdp2"])
+def test_kept_transposed_weights_change_no_bit(tmp_path: Path, flags: str) -> None:
+    given = [*WIDE.split(), *flags.split()]
+    usual = losses(run_gpt(tmp_path / "u", *given, base=SHORT, world_size=2))
+    given.append("--keep-fp8-transpose-cache")
+    assert losses(run_gpt(tmp_path / "k", *given, base=SHORT, world_size=2)) == usual

@@ -105,8 +105,7 @@ class DistributedDataParallelConfig:
     )
     keep_fp8_transpose_cache: bool = _distributed(
         False,
-        "Keep transposed fp8 weights between passes.",
-        ignored="fp8 weights are kept once, and transposed where a product needs that",
+        "Keep transposed fp8 weights between the micro-batches of a step, a byte a parameter.",
     )
     enable_full_sharding_in_hsdp: bool = _distributed(
         False, "Let instances of a sharded model hold a part each of its optimizer's state."

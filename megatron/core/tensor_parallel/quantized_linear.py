@@ -71,6 +71,8 @@ class LinearQuantizer(nn.Module):
         self.recipe, self.amax_group, self.is_expert = recipe, amax_group, is_expert
         self._kept: dict[bool, Scaled] = {}  # the quantised weight, by orientation
         self._kept_of: tuple[int, int] | None = None
+        self.keeps_transposed = False  # --keep-fp8-transpose-cache
+        self._transposed: Scaled | None = None  # [i, o] in rows, of the step so far
         if recipe.history:
             zeros = torch.zeros(2, recipe.history, device=weight.device)
             self.register_buffer("amax_history", zeros)
@@ -141,12 +143,31 @@ class LinearQuantizer(nn.Module):
         """[o, i] or [i, o] for a product over the last.
 
         It is kept until the weight changes, where a data-parallel wrapper keeps whole weights:
-        ``main_grad`` says so, and its optimizer and its gathers move the weight's version.
+        ``main_grad`` says so, and its optimizer and its gathers move the weight's version.  With
+        ``keeps_transposed`` the codes of [i, o] are kept in rows until then, under any wrapper at
+        most until `update_amax_histories`: backward passes, which alone ask for them, belong to a
+        step.
         """
         state = weight.data_ptr(), weight._version
+        is_whole = hasattr(weight, "main_grad")
         if self._kept_of != state:
             self._kept, self._kept_of = {}, state
-        kept = self._kept if hasattr(weight, "main_grad") else {}
+            if is_whole:
+                self.forget_transposed()
+        if not (transposed and self.keeps_transposed):
+            return self._quantized(weight, self._kept if is_whole else {}, transposed)
+        if self._transposed is None:
+            scaled = self._quantized(weight, self._kept if is_whole else {}, transposed)
+            codes, scale = scaled.codes.contiguous(), scaled.scale.contiguous()
+            self._transposed = Scaled(codes, scale, scaled.block)
+        return self._transposed
+
+    def forget_transposed(self) -> None:
+        """The weight may change: drop what ``keeps_transposed`` has kept of it."""
+        self._transposed = None
+
+    def _quantized(self, weight: Tensor, kept: dict[bool, Scaled], transposed: bool) -> Scaled:
+        """The codes of ``weight``, from ``kept`` by orientation or put there."""
         size, to = self.recipe.block, self.recipe.forward
         flips = size is not None and not self.recipe.has_square_blocks and transposed
         if flips not in kept:
@@ -166,14 +187,23 @@ class LinearQuantizer(nn.Module):
         return self.recipe.forward if which == _INPUT else self.recipe.backward
 
 
+def quantizers_of(models: Sequence[nn.Module]) -> list[LinearQuantizer]:
+    """Those of all layers."""
+    return [m for model in models for m in model.modules() if isinstance(m, LinearQuantizer)]
+
+
 @torch.no_grad()
 def update_amax_histories(models: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
     """Close a step: histories take its largest values, over all micro-batches and ranks.
 
+    Transposed weights that were kept for its backward passes are dropped.
+
     A layer that saw nothing, or what is not finite, repeats its newest.  Collective over tp_dp_cp,
     and those of experts over expt_tp and expt_dp.
     """
-    found = [m for model in models for m in model.modules() if isinstance(m, LinearQuantizer)]
+    found = quantizers_of(models)
+    for quantizer in found:
+        quantizer.forget_transposed()
     delayed = [quantizer for quantizer in found if quantizer.recipe.history]
     for is_expert, over in ((False, (groups.tp_dp_cp,)), (True, (groups.expt_tp, groups.expt_dp))):
         chosen = [quantizer for quantizer in delayed if quantizer.is_expert == is_expert]

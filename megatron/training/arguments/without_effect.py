@@ -85,7 +85,7 @@ NEEDS = (
     Need("--mtp-num-layers", "mtp_loss_scaling_factor"),
     Need("--overlap-moe-expert-parallel-comm", "delay_wgrad_compute"),
     Need("--recompute-granularity adaptive", "memory_budget_fraction"),
-    Need("--fp8-format", "fp8_recipe", lambda ns: ns.fp8 is not None),
+    Need("--fp8-format", "fp8_recipe keep_fp8_transpose_cache", lambda ns: ns.fp8 is not None),
     Need(
         "--fp8-format and --use-distributed-optimizer, whose ranks gather what they have updated",
         "fp8_param_gather",

@@ -210,6 +210,41 @@ def test_a_weight_is_quantised_once_until_it_changes(monkeypatch: pytest.MonkeyP
         assert passes() == orientations
 
 
+@pytest.mark.feature("Precision: transposed fp8 weights are kept between micro-batches")
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_transposed_weight_is_kept_for_a_step(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = draw(*TOKENS, IN).to(dtype).requires_grad_()
+    g = draw(*TOKENS, OUT, seed=1).to(dtype)
+
+    def gradients(layer: Any) -> list[Tensor | None]:
+        x.grad = layer.weight.grad = None
+        layer(x).backward(g)
+        return [x.grad, layer.weight.grad]
+
+    usual, keeping = make(name, dtype), make(name, dtype)
+    keeping.quantizer.keeps_transposed = True
+    for _ in range(2):
+        for want, found in zip(gradients(usual), gradients(keeping), strict=True):
+            assert torch.equal(want, found)
+        kept = keeping.quantizer._transposed
+        assert kept.codes.shape == (IN, OUT)
+        assert kept.codes.is_contiguous()
+    with torch.no_grad():
+        keeping.weight.mul_(2)
+    assert torch.equal(gradients(keeping)[0], gradients(usual)[0])  # within a step nothing changes
+    update_amax_histories([keeping], one_process_groups())
+    assert not torch.equal(gradients(keeping)[0], gradients(usual)[0])
+    keeping.weight.main_grad = torch.zeros_like(keeping.weight)  # whole weights say what they are
+    keeping.weight.overwrite_main_grad, keeping.weight.grad_added_to_main_grad = True, False
+    with torch.no_grad():
+        keeping.weight.mul_(0.5)
+    layer_grad = gradients(keeping)[0]
+    assert torch.equal(layer_grad, gradients(usual)[0])
+
+
 def test_first_and_last_layers_may_stay_in_bf16() -> None:
     config = tiny_config(num_layers=6, fp8="hybrid", first_last_layers_bf16=True)
     assert [stays_in_bf16(config, i) for i in range(6)] == [True, *[False] * 4, True]
