@@ -115,12 +115,17 @@ class BlendedDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
         shape = (sum(self.weights) if self.size is None else self.size,)
 
-        def fits(dataset_index: np.ndarray, dataset_sample_index: np.ndarray) -> bool:
-            return (
+        def fits(
+            dataset_index: np.ndarray, dataset_sample_index: np.ndarray, completely: bool
+        ) -> bool:
+            has_shape = (
                 dataset_index.dtype == np.int16
                 and dataset_sample_index.dtype == np.int64
                 and dataset_index.shape == dataset_sample_index.shape == shape
             )
+            if not completely or not has_shape:
+                return has_shape
+            return _counts_upwards(dataset_index, dataset_sample_index, len(self.datasets))
 
         return cached_arrays(prefix, self.unique_description, _ARRAYS, self._build, fits)
 
@@ -146,3 +151,22 @@ class BlendedDataset(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 _ARRAYS = ("dataset_index", "dataset_sample_index")
+
+
+def _counts_upwards(
+    dataset_index: np.ndarray, dataset_sample_index: np.ndarray, num_datasets: int
+) -> bool:
+    """Whether the samples taken from each dataset are 0, 1, 2, ... in this order."""
+    taken = np.zeros(num_datasets, np.int64)
+    for at in range(0, len(dataset_index), _PIECE):
+        datasets = dataset_index[at : at + _PIECE]
+        if datasets.min() < 0 or datasets.max() >= num_datasets:
+            return False
+        order = np.argsort(datasets, kind="stable")
+        counts = np.bincount(datasets, minlength=num_datasets)
+        firsts = np.cumsum(counts) - counts  # of each dataset, within the order
+        wanted = np.arange(len(order)) + np.repeat(taken - firsts, counts)
+        if (dataset_sample_index[at : at + _PIECE][order] != wanted).any():
+            return False
+        taken += counts
+    return True

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _SEPARATE_BELOW = 0.80
 _CHECKED_SAMPLES = 32
 _PIECE = 1 << 20
+_SAMPLES_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +168,9 @@ def load_or_build_indices(
         logger.info("built the index of %s in %.2f s", request.source, elapsed_s)
         return [getattr(built, name) for name in _ARRAYS]
 
-    def fits(*arrays: np.ndarray) -> bool:
-        return _fits(of(*arrays), request)
+    def fits(*arrays: np.ndarray, completely: bool) -> bool:
+        found = of(*arrays)
+        return _fits(found, request) and (not completely or _fits_completely(found, request))
 
     return of(*cached_arrays(path_prefix, description, _ARRAYS, build, fits))
 
@@ -217,3 +219,50 @@ def _spans_one_sample(found: GPTIndices, request: SampleRequest, n: int) -> bool
     num_tokens = int(lengths[:-1].sum(dtype=np.int64)) - first_offset + last_offset
     ends_inside = last_offset + request.extra <= int(lengths[-1])
     return bool(ends_inside and num_tokens == request.sequence_length)
+
+
+def _fits_completely(found: GPTIndices, request: SampleRequest) -> bool:
+    """Whether every entry is one that a build can have made; memory is 16 bytes a sequence."""
+    low, high = int(request.indices[0]), int(request.indices[-1])
+    counts = np.zeros(high - low + 1, np.int64)
+    num_at_once = max(_PIECE, len(counts))  # a piece costs as much as it has counts
+    for at in range(0, len(found.document_index), num_at_once):
+        part = found.document_index[at : at + num_at_once]
+        if part.min() < low or part.max() > high:
+            return False
+        counts += np.bincount(part - low, minlength=len(counts))
+    if (counts[request.indices - low] != found.num_epochs).any():
+        return False
+    is_given_out = np.zeros(len(found.shuffle_index), bool)
+    for at in range(0, len(found.shuffle_index), _PIECE):
+        part = found.shuffle_index[at : at + _PIECE]
+        if part.min() < 0 or part.max() >= len(is_given_out):
+            return False
+        is_given_out[part] = True
+    return bool(is_given_out.all()) and _has_sample_boundaries(found, request)
+
+
+def _has_sample_boundaries(found: GPTIndices, request: SampleRequest) -> bool:
+    """Whether the samples start where ``helpers.build_sample_idx`` would start them."""
+    back = 1 - request.extra
+    usable = found.num_epochs * found.tokens_per_epoch - request.extra
+    first, tokens_before = 0, 0  # the position of the last boundary, and the tokens before it
+    if found.sample_index[0].any():
+        return False
+    for at in range(1, len(found.sample_index), _SAMPLES_AT_ONCE):
+        rows = found.sample_index[at : at + _SAMPLES_AT_ONCE].astype(np.int64)
+        positions, offsets = rows[:, 0], rows[:, 1]
+        is_rising = positions[0] >= first and (np.diff(positions) >= 0).all()
+        if not is_rising or positions[-1] >= len(found.document_index):
+            return False
+        documents = found.document_index[first : int(positions[-1]) + 1]
+        lengths = request.sequence_lengths[documents].astype(np.int64)
+        starts = (tokens_before + np.cumsum(lengths) - lengths)[positions - first]
+        boundaries = np.arange(at, at + len(rows)) * request.sequence_length
+        tokens = np.minimum(boundaries, usable) - back
+        ends = starts + lengths[positions - first]
+        is_right = (starts + offsets == tokens + back) & (starts <= tokens) & (tokens < ends)
+        if not is_right.all():
+            return False
+        first, tokens_before = int(positions[-1]), int(starts[-1])
+    return True

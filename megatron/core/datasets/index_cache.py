@@ -11,11 +11,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import logging
 import os
 import socket
 import threading
 import time
+import tokenize
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import BinaryIO, TypeVar
@@ -82,10 +85,13 @@ def cached_arrays(
 ) -> Sequence[np.ndarray]:
     """The arrays ``prefix-NAME.npy``, which one process builds where they are missing.
 
-    Damaged ones, and ones of another ``description`` or that ``fits(*arrays)`` refuses, are built
-    again.  The description lies beside them and is written last: with it they are complete.
+    Damaged ones, and ones of another ``description`` or that ``fits`` refuses, are built again.
+    The description lies beside them and is written last: with it they are complete.
+    ``prefix-crc.json`` holds the CRC-32 of each array file.  A cache of Megatron-LM has none: its
+    arrays have to pass ``fits(*arrays, completely=True)`` once, and get one then.
     """
-    path = f"{prefix}-description.txt"
+    path, crc_path = f"{prefix}-description.txt", f"{prefix}-crc.json"
+    paths = [f"{prefix}-{name}.npy" for name in names]
 
     def load() -> Sequence[np.ndarray] | None:
         try:
@@ -96,11 +102,17 @@ def cached_arrays(
         except (OSError, ValueError) as error:
             warn_once(f"{prefix}-*.npy cannot be read and are built again: {error}")
             return None
-        arrays = [load_array(f"{prefix}-{name}.npy") for name in names]
+        has_crcs = os.path.exists(crc_path)
+        if has_crcs and not _have_crcs(crc_path, paths):
+            return None
+        arrays = [load_array(path) for path in paths]
         found = [array for array in arrays if array is not None]
         if len(found) < len(names):
             return None
-        if is_same and fits(*found):
+        if is_same and fits(*found, completely=not has_crcs):
+            if not has_crcs:
+                with contextlib.suppress(OSError):  # the directory may be read-only
+                    _write_crcs(crc_path, {path: _crc_of_file(path) for path in paths})
             return found
         warn_once(f"{prefix}-*.npy belong to other data and are built again")
         return None
@@ -109,12 +121,42 @@ def cached_arrays(
         built = build()
         with contextlib.suppress(FileNotFoundError):
             os.remove(path)
-        for name, array in zip(names, built, strict=True):
-            save_array(f"{prefix}-{name}.npy", array)
+        crcs = {path: save_array(path, array) for path, array in zip(paths, built, strict=True)}
+        _write_crcs(crc_path, crcs)
         write_atomically(path, lambda file: file.write(description.encode("utf-8")))
         return load() or built  # mapped: shared by all ranks
 
     return build_once(prefix, load, build_and_save)
+
+
+def _have_crcs(crc_path: str, paths: Sequence[str]) -> bool:
+    """Whether the files are what was written; a file that is missing gets no warning."""
+    try:
+        with open(crc_path, encoding="utf-8") as file:
+            crcs = dict(json.load(file))
+        for path in paths:
+            if _crc_of_file(path) != crcs.get(os.path.basename(path)):
+                warn_once(f"{path}: its checksum in {crc_path} does not match; it is built again")
+                return False
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        warn_once(f"{crc_path} cannot be read, and the arrays beside it are built again: {error}")
+        return False
+    return True
+
+
+def _write_crcs(crc_path: str, crcs: dict[str, int]) -> None:
+    content = json.dumps({os.path.basename(path): crc for path, crc in crcs.items()}, indent=1)
+    write_atomically(crc_path, lambda file: file.write(content.encode()))
+
+
+def _crc_of_file(path: str) -> int:
+    crc = 0
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(1 << 24):
+            crc = zlib.crc32(piece, crc)
+    return crc
 
 
 def _build(build: Callable[[], T], error_path: str) -> T:
@@ -215,9 +257,41 @@ def write_atomically(path: str, write: Callable[[BinaryIO], object]) -> None:
         raise
 
 
-def save_array(path: str, array: np.ndarray) -> None:
-    """Write a .npy file, whole or not at all."""
-    write_atomically(path, lambda file: np.save(file, array, allow_pickle=False))
+def save_array(path: str, array: np.ndarray) -> int:
+    """Write a .npy file, complete or not at all; returns the CRC-32 of the file."""
+    crc = 0
+
+    def write(file: BinaryIO) -> None:
+        nonlocal crc
+        counted = _CrcWriter(file)
+        np.save(counted, array, allow_pickle=False)
+        crc = counted.crc
+
+    write_atomically(path, write)
+    return crc
+
+
+class _CrcWriter:
+    """A file for ``np.save``, which writes it in pieces, and the CRC-32 of what was written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.crc = 0
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self.crc = zlib.crc32(data, self.crc)
+
+
+# What numpy raises at a damaged file: it parses the header as Python.
+_UNREADABLE_ARRAY = (
+    ValueError,
+    OSError,
+    EOFError,
+    OverflowError,
+    SyntaxError,
+    tokenize.TokenError,
+)
 
 
 def load_array(path: str) -> np.ndarray | None:
@@ -227,7 +301,7 @@ def load_array(path: str) -> np.ndarray | None:
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except FileNotFoundError:
         return None
-    except (ValueError, OSError, EOFError) as error:
+    except _UNREADABLE_ARRAY as error:
         warn_once(f"{path} is damaged and is built again: {error}")
         return None
 

@@ -200,7 +200,9 @@ class TestBlendedDataset:
         assert blend[None]["loss_mask"].sum() == 0
         assert blend[None].keys() == blend[0].keys()
 
-    def test_the_cache_is_used_and_mended(self, prefixes: list[str], tmp_path: Path) -> None:
+    def test_the_cache_is_used_and_mended(
+        self, prefixes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def blended() -> BlendedDataset:
             cached = config(path_to_cache=str(tmp_path / "cache"))
             return BlendedDataset(self.parts(prefixes, 20), [2, 1, 1], 20, cached)
@@ -209,14 +211,16 @@ class TestBlendedDataset:
         stem = f"{first.unique_description_hash}-BlendedDataset-train"
         names = sorted(p.name for p in (tmp_path / "cache").iterdir())
         assert names == [
+            f"{stem}-crc.json",
             f"{stem}-dataset_index.npy",
             f"{stem}-dataset_sample_index.npy",
             f"{stem}-description.txt",
         ]
-        chosen = tmp_path / "cache" / names[0]
+        chosen = tmp_path / "cache" / names[1]
         built = first.dataset_index.tolist()
-        save_array(str(chosen), np.array(built, np.int16)[::-1])
-        assert blended().dataset_index.tolist() == built[::-1]  # read
+        with monkeypatch.context() as patched:
+            patched.setattr(BlendedDataset, "_build", None)
+            assert blended().dataset_index.tolist() == built  # read
         save_array(str(chosen), np.zeros(3, np.int16))
         assert blended().dataset_index.tolist() == built  # built again
         mended = load_array(str(chosen))
@@ -370,7 +374,7 @@ class TestRanks:
         prefix = write(tmp_path / "data", numbered([30] * 17))
         results = run_ranks(_build_in_rank, 4, prefix, str(tmp_path / "cache"))
         assert all(result == results[0] for result in results)
-        assert len(list((tmp_path / "cache").iterdir())) == 4
+        assert len(list((tmp_path / "cache").iterdir())) == 5
 
     def test_a_rank_whose_disk_is_its_own_builds_for_itself(self, tmp_path: Path) -> None:
         prefix = write(tmp_path / "data", numbered([30] * 17))

@@ -75,7 +75,8 @@ class TestCache:
         text = json.dumps(wanted, indent=4)
         stem = f"{hashlib.md5(text.encode()).hexdigest()}-{type(made).__name__}"
         files = {path.name: path for path in (tmp_path / "cache").iterdir()}
-        assert set(files) == {f"{stem}-description.txt", f"{stem}-sample_index.npy"}
+        names = ("crc.json", "description.txt", "sample_index.npy")
+        assert set(files) == {f"{stem}-{name}" for name in names}
         assert files[f"{stem}-description.txt"].read_text() == text
         rows = np.load(files[f"{stem}-sample_index.npy"])
         assert rows.dtype == np.uint32

@@ -1,0 +1,165 @@
+"""Flipped bits in index caches are found by checksums, or by structure where there are none."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets import blended_dataset, gpt_indices, index_cache
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.utils import Split
+from tests.unit.datasets.common import config, dataset, numbered, write
+from tests.unit.datasets.masked_common import bert_dataset, corpus
+
+FLIPS = 15  # in each file
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+def gpt(directory: Path) -> Callable[[], object]:
+    lengths = np.random.RandomState(0).randint(1, 60, 200).tolist()
+    prefix = write(directory / "data", numbered(lengths))
+    return lambda: dataset(prefix, 900, path_to_cache=str(directory / "cache"))
+
+
+def gpt_that_keeps_the_last_sample(directory: Path) -> Callable[[], object]:
+    prefix = write(directory / "data", numbered([7, 1, 30, 1, 9, 12] * 20))
+    more = {
+        "path_to_cache": str(directory / "cache"),
+        "drop_last_partial_validation_sequence": False,
+        "add_extra_token_to_sequence": False,
+    }
+    return lambda: dataset(prefix, None, Split.valid, **more)
+
+
+def blend(directory: Path) -> Callable[[], object]:
+    prefixes = [write(directory / name, numbered([50] * 30)) for name in "abc"]
+    parts = [dataset(prefix, 200) for prefix in prefixes]
+    cached = config(path_to_cache=str(directory / "cache"))
+    return lambda: BlendedDataset(parts, [2, 1, 1], 300, cached)
+
+
+def masked(directory: Path) -> Callable[[], object]:
+    prefix = corpus(directory / "data")
+    return lambda: bert_dataset(prefix, path_to_cache=str(directory / "cache"))
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+KINDS = [gpt, gpt_that_keeps_the_last_sample, blend, masked]
+
+
+def flip_each(directory: Path, pattern: str = "*") -> list[tuple[Path, bytes]]:
+    """For some bits of each file in turn: the file and its content with the bit flipped."""
+    chosen = random.Random(3)
+    flipped = []
+    for path in sorted(directory.glob(pattern)):
+        whole = path.read_bytes()
+        for bit in chosen.sample(range(8 * len(whole)), FLIPS):
+            data = bytearray(whole)
+            data[bit // 8] ^= 1 << bit % 8
+            flipped.append((path, bytes(data)))
+    return flipped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_flipped_bit_of_a_cache_is_found_and_mended(
+    tmp_path: Path, kind: Callable[..., Callable[[], object]], caplog: pytest.LogCaptureFixture
+) -> None:
+    build = kind(tmp_path)
+    build()
+    cache = tmp_path / "cache"
+    whole = contents(cache)
+    assert len([name for name in whole if name.endswith("-crc.json")]) == 1
+    for path, data in flip_each(cache):
+        path.write_bytes(data)
+        index_cache.warn_once.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            build()
+        assert len(caplog.records) == 1
+        assert "built again" in caplog.text
+        assert contents(cache) == whole
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_without_checksums_every_flipped_bit_is_found_by_the_structure(
+    tmp_path: Path, kind: Callable[..., Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = kind(tmp_path)
+    build()
+    cache = tmp_path / "cache"
+    (crc,) = cache.glob("*-crc.json")
+    written = crc.read_text()
+    for path, data in flip_each(cache, "*.npy"):
+        crc.unlink()
+        whole, array = path.read_bytes(), np.load(path)
+        path.write_bytes(data)
+        loaded = index_cache.load_array(str(path))
+        is_same = loaded is not None and loaded.dtype == array.dtype
+        if is_same and np.array_equal(loaded, array):
+            path.write_bytes(whole)  # the flip is in the spaces that fill the header up
+        build()
+        assert path.read_bytes() == whole
+        assert crc.read_text() == written
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_without_checksums_is_accepted_and_gets_them(
+    tmp_path: Path, kind: Callable[..., Callable[[], object]], caplog: pytest.LogCaptureFixture
+) -> None:
+    build = kind(tmp_path)
+    build()
+    (crc,) = (tmp_path / "cache").glob("*-crc.json")
+    written = crc.read_text()
+    times = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cache").glob("*.npy")}
+    crc.unlink()
+    with caplog.at_level(logging.WARNING):
+        build()
+    assert caplog.text == ""
+    assert crc.read_text() == written
+    assert times == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cache").glob("*.npy")}
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_the_structure_is_compared_in_pieces(
+    tmp_path: Path, kind: Callable[..., Callable[[], object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = kind(tmp_path)
+    build()
+    next((tmp_path / "cache").glob("*-crc.json")).unlink()
+    monkeypatch.setattr(gpt_indices, "_SAMPLES_AT_ONCE", 3)
+    monkeypatch.setattr(gpt_indices, "_PIECE", 5)
+    monkeypatch.setattr(blended_dataset, "_PIECE", 5)
+    monkeypatch.setattr(index_cache, "save_array", None)  # a build would fail
+    build()
+
+
+def test_a_read_only_cache_without_checksums_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = gpt(tmp_path)
+    first = build()
+    (crc,) = (tmp_path / "cache").glob("*-crc.json")
+    crc.unlink()
+
+    def read_only(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(index_cache, "write_atomically", read_only)
+    again = build()
+    assert isinstance(first, GPTDataset)
+    assert isinstance(again, GPTDataset)
+    assert np.array_equal(first.sample_index, again.sample_index)
