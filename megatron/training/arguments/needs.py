@@ -39,7 +39,8 @@ NEEDS_OF_LAYERS = (
         "expert_tensor_parallel_size moe_aux_loss_coeff moe_apply_probs_on_input "
         "moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size moe_input_jitter_eps "
         "moe_grouped_gemm moe_layer_freq moe_layer_recompute moe_pad_expert_input_to_capacity "
-        "moe_per_layer_logging moe_router_dtype moe_router_enable_expert_bias "
+        "moe_per_layer_logging moe_permute_fusion moe_router_dtype moe_router_fusion "
+        "moe_router_enable_expert_bias "
         "moe_router_force_load_balancing moe_router_group_topk moe_router_group_score_topk "
         "moe_router_load_balancing_type moe_router_num_groups moe_router_pre_softmax "
         "moe_router_score_function moe_router_topk moe_router_topk_scaling_factor "
@@ -82,6 +83,14 @@ NEEDS_OF_LAYERS = (
         "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "
         "yarn_correction_range_round_to_int",
         lambda ns: ns.rope_type == "yarn" or (ns.multi_latent_attention and ns.rope_type is None),
+    ),
+    Need(
+        "router logits in fp32: --moe-router-dtype fp32, or neither --bf16 nor --fp16",
+        "moe_router_fusion",
+        lambda ns: (
+            ns.moe_router_dtype == "fp32"
+            or (ns.moe_router_dtype is None and not (ns.bf16 or ns.fp16))
+        ),
     ),
     Need("--moe-expert-capacity-factor", "moe_token_drop_policy"),
     Need("--moe-router-enable-expert-bias", "moe_router_bias_update_rate"),

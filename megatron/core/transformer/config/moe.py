@@ -54,7 +54,7 @@ class MoEConfig:
         None, "Number format of routing scores.", choices=("fp32", "fp64")
     )
     moe_router_fusion: bool = _moe(
-        False, "Fuse top-k routing and its auxiliary loss.", ignored=states.NO_KERNEL
+        False, "Compute scores, choice and weights of experts in one kernel, in fp32 on a GPU."
     )
     moe_router_score_function: str = _moe(
         "softmax", "Function that turns router logits into scores.", choices=("softmax", "sigmoid")
@@ -100,7 +100,7 @@ class MoEConfig:
     )
     moe_deepep_num_sms: int = _moe(20, "GPU multiprocessors that DeepEP may use.")
     moe_permute_fusion: bool = _moe(
-        False, "Fuse the reordering of tokens.", ignored=states.NO_KERNEL
+        False, "Compute the order of tokens by expert in one kernel, on a GPU."
     )
     moe_expert_capacity_factor: float | None = _moe(
         None, "Tokens an expert takes, over its fair share; more are dropped."

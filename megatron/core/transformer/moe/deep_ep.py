@@ -63,7 +63,9 @@ class DeepEPDispatcher(FlexDispatcher):
         counts, handle = travel
         mine = here.masked_fill(here < 0, self.num_local)
         weights = weights.to(routing.weights.dtype)
-        arrived = sorted_here(rows, Routing(mine, weights, self.num_local), counts)
+        arrived = sorted_here(
+            rows, Routing(mine, weights, self.num_local), counts, fuses=self.fuses
+        )
 
         def back(results: Tensor) -> Tensor:
             return through(arrived.back(results), (buffer, handle), _combined, _dispatched)

@@ -27,6 +27,7 @@ from megatron.core.sequence_share import held_tokens
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.tensor_parallel.random import fork_for_tokens
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import fused_routing
 from megatron.core.transformer.moe import routing as arithmetic
 from megatron.core.transformer.moe.routing import Choice, Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -84,7 +85,8 @@ class TopKRouter(MegatronModule):
         elif self.config.moe_router_force_load_balancing:
             routing = self._dealt_out(logits, hidden)
         else:
-            routing = arithmetic.route(logits, self.choice, self.expert_bias)
+            route = fused_routing.route if self.config.moe_router_fusion else arithmetic.route
+            routing = route(logits, self.choice, self.expert_bias)
         if self.training:
             routing = self._with_balance_losses(routing, logits, hidden)
         if self.config.moe_expert_capacity_factor is not None:
@@ -212,7 +214,8 @@ class TopKRouter(MegatronModule):
         if not terms:
             return routing
         scores = arithmetic.balance_scores(logits, self.choice)
-        plain = arithmetic.best(scores.detach(), k)
+        best = fused_routing.best if config.moe_router_fusion else arithmetic.best
+        plain = best(scores.detach(), k)
         for kind, coefficient in terms:
             if kind in ("aux_loss", "global_aux_loss"):
                 counts = arithmetic.tally(plain, self.num_experts)

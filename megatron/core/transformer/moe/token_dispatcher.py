@@ -71,6 +71,8 @@ class Arrived:
 class TokenDispatcher(ABC):
     """Collective over tp_ep: all its ranks dispatch, and take back, equally often."""
 
+    fuses = False  # the order of rows is computed by one kernel, where a GPU has it
+
     def __init__(self, num_experts: int, groups: ProcessGroupCollection) -> None:
         self.num_experts = num_experts
         self.ep, self.expt_tp, self.tp_ep = groups.ep, groups.expt_tp, groups.tp_ep
@@ -97,8 +99,8 @@ class LocalDispatcher(TokenDispatcher):
 
     def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
         if routing.capacity is None and is_in_a_gpu(x):
-            return sorted_here(x, routing, LateCounts(routing.counts()))
-        return sorted_here(x, routing, counts_of(routing, self.num_experts)[0])
+            return sorted_here(x, routing, LateCounts(routing.counts()), fuses=self.fuses)
+        return sorted_here(x, routing, counts_of(routing, self.num_experts)[0], fuses=self.fuses)
 
 
 class AllGatherDispatcher(TokenDispatcher):
@@ -114,7 +116,7 @@ class AllGatherDispatcher(TokenDispatcher):
         is_mine = (experts >= first) & (experts < self.local_experts.stop)
         mine = (experts - first).masked_fill(~is_mine, self.num_local)
         here = Routing(mine, weights, self.num_local)
-        arrived = sorted_here(x, here, counts_of(here, self.num_experts)[0])
+        arrived = sorted_here(x, here, counts_of(here, self.num_experts)[0], fuses=self.fuses)
 
         def back(rows: Tensor) -> Tensor:
             return reduce_scatter_to_sequence_parallel_region(arrived.back(rows), group)
@@ -127,7 +129,7 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
         told = counts_of(routing, self.num_experts, self.tp_ep)
-        arrived = sorted_here(x, routing, told[self.tp_ep.rank()])
+        arrived = sorted_here(x, routing, told[self.tp_ep.rank()], fuses=self.fuses)
         copies, mine = self.expt_tp.size(), self.local_experts
         if self.ep.size() > 1:
             arrived = _sent(arrived, self.ep, told[self.expt_tp.rank() :: copies], meanwhile)
@@ -144,7 +146,7 @@ class FlexDispatcher(TokenDispatcher):
 
     def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
         told = counts_of(routing, self.num_experts, self.tp_ep)
-        arrived = sorted_here(x, routing, told[self.tp_ep.rank()])
+        arrived = sorted_here(x, routing, told[self.tp_ep.rank()], fuses=self.fuses)
         return _sent(arrived, self.tp_ep, told, meanwhile, num_blocks=self.ep.size())
 
 
@@ -173,12 +175,15 @@ def is_in_a_gpu(x: Tensor) -> bool:
     return device.launches_kernels(x.device)
 
 
-def sorted_here(x: Tensor, routing: Routing, counts: Sequence[int]) -> Arrived:
+def sorted_here(
+    x: Tensor, routing: Routing, counts: Sequence[int], *, fuses: bool = False
+) -> Arrived:
     """Rows of the tokens at hand in the order of experts, without those that are dropped.
 
     With `LateCounts` none may be.
     """
-    order = by_expert(routing.experts, None if isinstance(counts, LateCounts) else sum(counts))
+    num_rows = None if isinstance(counts, LateCounts) else sum(counts)
+    order = by_expert(routing.experts, num_rows, highest=routing.num_experts if fuses else None)
     weights = routing.weights.flatten().index_select(0, order.visit)
     return Arrived(expand(x, order), weights, counts, partial(combine, order=order))
 

@@ -1,0 +1,70 @@
+"""`routing.route` by one kernel each way, where --moe-router-fusion asks and a GPU has it.
+
+The kernels take float32 logits: fewer bits would be rounded elsewhere than in the plain form, and
+the choice of experts would hang on it.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.fusions import kernels
+from megatron.core.transformer.moe import routing
+from megatron.core.transformer.moe.routing import Choice, Routing
+
+
+def route(logits: Tensor, choice: Choice, bias: Tensor | None = None) -> Routing:
+    """`routing.route`: ``logits`` [n, E] -> the experts of each token and their weights [n, k]."""
+    fused = _kernels(logits)
+    if fused is None:
+        return routing.route(logits, choice, bias)
+    experts, weights = _Route.apply(logits.contiguous(), bias, choice, fused)
+    return Routing(experts, weights, logits.shape[-1])
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """`routing.best`: the ``k`` experts with the highest scores: [n, k]."""
+    fused = _kernels(scores)
+    if fused is None:
+        return routing.best(scores, k)
+    choice = Choice(k=k)
+    return fused.choose(scores.contiguous(), None, k, **_options(choice, fused))[0]
+
+
+def _kernels(scores: Tensor) -> ModuleType | None:
+    return kernels.find("router", scores) if scores.dtype == torch.float32 else None
+
+
+def _options(choice: Choice, fused: ModuleType) -> dict[str, Any]:
+    if choice.score_function == "sigmoid":
+        score = fused.SIGMOID
+    else:
+        score = fused.SOFTMAX if choice.pre_softmax else fused.CHOSEN_SOFTMAX
+    return {"score": score, "scale": choice.scaling_factor or 1.0}
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, bias: Tensor | None, choice: Choice, fused: ModuleType
+    ) -> tuple[Tensor, Tensor]:
+        ctx.fused, ctx.options = fused, _options(choice, fused)
+        groups = 1, 1, 1
+        if choice.num_groups:
+            assert choice.group_topk, "checked at start"
+            scores = choice.group_score_topk or choice.k // choice.group_topk
+            groups = choice.num_groups, choice.group_topk, scores
+        experts, weights = fused.choose(logits, bias, choice.k, groups=groups, **ctx.options)
+        ctx.mark_non_differentiable(experts)
+        ctx.save_for_backward(logits, experts)
+        return experts, weights
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        logits, experts = ctx.saved_tensors
+        out = ctx.fused.gradient(logits, experts, grad.contiguous(), **ctx.options)
+        return out, None, None, None
