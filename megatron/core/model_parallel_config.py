@@ -95,8 +95,12 @@ class ModelParallelConfig:
         group="checkpointing",
         flag="--no-initialization",
     )
-    tensor_model_parallel_size: int = _distributed(1, "Ranks that share each weight matrix.")
-    pipeline_model_parallel_size: int = _distributed(1, "Stages that the layers are divided into.")
+    tensor_model_parallel_size: int = _distributed(
+        1, "Ranks that share each weight matrix.", at_least=1
+    )
+    pipeline_model_parallel_size: int = _distributed(
+        1, "Stages that the layers are divided into.", at_least=1
+    )
     encoder_pipeline_model_parallel_size: int = _distributed(
         0,
         "How many of the pipeline stages, the first ones, hold the encoder of an encoder-decoder "
@@ -166,7 +170,7 @@ class ModelParallelConfig:
     account_for_loss_in_pipeline_split: bool = _distributed(
         False, "Count the loss as a layer when layers are divided into stages."
     )
-    context_parallel_size: int = _distributed(1, "Ranks that share each sequence.")
+    context_parallel_size: int = _distributed(1, "Ranks that share each sequence.", at_least=1)
     cp_comm_type: tuple[str, ...] = _distributed(
         ("p2p",),
         "How the ranks of a context-parallel group exchange keys and values: p2p, a2a, allgather "
@@ -178,7 +182,9 @@ class ModelParallelConfig:
         "Ranks that trade heads, and ranks of a ring of such sets, for --cp-comm-type a2a+p2p.",
         nargs="+",
     )
-    expert_model_parallel_size: int = _moe(1, "Ranks that the experts of a layer are divided over.")
+    expert_model_parallel_size: int = _moe(
+        1, "Ranks that the experts of a layer are divided over.", at_least=1
+    )
     expert_tensor_parallel_size: int | None = _moe(
         None, "Ranks that share each expert's matrices; the tensor-parallel size if not given."
     )

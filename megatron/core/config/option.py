@@ -15,6 +15,9 @@ from typing import Any
 
 _KEY = "option"
 SAME: Any = object()  # the command line's default is the field's default
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+MAX_LAYERS = 100_000  # far more than any model has; plans and checks list the layers
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,9 @@ class Option:
     choices: tuple[Any, ...] | None = None
     nargs: str | None = None
     parse: Callable[[str], Any] | None = None  # where the annotation does not say it
+    at_least: int | None = 0  # of a number; None: no minimum
+    at_most: int = INT32_MAX  # of an integer
+    infinite: bool = False  # whether a float may be infinite
     inverted: bool = False  # the flag switches a field that is on by default off
     both_ways: bool = False  # a switch spelt --x and --no-x
     refused: str | None = None  # why the run cannot have it, and what to use

@@ -7,6 +7,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+_MAX_ENTRIES = 100_000  # of a layer pattern
+_MAX_BRACKETS = 200  # of a layer pattern; each nests three calls
+
 
 def strict_bool(text: str) -> bool:
     """``true``/``false``/``1``/``0``; anything else is refused (``bool("False")`` is True)."""
@@ -47,6 +50,8 @@ def layer_pattern(text: str) -> int | tuple[int, ...]:
     if re.fullmatch(r"\d+", text):
         return int(text)
     tokens = re.findall(r"\d+|[\[\]()+*,]|\S", text)
+    if sum(token in "([" for token in tokens) > _MAX_BRACKETS:
+        raise ValueError(f"a layer pattern has more than {_MAX_BRACKETS} brackets")
     value, rest = _sum(tokens)
     if rest or not isinstance(value, tuple):
         raise ValueError(f"{text!r} is not an int or a list expression like ([1]*3+[0])*2")
@@ -65,8 +70,15 @@ def _product(tokens: list[str]) -> tuple[int | tuple[int, ...], list[str]]:
     value, tokens = _atom(tokens)
     while tokens[:1] == ["*"]:
         factor, tokens = _atom(tokens[1:])
+        if _size(value) * _size(factor) > _MAX_ENTRIES:
+            raise ValueError(f"a layer pattern has more than {_MAX_ENTRIES} entries")
         value = value * factor  # type: ignore[operator]
     return value, tokens
+
+
+def _size(value: int | tuple[int, ...]) -> int:
+    """How often a product repeats the other factor, or how many entries it repeats."""
+    return value if isinstance(value, int) else len(value)
 
 
 def _atom(tokens: list[str]) -> tuple[int | tuple[int, ...], list[str]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.config import states
-from megatron.core.config.option import option
+from megatron.core.config.option import INT64_MAX, option
 
 _distributed = partial(option, group="distributed")
 
@@ -45,7 +45,7 @@ class DistributedDataParallelConfig:
         True, "Let each pipeline stage start reducing gradients when it likes."
     )
     ddp_num_buckets: int | None = _distributed(
-        None, "Number of buckets that gradients are reduced in."
+        None, "Number of buckets that gradients are reduced in.", at_least=1
     )
     bucket_size: int | None = _distributed(
         None,
@@ -53,6 +53,8 @@ class DistributedDataParallelConfig:
         " if not given.",
         flag="--ddp-bucket-size",
         dest="ddp_bucket_size",
+        at_least=1,
+        at_most=INT64_MAX,
     )
     pad_buckets_for_high_nccl_busbw: bool = _distributed(
         False,
@@ -111,7 +113,7 @@ class DistributedDataParallelConfig:
         False, "Let instances of a sharded model hold a part each of its optimizer's state."
     )
     num_distributed_optimizer_instances: int = _distributed(
-        1, "Groups of replicas that each hold a whole optimizer."
+        1, "Groups of replicas that each hold a whole optimizer.", at_least=1
     )
     use_torch_fsdp2: bool = _distributed(False, "Shard parameters with PyTorch's FSDP2.")
     torch_fsdp2_reshard_after_forward: bool = _distributed(

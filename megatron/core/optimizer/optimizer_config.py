@@ -24,7 +24,7 @@ class OptimizerConfig:
         0.01, "Share of each weight that decays per step, times the learning rate."
     )
     clip_grad: float = _regularization(
-        1.0, "Largest global norm of the gradient; 0 turns clipping off."
+        1.0, "Largest global norm of the gradient; 0 turns clipping off.", infinite=True
     )
     adam_beta1: float = _regularization(0.9, "Decay of Adam's mean of gradients.")
     adam_beta2: float = _regularization(0.999, "Decay of Adam's mean of squared gradients.")
@@ -43,7 +43,7 @@ class OptimizerConfig:
     muon_momentum: float = _regularization(0.9, "Decay of Muon's mean of gradients.")
     muon_nesterov: bool = _regularization(False, "Let Muon look ahead by the newest gradient.")
     muon_num_ns_steps: int = _regularization(
-        5, "Newton-Schulz steps that make a matrix orthogonal."
+        5, "Newton-Schulz steps that make a matrix orthogonal.", at_least=1
     )
     muon_coefficient_type: str = _regularization(
         "quintic",
@@ -107,9 +107,11 @@ class OptimizerConfig:
     )
     min_loss_scale: float = _precision(1.0, "Smallest adaptive loss scale.")
     loss_scale_window: float = _precision(
-        1000.0, "Steps without overflow after which the adaptive loss scale doubles."
+        1000.0, "Steps without overflow after which the adaptive loss scale doubles.", at_least=1
     )
-    hysteresis: int = _precision(2, "Overflows after which the adaptive loss scale halves.")
+    hysteresis: int = _precision(
+        2, "Overflows after which the adaptive loss scale halves.", at_least=1
+    )
     reuse_grad_buf_for_mxfp8_param_ag: bool = _precision(
         False,
         "Gather mxfp8 parameters through the gradient buffer.",

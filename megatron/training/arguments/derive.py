@@ -118,7 +118,8 @@ def pipeline(ns: Namespace) -> None:
         per_chunk = ns.pipeline_model_parallel_size * ns.num_layers_per_virtual_pipeline_stage
         chunks = slots // max(1, per_chunk)
     elif ns.pipeline_model_parallel_layout is not None:
-        chunks = _stages(ns.pipeline_model_parallel_layout) // ns.pipeline_model_parallel_size
+        ranks = max(1, ns.pipeline_model_parallel_size)
+        chunks = _stages(ns.pipeline_model_parallel_layout) // ranks
     elif ns.pipeline_schedule == "zb-v":
         chunks = 2 if chunks is None else chunks
     ns.virtual_pipeline_model_parallel_size = chunks if chunks is not None and chunks > 1 else None

@@ -15,8 +15,9 @@ from megatron.training.arguments import config_keys
 from megatron.training.arguments.config_file import read_config_file, set_defaults_from
 from megatron.training.arguments.describe import help_line
 from megatron.training.arguments.options import add_options, groups_of
-from megatron.training.arguments.sections import ALL_CLASSES, flags_and_defaults
+from megatron.training.arguments.sections import ALL_CLASSES, flags_and_defaults, options_by_dest
 from megatron.training.arguments.suggestions import suggestion
+from megatron.training.arguments.value_rules import problem_of_type, shown
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
 
@@ -39,16 +40,21 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         parse = self._registry_get("type", action.type, action.type)
-        if "\0" in arg_string:  # only a file or a program can pass it; no path may hold it
-            shown = repr(arg_string)
-            self.problems.append(f"{_name(action)} {shown}: it holds a NUL character: remove it")
-            return None
+        value = None
         try:
-            return parse(arg_string)
+            value = parse(arg_string)
         except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-            cure = _EXPECTED.get(parse, str(error))
-            self.problems.append(f"{_name(action)} {arg_string}: {cure}")
-            return None
+            problem: str | None = _EXPECTED.get(parse, str(error))
+        else:
+            opt = options_by_dest().get(action.dest)
+            is_ours = opt is not None and value != action.default
+            problem = problem_of_type(value, opt) if is_ours and opt is not None else None
+        if "\0" in arg_string:  # only a file or a program can pass it; no path may hold it
+            problem = "it holds a NUL character: remove it"
+        if problem is None:
+            return value
+        self.problems.append(f"{_name(action)} {shown(arg_string)}: {problem}")
+        return None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices or value is None:

@@ -39,6 +39,7 @@ from megatron.training.arguments.derive import DERIVATIONS
 from megatron.training.arguments.options import namespace_default, read_config
 from megatron.training.arguments.parser import PARSE_WARNINGS
 from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS, flags_and_defaults
+from megatron.training.arguments.value_rules import has_excessive_number, out_of_range
 from megatron.training.arguments.without_effect import without_effect
 from megatron.training.config.run import RunConfig
 
@@ -120,6 +121,8 @@ def resolve(
     problems, warnings = states(args)
     given = dict(vars(args))
     warnings[:0] = given.pop(PARSE_WARNINGS, ())
+    if has_excessive_number(given):
+        ConfigError.raise_for([*problems, *out_of_range(given)])
     ns = Namespace(**given)
     ns.world_size = world_size
     for derive in DERIVATIONS:

@@ -6,7 +6,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from typing import Any, get_type_hints
 
-from megatron.core.config.option import dest_of, flag_of, options_of
+from megatron.core.config.option import Option, dest_of, flag_of, options_of
 from megatron.training.arguments.options import namespace_default
 from megatron.training.config.out_of_scope import OutOfScopeFlags
 from megatron.training.config.run import RunConfig
@@ -33,3 +33,9 @@ def flags_and_defaults() -> dict[str, tuple[str, Any]]:
         for cls in ALL_CLASSES
         for f, opt in options_of(cls)
     }
+
+
+@cache
+def options_by_dest() -> dict[str, Option]:
+    """dest -> what its field declares."""
+    return {dest_of(f, opt): opt for cls in ALL_CLASSES for f, opt in options_of(cls)}

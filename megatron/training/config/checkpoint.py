@@ -17,13 +17,17 @@ _distributed = partial(option, group="distributed")
 class CheckpointConfig:
     save: str | None = _ckpt(None, "Directory that checkpoints are written to.")
     save_interval: int | None = _ckpt(
-        None, "Steps between checkpoints.", aliases=("--persistent-save-interval",)
+        None, "Steps between checkpoints.", aliases=("--persistent-save-interval",), at_least=1
     )
     save_retain_interval: int | None = _ckpt(
-        None, "Keep the checkpoints at multiples of this many steps and drop older others."
+        None,
+        "Keep the checkpoints at multiples of this many steps and drop older others.",
+        at_least=1,
     )
     keep_last_checkpoints: int | None = _ckpt(
-        None, "Keep this many of the newest checkpoints, and what --save-retain-interval keeps."
+        None,
+        "Keep this many of the newest checkpoints, and what --save-retain-interval keeps.",
+        at_least=1,
     )
     ckpt_incremental: bool = _ckpt(
         False,
@@ -50,7 +54,9 @@ class CheckpointConfig:
         "Let keys be missing when a sharded FSDP checkpoint is loaded.",
         ignored="--dist-ckpt-strictness says for every format what may be missing",
     )
-    non_persistent_save_interval: int | None = _ckpt(None, "Steps between short-lived checkpoints.")
+    non_persistent_save_interval: int | None = _ckpt(
+        None, "Steps between short-lived checkpoints.", at_least=1
+    )
     non_persistent_ckpt_type: str | None = _ckpt(
         None,
         "Where short-lived checkpoints live.",
@@ -74,7 +80,7 @@ class CheckpointConfig:
         "Make the experts from the MLPs of the dense checkpoint in --load, and start from step 0.",
     )
     moe_upcycling_granularity: int = _moe(
-        1, "Parts that each MLP is cut into when a dense model becomes experts."
+        1, "Parts that each MLP is cut into when a dense model becomes experts.", at_least=1
     )
     finetune: bool = _ckpt(
         False, "Take only weights from the checkpoint and count steps and samples from 0."
@@ -160,6 +166,6 @@ class CheckpointConfig:
     )
     replication: bool = _distributed(False, "Copy short-lived checkpoints to other nodes.")
     replication_jump: int | None = _distributed(
-        None, "Distance in ranks between copies of a short-lived checkpoint."
+        None, "Distance in ranks between copies of a short-lived checkpoint.", at_least=1
     )
-    replication_factor: int = _distributed(2, "Copies of each short-lived checkpoint.")
+    replication_factor: int = _distributed(2, "Copies of each short-lived checkpoint.", at_least=1)

@@ -55,7 +55,7 @@ class DataConfig:
         "each process; off by default.",
     )
     mock_data: bool = _data(False, "Train on made-up data that needs no files.")
-    seq_length: int | None = _data(None, "Tokens in one sample.")
+    seq_length: int | None = _data(None, "Tokens in one sample.", at_least=1)
     encoder_seq_length: int | None = _data(
         None, "Another name of --seq-length: tokens of an encoder's sample."
     )
@@ -63,6 +63,7 @@ class DataConfig:
         None,
         "Tokens of a decoder's sample in an encoder-decoder model; as many as the encoder's if not "
         "given.",
+        at_least=1,
     )
     retriever_seq_length: int = _data(
         256, "Tokens of a retriever's sample.", ignored="only retrieval models read it"
@@ -87,7 +88,9 @@ class DataConfig:
     create_attention_mask_in_dataloader: bool = _data(
         True, "Do not build attention masks with the data; attention is causal by itself."
     )
-    num_dataset_builder_threads: int = _data(1, "Threads that build data sets at start-up.")
+    num_dataset_builder_threads: int = _data(
+        1, "Threads that build data sets at start-up.", at_least=1
+    )
     object_storage_cache_path: str | None = _data(
         None, "Directory for index files fetched from object storage."
     )

@@ -38,14 +38,20 @@ class DistributedConfig:
         choices=("nccl", "gloo"),
     )
     distributed_timeout_minutes: int = _distributed(
-        10, "Minutes after which a collective that does not finish is an error."
+        10,
+        "Minutes after which a collective that does not finish is an error.",
+        at_least=1,
+        at_most=365 * 24 * 60,  # libraries count nanoseconds in 64 bits
     )
     virtual_ranks: int | None = _distributed(
         None,
         "Run so many ranks as threads of this one process, on the CPU: a layout in a debugger.",
+        at_least=1,
     )
     local_rank: int = _distributed(
-        0, "Number of this rank on its node; LOCAL_RANK of the environment goes before it."
+        0,
+        "Number of this rank on its node; LOCAL_RANK of the environment goes before it.",
+        at_least=None,
     )
     lazy_mpu_init: bool | None = _distributed(
         None,

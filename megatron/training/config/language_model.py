@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.config import states
-from megatron.core.config.option import option
+from megatron.core.config.option import MAX_LAYERS, option
 
 _network = partial(option, group="network size")
 _experimental = partial(option, group="experimental")
@@ -24,12 +24,16 @@ class LanguageModelConfig:
         None,
         "Another name of --num-layers: of both halves of T5, unless its decoder has a depth of its "
         "own.",
+        at_most=MAX_LAYERS,
     )
     decoder_num_layers: int | None = _network(
-        None, "Decoder layers of an encoder-decoder model; as many as its encoder has if not given."
+        None,
+        "Decoder layers of an encoder-decoder model; as many as its encoder has if not given.",
+        at_least=1,
+        at_most=MAX_LAYERS,
     )
     max_position_embeddings: int | None = _network(
-        None, "Longest sequence in tokens that the model has positions for."
+        None, "Longest sequence in tokens that the model has positions for.", at_least=1
     )
     position_embedding_type: str = _network(
         "learned_absolute",
@@ -39,7 +43,9 @@ class LanguageModelConfig:
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none", "alibi"),
         refused_values={"mrope": states.MULTIMODAL},
     )
-    rotary_base: int = _network(10000, "Base of the geometric series of rotary frequencies.")
+    rotary_base: int = _network(
+        10000, "Base of the geometric series of rotary frequencies.", at_least=1
+    )
     rotary_percent: float = _network(1.0, "Share of a head's width that is rotated, 0 to 1.")
     rotary_seq_len_interpolation_factor: int | None = _network(
         None, "Divide positions by this before they are rotated, to stretch the context."
@@ -51,7 +57,7 @@ class LanguageModelConfig:
         8.0, "Factor by which --use-rope-scaling stretches the context."
     )
     make_vocab_size_divisible_by: int = _network(
-        128, "Pad the vocabulary to a multiple of this times the tensor-parallel size."
+        128, "Pad the vocabulary to a multiple of this times the tensor-parallel size.", at_least=1
     )
     pad_vocab_in_loss: bool = _network(
         False,

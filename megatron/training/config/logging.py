@@ -15,7 +15,7 @@ _one_logger = partial(option, group="one logger", ignored=states.ONE_LOGGER)
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    log_interval: int = _training(100, "Steps between lines on the console.")
+    log_interval: int = _training(100, "Steps between lines on the console.", at_least=1)
     tensorboard_dir: str | None = _training(None, "Directory of the TensorBoard files.")
     metrics_file: str | None = _logging(
         None, "File that gets every number logged anywhere, one JSON object a line."
@@ -33,6 +33,7 @@ class LoggingConfig:
     log_params_hash_interval: int | None = _logging(
         None,
         "Steps between hashes of all weights in the log: equal weights, equal hash, in any layout.",
+        at_least=1,
     )
     log_throughput: bool = _logging(False, "Log TFLOP/s, tokens/s and MFU per device.")
     log_progress: bool = _logging(
@@ -49,9 +50,9 @@ class LoggingConfig:
         "Which ranks' times are shown: the largest, smallest and largest, or all.",
         choices=("max", "minmax", "all"),
     )
-    tensorboard_log_interval: int = _logging(1, "Steps between values in TensorBoard.")
+    tensorboard_log_interval: int = _logging(1, "Steps between values in TensorBoard.", at_least=1)
     tensorboard_queue_size: int = _logging(
-        1000, "Values kept in memory before TensorBoard's file is written."
+        1000, "Values kept in memory before TensorBoard's file is written.", at_least=1
     )
     log_timers_to_tensorboard: bool = _logging(False, "Write timers to TensorBoard.")
     log_loss_scale_to_tensorboard: bool = _logging(

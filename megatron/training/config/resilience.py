@@ -39,9 +39,11 @@ class ResilienceConfig:
     log_straggler: bool = _straggler(False, "Compare the speed of ranks and name slow ones.")
     disable_straggler_on_startup: bool = _straggler(False, "Start with straggler detection off.")
     straggler_ctrlr_port: int = _straggler(
-        65535, "Port that switches straggler detection on and off."
+        65535, "Port that switches straggler detection on and off.", at_least=1, at_most=65535
     )
-    straggler_minmax_count: int = _straggler(1, "Fastest and slowest ranks that are named.")
+    straggler_minmax_count: int = _straggler(
+        1, "Fastest and slowest ranks that are named.", at_least=1
+    )
     run_workload_inspector_server: bool = option(
         False,
         "Serve live profiling on demand.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config.option import option
+from megatron.core.config.option import INT64_MAX, option
 
 _reg = partial(option, group="regularization")
 _rate = partial(option, group="learning rate")
@@ -35,19 +35,29 @@ class SchedulerConfig:
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
     lr_decay_iters: int | None = _rate(
-        None, "Steps until the learning rate has fallen to --min-lr; --train-iters if not given."
+        None,
+        "Steps until the learning rate has fallen to --min-lr; --train-iters if not given.",
+        at_least=1,
     )
     lr_decay_samples: int | None = _rate(
         None,
         "Samples until the learning rate has fallen to --min-lr; --train-samples if not given.",
+        at_least=1,
+        at_most=INT64_MAX,
     )
-    lr_wsd_decay_samples: int | None = _rate(None, "Samples of the last part of the WSD schedule.")
-    lr_wsd_decay_iters: int | None = _rate(None, "Steps of the last part of the WSD schedule.")
+    lr_wsd_decay_samples: int | None = _rate(
+        None, "Samples of the last part of the WSD schedule.", at_least=1, at_most=INT64_MAX
+    )
+    lr_wsd_decay_iters: int | None = _rate(
+        None, "Steps of the last part of the WSD schedule.", at_least=1
+    )
     lr_warmup_fraction: float | None = _rate(
         None, "Share of the decay length over which the learning rate rises, 0 to 1."
     )
     lr_warmup_iters: int = _rate(0, "Steps over which the learning rate rises to its peak.")
-    lr_warmup_samples: int = _rate(0, "Samples over which the learning rate rises to its peak.")
+    lr_warmup_samples: int = _rate(
+        0, "Samples over which the learning rate rises to its peak.", at_most=INT64_MAX
+    )
     lr_warmup_init: float = _rate(0.0, "Learning rate at the start of warm-up.")
     override_opt_param_scheduler: bool = _rate(
         False,

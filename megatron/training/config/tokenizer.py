@@ -21,10 +21,10 @@ _tokenizer = partial(option, group="tokenizer")
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     vocab_size: int | None = _tokenizer(
-        None, "Tokens of the vocabulary before padding; of the tokenizer if not given."
+        None, "Tokens of the vocabulary before padding; of the tokenizer if not given.", at_least=1
     )
     padded_vocab_size: int | None = _tokenizer(
-        None, "Vocabulary size after padding, instead of the computed one."
+        None, "Vocabulary size after padding, instead of the computed one.", at_least=1
     )
     vocab_file: str | None = _tokenizer(None, "Vocabulary file of the tokenizer.")
     merge_file: str | None = _tokenizer(None, "Merge file of a byte-pair tokenizer.")

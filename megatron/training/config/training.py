@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config.option import option
+from megatron.core.config.option import INT64_MAX, option
 
 _training = partial(option, group="training")
 _initialization = partial(option, group="initialization")
@@ -14,11 +14,12 @@ _initialization = partial(option, group="initialization")
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     micro_batch_size: int | None = _training(
-        None, "Samples in one forward pass of one model replica."
+        None, "Samples in one forward pass of one model replica.", at_least=1
     )
     global_batch_size: int | None = _training(
         None,
         "Samples in one optimizer step over all replicas; one micro-batch a replica if not given.",
+        at_least=1,
     )
     rehearse_memory: bool = _training(
         False,
@@ -30,6 +31,7 @@ class TrainingConfig:
         "START INCREMENT SAMPLES: begin with a global batch of START and grow it by "
         "INCREMENT until SAMPLES samples are consumed.",
         nargs="*",
+        at_most=INT64_MAX,
     )
     decrease_batch_size_if_needed: bool = _training(
         False, "Round a global batch that the replicas do not divide down instead of refusing it."
@@ -44,17 +46,19 @@ class TrainingConfig:
         choices=(0, 1, 2),
     )
     check_weight_hash_across_dp_replicas_interval: int | None = _training(
-        None, "Steps between comparisons of a hash of the weights over all replicas."
+        None, "Steps between comparisons of a hash of the weights over all replicas.", at_least=1
     )
     train_sync_interval: int | None = _training(
-        None, "Steps between synchronisations of the host with the device."
+        None, "Steps between synchronisations of the host with the device.", at_least=1
     )
     train_iters: int | None = _training(None, "Optimizer steps of the run.")
     train_samples: int | None = _training(
-        None, "Samples of the run; gives the number of steps instead of --train-iters."
+        None,
+        "Samples of the run; gives the number of steps instead of --train-iters.",
+        at_most=INT64_MAX,
     )
     exit_interval: int | None = _training(
-        None, "Save and end when the step number is a multiple of this."
+        None, "Save and end when the step number is a multiple of this.", at_least=1
     )
     exit_duration_in_mins: int | None = _training(None, "Save and end after this many minutes.")
     exit_signal_handler: bool = _training(
@@ -68,7 +72,10 @@ class TrainingConfig:
     )
     manual_gc_eval: bool = _training(True, "With --manual-gc, do not collect around evaluation.")
     seed: int = _initialization(
-        1234, "Seed of weights, dropout and the order of samples; greater than 0."
+        1234,
+        "Seed of weights, dropout and the order of samples; greater than 0.",
+        at_least=1,
+        at_most=2**32 - 1,
     )
     data_parallel_random_init: bool = _initialization(
         False, "Give each replica other dropout; weights are equal on all replicas."

@@ -19,5 +19,5 @@ class ValidationConfig:
         False, "Evaluate on each data set of --valid-data-path or the blend apart."
     )
     eval_iters: int = _validation(100, "Batches of an evaluation.")
-    eval_interval: int = _validation(1000, "Steps between evaluations.")
+    eval_interval: int = _validation(1000, "Steps between evaluations.", at_least=1)
     skip_train: bool = _validation(False, "Only evaluate, on the loaded weights.")

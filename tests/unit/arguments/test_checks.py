@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from megatron.training.arguments.checks.ranges import AT_LEAST
-from megatron.training.arguments.parser import build_parser
-from megatron.training.arguments.resolve import CHECKS
-from megatron.training.arguments.sections import flags_and_defaults
+from megatron.core.config.errors import ConfigError
+from megatron.training.arguments.parser import build_parser, parse_args
+from megatron.training.arguments.resolve import CHECKS, resolve
+from megatron.training.arguments.sections import flags_and_defaults, options_by_dest
 from megatron.training.arguments.without_effect import NEEDS
-from tests.unit.arguments.commands import problems_of, run_of
+from tests.unit.arguments.commands import argv, problems_of, run_of
 
 Case = tuple[str, int, tuple[str, ...], str]  # words, world size, flags left out, the sentence
 
@@ -54,12 +55,64 @@ def test_a_broken_rule_says_its_sentence(name: str, case: Case) -> None:
     assert sentence in problems_of(words, world_size, without)
 
 
-@pytest.mark.parametrize("dest", sorted(AT_LEAST))
+NUMBERS = {
+    action.dest: action.type
+    for action in build_parser()._actions
+    if action.type in (int, float) and action.nargs is None and action.choices is None
+}
+
+
+def numbers(*kinds: type) -> list[str]:
+    """The dests of implemented flags that take one number of one of ``kinds``."""
+    options = options_by_dest()
+    return [
+        dest
+        for dest, kind in NUMBERS.items()
+        if kind in kinds and not (options[dest].refused or options[dest].ignored)
+    ]
+
+
+@pytest.mark.parametrize(
+    "dest", [d for d in numbers(int, float) if options_by_dest()[d].at_least is not None]
+)
 def test_a_number_below_its_smallest_value_is_named(dest: str) -> None:
-    flag, least = flags_and_defaults()[dest][0], AT_LEAST[dest]
+    flag, least = flags_and_defaults()[dest][0], options_by_dest()[dest].at_least
+    assert least is not None
     text = str(least - 1)
     problems = problems_of(f"{flag} {text}")
     assert any(p.startswith(f"{flag} ") and f"at least {least} is needed" in p for p in problems)
+
+
+def test_numbers_that_no_size_can_have_are_refused_together() -> None:
+    problems = problems_of(
+        "--seed 4294967296 --hidden-size 4611686018427387904 --num-layers 100001"
+    )
+    assert sorted(problems) == [
+        "--hidden-size 4611686018427387904: at most 2147483647 is possible",
+        "--num-layers 100001: at most 100000 is possible",
+        "--seed 4294967296: at most 4294967295 is possible",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [(int, n) for n in (0, 1, 2**31 - 1, 2**62)] + [(float, x) for x in (0.0, 1e-320, 1e308)],
+)
+def test_any_number_is_taken_or_refused_with_a_message(kind: type, number: float) -> None:
+    good = vars(parse_args(argv=argv()))
+    for dest in numbers(kind):
+        try:
+            resolve(Namespace(**{**good, dest: number}), 2)
+        except ConfigError:
+            continue
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_namespace_of_a_program_is_checked_too(number: float) -> None:
+    args = parse_args(argv=argv())
+    args.lr = number
+    with pytest.raises(ConfigError, match="--lr .*: a finite number is needed"):
+        resolve(args, 1)
 
 
 @pytest.mark.feature("Command line: all conflicts at once, each with its cure")

@@ -39,6 +39,38 @@ def test_every_mistake_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -
     ]
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "problem"),
+    [
+        ("--lr", "inf", "--lr inf: a finite number is needed"),
+        ("--clip-grad", "nan", "--clip-grad nan: a finite number is needed"),
+        ("--init-method-std", "nan", "--init-method-std nan: a finite number is needed"),
+        ("--moe-aux-loss-coeff", "1e999", "--moe-aux-loss-coeff 1e999: a finite number is needed"),
+        ("--seed", str(2**64), f"--seed {2**64}: a whole number of at most 64 bits is needed"),
+        ("--seed", "9" * 5000, f"--seed {'9' * 100}... (5000 characters): a whole number"),
+        ("--window-size", f"{2**64},0", f"--window-size {2**64},0: a whole number of at most 64"),
+        ("--moe-layer-freq", "[1]*9999999999", "--moe-layer-freq [1]*9999999999: a layer pattern "),
+        ("--moe-layer-freq", "(" * 5000, f"--moe-layer-freq {'(' * 100}... (5000 characters): "),
+        ("--save", "", "--save '': a value is needed; if a variable of the script is unset"),
+        ("--data-path", " \t", "--data-path ' \\t': a value is needed"),
+        ("--optimizer", "", "--optimizer '': a value is needed"),
+    ],
+)  # fmt: skip
+def test_a_value_that_no_flag_takes_is_refused(
+    flag: str, value: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(argv=[flag, value])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert lines[1].startswith(f"  - {problem}")
+
+
+def test_a_blank_default_and_an_infinite_clip_can_be_given() -> None:
+    args = parse_args(argv=["--clip-grad", "inf", "--wandb-project", ""])
+    assert (args.clip_grad, args.wandb_project) == (float("inf"), "")
+
+
 def test_a_missing_value_is_reported_with_what_came_before(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

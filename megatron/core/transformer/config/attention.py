@@ -18,7 +18,9 @@ _training = partial(option, group="training")
 class AttentionConfig:
     """Heads, windows, softmax and rotary details of attention."""
 
-    num_attention_heads: int = _network(0, "Query heads of each attention layer.", default=None)
+    num_attention_heads: int = _network(
+        0, "Query heads of each attention layer.", default=None, at_least=1
+    )
     attention_backend: AttnBackend = _network(
         AttnBackend.auto,
         "Implementation of the attention core: flash, fused, unfused (plain), local (plain,"
@@ -27,7 +29,9 @@ class AttentionConfig:
         parse=member_of(AttnBackend),
     )
     kv_channels: int = _network(
-        None, "Width of one attention head; the hidden size over the number of heads if not given."
+        None,
+        "Width of one attention head; the hidden size over the number of heads if not given.",
+        at_least=1,
     )
     num_query_groups: int = _network(
         None,
@@ -96,6 +100,7 @@ class AttentionConfig:
         None,
         "YaRN: tokens of the context that the model was first trained with; "
         "--max-position-embeddings if not given.",
+        at_least=1,
     )
     yarn_beta_fast: float | None = _network(
         None,

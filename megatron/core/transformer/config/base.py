@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.config import states
-from megatron.core.config.option import option
+from megatron.core.config.option import MAX_LAYERS, option
 
 _network = partial(option, group="network size")
 _initialization = partial(option, group="initialization")
@@ -19,8 +19,10 @@ _experimental = partial(option, group="experimental")
 class BaseConfig:
     """Depth, width, norms and initialisation of a transformer."""
 
-    num_layers: int = _network(0, "Transformer layers of the model.", default=None)
-    hidden_size: int = _network(0, "Width of the residual stream.", default=None)
+    num_layers: int = _network(
+        0, "Transformer layers of the model.", default=None, at_least=1, at_most=MAX_LAYERS
+    )
+    hidden_size: int = _network(0, "Width of the residual stream.", default=None, at_least=1)
     normalization: str = _network(
         "LayerNorm", "Kind of the normalisation layers.", choices=("LayerNorm", "RMSNorm")
     )
@@ -60,7 +62,9 @@ class BaseConfig:
         False, "Compress keys and values into one small latent vector per token."
     )
     mtp_num_layers: int | None = _network(
-        None, "Layers behind the decoder that predict tokens further ahead in training."
+        None,
+        "Layers behind the decoder that predict tokens further ahead in training.",
+        at_most=MAX_LAYERS,
     )
     mtp_loss_scaling_factor: float = _network(
         0.1, "Weight of the mean loss of the layers of --mtp-num-layers."
@@ -134,13 +138,15 @@ class BaseConfig:
         "Keep random state the way generation under CUDA graphs needs.",
         ignored="--enable-cuda-graph keeps it so by itself",
     )
-    mamba_state_dim: int = _experimental(128, "Width of the state of a Mamba layer.")
-    mamba_head_dim: int = _experimental(64, "Width of a head of a Mamba layer.")
+    mamba_state_dim: int = _experimental(128, "Width of the state of a Mamba layer.", at_least=1)
+    mamba_head_dim: int = _experimental(64, "Width of a head of a Mamba layer.", at_least=1)
     mamba_num_groups: int = _experimental(
-        8, "Groups of a Mamba layer that share state projections."
+        8, "Groups of a Mamba layer that share state projections.", at_least=1
     )
     mamba_num_heads: int | None = _experimental(
-        None, "Heads of a Mamba layer (default: twice the hidden size over their width)."
+        None,
+        "Heads of a Mamba layer (default: twice the hidden size over their width).",
+        at_least=1,
     )
     is_hybrid_model: bool = _experimental(
         False,

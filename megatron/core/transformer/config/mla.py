@@ -21,7 +21,9 @@ class MLAConfig:
     qk_head_dim: int = _mla(128, "Width of a head's part of queries and keys that is not rotated.")
     qk_pos_emb_head_dim: int = _mla(64, "Width of a head's rotated part of queries and keys.")
     v_head_dim: int = _mla(128, "Width of a head's values.")
-    rotary_scaling_factor: float = _mla(1.0, "Factor by which YaRN stretches the context.")
+    rotary_scaling_factor: float = _mla(
+        1.0, "Factor by which YaRN stretches the context.", at_least=1
+    )
     mscale: float = _mla(1.0, "Factor of YaRN's attention temperature on rotated channels.")
     mscale_all_dim: float = _mla(0.0, "Factor of YaRN's attention temperature on all channels.")
     cache_mla_latents: bool = _mla(

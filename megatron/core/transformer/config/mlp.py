@@ -18,11 +18,14 @@ class MLPConfig:
         None,
         "Inner width of the MLP; 4 times the hidden size, or 8/3 of it in multiples of 64 "
         "with --swiglu, if not given.",
+        at_least=1,
     )
     activation_func_clamp_value: float | None = _network(
         None, "Largest value of a gated MLP's gate, and largest magnitude of what it gates."
     )
-    glu_linear_offset: float = _network(0.0, "Added to what the gate of a gated MLP multiplies.")
+    glu_linear_offset: float = _network(
+        0.0, "Added to what the gate of a gated MLP multiplies.", at_least=None
+    )
     add_bias_linear: bool = option(
         True,
         "Drop the biases of the linear layers.",

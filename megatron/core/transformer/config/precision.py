@@ -31,10 +31,10 @@ class PrecisionConfig:
         "How fp8 scaling factors are found.",
         choices=("tensorwise", "delayed", "mxfp8", "blockwise"),
     )
-    fp8_margin: int = _te(0, "Powers of 2 that fp8 scaling keeps free.")
+    fp8_margin: int = _te(0, "Powers of 2 that fp8 scaling keeps free.", at_least=None)
     fp8_interval: int = _te(1, "Steps between new fp8 scaling factors.", ignored=states.EVERY_STEP)
     fp8_amax_history_len: int = _te(
-        1, "Steps of largest values that delayed scaling looks back on."
+        1, "Steps of largest values that delayed scaling looks back on.", at_least=1
     )
     fp8_amax_compute_algo: str = _te(
         "most_recent", "How delayed scaling reduces its history.", choices=("most_recent", "max")

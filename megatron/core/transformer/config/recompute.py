@@ -30,7 +30,7 @@ class RecomputeConfig:
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = _training(
-        None, "Layers in a chunk (uniform) or layers recomputed per stage (block)."
+        None, "Layers in a chunk (uniform) or layers recomputed per stage (block).", at_least=1
     )
     recompute_modules: tuple[str, ...] | None = _training(
         None,

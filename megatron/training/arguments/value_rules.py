@@ -1,0 +1,73 @@
+"""Rules for every value of one type: strings are not blank, floats finite, integers in range.
+
+A flag's `option()` declares where it differs: ``at_least``, ``at_most``, ``infinite``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import isfinite, isnan
+from typing import Any
+
+from megatron.core.config.option import INT64_MAX, Option
+from megatron.training.arguments.sections import flags_and_defaults, options_by_dest
+
+_LONGEST_SHOWN = 200  # characters of a value in a message
+
+
+def problem_of_type(value: Any, opt: Option) -> str | None:
+    """Why no flag takes ``value``, which may be a sequence; None if there is no reason."""
+    for part in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(part, str) and not part.strip():
+            return "a value is needed; if a variable of the script is unset, leave the flag out"
+        if isinstance(part, float) and not isfinite(part) and (isnan(part) or not opt.infinite):
+            return "a finite number is needed"
+        if isinstance(part, int) and abs(part) > INT64_MAX:
+            return "a whole number of at most 64 bits is needed"
+    return None
+
+
+def shown(text: str) -> str:
+    """``text`` for a message: blanks and controls visible, the end of a long one left out."""
+    if not text.strip() or not text.isprintable():
+        text = repr(text)
+    if len(text) > _LONGEST_SHOWN:
+        return f"{text[: _LONGEST_SHOWN // 2]}... ({len(text)} characters)"
+    return text
+
+
+def out_of_range(given: Mapping[str, Any]) -> Iterator[str]:
+    """Messages about values of ``given`` (dest -> value) outside the range of their flag."""
+    for dest, opt in options_by_dest().items():
+        flag, default = flags_and_defaults()[dest]
+        value = given.get(dest)
+        if opt.refused or opt.ignored or value == default:
+            continue
+        for part in _parts(value):
+            problem = problem_of_type(part, opt) or _problem_of_range(part, opt)
+            if problem is not None:
+                yield f"{flag} {shown(str(part))}: {problem}"
+                break
+
+
+def has_excessive_number(given: Mapping[str, Any]) -> bool:
+    """Whether a number is too large to go on with: derivations and checks list all layers."""
+    return any(
+        isinstance(part, int) and part > opt.at_most
+        for dest, opt in options_by_dest().items()
+        for part in _parts(given.get(dest))
+    )
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _problem_of_range(number: Any, opt: Option) -> str | None:
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return None
+    if opt.at_least is not None and number < opt.at_least and opt.parse is None:
+        return f"at least {opt.at_least} is needed"
+    if isinstance(number, int) and number > opt.at_most:
+        return f"at most {opt.at_most} is possible"
+    return None
