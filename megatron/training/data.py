@@ -36,7 +36,7 @@ def get_blend_and_blend_per_split(data: DataConfig | Namespace) -> tuple[Any, An
     Scripts hand over get_args().
     """
     if data.data_path or data.data_args_path:
-        words = data.data_path or _words(data.data_args_path, "--data-args-path")
+        words = data.data_path or _words(data.data_args_path)
         return get_blend_from_list(list(words)), None
     if data.per_split_data_args_path:
         lists = _lists_per_split(data.per_split_data_args_path)
@@ -174,12 +174,12 @@ def _lists_per_split(path: str) -> list[list[str] | None]:
     needed = "an object with the lists train, valid and test of weights and prefixes is needed"
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"--per-split-data-args-path {path}: no JSON ({error}): {needed}") from None
     if not isinstance(content, dict):
         raise DataError(f"--per-split-data-args-path {path}: {needed}")
     for name, words in content.items():
-        if name not in splits or not isinstance(words, list | None):
+        if name not in splits or not isinstance(words, list | None) or not _are_words(words):
             raise DataError(
                 f"--per-split-data-args-path {path}: {name!r} is {json.dumps(words)}: {needed}"
             )
@@ -188,13 +188,32 @@ def _lists_per_split(path: str) -> list[list[str] | None]:
     return [content.get(name) for name in splits]
 
 
-def _words(path: str | None, flag: str) -> list[str]:
+def _are_words(words: list[Any] | None) -> bool:
+    """Whether all are weights or prefixes; no file name has a NUL in it."""
+    return all(
+        "\0" not in word if isinstance(word, str) else type(word) in (int, float)
+        for word in words or ()
+    )
+
+
+def _words(path: str | None) -> list[str]:
     assert path is not None
-    return _read(path, flag).split()
+    words = _read(path, "--data-args-path").split()
+    if not words:
+        raise DataError(f"--data-args-path {path} names no data: write prefixes into it")
+    return words
 
 
 def _read(path: str, flag: str) -> str:
     file = Path(path)
     if not file.is_file():
         raise DataError(f"{flag} {path}: no such file; give a file that lists the data prefixes")
-    return file.read_text()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{flag} {path}: not UTF-8 text ({error}); save it as UTF-8") from None
+    except OSError as error:
+        raise DataError(f"{flag} {path}: {error.strerror or error}") from None
+    if "\0" in text:
+        raise DataError(f"{flag} {path} holds a NUL byte: it is not a text file; give a list")
+    return text

@@ -44,6 +44,12 @@ def test_a_json_file_holds_the_paths_of_each_split(tmp_path: Path) -> None:
         (["a"], "an object with the lists"),
         ({}, "names no data"),
         ({"train": []}, "names no data"),
+        ({"train": [["a"]]}, "'train' is [[\"a\"]]"),
+        ({"train": [1, {"a": 1}]}, "'train' is [1, {\"a\": 1}]"),
+        ({"train": [None, "a"]}, "'train' is [null, \"a\"]"),
+        ({"train": [True, "a"]}, "'train' is [true, \"a\"]"),
+        ({"valid": {"a": 1}}, "'valid' is {\"a\": 1}"),
+        (None, "an object with the lists"),
     ],
 )
 def test_a_json_file_of_another_form_is_named_with_what_is_needed(
@@ -69,3 +75,49 @@ def test_a_file_that_is_missing_or_no_json_is_named(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(DataError, match=f"{PER_SPLIT} {file}: no JSON"):
         get_blend_and_blend_per_split(DataConfig(per_split_data_args_path=str(file)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"1 caf\xe9", "not UTF-8 text"),
+        (b"\xff\xfe1\x00", "not UTF-8 text"),
+        (b"", "names no data"),
+        (b" \n\n", "names no data"),
+        (b"1 a\x00b", "holds a NUL byte"),
+    ],
+)
+def test_a_list_of_paths_in_another_encoding_is_named(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    file = tmp_path / "paths"
+    file.write_bytes(content)
+    for flag in ("--data-args-path", PER_SPLIT):
+        config = DataConfig(**{flag[2:].replace("-", "_"): str(file)})
+        if flag == PER_SPLIT and "no data" in message:
+            message = "no JSON"
+        with pytest.raises(DataError, match=f"^{flag} {file}.*{message}"):
+            get_blend_and_blend_per_split(config)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "1" * 5000, '{"train": ["a\\u0000b"]}'])
+def test_json_that_python_cannot_read_is_named(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "paths.json"
+    file.write_text(content)
+    with pytest.raises(DataError, match=f"^{PER_SPLIT} {file}"):
+        get_blend_and_blend_per_split(DataConfig(per_split_data_args_path=str(file)))
+
+
+def test_a_directory_and_an_unreadable_file_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        get_blend_and_blend_per_split(DataConfig(data_args_path=str(tmp_path)))
+    (tmp_path / "paths").write_text("a")
+
+    def refuse(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(DataError, match="--data-args-path .*Permission denied"):
+        get_blend_and_blend_per_split(DataConfig(data_args_path=str(tmp_path / "paths")))

@@ -74,14 +74,31 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"--yaml-cfg {path}: no such file")
-    text = file.read_text(encoding="utf-8")
     try:
-        content = json.loads(text)
-    except json.JSONDecodeError:
-        content = _read_yaml(text, path)
-    if not isinstance(content, dict):
-        raise ConfigError(f"--yaml-cfg {path}: a mapping of flags to values is needed")
-    return _flat(content)
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--yaml-cfg {path}: not UTF-8 text: {error}; save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"--yaml-cfg {path}: {error.strerror or error}") from None
+    try:
+        content = _read_content(text, path)
+        if not isinstance(content, dict):
+            raise ConfigError(f"--yaml-cfg {path}: a mapping of flags to values is needed")
+        return _flat(content)
+    except RecursionError:
+        raise ConfigError(
+            f"--yaml-cfg {path}: not YAML: it is nested too deep; a mapping of flags to values is "
+            "needed"
+        ) from None
+
+
+def _read_content(text: str, path: str | os.PathLike[str]) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:  # not JSON, or a number with more digits than Python reads
+        return _read_yaml(text, path)
 
 
 def _read_yaml(text: str, path: str | os.PathLike[str]) -> Any:
@@ -96,6 +113,11 @@ def _read_yaml(text: str, path: str | os.PathLike[str]) -> Any:
         return yaml.safe_load(expanded)
     except yaml.YAMLError as error:
         raise ConfigError(f"--yaml-cfg {path}: not YAML: {' '.join(str(error).split())}") from None
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        # PyYAML raises these at a value that is not of its tag, such as a 13th month.
+        raise ConfigError(
+            f"--yaml-cfg {path}: not YAML: a value is not of its type: {error!r}"
+        ) from None
 
 
 def _flat(content: Mapping[str, Any]) -> dict[str, Any]:

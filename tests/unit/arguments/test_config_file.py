@@ -113,6 +113,43 @@ def test_a_missing_file_or_another_shape_is_an_error(tmp_path: Path) -> None:
         parse_args(argv=["--yaml-cfg", str(tmp_path / "list.json")])
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"seed: 5 # caf\xe9\n", "not UTF-8 text: .*0xe9 in position 13"),
+        (b"\xff\xfes\x00", "not UTF-8 text"),
+        (b"[" * 100_000, "not YAML: .*nested too deep"),
+        (b'{"a":' * 100_000, "not YAML: .*nested too deep"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "not YAML: .*4300 digits"),
+        (b"", "a mapping of flags to values is needed"),
+        (b"\x00", "not YAML"),
+        (b"seed: 2026-13-45", "not YAML: .*month must be in 1..12"),
+        (b"seed: !!bool maybe", "not YAML: .*KeyError"),
+        (b"seed: !!int ''", "not YAML"),
+        (b"seed: !!timestamp x", "not YAML"),
+        (b"&a [*a]", "a mapping of flags to values is needed"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_config_error(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^--yaml-cfg {file}: {message}"):
+        parse_args(argv=["--yaml-cfg", str(file)])
+
+
+@pytest.mark.parametrize("content", [b"\xe9", b'{"a":' * 100_000])
+def test_a_file_that_cannot_be_read_is_one_config_error_without_pyyaml(
+    tmp_path: Path, content: bytes, fake_yaml: None
+) -> None:
+    file = tmp_path / "run.json"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^--yaml-cfg {file}: "):
+        parse_args(argv=["--yaml-cfg", str(file)])
+
+
 class FakeYaml:
     """Enough of PyYAML: ``key: value`` lines."""
 

@@ -279,6 +279,8 @@ class TestDamage:
     def test_a_missing_file_is_named_with_the_cure(self, prefix: str) -> None:
         with pytest.raises(DataError, match=r"data\.bin: No such file.*without \.bin or \.idx"):
             IndexedDataset(prefix)
+        with pytest.raises(DataError, match="embedded null byte; a data path is named without"):
+            IndexedDataset(prefix + "\0")
         Path(get_bin_path(prefix)).touch()
         with pytest.raises(DataError, match=r"data\.idx: No such file.*without \.bin or \.idx"):
             IndexedDataset(prefix)
