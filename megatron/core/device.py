@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import os
-import resource
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from megatron.core import process_memory
 from megatron.core.per_rank import each_rank_owns
 
 Kind = Literal["cpu", "cuda"]
@@ -187,11 +185,10 @@ def empty_cache() -> None:
 def memory_stats() -> dict[str, float]:
     """Bytes in use; on the CPU those of the process, and 0 as the count of allocations."""
     if not _has_gpu():
-        now = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+        now, peak = process_memory.resident_and_peak()
         return {
             **dict.fromkeys(("allocated", "reserved"), now),
-            **dict.fromkeys(("max_allocated", "max_reserved"), max(now, most)),
+            **dict.fromkeys(("max_allocated", "max_reserved"), peak),
             "allocated_count": 0,
         }
     stats = torch.cuda.memory_stats()
@@ -208,15 +205,17 @@ def total_memory(ranks_here: int = 1) -> int:
     """Bytes of this process's device; of the host, its share with ``ranks_here`` processes."""
     if _has_gpu():
         return int(torch.cuda.get_device_properties(current()).total_memory)
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *_limits_of_the_job()]) // ranks_here
+    return process_memory.available_to_job() // ranks_here
 
 
-def _limits_of_the_job() -> Iterator[int]:
-    """Bytes that control groups of either version allow."""
-    for path in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-            yield int(Path("/sys/fs/cgroup", path).read_text())
+def memory_pool(allocator: Any) -> Any:
+    """A pool of device memory that ``allocator`` serves, for `allocating_from`."""
+    return torch.cuda.MemPool(allocator)
+
+
+def allocating_from(pool: Any) -> contextlib.AbstractContextManager[None]:
+    """Let this thread's allocations inside come from ``pool``."""
+    return torch.cuda.use_mem_pool(pool)
 
 
 def forget_peak() -> None:

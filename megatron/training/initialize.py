@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.core import cpu_tuning, device, parallel_state
+from megatron.core import cpu_tuning, device, nccl_allocator, parallel_state
 from megatron.core.config.errors import ConfigError
 from megatron.core.faults import check_faults
 from megatron.core.num_microbatches_calculator import (
@@ -260,6 +260,8 @@ def _init_default_group(config: RunConfig) -> None:
     if config.model.uses_graphs and any("expandable_segments:True" in a for a in allocators):
         # NCCL cannot register such memory for the graphs that hold its collectives.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    if config.ddp.nccl_ub and device.is_cuda():
+        nccl_allocator.init()
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     print_rank_0("> initializing torch distributed ...")
     if needs_rendezvous(os.environ):

@@ -68,5 +68,6 @@ def test_layers_take_turns_on_two_buffers(more: str) -> None:
 
 def test_not_a_bit_of_the_losses_changes(tmp_path: Path) -> None:
     without = run_gpt(tmp_path / "without", *FLAGS.split(), world_size=2)
-    kept = run_gpt(tmp_path / "with", *FLAGS.split(), "--fsdp-double-buffer", world_size=2)
-    assert losses(kept) == losses(without)
+    for flag in ("--fsdp-double-buffer", "--use-nccl-ub"):  # the second includes the first
+        kept = run_gpt(tmp_path / flag, *FLAGS.split(), flag, world_size=2)
+        assert losses(kept) == losses(without)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,7 @@ from megatron.core.distributed.grad_buffer import (
 )
 from megatron.core.distributed.param_buffer import ParamBucket, ParamBuffer, ParamGather
 from megatron.core.distributed.shard_ranges import owned_parts
+from megatron.core.nccl_allocator import registered_memory
 from megatron.core.param_info import info_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -80,8 +81,11 @@ class DistributedDataParallel(DataParallelBase):
         self.direct = [param for i, (_, param) in enumerate(params) if i not in buffered]
         self.grad_buffers: dict[BufferKey, GradBuffer] = {}
         self.param_buffers: dict[BufferKey, ParamBuffer] = {}
-        for plan in plans:
-            self._make_buffers(plan, [params[i] for i in plan.members])
+        # Kept as long as the buffers: it holds the pool that their memory comes from.
+        self._memory = self._buffer_memory()
+        with self._memory:
+            for plan in plans:
+                self._make_buffers(plan, [params[i] for i in plan.members])
         self.buckets = self._in_launch_order()
         self._next = 0  # the first bucket that is not under way
         self.param_gather = self._in_gather_order()
@@ -200,6 +204,13 @@ class DistributedDataParallel(DataParallelBase):
         )
         if self._is_sharded:
             self.param_buffers[key] = ParamBuffer([p for _, p in params], plan.layout, group)
+
+    def _buffer_memory(self) -> AbstractContextManager[None]:
+        """Where buffers are allocated: under --use-nccl-ub, memory that is registered with NCCL."""
+        if not self.ddp_config.nccl_ub:
+            return nullcontext()
+        groups = [self._group(is_expert) for is_expert in (False, True)]
+        return registered_memory([*groups, self.groups.inter_dist_opt])
 
     def _group(self, is_expert: bool) -> ProcessGroup:
         """Ranks that share the buckets' sums, or all replicas."""

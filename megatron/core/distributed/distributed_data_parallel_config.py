@@ -78,9 +78,9 @@ class DistributedDataParallelConfig:
     )
     nccl_ub: bool = _distributed(
         False,
-        "Register gradient buffers with NCCL.",
+        "Allocate the buffers of gradients and parameters from NCCL and register them there; "
+        "under FSDP it includes --fsdp-double-buffer.",
         flag="--use-nccl-ub",
-        ignored="NCCL copies through its own buffers here",
     )
     use_megatron_fsdp: bool = _distributed(
         False, "Shard over the replicas what --data-parallel-sharding-strategy names."

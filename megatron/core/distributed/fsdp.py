@@ -41,6 +41,7 @@ from megatron.core.distributed.fsdp_double_buffer import (
     BufferedAllGather,
     BufferedReduceScatter,
     DoubleBuffers,
+    RegisteredMemory,
 )
 from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.distributed.non_finite import non_finite_gradients
@@ -70,7 +71,7 @@ class FullyShardedDataParallel(DataParallelBase):
         # A view comes out of a model where transposing moves nothing.  Nobody writes into it.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         self.units: list[FSDPModule] = []
-        self._unit_numels: list[int] = []
+        self._unit_kinds: list[tuple[int, dist.ProcessGroup]] = []  # elements, and who holds them
         self._summed: list[nn.Parameter] = []  # whose gradients FSDP2 does not divide
         self._sums: dict[str, Tensor] = {}  # of a parameter's gradients: NaN shows in them
         records = {name: _cut(p, pg_collection) for name, p in module.named_parameters()}
@@ -84,8 +85,7 @@ class FullyShardedDataParallel(DataParallelBase):
         for unit in _units(module):
             self._shard(unit, mesh, policy, reshards)
         self._shard(module, mesh, policy, None)  # the root keeps its parameters until backward
-        if self.ddp_config.fsdp_double_buffer:
-            self._keep_buffers()
+        self._choose_buffers()
         if any(param.is_meta for param in module.parameters()):
             _give_memory(module, records)
         for name, param in module.named_parameters():
@@ -231,16 +231,24 @@ class FullyShardedDataParallel(DataParallelBase):
             sums or not self.ddp_config.gradient_reduce_div_fusion
         )
         self.units.append(sharded)
-        self._unit_numels.append(numel)
+        group = self.groups.intra_expt_dp if is_apart else self.groups.intra_dp_cp
+        self._unit_kinds.append((numel, group))
 
-    def _keep_buffers(self) -> None:
-        """Give units of equal size two fixed buffers; one that has no equal is gathered alone."""
-        gathered, reduced = DoubleBuffers(), DoubleBuffers()  # both are in use in backward
-        units_of_size = Counter(self._unit_numels)
-        for unit, numel in zip(self.units, self._unit_numels, strict=True):
-            if units_of_size[numel] > 1:
+    def _choose_buffers(self) -> None:
+        """Two fixed buffers for units of equal size, registered memory for the others, as asked."""
+        registers, of_group = self.ddp_config.nccl_ub, {}
+        for group in {group for _, group in self._unit_kinds}:
+            allocate = RegisteredMemory(group).allocate if registers else torch.empty
+            # Apart, since backward passes gather and reduce at once.
+            of_group[group] = DoubleBuffers(allocate), DoubleBuffers(allocate)
+        units_of_kind = Counter(self._unit_kinds)
+        for unit, kind in zip(self.units, self._unit_kinds, strict=True):
+            if units_of_kind[kind] > 1 and (self.ddp_config.fsdp_double_buffer or registers):
+                gathered, reduced = of_group[kind[1]]
                 unit.set_custom_all_gather(BufferedAllGather(gathered))
                 unit.set_custom_reduce_scatter(BufferedReduceScatter(reduced))
+            elif registers:
+                unit.set_allocate_memory_from_process_group_for_comm(True)
 
     def _watch(self, unit: nn.Module, names: dict[tuple[nn.Module, str], str]) -> None:
         """Look at the gradients of ``unit`` from its first forward pass on: then they are whole."""

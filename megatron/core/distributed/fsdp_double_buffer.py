@@ -9,7 +9,7 @@ NCCL can register them once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
+    ProcessGroupAllocMixin,
 )
 
 _BUFFERS = 2
@@ -30,7 +31,8 @@ class DoubleBuffers:
     only after the streams that allocate have waited for the copies out of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[..., Tensor] = torch.empty) -> None:
+        self._allocate = allocate
         self._kept: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
     def take(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -41,10 +43,14 @@ class DoubleBuffers:
             if _references(buffer) == _references_of_new():
                 buffers.append(buffers.pop(place))  # the least recently used one comes first
                 return buffer.view(*size)
-        buffer = torch.empty(numel, dtype=dtype, device=device)
+        buffer = self._allocate((numel,), dtype=dtype, device=device)
         if len(buffers) < _BUFFERS:
             buffers.append(buffer)
         return buffer.view(*size)
+
+
+class RegisteredMemory(ProcessGroupAllocMixin):
+    """``allocate`` takes memory that the group's NCCL has registered; else ordinary memory."""
 
 
 class BufferedAllGather(DefaultAllGather):

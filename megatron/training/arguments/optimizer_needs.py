@@ -20,7 +20,7 @@ NEEDS_GPU = Need(
     "a GPU",
     "optimizer_cpu_offload enable_cuda_graph external_cuda_graph cpu_offloading moe_grouped_gemm "
     "record_memory_history high_priority_stream_groups nccl_communicator_config_path "
-    "moe_permute_fusion moe_router_fusion",
+    "moe_permute_fusion moe_router_fusion nccl_ub",
     lambda ns: ns.device != CPU,
 )
 NEEDS_OF_OPTIMIZER = (

@@ -118,7 +118,7 @@ NEEDS = (
     ),
     Need(
         "--distributed-backend nccl",
-        "high_priority_stream_groups nccl_communicator_config_path",
+        "high_priority_stream_groups nccl_communicator_config_path nccl_ub",
         lambda ns: ns.distributed_backend in (None, "nccl"),
     ),
     Need(

@@ -1,0 +1,78 @@
+"""Device memory from NCCL's allocator, registered with process groups (--use-nccl-ub).
+
+NCCL reads and writes registered buffers in place; others it copies through its own.  The memory of
+a pool is registered with each group when the allocation is done, so every rank of the groups enters
+the same allocations in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core import device
+from megatron.core.config.errors import ConfigError
+
+_ENVIRONMENT = {"NCCL_NVLS_ENABLE": "1", "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "0"}
+
+
+def init() -> None:
+    """Set the environment of registered buffers; call it before the first communicator exists.
+
+    Raises ConfigError where torch's allocator moves memory that NCCL has registered.
+    """
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:True" in os.environ.get(name, ""):
+            raise ConfigError(
+                f"--use-nccl-ub: {name} has expandable_segments:True, and NCCL cannot register "
+                "such memory; drop the flag, or expandable_segments from the variable"
+            )
+    os.environ.update(_ENVIRONMENT)
+
+
+def create_nccl_mem_pool(symmetric: bool | None = None) -> Any:
+    """A pool of memory that NCCL allocates, for the device of this process."""
+    if symmetric:
+        raise ConfigError("create_nccl_mem_pool(symmetric=True): symmetric memory is not supported")
+    group = dist.group.WORLD
+    assert group is not None, "init_process_group comes before create_nccl_mem_pool"
+    return device.memory_pool(_backend(group).mem_allocator)
+
+
+class MultiGroupMemPoolAllocator:
+    """Allocations inside come from ``pool``, which is registered with all ``groups`` at the end.
+
+    Collective over each of ``groups``.
+    """
+
+    def __init__(self, pool: Any, groups: Iterable[ProcessGroup]) -> None:
+        self.pool, self.groups = pool, list(dict.fromkeys(groups))
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(device.allocating_from(self.pool))
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
+        for group in self.groups:
+            # A communicator is created by its first collective, and has to exist.
+            dist.all_reduce(torch.zeros(1, device=device.current()), group=group)
+            _backend(group).register_mem_pool(self.pool)
+
+
+def registered_memory(groups: Sequence[ProcessGroup]) -> AbstractContextManager[None]:
+    """Memory for collectives over ``groups``; ordinary memory where they are not NCCL's."""
+    wide = [group for group in groups if group.size() > 1]
+    if not wide or any(dist.get_backend(group) != dist.Backend.NCCL for group in wide):
+        return nullcontext()
+    return MultiGroupMemPoolAllocator(create_nccl_mem_pool(), wide)
+
+
+def _backend(group: ProcessGroup) -> Any:
+    return group._get_backend(device.current())
