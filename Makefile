@@ -3,7 +3,7 @@
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help check format test test-dist test-slow test-host-gpu fuzz fuzz-reshard kill bench docs quickstart
+.PHONY: help check format test test-dist test-slow test-host-gpu fuzz fuzz-reshard kill soak bench docs quickstart
 
 help:
 	@echo "make check       ruff, mypy on the pure packages, the laws of the repository"
@@ -14,6 +14,7 @@ help:
 	@echo "make fuzz N=200  random layouts against one process; FIRST=0 is the first seed, OF=t5 in all"
 	@echo "make fuzz-reshard N=50  random pairs of layouts: saved in one, loaded in the other"
 	@echo "make kill N=200  kill -9 around saves: the newest checkpoint is whole, the numbers the same; OF=fewer-bits"
+	@echo "make soak N=5000 thousands of steps with saves: memory, descriptors and threads stay flat"
 	@echo "make bench       every benchmark, one after the other"
 	@echo "make docs        write docs/{tree,flags,matrix,features}.md, which are not committed"
 	@echo "make format      ruff format and ruff's own fixes"
@@ -53,6 +54,9 @@ kill:
 	@python=$$(tools/env.sh) && \
 	$$python -m tests.distributed.kills --kills $(or $(N),200) --first $(or $(FIRST),0) \
 	$(if $(OF),--of $(OF))
+
+soak:
+	@python=$$(tools/env.sh) && $$python -m tests.functional.soak --iterations $(or $(N),5000)
 
 bench:
 	@python=$$(tools/env.sh) && \

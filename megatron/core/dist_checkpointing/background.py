@@ -88,6 +88,8 @@ class _Task:
         try:
             self._results.append(self._call())
         finally:
+            # It refers to the save, and the save to this task.  Only a full garbage collection,
+            # thousands of steps later, would free such a cycle, with all that the save has copied.
             self._call = None
             self._done.set()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
@@ -232,3 +234,22 @@ def test_a_plan_is_computed_again_only_for_another_structure(tmp_path):
             begun = serialization.begin(tmp_path, iteration, chosen, None, plan=plan)
             assert begun.tensors == to_write(chosen.tensors)
     assert planned == [len(made.tensors), len(fewer.tensors), len(made.tensors)]
+
+
+@pytest.fixture
+def no_collections():
+    """Without the collector, what is part of a reference cycle is never freed."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_finished_save_is_freed_without_the_garbage_collector(tmp_path, no_collections):
+    """Else each save keeps its copies and its file contents until the next full collection."""
+    made, _ = contents(3)
+    saving = BackgroundSave(serialization.begin(tmp_path, 1, made, None), HostBuffer(), None)
+    saving.wait()
+    freed = [weakref.ref(saving), weakref.ref(saving._begun)]
+    del saving
+    assert [ref() for ref in freed] == [None, None]

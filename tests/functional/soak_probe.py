@@ -1,0 +1,108 @@
+"""pretrain_gpt.py with a callback that samples its process: one run of `tests.functional.soak`.
+
+    python -m tests.functional.soak_probe SAMPLES.jsonl FIRST EVERY FLAGS_OF_PRETRAIN_GPT...
+
+Each rank writes a JSON line to SAMPLES.jsonl.RANK at step FIRST and every EVERY steps after it; its
+first and its last line hold the number of Python objects of each type, after a full collection.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import runpy
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from megatron.training import training
+from megatron.training.callbacks.base import Callback
+from megatron.training.checkpoint_io import poll
+from megatron.training.runtime import Runtime
+from megatron.training.state import StepResult
+from tests.functional.runs import ROOT
+
+_KIB = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
+
+
+class Probe(Callback):
+    """Appends samples of this process to ``path``, from step ``first`` on."""
+
+    def __init__(self, path: Path, first: int, every: int) -> None:
+        self._path, self._first, self._every = path, first, every
+
+    def on_step_end(self, run: Runtime, result: StepResult) -> None:
+        iteration = run.state.iteration
+        if iteration < self._first or (iteration - self._first) % self._every:
+            return
+        finish_save(run)
+        is_end = iteration == self._first or iteration + self._every > run.train_iters
+        line = {"iteration": iteration, **sample()}
+        if is_end:
+            gc.collect()
+            line["types"] = types_of_objects()
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def finish_save(run: Runtime) -> None:
+    """Wait for a save in the background, whose threads and copies are no leak.  Collective."""
+    while run.pending_save is not None:
+        poll(run)
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """What a `Probe` has written."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def sample() -> dict[str, int]:
+    """Memory in bytes and numbers of resources of this process; nothing is collected for it."""
+    status = dict(_KIB.findall(Path("/proc/self/status").read_text()))
+    rollup = dict(_KIB.findall(Path("/proc/self/smaps_rollup").read_text()))
+    return {
+        "resident": 1024 * int(status["VmRSS"]),
+        "private": 1024 * (int(rollup["Private_Dirty"]) + int(rollup["Swap"])),
+        "python_blocks": sys.getallocatedblocks(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+def types_of_objects() -> dict[str, int]:
+    """Name of each type -> number of its objects that the garbage collector tracks."""
+    counts: dict[str, int] = {}  # a Counter would fill a cache of abc with types it has not met
+    for kind in map(type, gc.get_objects()):
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def main() -> None:
+    """Train with the flags that follow, sampling."""
+    path, first, every, *flags = sys.argv[1:]
+    rank = os.environ.get("RANK", "0")
+    built = training.default_callbacks
+
+    def with_probe(run: Any) -> Any:
+        callbacks = built(run)
+        callbacks.append(Probe(Path(f"{path}.{rank}"), int(first), int(every)))
+        return callbacks
+
+    script = str(ROOT / "pretrain_gpt.py")
+    with (
+        mock.patch.object(training, "default_callbacks", with_probe),
+        mock.patch("sys.argv", [script, *flags]),
+    ):
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
