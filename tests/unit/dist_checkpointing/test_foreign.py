@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -318,7 +318,54 @@ def moments(whole: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     }
 
 
-def test_state_gathered_by_the_first_replica_is_read_from_torch_dist(tmp_path: Path) -> None:
+def gathered(source: Path, file: DcpFile, tensors: dict[str, Any]) -> dict[str, Any]:
+    """State that the first replica has gathered: an object for each rank of a model."""
+    objects = {}
+    for group, buffers in buffers_of(source):
+        key = f"optimizer.distributed.dp_group_idx_{group}.param_state/shard_0_1"
+        objects[key] = file.add([buffers])
+    return objects
+
+
+def in_buckets(source: Path, file: DcpFile, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Every buffer as two buckets with padding behind each, divided over two replicas."""
+    objects = {}
+    for group, buffers in buffers_of(source):
+        prefix = f"optimizer.distributed.dp_group_idx_{group}."
+        unpadded = []
+        for number in sorted(n for n in buffers if n != "buckets_coalesced"):
+            ((dtypes, stored),) = buffers[number].items()
+            total = stored["param"].numel()
+            lengths = [total // 3, total - total // 3]
+            unpadded.append({dtypes: lengths})
+            for kind in ("param", "exp_avg", "exp_avg_sq"):
+                for bucket, values in enumerate(stored[kind].split(lengths)):
+                    per_rank = -(-len(values) // 128) * 64
+                    flat = torch.full((2, per_rank), torch.nan)
+                    flat.view(-1)[: len(values)] = values
+                    key = f"{prefix}gbuf_idx_{number}.dtype_{dtypes}.bucket_idx_{bucket}.{kind}"
+                    pieces = []
+                    for rank, begin, end in ((1, 0, per_rank), (0, 0, 40), (0, 40, per_rank)):
+                        place = file.add(flat[rank : rank + 1, begin:end].contiguous())
+                        pieces.append({**place, "offset": [rank, begin], "shape": [1, end - begin]})
+                    shape = [2, per_rank]
+                    tensors[key] = {"shape": shape, "dtype": "float32", "pieces": pieces}
+        objects[f"{prefix}per_bucket_numel_unpadded/shard_0_1"] = file.add([unpadded])
+    return objects
+
+
+def buffers_of(source: Path) -> Iterator[tuple[int, dict[Any, Any]]]:
+    for stage in range(2):
+        for rank in range(2):
+            path = source / f"mp_rank_{rank:02d}_{stage:03d}" / "distrib_optim.pt"
+            yield stage * 2 + rank, torch.load(path, weights_only=True)
+
+
+@pytest.mark.feature(
+    "Checkpoints: torch_dist with the optimizer gathered, in model space or bucket by bucket, loads"
+)
+@pytest.mark.parametrize("arrange", [gathered, in_buckets])
+def test_state_in_buffers_is_read_from_torch_dist(tmp_path: Path, arrange: Any) -> None:
     source = unpack(tmp_path, "gpt_torch_tp2pp2_distopt") / ITERATION
     whole = all_tensors(source)
     folder = tmp_path / "torch_dist"
@@ -330,12 +377,7 @@ def test_state_gathered_by_the_first_replica_is_read_from_torch_dist(tmp_path: P
             shape = list(values.shape)
             piece = {**file.add(values), "offset": [0] * len(shape), "shape": shape}
             tensors[key] = {"shape": shape, "dtype": "float32", "pieces": [piece]}
-    objects = {}
-    for stage in range(2):
-        for rank in range(2):
-            path = source / f"mp_rank_{rank:02d}_{stage:03d}" / "distrib_optim.pt"
-            key = f"optimizer.distributed.dp_group_idx_{stage * 2 + rank}.param_state/shard_0_1"
-            objects[key] = file.add([torch.load(path, weights_only=True)])
+    objects = arrange(source, file, tensors)
     file.close()
     write_metadata(folder, tensors, objects, unflattened={})
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')

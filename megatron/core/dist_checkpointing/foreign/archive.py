@@ -11,11 +11,12 @@ import mmap
 import struct
 import zipfile
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,8 +61,56 @@ class MappedFile:
         self._checked.add(start)
 
 
+View = TypeVar("View", bound="ArrayView")
+
+
+class ArrayView(ABC):
+    """A strided view of stored values, counted in elements; subclasses are dataclasses."""
+
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @abstractmethod
+    def read(self, *, verify: bool = True) -> Tensor:
+        """Return the values in memory of their own.  Raises CheckpointDamaged."""
+
+    def item(self) -> int | float | bool:
+        """The value of an array of one element."""
+        return self.read().item()
+
+    def _as(self: View, **changed: Any) -> View:
+        return replace(self, **changed)  # type: ignore[type-var]
+
+    def narrow(self: View, *box: slice) -> View:
+        """The box of one slice per dimension; further dimensions are whole."""
+        begins = [s.start for s in box] + [0] * (len(self.shape) - len(box))
+        shape = tuple(s.stop - s.start for s in box) + self.shape[len(box) :]
+        moved = sum(b * s for b, s in zip(begins, self.stride, strict=True))
+        return self._as(offset=self.offset + moved, shape=shape)
+
+    def select(self: View, index: int) -> View:
+        """Entry ``index`` of the first dimension, which goes away."""
+        one = self.narrow(slice(index, index + 1))
+        return one._as(shape=one.shape[1:], stride=one.stride[1:])
+
+    def flat(self: View, begin: int, shape: tuple[int, ...]) -> View:
+        """``prod(shape)`` elements of a contiguous array from ``begin`` on, as ``shape``."""
+        stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
+        return self._as(offset=self.offset + begin, shape=shape, stride=stride)
+
+    def t(self: View) -> View:
+        """A matrix, transposed."""
+        return self._as(shape=self.shape[::-1], stride=self.stride[::-1])
+
+    def with_stride(self: View, *stride: int) -> View:
+        """The same shape with other distances between elements."""
+        return self._as(stride=stride)
+
+
 @dataclass(frozen=True)
-class StoredArray:
+class StoredArray(ArrayView):
     """A strided view of a record of a file; counted in elements but for ``start``."""
 
     file: MappedFile
@@ -73,33 +122,7 @@ class StoredArray:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def narrow(self, *box: slice) -> StoredArray:
-        """The box of one slice per dimension; further dimensions are whole."""
-        begins = [s.start for s in box] + [0] * (len(self.shape) - len(box))
-        shape = tuple(s.stop - s.start for s in box) + self.shape[len(box) :]
-        moved = sum(b * s for b, s in zip(begins, self.stride, strict=True))
-        return replace(self, offset=self.offset + moved, shape=shape)
-
-    def select(self, index: int) -> StoredArray:
-        """Entry ``index`` of the first dimension, which goes away."""
-        one = self.narrow(slice(index, index + 1))
-        return replace(one, shape=one.shape[1:], stride=one.stride[1:])
-
-    def flat(self, begin: int, shape: tuple[int, ...]) -> StoredArray:
-        """``prod(shape)`` elements of a contiguous array from ``begin`` on, as ``shape``."""
-        stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
-        return replace(self, offset=self.offset + begin, shape=shape, stride=stride)
-
-    def t(self) -> StoredArray:
-        """A matrix, transposed."""
-        return replace(self, shape=self.shape[::-1], stride=self.stride[::-1])
-
-    def with_stride(self, *stride: int) -> StoredArray:
-        """The same shape with other distances between elements."""
-        return replace(self, stride=stride)
-
     def read(self, *, verify: bool = True) -> Tensor:
-        """The values, in memory of their own."""
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
         if verify:
@@ -114,10 +137,6 @@ class StoredArray:
         )
         # The copy also aligns: records of a file inside a file lie anywhere.
         return raw.clone().view(self.dtype).as_strided(self.shape, self.stride)
-
-    def item(self) -> int | float | bool:
-        """The value of an array of one element."""
-        return self.read().item()
 
     def __str__(self) -> str:
         return f"tensor of {list(self.shape)}"

@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray, load_archive
+from megatron.core.dist_checkpointing.foreign.archive import (
+    ArrayView,
+    MappedFile,
+    StoredArray,
+    load_archive,
+)
 from megatron.core.dist_checkpointing.foreign.unpickler import unpickle
 from megatron.core.dist_checkpointing.manifest import METADATA, CheckpointDamaged
 from megatron.core.file_names import path_inside
@@ -24,7 +29,7 @@ class ForeignPiece:
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    array: Callable[[], StoredArray]
+    array: Callable[..., ArrayView]  # of a box of slices; without one of all
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class DcpIndex:
         for chunk in chunks:
             offset, shape = tuple(chunk.offsets), tuple(chunk.sizes)
             self._place(key, offset)
-            yield ForeignPiece(offset, shape, lambda o=offset, s=shape: self._array(key, o, s))  # type: ignore[misc]
+            yield ForeignPiece(offset, shape, lambda o=offset, s=shape: self._array(key, o, s))
 
     def _array(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> StoredArray:
         array = self._load(key, offset)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray
+from megatron.core.dist_checkpointing.foreign.archive import ArrayView, MappedFile, StoredArray
 from megatron.core.dist_checkpointing.foreign.dcp_index import DcpTensor, ForeignPiece
 from megatron.core.dist_checkpointing.foreign.names import (
     OUTPUT,
@@ -93,7 +93,7 @@ class ForeignReader(CheckpointReader):
     def _add(self, key: str, dtype: torch.dtype, piece: ForeignPiece) -> None:
         self._found.setdefault(key, (dtype, []))[1].append(piece)
 
-    def _place(self, prefix: str, name: str, rank: int, array: StoredArray) -> None:
+    def _place(self, prefix: str, name: str, rank: int, array: ArrayView) -> None:
         """Take over what tensor-parallel ``rank`` holds, if no other rank gives the same.
 
         Of an expert: what a rank of its own tensor-parallel group holds.
@@ -124,7 +124,7 @@ class ForeignReader(CheckpointReader):
             offset[dim or 0] = whole.start
             self._add_rows(prefix + name, tuple(offset), array.narrow(*box))
 
-    def _add_rows(self, key: str, offset: tuple[int, ...], array: StoredArray) -> None:
+    def _add_rows(self, key: str, offset: tuple[int, ...], array: ArrayView) -> None:
         tp = degree(self.args, "tensor")
         version = float(self.values.get("checkpoint_version", 0))
         heads = max(1, int(self.args.get("num_attention_heads") or 1) // tp)
@@ -162,9 +162,7 @@ class ForeignReader(CheckpointReader):
         target.copy_(piece.array().narrow(*box).read(verify=self._verify))
 
 
-def _in_our_order(
-    array: StoredArray, version: float, heads: int
-) -> Iterator[tuple[int, StoredArray]]:
+def _in_our_order(array: ArrayView, version: float, heads: int) -> Iterator[tuple[int, ArrayView]]:
     """(row of ours, rows as stored) of query, key and value: a rank's share of ``heads`` heads.
 
     Ours: per head its query, key and value rows.  Version 0 has all queries, then all keys, then

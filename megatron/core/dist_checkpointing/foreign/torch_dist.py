@@ -20,6 +20,7 @@ import torch
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.foreign.archive import StoredArray, load_archive
+from megatron.core.dist_checkpointing.foreign.bucket_space import is_bucket, read_buckets
 from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex, DcpTensor, ForeignPiece
 from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     STATE_PREFIX,
@@ -57,14 +58,15 @@ class TorchDistReader(ForeignReader):
             raise CheckpointDamaged(f"{folder / COMMON_FILE} is damaged: it holds no dictionary")
         self._index = DcpIndex(folder, self._map)
         for key, tensor in self._index.tensors.items():
+            if is_bucket(key):
+                continue
             for name, piece in _pieces(key, tensor, self.args):
                 self._add(name, tensor.dtype, piece)
         self._add_gathered()
         self._finish()
 
     def _add_gathered(self) -> None:
-        """State that the first replica has gathered: its buffers, an object per rank of a model."""
-        tp = degree(self.args, "tensor")
+        """State in buffers: gathered by the first replica, an object, or bucket by bucket."""
         weights = {key: found for key, found in self._found.items() if not split_state(key)[0]}
         for key in sorted(self._index.objects):
             if key.startswith("chained_1.") and ".param_state/" in key:
@@ -73,18 +75,24 @@ class TorchDistReader(ForeignReader):
                     "replica, which is not read; --no-load-optim does without"
                 )
             if found := _GATHERED.match(key):
-                stage, rank = divmod(int(found[1]), tp)
                 (buffers,) = self._index.object(key)
-                try:
-                    chunks = [list(c) for c in self._params_of(stage, weights)]
-                    state = list(optimizer_state({}, buffers, chunks, self.args, stage))
-                except (KeyError, IndexError, TypeError, ValueError) as error:
-                    raise CheckpointError(
-                        f"{self.folder}: {key} does not fit the model beside it ({error}); "
-                        "--no-load-optim does without"
-                    ) from None
-                for kind, name, array in state:
-                    self._place(f"{STATE_PREFIX}{kind}.", name, rank, array)
+                self._add_buffers(key, int(found[1]), buffers, weights)
+        for group, buffers in read_buckets(self._index):
+            self._add_buffers(f"its dp_group_idx_{group}", group, buffers, weights)
+
+    def _add_buffers(self, what: str, group: int, buffers: Any, weights: Any) -> None:
+        """Take over the buffers of one rank of a model."""
+        stage, rank = divmod(group, degree(self.args, "tensor"))
+        try:
+            chunks = [list(c) for c in self._params_of(stage, weights)]
+            state = list(optimizer_state({}, buffers, chunks, self.args, stage))
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.folder}: {what} does not fit the model beside it ({error}); "
+                "--no-load-optim does without"
+            ) from None
+        for kind, name, array in state:
+            self._place(f"{STATE_PREFIX}{kind}.", name, rank, array)
 
     def _params_of(self, stage: int, weights: Any) -> Iterator[Iterator[tuple[str, _Share]]]:
         """Per model chunk of a stage: each parameter and what a rank holds of it."""
