@@ -71,7 +71,7 @@ def _profilers(run: Runtime) -> Iterator[Callback]:
 def _straggler(asked: ResilienceConfig) -> Straggler:
     return Straggler(
         not asked.disable_straggler_on_startup,
-        asked.straggler_ctrlr_port,
+        (asked.straggler_ctrlr_address, asked.straggler_ctrlr_port),
         asked.straggler_minmax_count,
     )
 

@@ -4,17 +4,21 @@ The line has ``value/rank`` of the smallest (Mn) and largest (Mx) of each: Rtt, 
 in the model's forward passes; Pwr, Tmp, Utl, Clk of the GPU where NVML tells them; DRtt,
 milliseconds a step in reading data; Etpt, the model's TFLOP/s in its forward passes.
 
-A connection to --straggler-ctrlr-port on rank 0 (``curl host:port``) switches between on and off;
-all ranks follow at the next log interval.  Collective over all ranks at each log interval, on or
-off.
+An HTTP request to --straggler-ctrlr-port on rank 0 (``curl localhost:port``) switches between on
+and off; all ranks follow at the next log interval.  There is no password: by default only processes
+of rank 0's host reach the port (--straggler-ctrlr-address).  Collective over all ranks at each log
+interval, on or off.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,22 +45,26 @@ _COLUMNS = (
     ("DRtt", "ms", 2),
     ("Etpt", "TF", 4),
 )
+_REQUEST = re.compile(rb"(GET|POST|PUT) \S+ HTTP/1\.[01]\r?\n")
+_REQUEST_BYTES = 4096
+_REQUEST_S = 2.0
+_RETRY_S = 0.1
 _OF_THE_GPU = ("Pwr", "Tmp", "Utl", "Clk")
 
 
 class Straggler(Callback):
     """Measures on every rank, compares on all, tells on rank 0."""
 
-    def __init__(self, is_on: bool, port: int, count: int) -> None:
-        """``count`` ranks are named at either end."""
-        self._is_on, self._port, self._count = is_on, port, count
+    def __init__(self, is_on: bool, address: tuple[str, int], count: int) -> None:
+        """``address`` is host and port; ``count`` ranks are named at either end."""
+        self._is_on, self._address, self._count = is_on, address, count
         self._read_gpu = gpu_reader()
         self._switch: Switch | None = None
         self._steps, self._flops = 0, 0.0
 
     def on_train_start(self, run: Runtime) -> None:
         if run.is_rank_0:
-            self._switch = Switch(self._is_on, self._port)
+            self._switch = Switch(self._is_on, self._address)
         straggler.stopwatch.is_on = self._is_on
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
@@ -133,15 +141,24 @@ def report(rows: Sequence[Sequence[float]], count: int) -> list[str]:
 
 
 class Switch:
-    """Listens on a port; every connection turns ``is_on`` around and is told so."""
+    """Listens at a port; every HTTP request turns ``is_on`` around and is told so.
 
-    def __init__(self, is_on: bool, port: int) -> None:
+    One connection at a time, each for `_REQUEST_S` and `_REQUEST_BYTES` at most.  What is no
+    request, such as a port scan, is closed and changes nothing.
+    """
+
+    def __init__(self, is_on: bool, address: tuple[str, int]) -> None:
         self.is_on = is_on
         self._socket: socket.socket | None = None
+        self._is_closed = threading.Event()
+        host, port = address
         try:
-            self._socket = socket.create_server(("", port))
+            self._socket = socket.create_server(address)
         except OSError as error:
-            logger.warning("--straggler-ctrlr-port %d: %s; nothing is switched", port, error)
+            logger.warning(
+                "--straggler-ctrlr-port %d at %s: %s; the report cannot be switched in this run",
+                *(port, host, error),
+            )
             return
         threading.Thread(
             target=self._serve, args=(self._socket,), name="straggler switch", daemon=True
@@ -155,21 +172,44 @@ class Switch:
 
     def close(self) -> None:
         """Listen no more."""
+        self._is_closed.set()
         if self._socket is not None:
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
             self._socket.close()
 
     def _serve(self, listening: socket.socket) -> None:
-        while True:
+        while not self._is_closed.is_set():
             try:
                 connection, _ = listening.accept()
-            except OSError:  # closed
-                return
-            with connection:
-                self.is_on = not self.is_on
-                text = f"straggler report {'on' if self.is_on else 'off'}\n"
-                head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\n\r\n"
-                connection.sendall(f"{head}{text}".encode())
+                with connection:
+                    self._answer(connection)
+            except OSError:  # of one connection, or there are no descriptors left: try again later
+                self._is_closed.wait(_RETRY_S)
+
+    def _answer(self, connection: socket.socket) -> None:
+        if not _REQUEST.match(_first_line(connection)):
+            return
+        self.is_on = not self.is_on
+        text = f"straggler report {'on' if self.is_on else 'off'}\n"
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
+        connection.sendall(f"{head}{text}".encode())
+
+
+def _first_line(connection: socket.socket) -> bytes:
+    """What the other end sends up to the first line break, within the limits."""
+    deadline_s, data = time.monotonic() + _REQUEST_S, b""
+    while b"\n" not in data and len(data) < _REQUEST_BYTES:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            return b""
+        connection.settimeout(left_s)
+        received = connection.recv(_REQUEST_BYTES - len(data))
+        if not received:
+            break
+        data += received
+    connection.settimeout(_REQUEST_S)  # for the answer
+    return data
 
 
 def gpu_reader() -> Callable[[], Sequence[float]]:

@@ -39,7 +39,16 @@ class ResilienceConfig:
     log_straggler: bool = _straggler(False, "Compare the speed of ranks and name slow ones.")
     disable_straggler_on_startup: bool = _straggler(False, "Start with straggler detection off.")
     straggler_ctrlr_port: int = _straggler(
-        65535, "Port that switches straggler detection on and off.", at_least=1, at_most=65535
+        65535,
+        "Port of rank 0 at which an HTTP request switches straggler detection on and off, "
+        "without a password.",
+        at_least=1,
+        at_most=65535,
+    )
+    straggler_ctrlr_address: str = _straggler(
+        "127.0.0.1",
+        "Address at which --straggler-ctrlr-port listens; by default only processes of rank 0's "
+        "host reach it, 0.0.0.0 listens on all IPv4 networks.",
     )
     straggler_minmax_count: int = _straggler(
         1, "Fastest and slowest ranks that are named.", at_least=1

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import http.client
 import logging
 import socket
+import struct
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
 
 from megatron.core import straggler, waiting
 from megatron.core.utils import StragglerDetector
+from megatron.training.callbacks import straggler as straggler_callback
 from megatron.training.callbacks.straggler import Straggler, Switch, report
 from tests.ranks import run_virtual_ranks
 from tests.unit.callbacks.helpers import fake_run, step_result
 
 NONE = float("nan")
+LOOPBACK = "127.0.0.1"
 
 
 def test_the_line_names_the_ranks_at_either_end() -> None:
@@ -46,7 +52,7 @@ def train_with_a_clock(rank: int, world_size: int, is_on: bool) -> None:
     run = fake_run("--log-interval 2")
     run.config = dataclasses.replace(run.config, world_size=world_size)
     run.is_rank_0 = rank == 0
-    callback, stimer = Straggler(is_on, 0, 1), StragglerDetector()
+    callback, stimer = Straggler(is_on, (LOOPBACK, 0), 1), StragglerDetector()
     callback.on_train_start(run)
     for _ in range(2):
         with stimer(bdata=True):
@@ -83,20 +89,78 @@ def test_a_slow_rank_is_named_and_its_waits_do_not_count(
     )
 
 
-def test_a_connection_switches_between_on_and_off() -> None:
-    switch = Switch(True, 0)
+def ask(switch: Switch) -> str:
+    """The body of the answer to an HTTP request."""
+    with contextlib.closing(http.client.HTTPConnection(LOOPBACK, switch.port)) as connection:
+        connection.request("GET", "/")
+        return connection.getresponse().read().decode()
+
+
+def test_a_request_switches_between_on_and_off() -> None:
+    switch = Switch(True, (LOOPBACK, 0))
     for is_on, word in ((False, "off"), (True, "on")):
-        with socket.create_connection(("127.0.0.1", switch.port)) as connection:
-            answer = connection.makefile().read()
-        assert answer.startswith("HTTP/1.1 200 OK")
-        assert answer.endswith(f"straggler report {word}\n")
+        assert ask(switch) == f"straggler report {word}\n"
         assert switch.is_on is is_on
     switch.close()
 
 
+def reset(connection: socket.socket) -> None:
+    """Close as a port scanner does: with a reset instead of the end of the stream."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"x", b"GET", b"\x16\x03\x01", b"GET / HTTP/1.1", b"x" * 10_000, b"DELETE / HTTP/1.1\n"],
+)
+def test_what_is_no_request_changes_nothing(sent: bytes) -> None:
+    switch = Switch(True, (LOOPBACK, 0))
+    for end in (socket.socket.close, reset):
+        connection = socket.create_connection((LOOPBACK, switch.port))
+        connection.sendall(sent)
+        end(connection)
+    assert ask(switch) == "straggler report off\n", "it was on until now, and somebody listens"
+    switch.close()
+
+
+def test_who_sends_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(straggler_callback, "_REQUEST_S", 0.05)
+    switch = Switch(True, (LOOPBACK, 0))
+    with socket.create_connection((LOOPBACK, switch.port)):
+        assert ask(switch) == "straggler report off\n"
+    switch.close()
+
+
+def test_an_error_of_one_connection_is_not_the_last_one() -> None:
+    switch = Switch(True, (LOOPBACK, 0))
+    serve, switch._answer = switch._answer, fail_once(switch)  # type: ignore[method-assign]
+    with pytest.raises((OSError, http.client.HTTPException)):
+        ask(switch)
+    switch._answer = serve  # type: ignore[method-assign]
+    assert ask(switch) == "straggler report off\n"
+    switch.close()
+
+
+def fail_once(switch: Switch) -> Callable[[socket.socket], None]:
+    def answer(connection: socket.socket) -> None:
+        raise ConnectionResetError("by peer")
+
+    return answer
+
+
+def test_only_the_own_host_is_listened_to_by_default() -> None:
+    run = fake_run("--log-straggler")
+    assert run.config.resilience.straggler_ctrlr_address == LOOPBACK
+    switch = Switch(True, (LOOPBACK, 0))
+    assert switch._socket is not None
+    assert switch._socket.getsockname()[0] == LOOPBACK
+    switch.close()
+
+
 def test_a_port_that_is_taken_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    first = Switch(True, 0)
-    second = Switch(True, first.port)
-    assert f"--straggler-ctrlr-port {first.port}: " in caplog.records[-1].getMessage()
+    first = Switch(True, (LOOPBACK, 0))
+    second = Switch(True, (LOOPBACK, first.port))
+    assert f"--straggler-ctrlr-port {first.port} at " in caplog.records[-1].getMessage()
     second.close()
     first.close()
