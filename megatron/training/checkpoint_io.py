@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store
-
 from megatron.core.dist_checkpointing.background import (
     BackgroundSave,
     Worker,
@@ -20,6 +18,7 @@ from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.serialization import Saved, SaveFailed
 from megatron.core.faults import fault_point
+from megatron.core.run_store import RunStore
 from megatron.training.arguments.config_file import write_config
 from megatron.training.arguments.legacy import legacy_namespace
 from megatron.training.arguments.model_layers import layers_of_stages
@@ -160,7 +159,7 @@ def save_last(run: Runtime) -> None:
         save(run, is_last=True)
 
 
-def finish_at_failure(run: Runtime, store: Store) -> None:
+def finish_at_failure(run: Runtime, store: RunStore) -> None:
     """Finish what is being written when an exception ends the run, and say how that went.
 
     Not collective: every rank calls it, wherever it is.

@@ -1,15 +1,18 @@
 """When one rank fails, all ranks end within seconds and say which one it was.
 
 A collective that times out is such a failure.  Then every rank also says what it was doing with
-the others and shows its stack, and the failing rank ends with one line about each of them.
+the others and shows its stack, and the failing rank ends with one line about each of them.  So is
+the end of a rank that was killed: a neighbour on its host notices it (`PeerProcesses`).
 
-The failing rank writes its failure into the default store.  A thread on every rank looks there
-through a connection of its own, also while the main thread waits in a collective that will never
-complete; it prints ``rank R failed: ...`` and ends the process.
+The failing rank writes its failure into the default store, under a key that only the ranks of the
+run can write (`RunStore`).  A thread on every rank looks there through a connection of its own,
+also while the main thread waits in a collective that will never complete; it prints ``rank R
+failed: ...`` and ends the process.
 
 Order of an end: the failing rank prints its traceback and sets the failure key; its peers print
 the line and acknowledge; all call ``before_end``; the failing rank ends, then the peers do.  So a
-launcher notices the rank that matters first.  Nothing here is a collective operation.
+launcher notices the rank that matters first.  A lost connection is as a rule the echo of another
+rank's end: that rank's failure is looked for first.  Collective is only the secret at the begin.
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.core.config.errors import MegatronError
+from megatron.core.run_store import LOST_RANKS, RunStore, agree_on_secret
 from megatron.core.virtual_ranks import BACKEND
 from megatron.core.waiting import note_collectives
+from megatron.training.peer_processes import PeerProcesses
 from megatron.training.stall_report import StallReport, is_timeout
 
 _FAILURE = "failure_watch/failure"  # text of the first failure
@@ -39,7 +43,7 @@ _ACKNOWLEDGED = "failure_watch/acknowledged"  # ranks that have printed it
 _LEFT = "failure_watch/left"  # ranks that no longer look
 _PATIENCE_S = 3.0  # for peers to acknowledge, beyond their polling interval
 _LINGER_S = 1.0  # a peer lets the failing rank end first
-_STORE_LOST_S = 10.0  # the store may go a little before a rank that ends in order
+_STORE_LOST_S = 5.0  # the store may go a little before a rank that ends in order
 _FEW_LINES = 10  # of a message; with torchrun's own lines it stays among the last 20
 _FAREWELL_S = 60.0  # rank 0 keeps the store for ranks that still close their logs
 
@@ -47,9 +51,9 @@ _FAREWELL_S = 60.0  # rank 0 keeps the store for ranks that still close their lo
 def failure_watch(
     poll_s: float = 1.0,
     timeout_s: float = float("inf"),
-    before_end: Callable[[Store], None] = lambda store: None,
+    before_end: Callable[[RunStore], None] = lambda store: None,
 ) -> AbstractContextManager[object]:
-    """A context for everything that follows the creation of the process groups.
+    """A context for everything that follows the creation of the default group.  Collective.
 
     ``timeout_s`` is that of collectives: the calling thread is reported on shortly before it.
 
@@ -61,18 +65,19 @@ def failure_watch(
         return contextlib.nullcontext()
     if dist.get_world_size() == 1:
         return _alone(before_end)
+    store = RunStore(_get_default_store(), agree_on_secret())
     note_collectives()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     stall = StallReport(rank, world_size, timeout_s)
-    return FailureWatch(_get_default_store(), rank, world_size, poll_s, stall, before_end)
+    return FailureWatch(store, rank, world_size, poll_s, stall, before_end)
 
 
 @contextlib.contextmanager
-def _alone(before_end: Callable[[Store], None]) -> Iterator[None]:
+def _alone(before_end: Callable[[RunStore], None]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        before_end(_get_default_store())
+        before_end(RunStore(_get_default_store(), agree_on_secret()))
         raise
 
 
@@ -81,12 +86,12 @@ class FailureWatch:
 
     def __init__(
         self,
-        store: Store,
+        store: RunStore,
         rank: int,
         world_size: int,
         poll_s: float,
         stall: StallReport,
-        before_end: Callable[[Store], None],
+        before_end: Callable[[RunStore], None],
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self._store = store.clone()
@@ -96,6 +101,7 @@ class FailureWatch:
         self._stall = stall
         self._before_end = before_end
         self._end = end
+        self._peers = PeerProcesses(rank, world_size)
         self._stopped = threading.Event()
         # A store's connection serves one thread at a time, hence another one here.
         self._thread = threading.Thread(
@@ -103,6 +109,7 @@ class FailureWatch:
         )
 
     def __enter__(self) -> FailureWatch:
+        self._peers.announce(self._store)
         self._thread.start()
         return self
 
@@ -122,46 +129,80 @@ class FailureWatch:
         """The end of a run in order: nobody looks for failures any more."""
         self._thread.join()
         with contextlib.suppress(RuntimeError):  # the store may be gone: nobody needs it then
+            self._peers.leave(self._store)
             self._store.add(_LEFT, 1)
             if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                self._wait_for(_LEFT, self._world_size, _FAREWELL_S)
+                self._wait_for(_LEFT, self._world_size, _FAREWELL_S, self._has_lost_a_neighbour)
+
+    def _has_lost_a_neighbour(self) -> bool:
+        return self._peers.lost(self._store) is not None
 
     def _fail(self, error: BaseException) -> None:
         """Tell all ranks of ``error`` and end this process."""
         mine = f"rank {self._rank} failed: {type(error).__name__}: {in_few_lines(str(error))}"
         is_stall = is_timeout(error)
         first = mine
+        self._thread.join()  # which ends the process if it has seen a failure
         with contextlib.suppress(RuntimeError):  # without a store the launcher has to see it
             if is_stall:
                 self._stall.call_for_reports(self._store)
-            first = self._store.compare_set(_FAILURE, "", mine).decode()
+            cause = self._cause() if is_lost_connection(error) else None
+            first = cause or self._store.set_first(_FAILURE, mine)
         if first == mine:
             if not isinstance(error, MegatronError):  # whose message is a whole sentence
                 traceback.print_exception(error)
             elif in_few_lines(str(error)) != str(error):
                 print(error, file=sys.stderr, flush=True)
-        else:  # ours is an echo: a connection that the other rank's end has closed
-            self._thread.join()  # ends the process if it has seen the failure
         with contextlib.suppress(RuntimeError):
             self._store.add(_ACKNOWLEDGED, 1)
-            self._wait_for(_ACKNOWLEDGED, self._world_size, _PATIENCE_S + self._poll_s)
+            living = self._world_size - self._store.add(LOST_RANKS, 0)
+            self._wait_for(_ACKNOWLEDGED, living, _PATIENCE_S + self._poll_s)
             self._before_end(self._store)
             if is_stall and first == mine:
                 first = f"{self._stall.summary(self._store)}\n{mine}"
         self._finish(first)
 
-    def _wait_for(self, counter: str, value: int, patience_s: float) -> None:
+    def _cause(self) -> str | None:
+        """The failure of another rank, whose end has cut a connection of this one; waits for it."""
+        deadline_s = time.monotonic() + 2 * self._poll_s
+        while (found := self._failure(self._store)) is None and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        return found
+
+    def _failure(self, store: RunStore) -> str | None:
+        """The failure that has been reported; a neighbour that has ended without one is one."""
+        text = store.get(_FAILURE)
+        if text is None and (lost := self._peers.lost(store)) is not None:
+            rank, process = lost
+            mine = (
+                f"rank {rank} failed: its process {process} has ended without a message; it may "
+                "have been killed, for instance for lack of host memory"
+            )
+            text = store.set_first(_FAILURE, mine)
+            if text == mine:
+                store.add(LOST_RANKS, 1)
+        return text
+
+    def _wait_for(
+        self,
+        counter: str,
+        value: int,
+        patience_s: float,
+        is_hopeless: Callable[[], bool] = lambda: False,
+    ) -> None:
         deadline_s = time.monotonic() + patience_s
         while self._store.add(counter, 0) < value and time.monotonic() < deadline_s:
+            if is_hopeless():
+                return
             time.sleep(0.02)
 
-    def _watch(self, store: Store) -> None:
+    def _watch(self, store: RunStore) -> None:
         """Life of the thread."""
         lost_at_s: float | None = None
         while not self._stopped.wait(self._poll_s):
             try:
                 self._stall.look(store)
-                text = store.get(_FAILURE).decode() if store.check([_FAILURE]) else None
+                text = self._failure(store)
                 if text is not None:
                     self._stall.answer(store)
             except RuntimeError as error:
@@ -183,6 +224,12 @@ class FailureWatch:
         tell_launcher(text)
         sys.stdout.flush()
         self._end(1)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether ``error`` says that the other end of a connection is gone (gloo, NCCL, the store)."""
+    words = ("onnection closed", "onnection reset", "roken pipe", "remote process exited")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in words)
 
 
 def in_few_lines(text: str) -> str:

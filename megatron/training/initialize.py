@@ -44,9 +44,11 @@ from megatron.training.checkpointing import apply_checkpoint_args
 from megatron.training.config.run import RunConfig
 from megatron.training.failure_watch import tell_launcher
 from megatron.training.groups import create_groups
+from megatron.training.launcher_watch import end_with_launcher
 from megatron.training.log_setup import setup_logging
 from megatron.training.preflight import folder_problems, needs_rendezvous, rendezvous_problems
 from megatron.training.printing import print_rank_0, rank, survive_lost_output, world_size
+from megatron.training.rendezvous import meet
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import number_of_train_iters
 from megatron.training.setup import setup_tokenizer
@@ -55,7 +57,7 @@ from megatron.training.step_graph import StepGraph
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _PROCESS_STARTED_AT_S = time.time()
-_LAUNCHER_ENDS_RANKS_S = 30.0  # once the first of them has failed
+_LAUNCHER_ENDS_RANKS_S = 5.0  # once the first of them has failed
 
 
 def configure(
@@ -71,6 +73,7 @@ def configure(
     Raises ConfigError with every conflict.  Under --check-only prints the layout and ends the
     program.
     """
+    end_with_launcher()
     survive_lost_output()
     check_faults()
     ranks = world_size()  # first of all, as nothing is right if this is wrong
@@ -135,7 +138,13 @@ def _read_layers(namespace: argparse.Namespace) -> None:
 
 
 def start(config: RunConfig) -> Runtime:
-    """Choose the device, create the groups, seed.  Collective over all ranks."""
+    """`connect`, then `create_runtime`.  Collective over all ranks."""
+    connect(config)
+    return create_runtime(config)
+
+
+def connect(config: RunConfig) -> None:
+    """Choose the device, and create the default group.  Collective over all ranks."""
     setup_logging(config.logging.logging_level)
     if config.training.exit_signal_handler:
         catch_stop_signal()  # from now on: one that comes during set-up is kept for the loop
@@ -151,6 +160,10 @@ def start(config: RunConfig) -> Runtime:
         cpu_tuning.keep_freed_memory()
         cpu_tuning.choose_float32_products(config.model.hidden_size)
     _init_default_group(config)
+
+
+def create_runtime(config: RunConfig) -> Runtime:
+    """Create the groups of the layout, and seed.  Collective over all ranks."""
     groups = create_groups(config)
     tp, pp = config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size
     print_rank_0(f"> initialized tensor model parallel with size {tp}")
@@ -265,7 +278,14 @@ def _init_default_group(config: RunConfig) -> None:
     timeout = timedelta(minutes=config.distributed.distributed_timeout_minutes)
     print_rank_0("> initializing torch distributed ...")
     if needs_rendezvous(os.environ):
-        dist.init_process_group(backend, timeout=timeout)
+        rank, world_size = int(os.environ["RANK"]), config.world_size
+        dist.init_process_group(
+            backend,
+            store=meet(rank, world_size, timeout),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
     else:  # no launcher: a world of one needs no rendezvous
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout

@@ -31,6 +31,10 @@ class StopSignal:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
 
+    def received_s(self) -> float:
+        """Seconds since the first signal; 0 if there was none."""
+        return time.monotonic() - self._received_at_s if self.received else 0.0
+
     @property
     def name(self) -> str:
         """SIGTERM, for instance."""

@@ -14,9 +14,8 @@ import threading
 import time
 import traceback
 
-from torch.distributed import Store
-
 from megatron.core import waiting
+from megatron.core.run_store import RunStore
 
 _CALLED_FOR = "stall_report/called_for"
 _LINE = "stall_report/rank"  # + number
@@ -40,7 +39,7 @@ class StallReport:
         self._moved_at_s, self._progress = time.monotonic(), -1
         self._has_reported = False
 
-    def look(self, store: Store) -> None:
+    def look(self, store: RunStore) -> None:
         """Report, once, if nothing has moved for long; the run goes on."""
         now_s = time.monotonic()
         if waiting.record.progress != self._progress:
@@ -49,23 +48,21 @@ class StallReport:
         elif now_s - self._moved_at_s > _SHARE * self._timeout_s:
             self._report(store, f"nothing has moved for {now_s - self._moved_at_s:.0f} s")
 
-    def call_for_reports(self, store: Store) -> None:
+    def call_for_reports(self, store: RunStore) -> None:
         """Report, and have all others do so when they `answer`."""
         store.set(_CALLED_FOR, str(self._rank))
         self._report(store, "a collective timed out here")
 
-    def answer(self, store: Store) -> None:
+    def answer(self, store: RunStore) -> None:
         """Report if another rank has called for it."""
-        if store.check([_CALLED_FOR]):
-            self._report(store, f"rank {store.get(_CALLED_FOR).decode()} timed out")
+        if (caller := store.get(_CALLED_FOR)) is not None:
+            self._report(store, f"rank {caller} timed out")
 
-    def summary(self, store: Store) -> str:
+    def summary(self, store: RunStore) -> str:
         """One line about all ranks that said the same, the fewest last."""
         said: dict[str, list[int]] = {}
         for rank in range(self._world_size):
-            line = "does not answer"
-            if store.check([f"{_LINE}{rank}"]):
-                line = store.get(f"{_LINE}{rank}").decode()
+            line = store.get(f"{_LINE}{rank}") or "does not answer"
             said.setdefault(line, []).append(rank)
         ordered = sorted(said.items(), key=lambda item: -len(item[1]))
         return "\n".join(
@@ -73,7 +70,7 @@ class StallReport:
             for line, ranks in ordered[-_SHOWN:]
         )
 
-    def _report(self, store: Store, why: str) -> None:
+    def _report(self, store: RunStore, why: str) -> None:
         if self._has_reported:
             return
         self._has_reported = True

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from megatron.core import virtual_ranks
 from megatron.core.config.errors import MegatronError
 from megatron.core.enums import ModelType
 from megatron.core.lazy import lazy_exports
+from megatron.core.run_store import RunStore
 from megatron.training import data, setup
 from megatron.training import evaluate as evaluation
 from megatron.training.arguments.legacy import flat_values
@@ -18,7 +18,14 @@ from megatron.training.callbacks.default import default_callbacks
 from megatron.training.checkpoint_io import convert, finish_at_failure, load, save_last
 from megatron.training.early_stop_signal import end_of_imports
 from megatron.training.failure_watch import failure_watch
-from megatron.training.initialize import configure, fail, fail_before_start, shut_down, start
+from megatron.training.initialize import (
+    configure,
+    connect,
+    create_runtime,
+    fail,
+    fail_before_start,
+    shut_down,
+)
 from megatron.training.loop import train
 from megatron.training.memory_report import explaining_lack_of_memory
 from megatron.training.printing import print_rank_0
@@ -70,25 +77,32 @@ def pretrain(
     del model_type, get_embedding_ranks, get_position_embedding_ranks, store  # the layout says it
 
     def whole_run(*_ranks: int) -> None:
-        run = start(config)
+        connect(config)
+        begun: list[Runtime] = []  # empty while the groups are created
+        timeout_s = 60.0 * config.distributed.distributed_timeout_minutes
+
+        def finish(store: RunStore) -> None:
+            for run in begun:
+                finish_at_failure(run, store)
+
         try:
-            timeout_s = 60.0 * config.distributed.distributed_timeout_minutes
-            with (
-                failure_watch(timeout_s=timeout_s, before_end=partial(finish_at_failure, run)),
-                explaining_lack_of_memory(run),
-            ):
-                run.forward_step_func = forward_step_func
-                run.process_non_loss_data_func = process_non_loss_data_func
-                run.non_loss_data_func = non_loss_data_func
-                _build(run, model_provider)
-                if config.checkpoint.ckpt_convert_format is not None:
-                    convert(run)
-                else:
-                    _prepare_data(run, train_valid_test_dataset_provider)
-                    _train_and_evaluate(run)
+            with failure_watch(timeout_s=timeout_s, before_end=finish):
+                run = create_runtime(config)
+                begun.append(run)
+                with explaining_lack_of_memory(run):
+                    run.forward_step_func = forward_step_func
+                    run.process_non_loss_data_func = process_non_loss_data_func
+                    run.non_loss_data_func = non_loss_data_func
+                    _build(run, model_provider)
+                    if config.checkpoint.ckpt_convert_format is not None:
+                        convert(run)
+                    else:
+                        _prepare_data(run, train_valid_test_dataset_provider)
+                        _train_and_evaluate(run)
         finally:
-            run.callbacks.close()
-            shut_down(run)
+            for run in begun:
+                run.callbacks.close()
+            shut_down(*begun)
 
     try:
         config = configure(extra_args_provider, args_defaults)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,14 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core.communicators import Communicators
 from megatron.core.config.errors import DataError
 from megatron.core.faults import fault_point
 from megatron.core.pipeline_parallel.plan import Exchange, Placement, Transfer
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.run_store import RunStore
 from megatron.training.failure_watch import failure_watch
 from megatron.training.stall_report import StallReport
+from tests import ranks
 from tests.ranks import run_ranks
 
 
@@ -81,6 +86,49 @@ def test_a_run_that_ends_in_order_is_left_alone() -> None:
     assert run_ranks(_end_in_order, 2) == ["done", "done"]
 
 
+def _end_in_order_beside_a_stranger(rank: int, world_size: int) -> str:
+    """Every key is overwritten that somebody who knows the code, but no secret, can name."""
+    stranger = dist.distributed_c10d._get_default_store()
+    keys = ("failure_watch/failure", "stall_report/called_for")
+    with failure_watch(poll_s=0.01):
+        for key in keys:
+            stranger.set(key, "rank 0 failed: forged")
+            RunStore(stranger, bytes(32)).set(key, "rank 0 failed: forged")
+        for _ in range(20):
+            dist.barrier()
+    return "done"
+
+
+def test_a_stranger_at_the_store_ends_nothing() -> None:
+    assert run_ranks(_end_in_order_beside_a_stranger, 2) == ["done", "done"]
+
+
+def _be_killed(rank: int, world_size: int, folder: str, where: str) -> None:
+    """Rank 1 is killed; the others wait for it, or are busy for themselves."""
+    _speak_into(folder, rank)
+    with failure_watch(poll_s=0.05):
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if where == "in a collective":
+            dist.all_reduce(torch.ones(1))
+        threading.Event().wait()
+
+
+@pytest.mark.feature("Running: a killed rank ends all ranks and is named, wherever they are")
+@pytest.mark.parametrize("where", ["in a collective", "at work of their own"])
+def test_a_killed_rank_is_named_by_the_others(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "GRACE_S", 30)  # the others end by themselves
+    with pytest.raises(AssertionError, match="killed by signal 9"):
+        run_ranks(_be_killed, 3, str(tmp_path), where)
+    for rank in (0, 2):
+        said = (tmp_path / f"stderr{rank}").read_text()
+        assert "rank 1 failed: its process" in said, rank
+        assert "has ended without a message" in said
+
+
 def test_one_process_raises_as_ever() -> None:
     with pytest.raises(ValueError, match="boom"), failure_watch():
         raise ValueError("boom")
@@ -88,7 +136,8 @@ def test_one_process_raises_as_ever() -> None:
 
 def _hang_on_rank_2(rank: int, world_size: int, folder: str) -> None:
     """Rank 2 never comes; 3 waits for it in tp, 0 and then 1 in dp."""
-    groups = create_process_groups(*make_grids(4, tp=2), timeout=timedelta(seconds=1))
+    communicators = Communicators(timeout=timedelta(seconds=1))
+    groups = create_process_groups(*make_grids(4, tp=2), communicators=communicators)
     _speak_into(folder, rank)
     with failure_watch(poll_s=0.05, timeout_s=1):
         dist.all_reduce(torch.ones(1), group=groups.tp)
@@ -154,7 +203,7 @@ def test_a_transfer_between_stages_is_named_with_its_microbatch(
 def test_a_long_time_without_collectives_is_reported_once_and_ends_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    store = dist.HashStore()
+    store = RunStore(dist.HashStore(), b"secret")
     report = StallReport(0, 1, timeout_s=0)
     report.look(store)  # the first look sees that something has moved
     report.look(store)

@@ -36,6 +36,10 @@ class CheckpointError(MegatronError, RuntimeError):
     """A checkpoint is missing, damaged, or does not fit the run."""
 
 
+class LaunchError(MegatronError, RuntimeError):
+    """The ranks of a run cannot find each other."""
+
+
 class MissingDependency(MegatronError, ImportError):
     """An optional package is needed for what was asked."""
 

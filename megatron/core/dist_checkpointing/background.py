@@ -11,17 +11,14 @@ When an exception ends a run its ranks no longer meet; `finish_apart` ends a sav
 
 from __future__ import annotations
 
-import contextlib
 import json
 import queue
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
@@ -37,11 +34,13 @@ from megatron.core.dist_checkpointing.serialization import (
     write,
 )
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
+from megatron.core.run_store import LOST_RANKS, RunStore
 
 Start = Callable[[Callable[[], None]], None]  # makes a call in another thread
 _APART = "finish_apart"  # / rank, and / verdict
 _BEAT_S = 1.0  # a rank that is still at it says so this often
-_PATIENCE_S = 30.0  # for the other ranks, once nobody says so any more
+_LOOK_S = 0.05
+_PATIENCE_S = 5.0  # for the other ranks, once nobody says so any more
 _WRITING_S = 600.0  # a disk that hangs does not keep a failed run alive
 
 
@@ -171,6 +170,11 @@ class BackgroundSave:
             if saved is not None:
                 return saved
 
+    @property
+    def is_written(self) -> bool:
+        """Whether all ranks have written, so that only rank 0 has something to do."""
+        return self._publishing is not None
+
     def written(self, beat: Callable[[], object]) -> dict[str, Any]:
         """What `write` has returned on this rank; waits for it.  Not collective."""
         report: dict[str, Any] = self._writing.result(beat)
@@ -204,39 +208,43 @@ class BackgroundSave:
 
 
 def finish_apart(
-    pending: BackgroundSave | None, store: Store, rank: int, world_size: int
+    pending: BackgroundSave | None, store: RunStore, rank: int, world_size: int
 ) -> Saved | None:
     """The published checkpoint; None where there is nothing to be finished.
 
     Not collective: every rank that lives calls it, wherever the others are.  Raises SaveFailed,
     and RuntimeError where a rank or the store is gone.
     """
+    if pending is not None and not pending.is_written and store.add(LOST_RANKS, 0):
+        raise RuntimeError("a rank has ended before it has written its part")
     beat = partial(store.add, f"{_APART}/beats", 1)
     _put(store, str(rank), pending and pending.written(beat))
     if rank == 0:
-        verdict = pending and pending.publish_apart(
-            lambda: _take(store, *map(str, range(world_size))), beat
-        )
-        _put(store, "verdict", verdict)
+        verdict = None
+        try:
+            verdict = pending and pending.publish_apart(
+                lambda: _take(store, *map(str, range(world_size))), beat
+            )
+        finally:  # nobody need wait for it any longer
+            _put(store, "verdict", verdict)
     if pending is None:
         return None
     (verdict,) = _take(store, "verdict")
     return verdict and pending.conclude_apart(verdict)
 
 
-def _put(store: Store, name: str, value: Any) -> None:
+def _put(store: RunStore, name: str, value: Any) -> None:
     store.set(f"{_APART}/{name}", json.dumps(value))
 
 
-def _take(store: Store, *names: str) -> list[Any]:
-    """Wait for values as long as some rank says that it is at work."""
-    keys = [f"{_APART}/{name}" for name in names]
-    beats = -1
-    while not store.check(keys):
-        before, beats = beats, store.add(f"{_APART}/beats", 0)
-        if before == beats:
-            store.wait(keys, timedelta(seconds=_PATIENCE_S))
-            break
-        with contextlib.suppress(RuntimeError):
-            store.wait(keys, timedelta(seconds=2 * _BEAT_S))
-    return [json.loads(store.get(key)) for key in keys]
+def _take(store: RunStore, *names: str) -> list[Any]:
+    """Wait for values as long as some rank says that it is at work.  Raises RuntimeError."""
+    beats, alive_at_s, began_s = -1, time.monotonic(), time.monotonic()
+    while None in (texts := [store.get(f"{_APART}/{name}") for name in names]):
+        before, beats, now_s = beats, store.add(f"{_APART}/beats", 0), time.monotonic()
+        if beats != before:
+            alive_at_s = now_s
+        if now_s - alive_at_s > _PATIENCE_S or now_s - began_s > _WRITING_S:
+            raise RuntimeError("a rank does not answer")
+        time.sleep(_LOOK_S)
+    return [json.loads(text) for text in texts if text is not None]

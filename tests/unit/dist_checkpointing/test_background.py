@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
 from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.param_info import ParamInfo
+from megatron.core.run_store import RunStore
 from megatron.training import step
 from tests.unit.dist_checkpointing.tiny import global_tensors, names_in, records, shares
 
@@ -45,6 +46,10 @@ def contents(seed: int) -> tuple[Contents, list[torch.Tensor]]:
         *local.values(),
         wide,
     ]
+
+
+def run_store() -> RunStore:
+    return RunStore(dist.HashStore(), b"secret")
 
 
 @pytest.fixture
@@ -158,12 +163,12 @@ def test_ranks_that_no_longer_meet_finish_a_save_or_say_why_not(tmp_path):
         BackgroundSave(serialization.begin(tmp_path, i, contents(3)[0], None), HostBuffer(), None)
         for i in (1, 2)
     ]
-    store = dist.HashStore()
+    store = run_store()
     finish_apart(None, store, 1, 2)  # that rank was not so far
     with pytest.raises(SaveFailed, match="iteration 1 was not saved.* rank 1: it had no such save"):
         finish_apart(pending[0], store, 0, 2)
-    assert finish_apart(pending[1], dist.HashStore(), 0, 1).folder == choose(tmp_path).found.folder
-    assert finish_apart(None, dist.HashStore(), 0, 1) is None
+    assert finish_apart(pending[1], run_store(), 0, 1).folder == choose(tmp_path).found.folder
+    assert finish_apart(None, run_store(), 0, 1) is None
 
 
 def test_ranks_wait_for_one_that_says_that_it_still_writes(tmp_path, monkeypatch):
@@ -184,7 +189,7 @@ def test_ranks_wait_for_one_that_says_that_it_still_writes(tmp_path, monkeypatch
                 gate.set()
             return super().add(key, count)
 
-    store = CountingStore()
+    store = RunStore(CountingStore(), b"secret")
     slow = replace(SAFETENSORS_DIST, write_rank_files=write_when_open)
     begun = serialization.begin(tmp_path, 1, contents(3)[0], None, format=slow)
     pending = BackgroundSave(begun, HostBuffer(), None)
