@@ -42,7 +42,8 @@ def get_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--input",
         required=True,
-        help="JSON lines or text, plain, .gz or .zst: a file, or a quoted pattern of several",
+        help="JSON lines or text, plain, .gz or .zst, or Parquet: a file, or a quoted pattern of "
+        "several",
     )
     add_format_arguments(group)
     group.add_argument("--split-sentences", action="store_true", help="a sequence per sentence")

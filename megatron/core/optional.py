@@ -20,6 +20,7 @@ _EXTRA = {
     "gigatoken": "fast",
     "isal.isal_zlib": "fast",
     "zstandard": "data",
+    "pyarrow": "data",
     "nltk": "data",
     "boto3": "s3",
     "multistorageclient": "s3",

@@ -30,7 +30,12 @@ def add_backend_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_format_arguments(group: argparse._ArgumentGroup) -> None:
     """How input is read; the first flag is the reference's, the others are ours."""
-    group.add_argument("--json-keys", nargs="+", default=["text"], help="keys whose text is read")
+    group.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="keys (Parquet: columns) whose text is read",
+    )
     group.add_argument(
         "--input-format",
         choices=("auto", "jsonl", "text"),

@@ -1,4 +1,4 @@
-"""Compressed text as a stream of bytes; a file that is cut short or damaged is an error."""
+"""Compressed text and Parquet as a stream of bytes; a damaged file is an error."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any, BinaryIO
 
 from megatron.core.config.errors import DataError
 from megatron.core.optional import require
+from megatron.training.preprocess.file_kinds import is_parquet
+from megatron.training.preprocess.parquet import ParquetLines
 
 SUFFIXES = (".gz", ".zst")
 _STORED_BYTES = 1 << 17  # read from the disk at once
 
 
 class Stream:
-    """The bytes of a file, decompressed by its name; to be closed."""
+    """The bytes of a file, decompressed by its name, or JSON lines of Parquet; to be closed."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -28,6 +30,8 @@ class Stream:
             zstandard = require("zstandard", f"--input {path}")
             self._errors = (*self._errors, zstandard.ZstdError)
             self._source = _ZstdFrames(self._raw, zstandard)
+        elif is_parquet(path):
+            self._source = ParquetLines(path)
 
     def read(self, num_bytes: int = -1) -> bytes:
         """The next bytes, fewer than asked for at the end; all that are left for -1."""
@@ -38,12 +42,15 @@ class Stream:
 
     def stored_position(self) -> int:
         """How many bytes of the file on disk have been read."""
+        if isinstance(self._source, ParquetLines):
+            return self._source.stored_position()
         return self._raw.tell()
 
     def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._source.close()
         self._raw.close()
 
 
@@ -73,6 +80,9 @@ class _ZstdFrames:
         data = bytes(self._ready[:taken])
         del self._ready[:taken]
         return data
+
+    def close(self) -> None:
+        self._frame = None
 
     def _check_end(self) -> None:
         if self._frame is not None:

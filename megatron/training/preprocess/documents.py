@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.core.config.errors import DataError
+from megatron.core.config.errors import ConfigError, DataError
 from megatron.training.preprocess.compressed import Stream
+from megatron.training.preprocess.file_kinds import is_parquet
 from megatron.training.preprocess.inputs import (
     BLOCK_BYTES,
     SEPARATORS,
@@ -110,12 +111,28 @@ def read_documents(
 ) -> Iterator[tuple[Block, dict[str, list[Text]]]]:
     """Every block of the files that ``pattern`` names, and its texts per key."""
     paths = find_inputs(pattern)
+    check_one_kind(paths, record_format)
     separator = SEPARATORS.get(record_format.cut_by(paths[0]))
     for block in blocks([Segment(path) for path in paths], separator, BLOCK_BYTES):
         try:
             yield block, record_format.texts(block)
         except BadRecord as error:
             raise DataError(f"{error.path}, line {locate(error)}: {error.reason}") from error
+
+
+def check_one_kind(paths: Sequence[str], record_format: RecordFormat) -> None:
+    """Raise ConfigError unless all files are read in one way, and none is Parquet read as text."""
+    kinds = {record_format.is_plain(path): path for path in paths}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"--input names plain text ({kinds[True]}) and JSON lines ({kinds[False]}); "
+            "preprocess them apart, or say --input-format"
+        )
+    if kinds.get(True) and (wrong := next(filter(is_parquet, paths), None)):
+        raise ConfigError(
+            f"--input {wrong} is Parquet: leave out --input-format text, and give it a name that "
+            "does not end in .txt"
+        )
 
 
 def locate(error: BadRecord) -> int:

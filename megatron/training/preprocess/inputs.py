@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from megatron.core.config.errors import DataError
 from megatron.training.preprocess.compressed import SUFFIXES, Stream, uncompressed_extension
+from megatron.training.preprocess.file_kinds import HEAD_BYTES, is_parquet, refuse_binary
 
 BLOCK_BYTES = 4 << 20
 _SMALLEST_BLOCK = 1 << 16
@@ -66,6 +67,10 @@ def find_inputs(pattern: str) -> list[str]:
     paths = [path for path in paths if os.path.isfile(path)]
     if not paths:
         raise DataError(f"--input {pattern}: no such file; give a file or a quoted pattern")
+    for path in paths:
+        with Stream(path) as stream:
+            inside = f" inside {os.path.splitext(path)[1]}" if path.endswith(SUFFIXES) else ""
+            refuse_binary(path, stream.read(HEAD_BYTES), inside)
     return paths
 
 
@@ -74,9 +79,9 @@ def is_plain_text(path: str) -> bool:
     return uncompressed_extension(path) in _PLAIN_TEXT
 
 
-def is_compressed(path: str) -> bool:
-    """Whether the file has to be read from its beginning."""
-    return path.endswith(SUFFIXES)
+def is_stream(path: str) -> bool:
+    """Whether the file has to be read from its beginning: it is compressed, or Parquet."""
+    return path.endswith(SUFFIXES) or is_parquet(path)
 
 
 def block_bytes(segments: Sequence[Segment], num_workers: int) -> int:
@@ -90,7 +95,7 @@ def blocks(
 ) -> Iterator[Block]:
     """The records of ``segments`` in order, about ``num_bytes`` at a time."""
     for segment in segments:
-        if segment.end is None and is_compressed(segment.path):
+        if segment.end is None and is_stream(segment.path):
             yield from _blocks_of_stream(segment.path, separator, num_bytes)
         else:
             yield from _blocks_of_file(segment, separator, num_bytes)
@@ -107,7 +112,7 @@ def sample_blocks(
         at = index * len(paths) / positions
         path, share = paths[int(at)], at % 1
         size = os.path.getsize(path)
-        if is_compressed(path):
+        if is_stream(path):
             if share == 0:
                 yield from itertools.islice(blocks([Segment(path)], separator, num_bytes), 1)
         elif separator is None:

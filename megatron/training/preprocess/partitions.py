@@ -21,7 +21,7 @@ from megatron.training.preprocess.inputs import (
     SEPARATORS,
     Segment,
     blocks,
-    is_compressed,
+    is_stream,
 )
 
 
@@ -45,7 +45,7 @@ class Partitioning:
                 parts = [self.paths[i :: self.count] for i in range(self.count)]
             return [[Segment(path) for path in part] for part in parts]
         runs_of_lines = self.keep_sequential and self._cut_by() == "line"
-        return None if not runs_of_lines or any(map(is_compressed, self.paths)) else self._runs()
+        return None if not runs_of_lines or any(map(is_stream, self.paths)) else self._runs()
 
     def _runs(self) -> list[list[Segment]]:
         """Runs of lines, found by counting them."""

@@ -17,7 +17,13 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.block_checksums import get_crc_path
 from megatron.core.datasets.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.core.datasets.indexed_format import DType, get_bin_path, get_idx_path
-from megatron.training.preprocess.documents import BadRecord, RecordFormat, flatten, locate
+from megatron.training.preprocess.documents import (
+    BadRecord,
+    RecordFormat,
+    check_one_kind,
+    flatten,
+    locate,
+)
 from megatron.training.preprocess.encode import BlockEncoder, EncodedTexts
 from megatron.training.preprocess.inputs import (
     SEPARATORS,
@@ -84,7 +90,7 @@ class PreprocessOptions:
 def preprocess(options: PreprocessOptions, tokenizer: MegatronTokenizer) -> list[str]:
     """Write the token files; the prefixes written.  A rerun goes on where one was interrupted."""
     paths = find_inputs(options.input)
-    _check_one_kind(paths, options.record_format)
+    check_one_kind(paths, options.record_format)
     sample = _sample(paths, options.record_format)
     for encoder in candidates(tokenizer, options.tokenizer_backend):
         try:
@@ -147,15 +153,6 @@ def _sample(paths: Sequence[str], record_format: RecordFormat) -> list[str]:
             for texts in record_format.texts(block).values():
                 found += [text[:_SAMPLE_BYTES] for text in flatten(texts)[0]]
     return [text for text in found if not _SURROGATE.search(text)]
-
-
-def _check_one_kind(paths: Sequence[str], record_format: RecordFormat) -> None:
-    kinds = {record_format.is_plain(path): path for path in paths}
-    if len(kinds) > 1:
-        raise ConfigError(
-            f"--input names plain text ({kinds[True]}) and JSON lines ({kinds[False]}); "
-            "preprocess them apart, or say --input-format"
-        )
 
 
 class _Run:
