@@ -229,4 +229,5 @@ def _parts(run: Runtime) -> RunParts:
         scheduler=run.scheduler,
         stages=layers_of_stages(run.config),
         kind=run.config.language_model.model_kind,
+        asked=run.config.asked,
     )

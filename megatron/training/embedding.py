@@ -63,7 +63,10 @@ def megatron_embedder(load: str, *, step: int | None = None, device_kind: str = 
     run = start(config)
     setup_tokenizer(run)
     build_model(run, partial(build_stage, run, return_embeddings=True), wrap=False)
-    load_run(config.checkpoint, RunParts(model_chunks=run.model_chunks, groups=run.groups))
+    load_run(
+        config.checkpoint,
+        RunParts(model_chunks=run.model_chunks, groups=run.groups, asked=config.asked),
+    )
     model, tokenizer = run.model_chunks[0].eval(), run.tokenizer
 
     def vectors(ids: Tensor, mask: Tensor) -> Tensor:

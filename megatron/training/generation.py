@@ -6,8 +6,6 @@ Any layout the checkpoint was saved in loads into the layout of this run: one pr
 
 from __future__ import annotations
 
-import argparse
-import enum
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +17,12 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, options_of
 from megatron.core.inference.engines.static_engine import Generated, Generator, generate
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.sections import SECTIONS
 from megatron.training.checkpointing.checkpoint_args import (
     FORCED,
     IF_UNSET,
+    saved_namespace,
     without_code_and_paths,
 )
 from megatron.training.checkpointing.load import load_run
@@ -50,6 +48,7 @@ _OWN = {
     **dict.fromkeys(("finetune", "no_load_optim", "no_load_rng", "skip_train"), True),
     **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
     "exit_on_missing_checkpoint": True,
+    "load_main_params_from_ckpt": True,  # weights of another precision are converted
 }
 
 
@@ -123,7 +122,10 @@ def open_writer(
     run = start(config)
     setup_tokenizer(run)
     build_model(run, partial(build_stage, run, parallel_output=False), wrap=False)
-    load_run(config.checkpoint, RunParts(model_chunks=run.model_chunks, groups=run.groups))
+    load_run(
+        config.checkpoint,
+        RunParts(model_chunks=run.model_chunks, groups=run.groups, asked=config.asked),
+    )
     model, has_encoder = run.model_chunks[0].eval(), config.language_model.model_kind == "t5"
     generator = Generator(
         model=model,
@@ -161,22 +163,6 @@ def generation_config(
     namespace.sequence_parallel = ranks > 1 and bool(namespace.num_experts)
     config = resolve(namespace, ranks, extra={})
     return replace(config, model=replace(config.model, sequence_parallel=False))
-
-
-def saved_namespace(asked: Mapping[str, Any]) -> argparse.Namespace:
-    """The command line that a checkpoint holds, as the parser would give it."""
-    namespace = argparse.Namespace(**vars(build_parser().parse_args([])))
-    known = vars(namespace)
-    for dest, value in asked.items():
-        if dest in known and (value is not None or known[dest] is None):  # None: nothing was said
-            known[dest] = _as_parsed(known[dest], value)
-    return namespace
-
-
-def _as_parsed(default: Any, value: Any) -> Any:
-    """A saved value as the parser would give it: JSON knows no enums."""
-    is_name = isinstance(default, enum.Enum) and isinstance(value, str)
-    return type(default).__members__.get(value, default) if is_name else value
 
 
 def _start_of_decoder(tokenizer: Any) -> int:

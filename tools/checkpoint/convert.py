@@ -79,7 +79,7 @@ def get_parser() -> argparse.ArgumentParser:
     group.add_argument("--saver", help=", ".join(SAVERS))
     group.add_argument("--checkpoint-type", choices=("hf", "meta"), help="hf")
     group.add_argument("--no-checking", action="store_true", default=None)
-    for name in WITHOUT_EFFECT.keys() - {"no_checking"}:
+    for name in (name for name in WITHOUT_EFFECT if name != "no_checking"):
         group.add_argument(f"--{name.replace('_', '-')}")
     return parser
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -393,6 +394,13 @@ def _agree(
     return Differences(tuple(verdict["absent"]), tuple(verdict["unused"]))
 
 
+_PRECISION_FLAGS = {
+    "bfloat16": "--bf16",
+    "float16": "--fp16",
+    "float32": "neither --bf16 nor --fp16",
+}
+
+
 def _verdict(
     folder: Path,
     plans: Sequence[Mapping[str, Any]],
@@ -407,8 +415,14 @@ def _verdict(
     problems = sorted({problem for plan in plans for problem in plan["problems"]})
     if problems:
         text = f"{folder} does not fit this run: {shorten(problems)}"
-        if any("has dtype" in problem for problem in problems):
-            text += "; --no-load-optim --load-main-params-from-ckpt converts"
+        found = (re.search(r"has dtype (\w+) in the checkpoint", problem) for problem in problems)
+        dtypes = [match[1] for match in found if match]
+        if dtypes:
+            flag = _PRECISION_FLAGS.get(dtypes[0], f"another precision ({dtypes[0]})")
+            text += (
+                f"; the checkpoint was saved with {flag}: give this run the same precision; "
+                "--no-load-optim --load-main-params-from-ckpt converts the weights"
+            )
         return {"error": [False, text]}
     asked = [key for plan in plans for key in plan["wanted"]]
     differences = compare_keys(asked, stored, leave_out)

@@ -6,11 +6,13 @@ Runs before the command line is checked, before there is a process group, on eve
 from __future__ import annotations
 
 import argparse
+import enum
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.transformer.spec_utils import why_not_own_spec
+from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpointing.paths import find, read_content, usable
 from megatron.training.printing import print_rank_0
 
@@ -74,6 +76,39 @@ IF_UNSET = tuple(
     "model_kind num_layers encoder_num_layers decoder_num_layers encoder_seq_length "
     "decoder_seq_length hidden_size ffn_hidden_size seq_length num_attention_heads kv_channels "
     "max_position_embeddings padded_vocab_size vocab_size vocab_file merge_file".split()
+)
+
+# What of these `same_model` does not compare: other spellings, layout, kernels and precision.
+NOT_COMPARED = frozenset(
+    "model_kind encoder_num_layers group_query_attention use_rotary_position_embeddings "
+    "add_position_embedding apply_query_key_layer_scaling moe_token_dispatcher_type "
+    "moe_grouped_gemm moe_router_dtype is_hybrid_model encoder_seq_length padded_vocab_size "
+    "vocab_size heterogeneous_layers_config_path".split()
+)
+# What the names and shapes of the tensors show, which are compared under --dist-ckpt-strictness.
+SHOWN_BY_TENSORS = frozenset(
+    "num_layers decoder_num_layers hidden_size ffn_hidden_size add_bias_linear add_qkv_bias "
+    "qk_layernorm untie_embeddings_and_output_weights bert_binary_head mtp_num_layers num_experts "
+    "moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size "
+    "moe_shared_expert_gate moe_router_enable_expert_bias q_lora_rank kv_lora_rank "
+    "hybrid_override_pattern".split()
+)
+# What --finetune may change: the model learns to read longer texts.
+LEARNED_ANEW = frozenset(
+    (
+        *"rotary_base rotary_seq_len_interpolation_factor use_rope_scaling".split(),
+        *"rope_scaling_factor rope_type window_size window_attn_skip_freq".split(),
+        *"longrope_short_factor longrope_long_factor".split(),
+        *("longrope_original_max_position_embeddings", *YARN),
+    )
+)
+# What a run may change; one line tells both values.
+LOGGED = tuple(
+    "seq_length decoder_seq_length max_position_embeddings attention_dropout hidden_dropout "
+    "bias_gelu_fusion spec pad_vocab_in_loss tokenizer_type tokenizer_model tiktoken_pattern "
+    "vocab_extra_ids vocab_file merge_file data_path train_data_path valid_data_path "
+    "test_data_path data_args_path per_split_data_args_path split seed adam_beta1 "
+    "adam_beta2".split()
 )
 
 
@@ -170,3 +205,19 @@ def _set(namespace: argparse.Namespace, name: str, asked: Mapping[str, Any]) -> 
         return
     print_rank_0(f"Setting {name} to {asked[name]} from checkpoint")
     values[name] = asked[name]
+
+
+def saved_namespace(asked: Mapping[str, Any]) -> argparse.Namespace:
+    """The command line that a checkpoint holds, as the parser would give it."""
+    namespace = argparse.Namespace(**vars(build_parser().parse_args([])))
+    known = vars(namespace)
+    for dest, value in asked.items():
+        if dest in known and (value is not None or known[dest] is None):  # None: nothing was said
+            known[dest] = _as_parsed(known[dest], value)
+    return namespace
+
+
+def _as_parsed(default: Any, value: Any) -> Any:
+    """A saved value as the parser would give it: JSON knows no enums."""
+    is_name = isinstance(default, enum.Enum) and isinstance(value, str)
+    return type(default).__members__.get(value, default) if is_name else value

@@ -139,4 +139,5 @@ def _parts(model: nn.Module | Sequence[nn.Module], optimizer: Any, scheduler: An
         optimizer=optimizer,
         scheduler=scheduler,
         stages=layers_of_stages(run.config) if is_per_rank else (),
+        asked=run.config.asked,
     )

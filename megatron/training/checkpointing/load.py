@@ -36,6 +36,7 @@ from megatron.training.checkpointing.run_tensors import (
     model_tensors,
     optimizer_tensors,
 )
+from megatron.training.checkpointing.same_model import compare_models
 from megatron.training.checkpointing.save import layout_of
 from megatron.training.checkpointing.transient import (
     decided_at_ns,
@@ -70,6 +71,7 @@ class _Wanted:
     rng: bool
     kind: str  # " release" or empty, for the message
     num_transient: int  # of the folders to try, the first so many are short-lived ones
+    is_finetuning: bool = False
 
 
 def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
@@ -143,6 +145,7 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
         num_transient=0,
     )
     content = load_local(found, _wanted_tensors(config, parts, wanted), world)
+    _check_model(parts, wanted, content.common, Path(root))
     has_schedule = _take_over(config, parts, wanted, content.common)
     if wanted.rng and content.rank_state is not None:
         set_rng_state(content.rank_state["rng_state"])
@@ -204,6 +207,7 @@ def _choose(
         rng=not weights_only and not config.no_load_rng,
         kind=f" {RELEASE}" if answer["release"] else "",
         num_transient=answer["num_transient"],
+        is_finetuning=answer["finetune"],
     )
     return wanted, answer["folders"], answer["note"]
 
@@ -268,19 +272,11 @@ def _load_folder(
     """Load one folder: all of it, or an error on all ranks."""
     world = parts.groups.world
     common = _on_rank_0(partial(_check_folder, folder, wanted), folder, world)
-    check_kind(common["args"], parts.kind)
+    explanation = _check_model(parts, wanted, common, folder)
     at = f" at iteration {common['iteration']}" if wanted.counters else ""
     print_rank_0(f" loading{wanted.kind} distributed checkpoint from {wanted.root}{at}")
     print_rank_0(f" checkpoint version {common['checkpoint_version']}")
-    differences = load(
-        folder,
-        _wanted_tensors(config, parts, wanted),
-        world,
-        strictness=config.dist_ckpt_strictness,
-        leave_out=() if wanted.optimizer else (OPTIMIZER_PREFIX,),
-        cast=bool(config.load_main_params_from_ckpt),
-        replica_groups=replica_groups(parts.groups) if config.ckpt_fully_parallel_load else None,
-    )
+    differences = _load_tensors(config, parts, wanted, folder, explanation)
     if config.moe_use_upcycling:
         settle(parts.model_chunks, parts.model_chunks[0].config, config.moe_upcycling_granularity)
     states = _read_rng_states(folder, parts) if wanted.rng else None
@@ -288,7 +284,9 @@ def _load_folder(
     if states is not None:
         set_rng_state(states)
     iteration = common["iteration"] if wanted.counters else 0
-    _tell_loaded(parts, wanted, iteration)
+    # A program that does not train has no count of its own: it reports the checkpoint's.
+    is_training = parts.optimizer is not None
+    _tell_loaded(parts, wanted, iteration if is_training else common["iteration"])
     return Loaded(
         folder=folder,
         iteration=iteration,
@@ -297,6 +295,40 @@ def _load_folder(
         differences=differences,
         has_schedule=has_schedule,
     )
+
+
+def _load_tensors(
+    config: CheckpointConfig, parts: RunParts, wanted: _Wanted, folder: Path, explanation: str
+) -> Differences:
+    """Fill the tensors; an error that they do not fit ends with ``explanation``.  Collective."""
+    try:
+        return load(
+            folder,
+            _wanted_tensors(config, parts, wanted),
+            parts.groups.world,
+            strictness=config.dist_ckpt_strictness,
+            leave_out=() if wanted.optimizer else (OPTIMIZER_PREFIX,),
+            cast=bool(config.load_main_params_from_ckpt),
+            replica_groups=(
+                replica_groups(parts.groups) if config.ckpt_fully_parallel_load else None
+            ),
+        )
+    except CheckpointDamaged:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{explanation}") from None
+
+
+def _check_model(parts: RunParts, wanted: _Wanted, common: Mapping[str, Any], folder: Path) -> str:
+    """Refuse another model than the run's; what to add where the tensors do not fit.  Local."""
+    check_kind(common["args"], parts.kind)
+    if parts.asked is None:
+        return ""
+    found = compare_models(common["args"], parts.asked, is_finetuning=wanted.is_finetuning)
+    found.check(folder)
+    for line in found.logged if parts.optimizer is not None else ():
+        print_rank_0(f"NOTE: {line}")
+    return f"; of the command line, {'; '.join(found.shown)}" if found.shown else ""
 
 
 def _on_rank_0(

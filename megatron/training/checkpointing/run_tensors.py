@@ -64,6 +64,7 @@ class RunParts:
     scheduler: Stateful | None = None
     stages: Sequence[Sequence[int]] = ()  # layers of each virtual stage, for a file per rank
     kind: str | None = None  # --model-kind
+    asked: Mapping[str, Any] | None = None  # this run's command line; None: nobody compares it
 
 
 def model_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTensor]:

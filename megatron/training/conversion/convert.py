@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, MegatronError
+from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.formats import FORMATS, open_reader
 from megatron.core.dist_checkpointing.mapping import LazyPiece, ShardedTensor
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
@@ -28,8 +29,13 @@ from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training.arguments.legacy import flat_values
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.resolve import resolve
-from megatron.training.checkpointing.checkpoint_args import FORCED, FORCED_PREFIXES, IF_UNSET
-from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.checkpointing.checkpoint_args import (
+    FORCED,
+    FORCED_PREFIXES,
+    IF_UNSET,
+    saved_namespace,
+)
+from megatron.training.checkpointing.paths import find, open_checkpoint
 from megatron.training.checkpointing.run_tensors import OPTIMIZER_PREFIX
 from megatron.training.checkpointing.save import CHECKPOINT_VERSION, plain
 from megatron.training.config.run import RunConfig
@@ -38,7 +44,6 @@ from megatron.training.conversion.family import Family
 from megatron.training.conversion.lazy import made_ahead
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.verify import compare_logits
-from megatron.training.generation import saved_namespace
 from megatron.training.state import TrainState
 from megatron.training.tokenizer import (
     MissingToken,
@@ -93,6 +98,11 @@ class Source:
 def convert(wanted: Wanted, say: Say = print) -> Path:
     """Write what ``wanted`` describes; the folder that was written.  Raises CheckpointError."""
     is_theirs = (wanted.source / hf_folder.CONFIG).exists()
+    if not is_theirs and find(str(wanted.source), wanted.step) is None:
+        raise CheckpointError(
+            f"--from {wanted.source} holds no checkpoint: no {TRACKER}, no iter_* folder; it is "
+            f"{hf_folder.NO_MODEL} (nothing is downloaded by name)"
+        )
     source = _from_hf(wanted, say) if is_theirs else read_source(wanted)
     kind = source.args["model_kind"]
     if wanted.kind not in (None, kind):

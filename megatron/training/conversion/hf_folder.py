@@ -36,6 +36,10 @@ from megatron.training.conversion.config_values import check_values
 from megatron.training.conversion.lazy import Entries, made_ahead
 
 CONFIG = "config.json"
+NO_MODEL = (
+    f"no Hugging Face model: it has no {CONFIG}; name the folder that save_pretrained() or a "
+    "download made"
+)
 _SAFETENSORS, _BIN = "model.safetensors", "pytorch_model.bin"
 _BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*")
 _NOT_BESIDE = ("*.index.json", "requirements.txt")
@@ -49,10 +53,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json.  Raises CheckpointError."""
     if not (folder / CONFIG).exists():
-        raise CheckpointError(
-            f"{folder} is no Hugging Face model: it has no {CONFIG}; name the folder that "
-            "save_pretrained() or a download made"
-        )
+        raise CheckpointError(f"{folder} is {NO_MODEL}")
     config = _read_json(folder / CONFIG)
     check_values(config, folder / CONFIG)
     return config

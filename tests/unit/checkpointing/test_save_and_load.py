@@ -419,3 +419,13 @@ def test_files_hold_no_pickle_and_the_code_knows_none(saved, tmp_path):
             assert not imported & {"pickle", "dill", "marshal", "shelve", "mmap"}, path
             assert not called & {"gather_object", "broadcast_object_list", "memmap"}, path
             assert "torch.save" not in path.read_text(), path
+
+
+def test_a_program_that_does_not_train_reports_the_iteration_of_the_checkpoint(
+    saved, tmp_path, capsys
+):
+    weights = dataclasses.replace(make_parts(), optimizer=None, scheduler=None)
+    for parts, told in ((weights, 3), (make_parts(), 0)):  # --finetune counts from 0
+        capsys.readouterr()
+        assert load_run(options(tmp_path, finetune=True), parts).iteration == 0
+        assert f"[ t 1/1, p 1/1 ] at iteration {told}\n" in capsys.readouterr().out

@@ -398,3 +398,17 @@ def test_without_transformers_the_comparison_says_so(
     said: list[str] = []
     convert(Wanted(source=llama, target=tmp_path / "ours", format=OURS), said.append)
     assert "the logits were not compared: transformers is not installed" in said[1]
+
+
+def test_a_name_of_the_hub_is_told_from_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"--from org/name holds no checkpoint.*config\.json"):
+        quietly(Path("org/name"), tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=r"name the folder that save_pretrained\(\) or a"):
+        quietly(tmp_path, tmp_path / "ours")
+
+
+def test_the_help_is_the_same_in_every_process() -> None:
+    """Whatever the order of a set: flags stand in the order of the table."""
+    flags = [f"--{name.replace('_', '-')}" for name in tool.WITHOUT_EFFECT if name != "no_checking"]
+    actions = [flag for each in tool.get_parser()._actions for flag in each.option_strings]
+    assert [flag for flag in actions if flag in flags] == flags

@@ -390,5 +390,11 @@ def test_another_dtype_is_an_error_with_the_cure(tmp_path):
     tensor = from_param("t1", ParamInfo(global_shape=(8, 1)), torch.zeros(8, 1).half())
     with pytest.raises(CheckpointError, match="--load-main-params-from-ckpt converts"):
         load(folder, [tensor], None, leave_out=("t",))
+    bf16 = from_param("t1", ParamInfo(global_shape=(8, 1)), torch.zeros(8, 1).bfloat16())
+    folder_of_bf16 = save(
+        tmp_path / "b", 3, Contents(tensors=[bf16], common={}, layout={}), None
+    ).folder
+    with pytest.raises(CheckpointError, match="saved with --bf16: give this run the same prec"):
+        load(folder_of_bf16, [tensor], None)
     load(folder, [tensor], None, leave_out=("t",), cast=True)
     assert (tensor.pieces[0].data == 3).all()

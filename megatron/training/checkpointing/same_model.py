@@ -1,0 +1,204 @@
+"""Whether the model that a checkpoint holds is the one that this run's command line describes.
+
+Flags like --num-attention-heads or --norm-epsilon change what the model computes and no shape of
+a tensor, so that another value would go on training another model without a word.  Both command
+lines are resolved, so that a value that was left out equals the one it stands for; flags that the
+checkpoint does not know, and flags that the rest of the model does not read, are not compared.
+The lists stand in `checkpoint_args`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, layer_pattern
+from megatron.training.arguments.legacy import flat_values
+from megatron.training.arguments.resolve import DERIVATIONS, assemble
+from megatron.training.arguments.sections import flags_and_defaults
+from megatron.training.checkpointing.checkpoint_args import (
+    EXPERTS,
+    FORCED,
+    FORCED_PREFIXES,
+    IF_UNSET,
+    LATENT,
+    LEARNED_ANEW,
+    LOGGED,
+    NOT_COMPARED,
+    SHOWN_BY_TENSORS,
+    YARN,
+    saved_namespace,
+)
+
+_ROTARY = ("rotary_", "rope_", "longrope_", "use_rope_scaling", "no_rope_freq", *YARN)
+_OF_ATTENTION = ("num_attention_heads", "num_query_groups", "kv_channels", "softmax_", "window_")
+_DERIVED = "kv_channels softmax_scale ffn_hidden_size max_position_embeddings".split()
+_NO_PLAIN_GELU = ("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "openai_gelu")
+# What a flag means that was left out, where the configuration keeps None.
+_MEANT = {
+    "embedding_scale": 1.0,
+    "output_scale": 1.0,
+    "rotary_seq_len_interpolation_factor": 1,
+    "moe_router_topk_scaling_factor": 1.0,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class ModelDifferences:
+    """Flags whose values differ, a phrase with both values each.
+
+    ``refused``: these make it another model.  ``shown``: the tensors show it.  ``logged``: a run
+    may change them.  ``may_finetune``: --finetune would accept all that is refused.
+    """
+
+    refused: tuple[str, ...]
+    shown: tuple[str, ...]
+    logged: tuple[str, ...]
+    may_finetune: bool = False
+
+    def check(self, folder: Path) -> None:
+        """Raise CheckpointError with every difference, if any of them is refused."""
+        if not self.refused:
+            return
+        lines = "".join(f"\n  - {line}" for line in (*self.refused, *self.shown))
+        also = ", or --finetune to train the changed model from these weights"
+        raise CheckpointError(
+            f"{folder} holds another model than the command line describes:{lines}\n"
+            "give the values of the checkpoint, or leave these flags out and add "
+            "--use-checkpoint-args"
+            f"{also if self.may_finetune else ''}"
+        )
+
+
+def compare_models(
+    stored: Mapping[str, Any], asked: Mapping[str, Any], *, is_finetuning: bool
+) -> ModelDifferences:
+    """Compare the command line of a checkpoint with this run's, dest -> value.
+
+    Raises CheckpointError for a stored command line that describes no model.
+    """
+    kind = asked.get("model_kind") or "gpt"
+    try:
+        theirs = _resolved(stored, kind)
+        following = _following(stored, theirs, asked, kind)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+        raise CheckpointError(
+            f"the command line in the checkpoint describes no model: {error}"
+        ) from None
+    mine = _resolved(asked, kind)
+    groups: dict[str, list[str]] = {"refused": [], "shown": [], "logged": [], "learned": []}
+    for name in _compared(stored, theirs, mine):
+        if theirs[name] == mine[name] or name in following:
+            continue
+        flag = flags_and_defaults()[name][0]
+        line = f"{name}: {theirs[name]} in the checkpoint, {mine[name]} in this run ({flag})"
+        if name in LOGGED:
+            groups["logged"] += [line] if theirs[name] is not None else []
+        elif name in SHOWN_BY_TENSORS:
+            groups["shown"].append(line)
+        else:
+            groups["learned" if name in LEARNED_ANEW else "refused"].append(line)
+    learned, refused = groups["learned"], groups["refused"]
+    return ModelDifferences(
+        refused=(*refused, *(() if is_finetuning else learned)),
+        shown=tuple(groups["shown"]),
+        logged=(*groups["logged"], *(learned if is_finetuning else ())),
+        may_finetune=not refused,
+    )
+
+
+def _compared(
+    stored: Mapping[str, Any], theirs: Mapping[str, Any], mine: Mapping[str, Any]
+) -> Iterator[str]:
+    """The flags that the checkpoint knows and that both models read."""
+    prefixed = (name for name in stored if name.startswith(FORCED_PREFIXES))
+    for name in dict.fromkeys((*FORCED, *IF_UNSET, *prefixed, *LOGGED)):
+        if name in NOT_COMPARED or name not in stored or name not in mine:
+            continue
+        if name == "heterogeneous_layers_config_encoded_json" and not stored[name]:
+            continue  # older checkpoints hold the path of the file
+        if _is_read(name, theirs) and _is_read(name, mine):
+            yield name
+
+
+def _following(
+    stored: Mapping[str, Any], theirs: Mapping[str, Any], asked: Mapping[str, Any], kind: str
+) -> set[str]:
+    """Flags that neither side gave, whose values follow from others that are compared.
+
+    Megatron-LM stores derived values: such a flag has the value that it would have if not given.
+    """
+    derived = _resolved({k: v for k, v in stored.items() if k not in _DERIVED}, kind)
+    out = {n for n in _DERIVED if asked.get(n) is None and theirs[n] == derived[n]}
+    grouped = "group_query_attention"
+    return out if stored.get(grouped) or asked.get(grouped) else out | {"num_query_groups"}
+
+
+def _is_read(name: str, values: Mapping[str, Any]) -> bool:
+    """Whether the model that ``values`` describe depends on flag ``name`` at all."""
+    is_latent = bool(values["multi_latent_attention"])
+    has_experts = bool(values["num_experts"])
+    conditions = (
+        (_ROTARY, is_latent or values["position_embedding_type"] == "rope"),
+        (YARN, values["rope_type"] == "yarn"),
+        (("rope_scaling_factor",), bool(values["use_rope_scaling"])),
+        (("relative_attention_",), values["position_embedding_type"] == "relative"),
+        (LATENT[1:], is_latent),
+        (tuple(each for each in EXPERTS if each != "num_experts"), has_experts),
+        (("moe_",), has_experts),
+        (("mamba_", "hybrid_"), values["model_kind"] == "mamba"),
+        (("hybrid_attention_ratio", "hybrid_mlp_ratio"), False),  # the pattern has both
+        (_OF_ATTENTION, values["model_kind"] != "mamba" or _has_attention(values)),
+        (("bias_gelu_fusion",), not any(values[name] for name in _NO_PLAIN_GELU)),
+        (("decoder_num_layers", "decoder_seq_length"), values["model_kind"] == "t5"),
+        (("bert_binary_head",), values["model_kind"] == "bert"),
+    )
+    return all(is_so for names, is_so in conditions if name.startswith(names))
+
+
+def _has_attention(values: Mapping[str, Any]) -> bool:
+    return ATTENTION in (values["hybrid_override_pattern"] or "")
+
+
+def _resolved(asked: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """All flags with what is derived from them, of what ``asked`` says about the model."""
+    names = {*FORCED, *IF_UNSET, *LOGGED}
+    said = {
+        name: value
+        for name, value in asked.items()
+        if name in names or name.startswith(FORCED_PREFIXES)
+    }
+    namespace = saved_namespace({**said, "model_kind": kind})
+    namespace.world_size = 1
+    for derive in DERIVATIONS:
+        list(derive(namespace) or ())  # what it has to say was said when the run was resolved
+    values = flat_values(assemble(namespace, asked=vars(namespace)))
+    for name, meant in _MEANT.items():
+        values[name] = meant if values[name] is None else values[name]
+    if values["rope_type"] is None:
+        values["rope_type"] = "yarn" if values["multi_latent_attention"] else "rope"
+    if values["softmax_scale"] is None and values["kv_channels"]:
+        values["softmax_scale"] = values["kv_channels"] ** -0.5
+    if kind == "mamba" and values["num_layers"]:
+        if values["mamba_num_heads"] is None:
+            values["mamba_num_heads"] = 2 * values["hidden_size"] // values["mamba_head_dim"]
+        values["hybrid_override_pattern"] = layer_pattern(
+            values["num_layers"],
+            values["hybrid_attention_ratio"],
+            values["hybrid_mlp_ratio"],
+            values["hybrid_override_pattern"],
+        )
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.name if isinstance(value, enum.Enum) else value
