@@ -6,7 +6,7 @@ Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,14 @@ class TransformerBlockSubmodules:
 
     layer_specs: list[ModuleSpec] | None = None
     layer_norm: ModuleSpec | type | None = None
+
+
+class Span(NamedTuple):
+    """Consecutive layers of a block that run as one unit."""
+
+    start: int
+    stop: int
+    is_recomputed: bool  # in backward, as a whole
 
 
 def block_submodules(
@@ -123,13 +131,43 @@ class TransformerBlock(MegatronModule):
         shared: dict[str, Any] = {"attention_mask": attention_mask, **more}
         if context is not None:
             shared |= {"context": context, "context_mask": context_mask}
-        if self.config.recompute_granularity in ("full", "adaptive") and self.training:
-            hidden_states = self._run_checkpointed(hidden_states, shared)
-        else:
-            hidden_states = self._run(hidden_states, shared, 0, len(self.layers))
+        for span in self.spans():
+            hidden_states = self.run_span(span, hidden_states, shared)
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return hidden_states
+
+    def spans(self) -> list[Span]:
+        """The units in which the layers run; ``block`` recomputes the first layers only."""
+        config, end = self.config, len(self.layers)
+        covered, size = 0, config.recompute_num_layers or 1
+        if config.recompute_granularity in ("full", "adaptive") and self.training:
+            covered = end if self.recomputed_layers is None else self.recomputed_layers
+            if self.recomputed_layers is None and config.recompute_method == "block":
+                covered, size = min(size, end), 1
+        spans = [Span(i, min(i + size, covered), True) for i in range(0, covered, size)]
+        if covered < end and (self.graphs is not None or self.offload is not None):
+            return [*spans, Span(covered, end, False)]  # each of them runs all layers at once
+        return [*spans, *(Span(i, i + 1, False) for i in range(covered, end))]
+
+    def run_span(self, span: Span, hidden_states: Tensor, shared: dict[str, Any]) -> Tensor:
+        """The hidden states after the layers of ``span``, one of `spans`."""
+        if not span.is_recomputed:
+            return self._run(hidden_states, shared, span.start, span.stop)
+        with_gradient = {k: x for k, x in shared.items() if torch.is_tensor(x) and x.requires_grad}
+
+        def chunk(x: Tensor, *rest: Tensor) -> Tensor:
+            again = dict(zip(with_gradient, rest, strict=True))
+            return self._run(x, shared | again, span.start, span.stop)
+
+        result: Tensor = checkpoint(
+            chunk,
+            self.config.distribute_saved_activations,
+            hidden_states,
+            *with_gradient.values(),
+            tp_group=self.tp_group,
+        )
+        return result
 
     def _run(self, hidden_states: Tensor, shared: dict[str, Any], start: int, stop: int) -> Tensor:
         if self.graphs is not None and self.training:
@@ -141,33 +179,6 @@ class TransformerBlock(MegatronModule):
         for i in range(start, stop):
             hidden_states, _ = self.layers[i](hidden_states, **shared)
         return hidden_states
-
-    def _run_checkpointed(self, hidden_states: Tensor, shared: dict[str, Any]) -> Tensor:
-        """Keep the input of each chunk of layers; ``block`` covers the first layers only."""
-        config, end = self.config, len(self.layers)
-        size = config.recompute_num_layers or 1
-        if self.recomputed_layers is not None:
-            covered = self.recomputed_layers
-        elif config.recompute_method == "block":
-            covered, size = min(size, end), 1
-        else:
-            covered = end
-        with_gradient = {k: x for k, x in shared.items() if torch.is_tensor(x) and x.requires_grad}
-        for start in range(0, covered, size):
-            stop = min(start + size, covered)
-
-            def chunk(x: Tensor, *rest: Tensor, start: int = start, stop: int = stop) -> Tensor:
-                again = dict(zip(with_gradient, rest, strict=True))
-                return self._run(x, shared | again, start, stop)
-
-            hidden_states = checkpoint(
-                chunk,
-                config.distribute_saved_activations,
-                hidden_states,
-                *with_gradient.values(),
-                tp_group=self.tp_group,
-            )
-        return self._run(hidden_states, shared, covered, end)
 
 
 def _offload_of(config: TransformerConfig) -> ActivationOffload | None:

@@ -41,6 +41,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.sequence_share import held_tokens, order_of_gathered, sequence_ends
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.timers import Timers
+from megatron.core.transformer.attention_masks import band
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -49,6 +50,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.groups import create_groups
 from megatron.training.models import registry
 from megatron.training.plan.cost import PassCost, RankCost, State
+from megatron.training.plan.repeats import Repeats
 from megatron.training.plan.tracing import Tracker, attention_without_memory, storage_bytes
 from megatron.training.runtime import Runtime
 from megatron.training.setup import build_model
@@ -86,6 +88,7 @@ def _imagined(config: RunConfig) -> Iterator[None]:
         device.imagining(config.distributed.device, without_memory=not is_fake),
         mock.patch.object(F, "scaled_dot_product_attention", attention_without_memory),
         mock.patch.object(token_dispatcher, "counts_of", partial(_even_counts, config.model)),
+        _own_tables(),
         _fake_tensors() if is_fake else contextlib.nullcontext(),
     ):
         yield
@@ -107,17 +110,25 @@ def _even_counts(
 def _fake_tensors() -> Iterator[None]:
     """FakeTensorMode, and ways around two things that torch 2.13 does not do in it."""
     mesh = _mesh_of(DeviceMesh.from_group)
-    tables = (held_tokens, order_of_gathered, sequence_ends)  # what they keep belongs to one mode
-    for table in tables:
-        table.cache_clear()
     with (
         FakeTensorMode(),
         mock.patch.object(nn.Module, "to", _convert),
         mock.patch.object(DeviceMesh, "from_group", mesh),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _own_tables() -> Iterator[None]:
+    """Tables that the process keeps are made anew: they are memory of each rank."""
+    tables = (band, held_tokens, order_of_gathered, sequence_ends)
     for table in tables:
         table.cache_clear()
+    try:
+        yield
+    finally:
+        for table in tables:
+            table.cache_clear()
 
 
 def _convert(module: nn.Module, what: Any) -> nn.Module:
@@ -188,14 +199,15 @@ def _cost(run: Runtime) -> RankCost:
     data, num_stages = run.config.data, run.placement.num_stages
     tokens = data.seq_length, data.decoder_seq_length or 0, run.config.training.micro_batch_size
     shapes, dtype = messages_of(run.config.model, run.groups, tokens, num_stages)
-    trial = _Trial(run, tracker, shapes, dtype)
-    with tracker:
+    repeats = Repeats(tracker)
+    trial = _Trial(run, tracker, repeats, shapes, dtype)
+    with tracker, repeats.skipped() if _may_skip(run) else contextlib.nullcontext():
         passes = {
             (kind, chunk): cost
             for chunk in range(len(run.model_chunks))
             for kind, cost in trial.passes(chunk).items()
         }
-        alive = tracker.alive
+        alive = tracker.alive + repeats.lasting
         for chunk in run.model_chunks:  # what FSDP2 keeps for the next micro-batch hides its parts
             for unit in getattr(chunk, "units", ()):
                 unit.reshard()
@@ -225,9 +237,14 @@ class _Trial:
     """Sends micro-batches through one chunk at a time."""
 
     def __init__(
-        self, run: Runtime, tracker: Tracker, shapes: list[tuple[int, int, int]], dtype: torch.dtype
+        self,
+        run: Runtime,
+        tracker: Tracker,
+        repeats: Repeats,
+        shapes: list[tuple[int, int, int]],
+        dtype: torch.dtype,
     ) -> None:
-        self.run, self.tracker = run, tracker
+        self.run, self.tracker, self.repeats = run, tracker, repeats
         self.shapes, self.dtype = shapes, dtype
 
     def passes(self, chunk: int) -> dict[str, PassCost]:
@@ -263,21 +280,29 @@ class _Trial:
         executor.begin([Work(kind, i, chunk) for i in range(3) for kind in kinds])
         for kind in kinds:
             self._pass(executor, neighbours, Work(kind, 0, chunk))
+        self.repeats.make_gradients()
         return {kind: self._pass(executor, neighbours, Work(kind, 1, chunk)) for kind in kinds}
 
     def _pass(self, executor: Executor, neighbours: _Neighbours, work: Work) -> PassCost:
-        taken = self.tracker.alive
         neighbours.received = 0
-        measured = self.tracker.measure(partial(executor.do, work))
+        is_last = work.kind != "forward"
+        measured = self.repeats.measure(partial(executor.do, work), frees_graph=is_last)
+        with_result = self.tracker.alive
         neighbours.handed_on = None
-        kept = self.tracker.alive - taken
+        handed_on = with_result - self.tracker.alive
         message = neighbours.received
         return PassCost(
             peak=measured.peak - message,
-            kept=kept - message,
-            handed_on=measured.kept - kept,
+            kept=measured.kept - handed_on - message,
+            handed_on=handed_on,
             sent=measured.sent,
         )
+
+
+def _may_skip(run: Runtime) -> bool:
+    """Whether all that a pass takes for a layer happens while the layer runs."""
+    schedule = run.config.model.pipeline_schedule or ""
+    return not is_fully_sharded(run.config.ddp) and not schedule.startswith("zb")
 
 
 def _forward_step(run: Runtime, data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:

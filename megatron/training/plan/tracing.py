@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -78,6 +78,27 @@ class Measured(NamedTuple):
     sent: Counter[Collective]
 
 
+class Segment(NamedTuple):
+    """A part of a measured function, from one mark to the next."""
+
+    label: Hashable  # of the mark at its begin; None for the first part
+    peak: int  # above what was alive at its begin
+    kept: int
+    sent: Counter[Collective]
+    is_skipped: bool = False  # a copy, for code that has not run
+
+
+def joined(segments: Iterable[Segment]) -> Measured:
+    """What ``segments`` take one after the other."""
+    peak = kept = 0
+    sent: Counter[Collective] = Counter()
+    for segment in segments:
+        peak = max(peak, kept + segment.peak)
+        kept += segment.kept
+        sent.update(segment.sent)
+    return Measured(peak, kept, sent)
+
+
 class Tracker(TorchDispatchMode):
     """``alive`` and ``peak`` bytes of storages made inside, and ``collectives``."""
 
@@ -87,7 +108,10 @@ class Tracker(TorchDispatchMode):
         self._share_of_true = share_of_true
         self.alive = self.peak = 0
         self.collectives: Counter[Collective] = Counter()
+        self._segments: list[Segment] = []
+        self._label: Hashable = None
         self._sizes: dict[int, int] = {}  # of storages made inside
+        self._labels: dict[int, Hashable] = {}  # under which they were made
         self._existing = {_storage(tensor)._cdata for tensor in existing}
         resize = lambda storage, size: _resize(self, storage, size)  # noqa: E731 (becomes a method)
         self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize)
@@ -99,10 +123,37 @@ class Tracker(TorchDispatchMode):
 
     def measure(self, function: Callable[[], object]) -> Measured:
         """Call ``function`` (inside the tracker) and say what it took."""
-        before, sent = self.alive, Counter(self.collectives)
-        self.peak = before
+        return joined(self.record(function))
+
+    def record(self, function: Callable[[], object]) -> list[Segment]:
+        """Call ``function`` (inside the tracker) and return its parts between calls of `mark`."""
+        self._segments.clear()
+        self._begin(None)
         function()
-        return Measured(self.peak - before, self.alive - before, self.collectives - sent)
+        self._end()
+        return self._segments.copy()
+
+    def mark(self, label: Hashable) -> None:
+        """End the present segment and begin another one."""
+        self._end()
+        self._begin(label)
+
+    def alive_by_label(self) -> Counter[Hashable]:
+        """Bytes that are alive, by the label of the segment that has made them."""
+        sizes: Counter[Hashable] = Counter()
+        for key, label in self._labels.items():
+            sizes[label] += self._sizes[key]
+        return sizes
+
+    def _begin(self, label: Hashable) -> None:
+        self._label, self._alive_before, self.peak = label, self.alive, self.alive
+        self._sent_before = self.collectives.copy()
+
+    def _end(self) -> None:
+        begin, sent = self._alive_before, self.collectives - self._sent_before
+        segment = Segment(self._label, self.peak - begin, self.alive - begin, sent)
+        self._segments.append(segment)
+        self._label = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -148,6 +199,7 @@ class Tracker(TorchDispatchMode):
         key = storage._cdata
         if key not in self._sizes and key not in self._existing:
             self._sizes[key] = 0
+            self._labels[key] = self._label
             self._set_size(key, storage.nbytes())
             weakref.finalize(storage, self._forget, key)
 
@@ -158,6 +210,7 @@ class Tracker(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.alive -= self._sizes.pop(key)
+        del self._labels[key]
 
     def _note_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         kind = _KINDS.get(func.name().split("::")[1].split(".")[0])
