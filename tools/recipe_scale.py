@@ -42,6 +42,9 @@ AT_MOST = {
     "--qk-head-dim": 16,
     "--qk-pos-emb-head-dim": 8,
     "--v-head-dim": 16,
+    "--mamba-state-dim": 16,
+    "--mamba-head-dim": 16,
+    "--mamba-num-groups": 8,
     "--micro-batch-size": 2,
     "--train-iters": ITERATIONS,
     "--exit-interval": ITERATIONS,
@@ -85,6 +88,10 @@ def scale_down(args: Mapping[str, Any], out: Path) -> dict[str, Any]:
     small["--mock-data"] = "true"
     small["--tokenizer-type"] = "NullTokenizer"
     small.setdefault("--vocab-size", str(AT_MOST["--vocab-size"]))
+    if "mamba" in str(args) or "--hybrid" in str(
+        args
+    ):  # so many heads of a small layer that the groups divide them
+        small["--mamba-head-dim"] = str(AT_MOST["--mamba-head-dim"])
     _fit_layers(small)
     _fit_batch(small)
     _fit_samples(small, args)

@@ -1,12 +1,14 @@
 """Run a functional-test recipe: a YAML file with ENV_VARS, MODEL_ARGS and TEST_TYPE.
 
     python tools/run_recipe.py model_config.yaml --dry-run
+    python tools/run_recipe.py model_config.yaml --check
     python tools/run_recipe.py model_config.yaml --scale-down
 
 A recipe is a command line in another spelling.  ``--scale-down`` keeps every flag but makes
 sizes, lengths, degrees and iterations so small that this machine runs it in about a minute, on
-mock data.  TEST_TYPE regular runs once; ckpt-resume runs again from the middle checkpoint and
-wants the same losses, bit for bit.
+mock data.  docs/recipes.md says what each TEST_TYPE runs and compares.
+
+A recipe is trusted like a script: its BEFORE_SCRIPT and AFTER_SCRIPT are run by bash.
 """
 
 from __future__ import annotations
@@ -15,133 +17,134 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
-from megatron.core.config.errors import ConfigError, DataError, MegatronError
-from megatron.core.optional import require
+from megatron.core.config.errors import ConfigError, MegatronError
+from tools.recipe_file import Recipe, load
+from tools.recipe_results import compare_with_golden, read_metrics, report
 from tools.recipe_scale import scale_down, smallest_world
 
 ROOT = Path(__file__).resolve().parent.parent
-TEST_TYPES = ("regular", "ckpt-resume")
 TRACKER = "latest_checkpointed_iteration.txt"
 
-# A word of the recipe's path -> entry script; the first that fits, else GPT.
-SCRIPTS = {
-    "bert": "pretrain_bert.py",
-    "t5": "pretrain_t5.py",
-    "mamba": "pretrain_mamba.py",
-    "hybrid": "pretrain_mamba.py",
-    "multimodal": "pretrain_vlm.py",
-    "retro": "pretrain_retro.py",
-}
 
+@dataclass(frozen=True)
+class Plan:
+    """The words of the first and the second run, and where they write."""
 
-@dataclass
-class Recipe:
-    """What is run: flags in file order with their raw values, and the environment."""
+    recipe: Recipe
+    first: list[str]
+    second: list[str]
+    environment: dict[str, str]
+    out: Path
 
-    args: dict[str, Any]
-    env: dict[str, str] = field(default_factory=dict)
-    test_type: str = "regular"
-    script: str = "pretrain_gpt.py"
-
-    def number(self, flag: str, default: int) -> int:
-        return int(self.args.get(flag, default))
+    def path_of(self, flag: str) -> Path | None:
+        words = self.first
+        return Path(words[words.index(flag) + 1]) if flag in words else None
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, or print, the commands of a recipe; the exit code."""
+    """Run, check or print the commands of a recipe; the exit code."""
     options = _parser().parse_args(argv)
     try:
         recipe = load(options.recipe, options.script)
+        recipe.golden = None if options.scale_down else options.golden or recipe.golden
         out = (options.out or Path(tempfile.mkdtemp(prefix="recipe-"))).resolve()
-        if options.scale_down:
-            recipe.args = scale_down(recipe.args, out)
-        world_size = options.world_size or smallest_world(recipe.args)
-        commands = [command(recipe, world_size, options.nproc_per_node)]
+        plan = plan_of(recipe, out, options)
     except MegatronError as error:
         print(f"run_recipe: {error}", file=sys.stderr)
         return 2
-    for words in commands:
-        print(" ".join([*(f"{k}={shlex.quote(v)}" for k, v in recipe.env.items())]), end=" ")
-        print(shlex.join(words), flush=True)
+    _print_plan(plan)
     if options.dry_run:
         return 0
     out.mkdir(parents=True, exist_ok=True)
-    if recipe.test_type == "ckpt-resume":
-        return _run_and_resume(recipe, commands[0], out)
-    return _run(recipe, commands[0], out / "run.log")
+    if options.check:
+        return _shown(plan.first, _environment(plan), out / "check.log")
+    try:
+        return _repeat(plan, is_small=options.scale_down)
+    except MegatronError as error:
+        print(f"run_recipe: {error}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", type=Path, help="the YAML file")
     parser.add_argument("--scale-down", action="store_true", help="tiny, on mock data, a minute")
-    parser.add_argument("--dry-run", action="store_true", help="print the command and stop")
-    parser.add_argument("--script", help="entry script; otherwise told from the recipe's path")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and stop")
+    parser.add_argument(
+        "--check", action="store_true", help="let the program check the flags (--check-only)"
+    )
+    parser.add_argument("--script", help="entry script; otherwise the recipe's")
     parser.add_argument("--world-size", type=int, help="ranks; otherwise as few as its degrees ask")
     parser.add_argument("--nproc-per-node", type=int, help="ranks on this machine; default all")
     parser.add_argument("--out", type=Path, help="logs and checkpoints; else a new folder in /tmp")
+    parser.add_argument(
+        "--golden", type=Path, help="golden values; otherwise the file beside the recipe"
+    )
     return parser
 
 
-def load(path: Path, script: str | None = None) -> Recipe:
-    """The recipe in ``path``, every reference to the environment still in it."""
-    content = read_recipe(path)
-    args = content.get("MODEL_ARGS")
-    if not isinstance(args, dict):
-        raise ConfigError(f"{path}: no MODEL_ARGS, so there is nothing to run")
-    strange = [flag for flag in args if not flag.startswith("-")]
-    if strange:
-        raise ConfigError(f"{path}: MODEL_ARGS {strange[0]} is no flag: it starts with no dash")
-    test_type = content.get("TEST_TYPE") or "regular"
-    if test_type not in TEST_TYPES:
-        raise ConfigError(f"{path}: TEST_TYPE {test_type} is not one of {', '.join(TEST_TYPES)}")
-    script = script or script_of(path)
-    if not (ROOT / script).exists():
-        raise ConfigError(f"{path}: it wants {script}, which is not here; name one by --script")
-    env = {key: str(value) for key, value in (content.get("ENV_VARS") or {}).items()}
-    return Recipe(args, env, test_type, script)
+def plan_of(recipe: Recipe, out: Path, options: argparse.Namespace) -> Plan:
+    """The commands of both runs.  Raises ConfigError for references that are unset."""
+    both = [recipe.args, recipe.args if recipe.args_2 is None else recipe.args_2]
+    if options.scale_down:
+        both = [scale_down(args, out) for args in both]
+        recipe.args = both[0]
+    folders = {"CHECKPOINT_SAVE_PATH": "checkpoints", "TENSORBOARD_PATH": "tensorboard"}
+    folders |= {"DATA_CACHE_PATH": "cache", "OUTPUT_PATH": "."}
+    if recipe.test_type != "frozen-resume":
+        folders["CHECKPOINT_LOAD_PATH"] = "checkpoints"
+    variables = {name: str(out / folder) for name, folder in folders.items()}
+    if options.check or options.scale_down:  # no data are read: any path will do
+        names = re.findall(r"\$\{?(\w+)", str(both))
+        variables = {name: str(out / name) for name in names} | variables
+    environment = {**variables, **os.environ, **recipe.env}
+    world_size = options.world_size or lcm(*(smallest_world(args) for args in both))
+    is_alone = options.check
+    first, second = (
+        [
+            *launcher(recipe.script, 1 if is_alone else world_size, options.nproc_per_node),
+            *words_of(args, environment),
+        ]
+        for args in both
+    )
+    if options.check:
+        first += ["--check-only", "--check-world-size", str(world_size)]
+    return Plan(recipe, first, second, environment, out)
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """The mapping in ``path``, every scalar the text it was written as.
-
-    A recipe becomes a command line, where ``1e-4`` must not turn into something else.
-    """
-    yaml = require("yaml", str(path))
-    try:
-        value = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
-        raise DataError(f"{path}: {' '.join(str(error).split())}") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: a recipe is a mapping with MODEL_ARGS, this is no mapping")
-    return value
-
-
-def script_of(path: Path) -> str:
-    """The entry script that the folders above a recipe speak of."""
-    words = re.split(r"[/_\-.]", path.resolve().as_posix().lower())
-    return next((SCRIPTS[word] for word in words[-12:] if word in SCRIPTS), "pretrain_gpt.py")
-
-
-def command(recipe: Recipe, world_size: int, nproc_per_node: int | None = None) -> list[str]:
-    """The words to run; one rank needs no launcher."""
-    launcher = [sys.executable]
+def launcher(script: str, world_size: int, nproc_per_node: int | None = None) -> list[str]:
+    """The words before the flags; one rank needs no launcher."""
+    words = [sys.executable]
     if world_size > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node"]
-        launcher += [str(nproc_per_node or world_size)]
+        words += ["-m", "torch.distributed.run", "--nproc-per-node"]
+        words += [str(nproc_per_node or world_size)]
         nodes = world_size // (nproc_per_node or world_size)
-        launcher += ["--nnodes", str(nodes)] if nodes > 1 else ["--standalone"]
-    return [*launcher, str(ROOT / recipe.script), *words_of(recipe.args, recipe.env)]
+        words += ["--nnodes", str(nodes)] if nodes > 1 else ["--standalone"]
+    return [*words, str(ROOT / script)]
+
+
+def _print_plan(plan: Plan) -> None:
+    recipe = plan.recipe
+    variables = " ".join(f"{k}={shlex.quote(v)}" for k, v in recipe.env.items())
+    runs = [plan.first]
+    if recipe.test_type == "ckpt-resume" and plan.second != plan.first:
+        runs.append(plan.second)
+    for words in runs:
+        for text in (recipe.before, f"{variables} {shlex.join(words)}".strip(), recipe.after):
+            if text:
+                print(text.rstrip("\n"), flush=True)
 
 
 def words_of(args: Mapping[str, Any], env: Mapping[str, str]) -> list[str]:
@@ -155,7 +158,7 @@ def words_of(args: Mapping[str, Any], env: Mapping[str, str]) -> list[str]:
         if value in ("true", "True", ""):
             continue
         for item in value if isinstance(value, list) else [str(value)]:
-            text = _expanded(item, env, missing)
+            text = _without_brackets(_expanded(item, env, missing))
             words += shlex.split(text) if _has_several_words(text) else [text]
     if missing:
         names = ", ".join(sorted(missing))
@@ -164,8 +167,14 @@ def words_of(args: Mapping[str, Any], env: Mapping[str, str]) -> list[str]:
 
 
 def _has_several_words(text: str) -> bool:
-    """Blends and batch ramps are several words; a list in brackets is one."""
+    """Blends and batch ramps are several words; an expression in brackets is one."""
     return " " in text and text[0] not in "[({"
+
+
+def _without_brackets(text: str) -> str:
+    """``a b`` of ``[a b]``, a list of words; an expression such as ``[0]*2+[1]`` as it is."""
+    match = re.fullmatch(r"\[\s*([^\[\]()*+,]+?)\s*\]", text)
+    return match[1] if match and not match[1].isdecimal() else text
 
 
 def _expanded(text: str, env: Mapping[str, str], missing: set[str]) -> str:
@@ -179,12 +188,116 @@ def _expanded(text: str, env: Mapping[str, str], missing: set[str]) -> str:
     return re.sub(r"\$(?:\{(\w+)\}|(\w+))", look_up, text)
 
 
-def _run(recipe: Recipe, words: list[str], log: Path) -> int:
-    """Run ``words``, the output shown and kept in ``log``."""
-    environment = {**os.environ, **recipe.env}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+def _repeat(plan: Plan, is_small: bool) -> int:
+    """Run the recipe N_REPEAT times, each from an empty checkpoint folder."""
+    recipe, save = plan.recipe, plan.path_of("--save")
+    if recipe.num_repeats > 1 and save is not None and plan.out not in save.parents:
+        raise ConfigError(
+            f"N_REPEAT {recipe.num_repeats} empties --save {save} between runs, which --out does "
+            "not hold: leave CHECKPOINT_SAVE_PATH unset"
+        )
+    for number in range(1, recipe.num_repeats + 1):
+        if number > 1 and save is not None:
+            shutil.rmtree(save, ignore_errors=True)
+        suffix = "" if number == 1 else f"-{number}"
+        code = _run_type(plan, suffix, is_small)
+        if code:
+            return code
+    return 0
+
+
+def _run_type(plan: Plan, suffix: str, is_small: bool) -> int:
+    """Run as TEST_TYPE says, and compare; the exit code."""
+    recipe, name = plan.recipe, f"run{suffix}"
+    # The checkpoint of an earlier run fits no small model: the small form makes one itself.
+    is_resumed = recipe.test_type == "ckpt-resume" or (
+        recipe.test_type == "frozen-resume" and is_small
     )
+    if recipe.test_type == "frozen-resume" and not is_small:
+        load = plan.path_of("--load")
+        if load is None or not (load / TRACKER).exists():
+            raise ConfigError(
+                f"TEST_TYPE frozen-resume continues from a checkpoint, and --load {load} holds "
+                "none: let CHECKPOINT_LOAD_PATH name the folder that an earlier run has left"
+            )
+    code = _run(plan, plan.first, name)
+    if code == 0 and recipe.test_type == "release":
+        code = _run_to_the_end(plan, name)
+    if code == 0 and is_resumed:
+        code = _resume(plan, suffix)
+    if code == 0 and recipe.is_compared:
+        code = compare_with_golden(recipe.golden, plan.out / f"{name}.jsonl", recipe.metrics)
+    return code
+
+
+def _run_to_the_end(plan: Plan, name: str) -> int:
+    """Start again from the last checkpoint until all steps are done, as a queue of jobs does."""
+    save, steps = plan.path_of("--save"), plan.recipe.number("--train-iters", 0)
+    done = _saved_iteration(save)
+    while save is not None and 0 < done < steps:
+        words = plan.first if "--load" in plan.first else [*plan.first, "--load", str(save)]
+        code = _run(plan, words, name)
+        if code:
+            return code
+        before, done = done, _saved_iteration(save)
+        if done <= before:
+            print(f"run_recipe: no step was saved after {done} of {steps}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _saved_iteration(save: Path | None) -> int:
+    """What the tracker in ``save`` says; 0 for none."""
+    tracker = None if save is None else save / TRACKER
+    text = tracker.read_text().strip() if tracker is not None and tracker.exists() else ""
+    return int(text) if text.isdecimal() else 0
+
+
+def _resume(plan: Plan, suffix: str) -> int:
+    """Run again from the first checkpoint, and compare the losses of both runs.
+
+    Under the same flags they are equal bitwise; another layout adds in another order.
+    """
+    save = plan.path_of("--save")
+    if save is None or "--save-interval" not in plan.recipe.args:
+        raise ConfigError(f"TEST_TYPE {plan.recipe.test_type} needs --save and --save-interval")
+    (save / TRACKER).write_text(f"{plan.recipe.number('--save-interval', 0)}\n")
+    words = plan.second if "--load" in plan.second else [*plan.second, "--load", str(save)]
+    code = _run(plan, words, f"resumed{suffix}")
+    if code:
+        return code
+    if plan.recipe.args_2 is not None:
+        first, second = (plan.out / f"{name}{suffix}.jsonl" for name in ("run", "resumed"))
+        return report(first, read_metrics(first), second, plan.recipe.metrics)
+    compare = [sys.executable, str(ROOT / "tools/loss_compare.py"), "--common"]
+    logs = [str(plan.out / f"{name}{suffix}.log") for name in ("run", "resumed")]
+    return _shown([*compare, *logs], plan.environment, plan.out / f"compare{suffix}.log")
+
+
+def _run(plan: Plan, words: list[str], name: str) -> int:
+    """Run ``words`` between BEFORE_SCRIPT and AFTER_SCRIPT; NAME.log and NAME.jsonl in --out."""
+    environment = _environment(plan)
+    metrics = str(plan.out / f"{name}.jsonl")
+    recorded = [] if "--metrics-file" in words else ["--metrics-file", metrics]
+    steps = {
+        "before": ["bash", "-e", "-c", plan.recipe.before] if plan.recipe.before else [],
+        name: [*words, *recorded],
+        "after": ["bash", "-e", "-c", plan.recipe.after] if plan.recipe.after else [],
+    }
+    for step, command in steps.items():
+        code = _shown(command, environment, plan.out / f"{step}.log") if command else 0
+        if code:
+            return code
+    return 0
+
+
+def _environment(plan: Plan) -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [plan.environment.get("PYTHONPATH")])]
+    return {**plan.environment, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _shown(words: list[str], environment: Mapping[str, str], log: Path) -> int:
+    """Run ``words``, the output shown and kept in ``log``."""
     with log.open("w") as kept:
         process = subprocess.Popen(
             words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -193,25 +306,6 @@ def _run(recipe: Recipe, words: list[str], log: Path) -> int:
             print(line, end="", flush=True)
             kept.write(line)
     return process.wait()
-
-
-def _run_and_resume(recipe: Recipe, words: list[str], out: Path) -> int:
-    """The whole run, then again from its first checkpoint, losses compared bitwise."""
-    save = Path(words[words.index("--save") + 1]) if "--save" in words else None
-    if save is None or "--save-interval" not in recipe.args:
-        print("run_recipe: ckpt-resume needs --save and --save-interval", file=sys.stderr)
-        return 2
-    code = _run(recipe, words, out / "run.log")
-    if code:
-        return code
-    (save / TRACKER).write_text(f"{recipe.number('--save-interval', 0)}\n")
-    if "--load" not in words:
-        words = [*words, "--load", str(save)]
-    code = _run(recipe, words, out / "resumed.log")
-    if code:
-        return code
-    compare = [sys.executable, str(ROOT / "tools/loss_compare.py"), "--common"]
-    return _run(recipe, [*compare, str(out / "run.log"), str(out / "resumed.log")], out / "compare")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,170 @@
+"""Recipes as files: what a functional-test recipe says, and what is wrong with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.optional import require
+from tools.recipe_results import DEFAULT_METRICS, golden_beside
+
+ROOT = Path(__file__).resolve().parent.parent
+TEST_TYPES = ("regular", "ckpt-resume", "frozen-start", "frozen-resume", "release")
+SCRIPT_VARIABLE = "TRAINING_SCRIPT_PATH"
+
+# A word of the recipe's path -> entry script; used where neither the recipe nor the list of test
+# cases that it belongs to names one.
+SCRIPTS = {
+    "bert": "pretrain_bert.py",
+    "t5": "pretrain_t5.py",
+    "mamba": "pretrain_mamba.py",
+    "hybrid": "pretrain_mamba.py",
+    "multimodal": "pretrain_vlm.py",
+    "retro": "pretrain_retro.py",
+}
+# A word of the path of an entry script that is missing -> the part that it needs.
+MISSING_PARTS = {
+    "inference": "inference test programs",
+    "pretrain_vlm": "models of images and text",
+    "pretrain_retro": "retrieval-augmented models",
+    "train_rl": "reinforcement learning",
+    "nemo": "NeMo, a program of its own",
+}
+
+
+@dataclass
+class Recipe:
+    """Flags in file order with their raw values, the environment, and what is compared."""
+
+    args: dict[str, Any]
+    env: dict[str, str] = field(default_factory=dict)
+    test_type: str = "regular"
+    script: str = "pretrain_gpt.py"
+    args_2: dict[str, Any] | None = (
+        None  # of the second run of ckpt-resume; else those of the first
+    )
+    before: str = ""  # shell text around each run
+    after: str = ""
+    metrics: tuple[str, ...] = DEFAULT_METRICS
+    num_repeats: int = 1
+    is_compared: bool = True
+    golden: Path | None = None
+
+    def number(self, flag: str, default: int) -> int:
+        return int(self.args.get(flag, default))
+
+
+def load(path: Path, script: str | None = None) -> Recipe:
+    """The recipe in ``path``, every reference to the environment still in it."""
+    content = read_recipe(path)
+    args = _flags(path, content, "MODEL_ARGS")
+    if args is None:
+        raise ConfigError(f"{path}: no MODEL_ARGS, so there is nothing to run")
+    test_type = content.get("TEST_TYPE") or "regular"
+    if test_type not in TEST_TYPES:
+        raise ConfigError(f"{path}: TEST_TYPE {test_type} is not one of {', '.join(TEST_TYPES)}")
+    script = script or script_of(path, content)
+    if not (ROOT / script).exists():
+        part = next((f" ({p})" for word, p in MISSING_PARTS.items() if word in script), "")
+        raise ConfigError(
+            f"{path}: it needs {script}{part}, which is not in this version; --script names another"
+        )
+    metrics = content.get("METRICS") or DEFAULT_METRICS
+    repeats = str(content.get("N_REPEAT") or content.get("N_REPEATS") or 1)
+    if not repeats.isdecimal() or int(repeats) < 1:
+        raise ConfigError(f"{path}: N_REPEAT {repeats}: a whole number of at least 1 is needed")
+    return Recipe(
+        args=args,
+        env={key: str(value) for key, value in (content.get("ENV_VARS") or {}).items()},
+        test_type=test_type,
+        script=script,
+        args_2=_flags(path, content, "MODEL_ARGS_2"),
+        before=str(content.get("BEFORE_SCRIPT") or ""),
+        after=str(content.get("AFTER_SCRIPT") or ""),
+        metrics=tuple(metrics) if isinstance(metrics, list) else tuple(str(metrics).split(",")),
+        num_repeats=int(repeats),
+        is_compared=str(content.get("SKIP_PYTEST") or "0").lower() in ("0", "false", "no"),
+        golden=golden_beside(path),
+    )
+
+
+def _flags(path: Path, content: Mapping[str, Any], key: str) -> dict[str, Any] | None:
+    args = content.get(key)
+    if not isinstance(args, dict):
+        return None
+    strange = [flag for flag in args if not flag.startswith("-")]
+    if strange:
+        raise ConfigError(f"{path}: {key} {strange[0]} is no flag: it starts with no dash")
+    return args
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The mapping in ``path``, every scalar the text it was written as.
+
+    A recipe becomes a command line, where ``1e-4`` must not turn into something else.
+    """
+    yaml = require("yaml", str(path))
+    try:
+        value = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise DataError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: a recipe is a mapping with MODEL_ARGS, this is no mapping")
+    return {key: _merged(entry) for key, entry in value.items()}
+
+
+def _merged(entry: Any) -> Any:
+    """A mapping with the keys of those under ``<<`` first, as YAML merges them."""
+    if not isinstance(entry, dict) or "<<" not in entry:
+        return entry
+    others = entry["<<"] if isinstance(entry["<<"], list) else [entry["<<"]]
+    merged: dict[str, Any] = {}
+    for other in reversed(others):  # the first of several wins
+        merged |= _merged(other)
+    return merged | {key: value for key, value in entry.items() if key != "<<"}
+
+
+def script_of(path: Path, content: Mapping[str, Any]) -> str:
+    """The entry script: the recipe's, that of the list of test cases, or by the folders' names."""
+    named = _named_script(content)
+    if named is not None:
+        return named
+    for cases in _lists_of_cases(path):
+        named = _named_script(cases)
+        if named is not None:
+            return named
+    words = re.split(r"[/_\-.]", path.resolve().as_posix().lower())
+    return next((SCRIPTS[word] for word in words[-12:] if word in SCRIPTS), "pretrain_gpt.py")
+
+
+def _named_script(content: Mapping[str, Any]) -> str | None:
+    """TRAINING_SCRIPT_PATH as a key, in ENV_VARS, or set in the shell text of ``script``."""
+    spec = content.get("spec")
+    places = [content, content.get("ENV_VARS"), spec]
+    for place in places:
+        if isinstance(place, dict) and place.get(SCRIPT_VARIABLE):
+            return str(place[SCRIPT_VARIABLE])
+    for place in places:
+        text = place.get("script") or place.get("SCRIPT") if isinstance(place, dict) else None
+        if not isinstance(text, str):
+            continue
+        found = re.search(rf"\b{SCRIPT_VARIABLE}=[\"']?([\w./-]+)", text)
+        if found:
+            return found[1]
+        if re.fullmatch(r"[\w./-]+\.py", text.strip()):
+            return text.strip()
+    return None
+
+
+def _lists_of_cases(path: Path) -> Iterator[dict[str, Any]]:
+    """Files of tests/test_utils/recipes that list the test case in whose folder ``path`` lies."""
+    case, model = path.resolve().parent, path.resolve().parent.parent.name
+    for folder in path.resolve().parents:
+        for file in sorted((folder / "test_utils/recipes").glob("**/*.yaml")):
+            text = file.read_text()
+            if re.search(rf"^\s*model: *{re.escape(model)}\s*$", text, re.M) and case.name in text:
+                yield read_recipe(file)
