@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import time
@@ -111,3 +112,16 @@ def test_ranks_that_nobody_launched_are_asked_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 2, .* start with torchrun"):
         _init_default_group(configure(argv=argv("")))
+
+
+def test_a_description_of_layers_is_kept_with_the_run(tmp_path: Path) -> None:
+    """A checkpoint holds the text: it may not name a file to open."""
+    path = tmp_path / "layers.json"
+    namespace = argparse.Namespace(
+        heterogeneous_layers_config_path=str(path), heterogeneous_layers_config_encoded_json=None
+    )
+    with pytest.raises(ConfigError, match=r"--heterogeneous-layers-config-path .*cannot be read"):
+        initialize._read_layers(namespace)
+    path.write_text('{"block_configs": []}')
+    initialize._read_layers(namespace)
+    assert namespace.heterogeneous_layers_config_encoded_json == '{"block_configs": []}'

@@ -77,9 +77,7 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--yaml-cfg {path}: not UTF-8 text: {error}; save it as UTF-8"
-        ) from None
+        raise ConfigError(f"--yaml-cfg {path}: not UTF-8 text: {error}; save it as UTF-8") from None
     except OSError as error:
         raise ConfigError(f"--yaml-cfg {path}: {error.strerror or error}") from None
     try:

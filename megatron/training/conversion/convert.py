@@ -308,6 +308,12 @@ def run_config(args: Mapping[str, Any], tp: int = 1, pp: int = 1, ep: int = 1) -
     """
     names = {*FORCED, *IF_UNSET, *_MORE, *(n for n in args if n.startswith(FORCED_PREFIXES))}
     described = {name: args[name] for name in names if args.get(name) is not None}
+    path = described.pop("heterogeneous_layers_config_path", None)  # a file elsewhere: not opened
+    if path and not described.get("heterogeneous_layers_config_encoded_json"):
+        raise CheckpointError(
+            f"the checkpoint was saved with --heterogeneous-layers-config-path {path} and does not "
+            "hold the text of that file: load it with this flag and save it once"
+        )
     namespace = saved_namespace(described | _TO_RESOLVE)
     vars(namespace)["tensor_model_parallel_size"] = tp
     vars(namespace)["pipeline_model_parallel_size"] = pp

@@ -147,12 +147,19 @@ def _local_files(path: str) -> tuple[str | None, dict[str, Any]]:
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
             with open(os.path.join(directory, name), encoding="utf-8") as config_file:
-                config |= json.load(config_file)
+                config |= _json_object(config_file.read())
         except FileNotFoundError:
             continue
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{directory}/{name} is no JSON: {error}; fetch it again") from error
     return file, config
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"it is a {type(found).__name__}, not an object")
+    return found
 
 
 def _is_plain(config: Mapping[str, Any]) -> bool:
@@ -189,8 +196,8 @@ def _tokens_of(config: Mapping[str, Any], library: Any) -> dict[str, int]:
     tokens: dict[str, int] = {}
     for role in _ROLES:
         named = config.get(f"{role}_token")
-        content = named["content"] if isinstance(named, dict) else named
-        index = library.token_to_id(content) if content else None
+        content = named.get("content") if isinstance(named, dict) else named
+        index = library.token_to_id(content) if content and isinstance(content, str) else None
         if index is not None:
             tokens[role] = index
     if "eos" not in tokens and not config:

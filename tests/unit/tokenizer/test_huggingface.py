@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -152,3 +153,24 @@ def test_extra_ids_that_the_files_have_keep_their_ids(bpe_dir, tmp_path):
         size - 1,
         size - 2,
     ]
+
+
+def test_code_that_lies_beside_a_tokenizer_is_not_run(bpe_dir, tmp_path):
+    pytest.importorskip("transformers")
+    folder = tmp_path / "theirs"
+    shutil.copytree(bpe_dir, folder)
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'it-ran')!r}, 'w')")
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "code.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    with contextlib.suppress(ConfigError):  # or the rules that tokenizer.json has
+        _HuggingFaceTokenizer(str(folder))
+    assert not (tmp_path / "it-ran").exists()
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", "[" * 100_000, '{"a":' * 100_000])
+def test_a_tokenizer_config_that_is_no_object_is_named(bpe_dir, tmp_path, text):
+    folder = tmp_path / "theirs"
+    shutil.copytree(bpe_dir, folder)
+    (folder / "tokenizer_config.json").write_text(text)
+    with pytest.raises(ConfigError, match="tokenizer_config.json is no JSON"):
+        _HuggingFaceTokenizer(str(folder))
