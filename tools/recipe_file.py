@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.optional import require
+from megatron.core.text_files import parse_yaml, read_text
 from tools.recipe_results import DEFAULT_METRICS, golden_beside
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,18 +69,23 @@ def load(path: Path, script: str | None = None) -> Recipe:
     if test_type not in TEST_TYPES:
         raise ConfigError(f"{path}: TEST_TYPE {test_type} is not one of {', '.join(TEST_TYPES)}")
     script = script or script_of(path, content)
-    if not (ROOT / script).exists():
+    if not os.path.exists(ROOT / script):
         part = next((f" ({p})" for word, p in MISSING_PARTS.items() if word in script), "")
         raise ConfigError(
             f"{path}: it needs {script}{part}, which is not in this version; --script names another"
         )
     metrics = content.get("METRICS") or DEFAULT_METRICS
+    variables = content.get("ENV_VARS") or {}
+    if not isinstance(variables, dict):
+        raise ConfigError(f"{path}: ENV_VARS is no mapping of variables to values")
     repeats = str(content.get("N_REPEAT") or content.get("N_REPEATS") or 1)
-    if not repeats.isdecimal() or int(repeats) < 1:
-        raise ConfigError(f"{path}: N_REPEAT {repeats}: a whole number of at least 1 is needed")
+    if not re.fullmatch("[1-9][0-9]{0,5}", repeats):
+        raise ConfigError(
+            f"{path}: N_REPEAT {repeats[:80]}: a whole number of at least 1 is needed"
+        )
     return Recipe(
         args=args,
-        env={key: str(value) for key, value in (content.get("ENV_VARS") or {}).items()},
+        env={key: str(value) for key, value in variables.items()},
         test_type=test_type,
         script=script,
         args_2=_flags(path, content, "MODEL_ARGS_2"),
@@ -96,7 +102,7 @@ def _flags(path: Path, content: Mapping[str, Any], key: str) -> dict[str, Any] |
     args = content.get(key)
     if not isinstance(args, dict):
         return None
-    strange = [flag for flag in args if not flag.startswith("-")]
+    strange = [flag for flag in map(str, args) if not flag.startswith("-")]
     if strange:
         raise ConfigError(f"{path}: {key} {strange[0]} is no flag: it starts with no dash")
     return args
@@ -107,24 +113,23 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
     A recipe becomes a command line, where ``1e-4`` must not turn into something else.
     """
-    yaml = require("yaml", str(path))
-    try:
-        value = yaml.load(path.read_text(), Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
-        raise DataError(f"{path}: {' '.join(str(error).split())}") from None
+    value = parse_yaml(read_text(path, str(path), DataError), str(path), DataError, only_text=True)
     if not isinstance(value, dict):
         raise DataError(f"{path}: a recipe is a mapping with MODEL_ARGS, this is no mapping")
-    return {key: _merged(entry) for key, entry in value.items()}
+    return {key: _merged(path, entry) for key, entry in value.items()}
 
 
-def _merged(entry: Any) -> Any:
+def _merged(path: Path, entry: Any) -> Any:
     """A mapping with the keys of those under ``<<`` first, as YAML merges them."""
     if not isinstance(entry, dict) or "<<" not in entry:
         return entry
     others = entry["<<"] if isinstance(entry["<<"], list) else [entry["<<"]]
     merged: dict[str, Any] = {}
     for other in reversed(others):  # the first of several wins
-        merged |= _merged(other)
+        found = _merged(path, other)
+        if not isinstance(found, dict):
+            raise DataError(f"{path}: << merges mappings, {str(other)[:80]!r} is none")
+        merged |= found
     return merged | {key: value for key, value in entry.items() if key != "<<"}
 
 
@@ -165,6 +170,6 @@ def _lists_of_cases(path: Path) -> Iterator[dict[str, Any]]:
     case, model = path.resolve().parent, path.resolve().parent.parent.name
     for folder in path.resolve().parents:
         for file in sorted((folder / "test_utils/recipes").glob("**/*.yaml")):
-            text = file.read_text()
+            text = read_text(file, str(file), DataError)
             if re.search(rf"^\s*model: *{re.escape(model)}\s*$", text, re.M) and case.name in text:
                 yield read_recipe(file)

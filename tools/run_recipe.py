@@ -158,8 +158,11 @@ def words_of(args: Mapping[str, Any], env: Mapping[str, str]) -> list[str]:
         if value in ("true", "True", ""):
             continue
         for item in value if isinstance(value, list) else [str(value)]:
-            text = _without_brackets(_expanded(item, env, missing))
-            words += shlex.split(text) if _has_several_words(text) else [text]
+            text = _without_brackets(_expanded(str(item), env, missing))
+            try:
+                words += shlex.split(text) if _has_several_words(text) else [text]
+            except ValueError as error:  # a quote that does not end
+                raise ConfigError(f"the recipe's {flag} {text}: {error}") from None
     if missing:
         names = ", ".join(sorted(missing))
         raise ConfigError(f"the recipe refers to {names}, unset here: export it, or --scale-down")

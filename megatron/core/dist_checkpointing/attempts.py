@@ -49,7 +49,8 @@ def take_token(root: Path, known: Iterable[str]) -> int:
         token = max(newest_token(root), known_token) + 1
         path = _claim_file(root, token)
         try:
-            open(path, "xb").close()
+            with open(path, "xb") as file:
+                os.fsync(file.fileno())
         except FileExistsError:
             continue
         fault_point("save.claimed")

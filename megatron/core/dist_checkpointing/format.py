@@ -39,6 +39,7 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     BLOCK_BYTES,
     DTYPE_NAMES,
     LazyTensor,
+    piece_name,
     write_file,
 )
 
@@ -192,12 +193,5 @@ def _lazy(tensor: ShardedTensor, piece: Piece | LazyPiece) -> LazyTensor:
     def make() -> Tensor:
         return piece.data.to(tensor.dtype)
 
-    return LazyTensor(_piece_name(tensor, piece), tensor.dtype, piece.shape, make)
-
-
-def _piece_name(tensor: ShardedTensor, piece: Piece | LazyPiece) -> str:
-    """The key; with the box where the piece is not the whole tensor: ``key[0:64,32:64]``."""
-    if piece.shape == tensor.global_shape:
-        return tensor.key
-    box = ",".join(f"{o}:{o + n}" for o, n in zip(piece.offset, piece.shape, strict=True))
-    return f"{tensor.key}[{box}]"
+    name = piece_name(tensor.key, tensor.global_shape, piece.offset, piece.shape)
+    return LazyTensor(name, tensor.dtype, piece.shape, make)

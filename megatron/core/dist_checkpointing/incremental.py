@@ -18,7 +18,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import folder_name, read_tracker
 from megatron.core.dist_checkpointing.manifest import (
     INDEX,
-    parse_json,
+    json_object,
     read_checked,
     read_manifest,
 )
@@ -56,7 +56,7 @@ def link_unchanged(
         if manifest is None:
             return None
         data = read_checked(previous, INDEX, manifest)
-        index = parse_json(data, previous / INDEX)["tensors"]
+        index = json_object(data, str(previous / INDEX))["tensors"]
         found = {t.key: _pieces(index.get(t.key), t, hashes[t.key]) for t in tensors}
         files = {piece["file"] for pieces in found.values() for piece in pieces or [{"file": None}]}
         if len(files) != 1 or None in files:

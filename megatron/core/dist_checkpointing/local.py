@@ -39,6 +39,7 @@ from megatron.core.dist_checkpointing.collectives import (
 from megatron.core.dist_checkpointing.folders import Found, Retention, folder_name, published
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, complete
 from megatron.core.dist_checkpointing.manifest import (
+    SAVE,
     Manifest,
     adopt_file,
     fsync_folder,
@@ -57,7 +58,6 @@ from megatron.core.dist_checkpointing.serialization import (
 from megatron.core.dist_checkpointing.validation import shorten
 from megatron.core.faults import fault_point
 
-SAVE = "save"  # in the layout of a part: [when, attempt], the same in all parts of one save
 _PART = replace(SAFETENSORS_DIST, complete=partial(complete, is_whole=False))
 _PART_ROOT = re.compile(r"rank_([0-9]{5,})")
 _CHUNK_BYTES = 64 << 20

@@ -25,7 +25,8 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.collectives import all_gather_json, on_wire
 from megatron.core.dist_checkpointing.folders import published
-from megatron.core.dist_checkpointing.local import SAVE, part_roots
+from megatron.core.dist_checkpointing.local import part_roots
+from megatron.core.dist_checkpointing.manifest import SAVE
 from megatron.core.dist_checkpointing.mapping import (
     LazyPiece,
     Piece,

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron.core import optional
 from megatron.core.config.errors import CheckpointError
 from megatron.core.file_names import path_inside
 
 FORMAT = "safetensors_dist"
+SAVE = "save"  # in the layout of a part of a local checkpoint: [when, attempt] of its save
 VERSION = 1
 _BLOCK_BYTES = 4 << 20
 MANIFEST = "metadata.json"
@@ -37,6 +38,13 @@ if optional.available("isal.isal_zlib"):
     crc32: Callable[..., int] = optional.require("isal.isal_zlib", "checkpoints").crc32
 else:
     crc32 = zlib.crc32
+
+
+# What taking values out of a structure raises that is not as expected; torch's is RuntimeError.
+MALFORMED = (
+    *(ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError),
+    *(TypeError, ValueError),
+)
 
 
 class CheckpointDamaged(CheckpointError):
@@ -169,14 +177,32 @@ def _manifest_of(body: Mapping[str, Any], path: Path) -> Manifest:
     knows_tracker = isinstance(before, list) and list(map(type, before)) == [str, int]
     if not isinstance(found.attempt, str) or not (before is None or knows_tracker):
         raise ValueError(f"attempt {found.attempt!r}, tracker {before!r}")
-    if not isinstance(found.layout, dict):
-        raise ValueError(f"layout {found.layout!r}")
+    if any(entry.checked_bytes > entry.num_bytes for entry in files.values()):
+        raise ValueError("a checksum of more bytes than a file has")
+    _check_layout(found.layout)
     return found
 
 
-def is_count(value: Any) -> bool:
-    """Whether ``value`` is an integer from 0 up that a file can hold; True and 1.0 are none."""
+def _check_layout(layout: Mapping[str, Any]) -> None:
+    """Raise ValueError unless it is empty, or names sizes of the axes of a grid of ranks."""
+    if not isinstance(layout, dict) or not is_count(layout.get("world_size", 0)):
+        raise ValueError(f"layout {layout!r}")
+    for grid in ("dense", "expert"):
+        axes = layout.get(grid, [])
+        if not isinstance(axes, list) or any(
+            not isinstance(axis, list) or list(map(type, axis)) != [str, int] for axis in axes
+        ):
+            raise ValueError(f"layout {layout!r}")
+
+
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether ``value`` is an integer from 0 to 2**63 - 1; True and 1.0 are none."""
     return type(value) is int and 0 <= value < 1 << 63
+
+
+def are_counts(values: Any) -> TypeGuard[list[int]]:
+    """Whether ``values`` is a list of integers from 0 to 2**63 - 1."""
+    return isinstance(values, list) and all(map(is_count, values))
 
 
 @contextmanager
@@ -195,6 +221,22 @@ def reading(path: Path) -> Iterator[None]:
         raise CheckpointDamaged(f"{path} cannot be read: {error}") from None
 
 
+@contextmanager
+def parsing(path: Path) -> Iterator[None]:
+    """Turn what Python raises for values of other types than expected into CheckpointDamaged.
+
+    For formats whose values are an arbitrary graph of objects.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except MALFORMED as error:
+        raise CheckpointDamaged(
+            f"{path} is damaged: a value in it does not fit ({type(error).__name__}: {error})"
+        ) from None
+
+
 def read_json(path: Path) -> Any:
     """What a JSON file holds.  Raises FileNotFoundError, and CheckpointDamaged for all else."""
     try:
@@ -203,17 +245,37 @@ def read_json(path: Path) -> Any:
         raise
     except OSError as error:
         raise CheckpointDamaged(f"{path} cannot be read: {error.strerror or error}") from None
-    return parse_json(data, path)
+    return parse_json(data, f"{path} is damaged: it")
 
 
-def parse_json(data: bytes, path: Path) -> Any:
-    """What the bytes of ``path`` hold.  Raises CheckpointDamaged."""
+def parse_json(data: bytes, what: str) -> Any:
+    """The JSON value in ``data``, no key of an object twice.
+
+    Raises CheckpointDamaged, whose message begins with ``what``, for anything else.
+    """
     try:
-        return json.loads(data)
-    except ValueError:  # no JSON, no UTF-8, or an integer of more digits than Python converts
-        raise CheckpointDamaged(f"{path} is damaged: it is no JSON") from None
+        return json.loads(data, object_pairs_hook=_without_repeats)
     except RecursionError:
-        raise CheckpointDamaged(f"{path} is damaged: it is nested too deeply") from None
+        raise CheckpointDamaged(f"{what} is nested too deeply") from None
+    except ValueError as error:  # also no UTF-8, or an integer of more digits than Python takes
+        raise CheckpointDamaged(f"{what} is no JSON: {error}") from None
+
+
+def json_object(data: bytes, what: str) -> dict[str, Any]:
+    """`parse_json` of what must be an object."""
+    found = parse_json(data, what)
+    if not isinstance(found, dict):
+        raise CheckpointDamaged(f"{what} is a {type(found).__name__}, not a JSON object")
+    return found
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of ``pairs``; ValueError if it has a key twice: readers differ in what counts."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {max(names, key=names.count)} twice")
+    return out
 
 
 def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:

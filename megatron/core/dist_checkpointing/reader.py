@@ -6,11 +6,8 @@ with its checksum before a value of it is used.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -25,47 +22,31 @@ from megatron.core.dist_checkpointing.manifest import (
     COMMON,
     INDEX,
     MANIFEST,
+    SAVE,
     CheckpointDamaged,
     check_size,
     crc32,
+    json_object,
     rank_state_name,
     read_checked,
     read_manifest,
+    reading,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.safetensors_file import (
-    DTYPES,
     LENGTH_BYTES,
     bytes_of,
     parse_header,
+    piece_name,
+)
+from megatron.core.dist_checkpointing.stored_index import (
+    StoredPiece,
+    StoredTensor,
+    check_pieces,
+    parse_index,
 )
 
 Box = tuple[slice, ...]
-
-
-@dataclass(frozen=True)
-class StoredPiece:
-    """A box as it lies in a file."""
-
-    file: str
-    start: int  # bytes
-    num_bytes: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    crc32: tuple[int, ...]  # one per block
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of the checkpoint, put together from its pieces.
-
-    Up to ``max_padding`` of its last rows may be padding of the vocabulary.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    pieces: tuple[Any, ...]  # a format's own; they have ``offset`` and ``shape``
-    max_padding: int = 0
 
 
 class CheckpointReader:
@@ -82,33 +63,35 @@ class CheckpointReader:
         if manifest is None:
             raise CheckpointDamaged(f"{self.folder / MANIFEST} is missing")
         self.manifest = manifest
-        index = json.loads(read_checked(self.folder, INDEX, self.manifest))
-        try:
-            self.tensors: dict[str, StoredTensor] = {
-                key: _stored_tensor(entry) for key, entry in index["tensors"].items()
-            }
-            self._block_bytes: int = index["block_bytes"]
-        except (KeyError, TypeError, AttributeError):
-            raise CheckpointDamaged(
-                f"{self.folder / INDEX} is damaged: it is no index of tensors"
-            ) from None
+        index = parse_index(
+            read_checked(self.folder, INDEX, manifest),
+            self.folder / INDEX,
+            manifest.files,
+            is_whole=SAVE not in manifest.layout,
+        )
+        self.tensors: dict[str, StoredTensor] = index.tensors
+        self._block_bytes = index.block_bytes
+        self._whole: set[str] = set()
         self._verify = verify
         self._files: dict[str, int] = {}
-        self._held: dict[tuple[str, int], tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._held: dict[tuple[str, str], tuple[torch.dtype, tuple[int, ...], int]] = {}
         self._opening = threading.Lock()
 
     def common(self) -> dict[str, Any]:
         """What is no tensor and the same for all ranks."""
-        values: dict[str, Any] = json.loads(read_checked(self.folder, COMMON, self.manifest))
-        return values
+        return self._json(COMMON)
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
         """What only ``rank`` of the writing run knew; None if that was not saved."""
         name = rank_state_name(rank)
         if name not in self.manifest.files:
             return None
-        values: dict[str, Any] = json.loads(read_checked(self.folder, name, self.manifest))
-        return values
+        return self._json(name)
+
+    def _json(self, name: str) -> dict[str, Any]:
+        return json_object(
+            read_checked(self.folder, name, self.manifest), f"{self.folder / name} is damaged: it"
+        )
 
     def check_files(self) -> None:
         """Compare every file with the manifest: sizes, all of JSON files, headers of data files."""
@@ -151,6 +134,9 @@ class CheckpointReader:
     def read_box(self, key: str, offset: tuple[int, ...], out: Tensor) -> None:
         """Fill ``out`` with the box of its shape at ``offset``, converting to its dtype."""
         stored = self._stored(key)
+        if key not in self._whole:
+            check_pieces(key, stored.pieces, self.folder)
+            self._whole.add(key)
         filled = 0
         for piece in stored.pieces:
             common = _overlap(piece, offset, tuple(out.shape))
@@ -158,6 +144,7 @@ class CheckpointReader:
                 continue
             in_piece, in_out = common
             target = out[in_out] if in_out else out
+            self._check_held(key, stored, piece)
             self._read_overlap(piece, stored.dtype, in_piece, target)
             filled += target.numel()
         if filled != out.numel():
@@ -184,7 +171,6 @@ class CheckpointReader:
 
     def _read_overlap(self, piece: Any, dtype: torch.dtype, box: Box, target: Tensor) -> None:
         """Copy ``box`` of ``piece`` into ``target``; straight into it where its memory allows."""
-        self._check_held(piece, dtype)
         strides = _strides(piece.shape)
         first = sum(s.start * stride for s, stride in zip(box, strides, strict=True))
         last = sum((s.stop - 1) * stride for s, stride in zip(box, strides, strict=True))
@@ -196,18 +182,14 @@ class CheckpointReader:
         if not direct:
             target.copy_(buffer.as_strided(target.shape, strides))
 
-    def _check_held(self, piece: StoredPiece, dtype: torch.dtype) -> None:
+    def _check_held(self, key: str, stored: StoredTensor, piece: Any) -> None:
         """Compare what the index says with what the header of the file does."""
         self._open(piece.file)
-        num_blocks = -(-piece.num_bytes // self._block_bytes)
-        if (
-            self._held.get((piece.file, piece.start)) != (dtype, piece.shape)
-            or piece.num_bytes != prod(piece.shape) * dtype.itemsize
-            or len(piece.crc32) != num_blocks
-        ):
+        name = piece_name(key, stored.shape, piece.offset, piece.shape)
+        if self._held.get((piece.file, name)) != (stored.dtype, piece.shape, piece.start):
             raise CheckpointDamaged(
-                f"{self.folder / INDEX} is damaged: {_short(dtype)} {list(piece.shape)} is not "
-                f"what {piece.file} holds at byte {piece.start}"
+                f"{self.folder / INDEX} is damaged: {_short(stored.dtype)} {name} is not what "
+                f"{piece.file} holds at byte {piece.start}"
             )
 
     def _read_bytes(self, piece: StoredPiece, begin: int, out: memoryview) -> None:
@@ -238,7 +220,8 @@ class CheckpointReader:
     def _pread(self, file: int, piece: StoredPiece, begin: int, out: memoryview) -> None:
         done = 0
         while done < len(out):
-            count = os.preadv(file, [out[done:]], piece.start + begin + done)
+            with reading(self.folder / piece.file):
+                count = os.preadv(file, [out[done:]], piece.start + begin + done)
             if count == 0:
                 raise CheckpointDamaged(f"{self.folder / piece.file} ends too early")
             done += count
@@ -248,11 +231,18 @@ class CheckpointReader:
         with self._opening:
             if name not in self._files:
                 data = read_checked(self.folder, name, self.manifest)
+                length = int.from_bytes(data[:LENGTH_BYTES], "little")
+                if length != len(data) - LENGTH_BYTES:
+                    raise CheckpointDamaged(
+                        f"{self.folder / name} is damaged: its header has {len(data)} B, it says "
+                        f"{length}"
+                    )
                 rest = self.manifest.files[name].num_bytes - len(data)
                 held = parse_header(self.folder / name, data[LENGTH_BYTES:], rest)
-                for tensor in held.values():
-                    self._held[name, tensor.start] = tensor.dtype, tensor.shape
-                self._files[name] = os.open(self.folder / name, os.O_RDONLY)
+                for tensor, found in held.items():
+                    self._held[name, tensor] = found.dtype, found.shape, found.start
+                with reading(self.folder / name):
+                    self._files[name] = os.open(self.folder / name, os.O_RDONLY)
             return self._files[name]
 
 
@@ -271,21 +261,6 @@ def mismatch(wanted: ShardedTensor, stored: StoredTensor, *, cast: bool) -> str 
             f"and {_short(wanted.dtype)} in this run"
         )
     return None
-
-
-def _stored_tensor(entry: Mapping[str, Any]) -> StoredTensor:
-    pieces = tuple(
-        StoredPiece(
-            piece["file"],
-            piece["start"],
-            piece["num_bytes"],
-            tuple(piece["offset"]),
-            tuple(piece["shape"]),
-            tuple(piece["crc32"]),
-        )
-        for piece in entry["pieces"]
-    )
-    return StoredTensor(tuple(entry["shape"]), DTYPES[entry["dtype"]], pieces)
 
 
 def _overlap(piece: Any, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:

@@ -13,13 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, crc32
+from megatron.core.dist_checkpointing.manifest import (
+    CheckpointDamaged,
+    are_counts,
+    crc32,
+    json_object,
+)
 from megatron.core.faults import fault_point, flipped
 
 BLOCK_BYTES = 4 << 20
@@ -110,6 +115,16 @@ def _made(lazy: LazyTensor) -> Tensor:
     return tensor
 
 
+def piece_name(
+    key: str, whole: tuple[int, ...], offset: Sequence[int], shape: tuple[int, ...]
+) -> str:
+    """The name in a file of a box of ``key``; of a part with its box: ``key[0:64,32:64]``."""
+    if shape == whole:
+        return key
+    box = ",".join(f"{o}:{o + n}" for o, n in zip(offset, shape, strict=True))
+    return f"{key}[{box}]"
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """The elements in row-major order; copies only what is not contiguous or not in memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -173,7 +188,7 @@ def parse_header(path: Path, header: bytes, data_bytes: int) -> dict[str, Held]:
 def _held(path: Path, name: str, entry: Any, begin: int) -> Held:
     told = entry if isinstance(entry, dict) else {}
     kind, sizes, offsets = (told.get(field) for field in ("dtype", "shape", "data_offsets"))
-    if not isinstance(kind, str) or not _are_counts(sizes) or not _are_counts(offsets):
+    if not isinstance(kind, str) or not are_counts(sizes) or not are_counts(offsets):
         raise CheckpointDamaged(f"{path} is damaged: its header does not describe {name}")
     dtype = DTYPES.get(kind)
     if dtype is None:
@@ -184,35 +199,6 @@ def _held(path: Path, name: str, entry: Any, begin: int) -> Held:
             f"{path} is damaged: {name} has {high - low} B for {kind} {list(sizes)}"
         )
     return Held(dtype, tuple(sizes), begin + low, high - low)
-
-
-def json_object(data: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in ``data``, no key of it twice.
-
-    Raises CheckpointDamaged, whose message begins with ``what``, for anything else.
-    """
-    try:
-        found = json.loads(data, object_pairs_hook=_without_repeats)
-    except RecursionError:
-        raise CheckpointDamaged(f"{what} is nested too deeply") from None
-    except ValueError as error:  # no JSON, no UTF-8, or a key that comes twice
-        raise CheckpointDamaged(f"{what} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise CheckpointDamaged(f"{what} is a {type(found).__name__}, not a JSON object")
-    return found
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it has {max(names, key=names.count)} twice")
-    return out
-
-
-def _are_counts(values: Any) -> TypeGuard[list[int]]:
-    """Whether it is a list of integers from 0 to 2**63 - 1."""
-    return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
 
 
 def _layout(tensors: Sequence[LazyTensor], metadata: dict[str, str]) -> tuple[bytes, list[int]]:

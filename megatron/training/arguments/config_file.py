@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, options_of
-from megatron.core.optional import require
+from megatron.core.text_files import parse_yaml
 from megatron.training.arguments.config_keys import translate
 from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS
 from megatron.training.config.run import RunConfig
@@ -100,22 +100,13 @@ def _read_content(text: str, path: str | os.PathLike[str]) -> Any:
 
 
 def _read_yaml(text: str, path: str | os.PathLike[str]) -> Any:
-    yaml = require("yaml", f"--yaml-cfg {path}")
     unset = sorted({name for name in re.findall(r"\$\{(\w+)\}", text) if name not in os.environ})
     if unset:
         raise ConfigError(
             f"--yaml-cfg {path}: environment variable {', '.join(unset)} is not set; export it"
         )
     expanded = re.sub(r"\$\{(\w+)\}", lambda match: os.environ[match[1]], text)
-    try:
-        return yaml.safe_load(expanded)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--yaml-cfg {path}: not YAML: {' '.join(str(error).split())}") from None
-    except (ValueError, LookupError, AttributeError, TypeError) as error:
-        # PyYAML raises these at a value that is not of its tag, such as a 13th month.
-        raise ConfigError(
-            f"--yaml-cfg {path}: not YAML: a value is not of its type: {error!r}"
-        ) from None
+    return parse_yaml(expanded, f"--yaml-cfg {path}", ConfigError)
 
 
 def _flat(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,12 +21,13 @@ from megatron.core.dist_checkpointing.collectives import broadcast_json, is_so_e
 from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, Choice
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.local import part_root
-from megatron.core.dist_checkpointing.local_load import find_local, load_local
+from megatron.core.dist_checkpointing.local_load import LocalContent, find_local, load_local
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, replica_groups
 from megatron.core.dist_checkpointing.serialization import all_or_none, load
 from megatron.core.dist_checkpointing.validation import Differences
 from megatron.training.checkpointing.checkpoint_args import check_kind
+from megatron.training.checkpointing.content_checks import check_common, check_rng_state
 from megatron.training.checkpointing.paths import check_writable, find, is_same_directory
 from megatron.training.checkpointing.rng_state import set_rng_state
 from megatron.training.checkpointing.run_tensors import (
@@ -145,6 +146,7 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
         num_transient=0,
     )
     content = load_local(found, _wanted_tensors(config, parts, wanted), world)
+    all_or_none(partial(_check_local, content, Path(root)), root, world)
     _check_model(parts, wanted, content.common, Path(root))
     has_schedule = _take_over(config, parts, wanted, content.common)
     if wanted.rng and content.rank_state is not None:
@@ -157,6 +159,12 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
         asked=content.common["args"],
         has_schedule=has_schedule,
     )
+
+
+def _check_local(content: LocalContent, root: Path) -> None:
+    check_common(content.common, root)
+    if content.rank_state is not None:
+        check_rng_state(content.rank_state, root)
 
 
 def _decided_ns(config: CheckpointConfig) -> int:
@@ -345,6 +353,7 @@ def _check_folder(folder: Path, wanted: _Wanted) -> dict[str, Any]:
     with open_reader(folder) as reader:
         reader.check_sizes()
         common = reader.common()
+        check_common(common, folder)
         if wanted.optimizer and common["optimizer"] is None:
             raise CheckpointError(
                 f"{folder} holds no optimizer state (it was saved with --no-save-optim): "
@@ -364,7 +373,8 @@ def _read_rng_states(folder: Path, parts: RunParts) -> dict[str, Any] | None:
     def read() -> dict[str, Any] | None:
         with open_reader(folder) as reader:
             is_same = reader.manifest.layout == layout_of(parts.groups)
-            return reader.rank_state(parts.groups.world.rank()) if is_same else None
+            state = reader.rank_state(parts.groups.world.rank()) if is_same else None
+            return None if state is None else dict(check_rng_state(state, folder))
 
     state = all_or_none(read, folder, parts.groups.world)
     if not is_so_everywhere(state is not None, parts.groups.world) or state is None:
@@ -372,8 +382,7 @@ def _read_rng_states(folder: Path, parts: RunParts) -> dict[str, Any] | None:
             "NOTE: random states are not taken over: the checkpoint was written in another layout"
         )
         return None
-    states: dict[str, Any] = state["rng_state"]
-    return states
+    return state
 
 
 def _take_over(

@@ -18,6 +18,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import TRACKER, Choice, Found, choose, folder_name
 from megatron.core.dist_checkpointing.formats import format_of, open_reader
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
+from megatron.training.checkpointing.content_checks import check_common
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def read_content(folder: Path) -> CheckpointContent:
     """What a folder holds beside tensors.  Raises CheckpointError, CheckpointDamaged."""
     with open_reader(folder) as reader:
         common = reader.common()
+        check_common(common, folder)
         return CheckpointContent(
             folder, reader.manifest.iteration, common["args"], common, reader.manifest
         )

@@ -23,11 +23,15 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.device import CPU
-from megatron.core.dist_checkpointing.manifest import adopt_file, fsync_folder, write_text
+from megatron.core.dist_checkpointing.manifest import (
+    adopt_file,
+    fsync_folder,
+    json_object,
+    write_text,
+)
 from megatron.core.dist_checkpointing.safetensors_file import (
     LazyTensor,
     bytes_of,
-    json_object,
     read_header,
     write_file,
 )

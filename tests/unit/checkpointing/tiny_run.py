@@ -75,10 +75,10 @@ class Optimizer:
             yield info_of(param).name, info_of(param), state
 
     def scalar_state(self) -> dict[str, Any]:
-        return {"num_steps": self.num_steps}
+        return {"step": self.num_steps}
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
-        self.num_steps = state["num_steps"]
+        self.num_steps = state["step"]
 
     def reload_model_params(self) -> None:
         for param, state in zip(self.params, self.state, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import mmap
+import os
 import struct
 import zipfile
 import zlib
@@ -24,13 +25,15 @@ from torch import Tensor
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import manifest
 from megatron.core.dist_checkpointing.foreign.unpickler import Storage, unpickle
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.dist_checkpointing.manifest import (
+    MALFORMED,
+    CheckpointDamaged,
+    are_counts,
+    reading,
+)
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
-_FAILURES = (
-    *(zipfile.BadZipFile, KeyError, OSError, EOFError, NotImplementedError, RuntimeError),
-    *(ValueError, struct.error, zlib.error),
-)
+_FAILURES = (*MALFORMED, zipfile.BadZipFile, OSError, EOFError, struct.error, zlib.error)
 _OLD_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
@@ -39,13 +42,10 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with open(path, "rb") as file:
-                self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except FileNotFoundError:
-            raise CheckpointDamaged(f"{path} is missing") from None
-        except ValueError:
-            raise CheckpointDamaged(f"{path} is damaged: it is empty") from None
+        with reading(path), open(path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise CheckpointDamaged(f"{path} is damaged: it is empty")
+            self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._checked: set[int] = set()
 
     def check(self, start: int, num_bytes: int, crc32: int, name: str) -> None:
@@ -179,8 +179,11 @@ def _rebuild(
         magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(file.bytes, header)
         start = header + _LOCAL_HEADER.size + name_bytes + extra_bytes
         last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        counts = [offset, *shape, *stride, numel]
+        if not are_counts(counts) or len(shape) != len(stride) or prod(shape) > numel:
+            raise ValueError(f"a tensor of {shape} cannot be in {numel} elements")
         fits = start + info.file_size <= end and numel * dtype.itemsize <= info.file_size
-        inside = offset >= 0 and (0 in shape or 0 <= last < numel) and min(stride, default=0) >= 0
+        inside = 0 in shape or last < numel
         if magic != b"PK\x03\x04" or info.compress_type or not fits or not inside:
             raise ValueError(f"record {info.filename} does not hold its tensor")
         return StoredArray(file, start, info.file_size, info.CRC, dtype, offset, shape, stride)

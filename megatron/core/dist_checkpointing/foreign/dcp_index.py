@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,13 @@ from megatron.core.dist_checkpointing.foreign.archive import (
     load_archive,
 )
 from megatron.core.dist_checkpointing.foreign.unpickler import unpickle
-from megatron.core.dist_checkpointing.manifest import METADATA, CheckpointDamaged
+from megatron.core.dist_checkpointing.manifest import (
+    METADATA,
+    CheckpointDamaged,
+    are_counts,
+    parsing,
+    reading,
+)
 from megatron.core.file_names import path_inside
 
 
@@ -53,12 +60,12 @@ class DcpIndex:
         path = folder / METADATA
         if not path.is_file():
             raise CheckpointDamaged(f"{path} is missing")
-        metadata = unpickle(path.read_bytes(), path)
+        with reading(path):
+            data = path.read_bytes()
+        metadata = unpickle(data, path)
         self._loaded: dict[tuple[str, Any], Any] = {}
-        try:
+        with parsing(path):
             self._read(metadata)
-        except (AttributeError, KeyError, TypeError, IndexError) as error:
-            raise CheckpointDamaged(f"{path} is damaged: {error}") from None
 
     def object(self, key: str) -> Any:
         """What was saved under ``key`` that is no tensor."""
@@ -78,17 +85,22 @@ class DcpIndex:
                 self.objects.add(key)
                 continue
             whole = extra.get(key, {}).get("nd_reformulated_orig_global_shape")
+            dtype = entry.properties.pickled_state[0]
+            if not isinstance(key, str) or not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{key!r} of {dtype!r} is no tensor")
             self.tensors[key] = DcpTensor(
-                entry.properties.pickled_state[0],
-                tuple(entry.size),
-                tuple(self._chunks(key, entry.chunks)),
-                whole and tuple(whole),
+                dtype,
+                _counts(entry.size),
+                tuple(self._chunks(key, entry.chunks, dtype)),
+                whole and _counts(whole),
             )
 
-    def _chunks(self, key: str, chunks: Any) -> Iterator[ForeignPiece]:
+    def _chunks(self, key: str, chunks: Any, dtype: torch.dtype) -> Iterator[ForeignPiece]:
         for chunk in chunks:
-            offset, shape = tuple(chunk.offsets), tuple(chunk.sizes)
-            self._place(key, offset)
+            offset, shape = _counts(chunk.offsets), _counts(chunk.sizes)
+            file, _, length = self._place(key, offset)
+            if prod(shape) * dtype.itemsize > length:
+                raise ValueError(f"{key} {list(shape)} is not in {length} bytes of {file.path}")
             yield ForeignPiece(offset, shape, lambda o=offset, s=shape: self._array(key, o, s))
 
     def _array(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> StoredArray:
@@ -113,6 +125,8 @@ class DcpIndex:
         file = self._open_map(
             path_inside(self.folder, place.relative_path, index, error=CheckpointDamaged)
         )
+        if not are_counts([place.offset, place.length]):
+            raise CheckpointDamaged(f"{index} is damaged: {key} is at byte {place.offset!r}")
         end = place.offset + place.length
         if end > len(file.bytes):
             raise CheckpointDamaged(
@@ -124,3 +138,9 @@ class DcpIndex:
         if (key, offset) not in self._loaded:
             self._loaded[key, offset] = load_archive(*self._place(key, offset))
         return self._loaded[key, offset]
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    if not are_counts(list(values)):
+        raise ValueError(f"{values!r} are no sizes")
+    return tuple(values)

@@ -27,11 +27,14 @@ from megatron.core.dist_checkpointing.manifest import (
     METADATA,
     CheckpointDamaged,
     Manifest,
+    is_count,
+    parsing,
     read_checked,
     read_manifest,
 )
-from megatron.core.dist_checkpointing.reader import Box, CheckpointReader, StoredTensor
+from megatron.core.dist_checkpointing.reader import Box, CheckpointReader
 from megatron.core.dist_checkpointing.rng_json import to_json
+from megatron.core.dist_checkpointing.stored_index import StoredTensor
 from megatron.core.enums import AttnBackend
 from megatron.core.param_info import ParamInfo
 from megatron.core.process_groups_config import make_grids
@@ -41,6 +44,15 @@ STATE_PREFIX = "optimizer.state."
 # Of a record, as our command line has it.
 _NAMES = {f"AttnBackend({backend.value})": backend.name for backend in AttnBackend}
 _CUDA_STATE_BYTES = 16
+_MOST = 1 << 20
+# Integers of the command line that decide what lies where.  Lists are made of so many entries.
+_DEGREES = (
+    *("world_size", "data_parallel_size", "context_parallel_size", "tensor_model_parallel_size"),
+    *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size", "num_layers", "num_experts"),
+    *("num_attention_heads", "num_query_groups", "mtp_num_layers"),
+)
+_SIZES = (*("make_vocab_size_divisible_by", "ddp_bucket_size", "ddp_num_buckets", *COUNTERS),)
 
 
 class ForeignReader(CheckpointReader):
@@ -58,6 +70,7 @@ class ForeignReader(CheckpointReader):
         self.tensors: dict[str, StoredTensor] = {}
         self.values: Mapping[str, Any] = {}
         self._verify = verify
+        self._whole: set[str] = set()
         self._maps: dict[Path, MappedFile] = {}
         self._found: dict[str, tuple[torch.dtype, list[ForeignPiece]]] = {}
         ours = read_manifest(folder)
@@ -66,7 +79,8 @@ class ForeignReader(CheckpointReader):
                 read_checked(folder, name, ours)
 
     def common(self) -> dict[str, Any]:
-        return common_values(self.values, self.iteration)
+        with parsing(self.folder):
+            return common_values(self.values, self.iteration)
 
     def close(self) -> None:
         self._maps.clear()
@@ -157,8 +171,15 @@ class ForeignReader(CheckpointReader):
             iteration=self.iteration, layout=layout_of(self.args), files={}
         )
 
+    def _check_held(self, key: str, stored: StoredTensor, piece: Any) -> None:
+        """The file of another format is compared when it is read."""
+
     def _read_overlap(self, piece: Any, dtype: torch.dtype, box: Box, target: Tensor) -> None:
         del dtype
+        with parsing(self.folder):
+            self._copy(piece, box, target)
+
+    def _copy(self, piece: Any, box: Box, target: Tensor) -> None:
         target.copy_(piece.array().narrow(*box).read(verify=self._verify))
 
 
@@ -278,6 +299,14 @@ def layout_of(asked: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     dense, expert = ([list(axis) for axis in grid.sizes.items()] for grid in grids)
     return {"world_size": asked["world_size"], "dense": dense, "expert": expert}
+
+
+def check_args(asked: Mapping[str, Any]) -> None:
+    """Raise ValueError for a command line whose degrees and sizes no run can have."""
+    for name in (*_DEGREES, *_SIZES):
+        value = asked.get(name)
+        if value is not None and (not is_count(value) or (name in _DEGREES and value > _MOST)):
+            raise ValueError(f"args.{name} is {value!r}")
 
 
 def degree(asked: Mapping[str, Any], kind: str) -> int:

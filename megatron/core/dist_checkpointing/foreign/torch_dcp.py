@@ -15,11 +15,12 @@ from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex, DcpTens
 from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     STATE_PREFIX,
     ForeignReader,
+    check_args,
     rng_state_of,
 )
 from megatron.core.dist_checkpointing.foreign.names import is_buffer, our_name
 from megatron.core.dist_checkpointing.foreign.optimizer_order import optimizer_state
-from megatron.core.dist_checkpointing.manifest import METADATA
+from megatron.core.dist_checkpointing.manifest import METADATA, parsing
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _HALVES = {"_w": 0, "_v": 1}
@@ -33,13 +34,19 @@ class TorchDcpReader(ForeignReader):
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
         super().__init__(folder, verify=verify)
         index = DcpIndex(folder, self._map)
+        with parsing(folder / METADATA):
+            self._take(index)
+
+    def _take(self, index: DcpIndex) -> None:
+        """Fill ``values`` and ``tensors``."""
         self.values = state = _nested(index)
         model = state.get(_MODEL)
         if not isinstance(model, Mapping):
             raise CheckpointError(
-                f"{folder / METADATA} holds no model: it is no checkpoint of Megatron-LM in format "
-                "torch_dcp or fsdp_dtensor"
+                f"{self.folder / METADATA} holds no model: it is no checkpoint of Megatron-LM "
+                "in format torch_dcp or fsdp_dtensor"
             )
+        check_args(self.args)
         params = [(name, tensor) for name, tensor in model.items() if _is_tensor(tensor)]
         for name, tensor in params:
             self._place_whole("", name, tensor)
@@ -53,6 +60,10 @@ class TorchDcpReader(ForeignReader):
         states, world_size = self.values.get("rng_state"), self.manifest.layout.get("world_size", 0)
         if not states or rank >= world_size:
             return None
+        with parsing(self.folder):
+            return self._rank_state(states, rank, world_size)
+
+    def _rank_state(self, states: Any, rank: int, world_size: int) -> dict[str, Any] | None:
         if len(states) < world_size:
             at, rank = self._coordinate(rank), 0
             if at["tp"] or at["pp"]:

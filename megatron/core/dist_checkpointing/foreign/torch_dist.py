@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex, DcpTens
 from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     STATE_PREFIX,
     ForeignReader,
+    check_args,
     degree,
     rng_state_of,
 )
@@ -40,7 +41,12 @@ from megatron.core.dist_checkpointing.foreign.names import (
     split_state,
 )
 from megatron.core.dist_checkpointing.foreign.optimizer_order import optimizer_state
-from megatron.core.dist_checkpointing.manifest import COMMON_FILE, METADATA, CheckpointDamaged
+from megatron.core.dist_checkpointing.manifest import (
+    COMMON_FILE,
+    METADATA,
+    CheckpointDamaged,
+    parsing,
+)
 from megatron.core.param_info import flat_boxes
 
 _GATHERED = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/")
@@ -57,13 +63,16 @@ class TorchDistReader(ForeignReader):
         if not isinstance(self.values, dict):
             raise CheckpointDamaged(f"{folder / COMMON_FILE} is damaged: it holds no dictionary")
         self._index = DcpIndex(folder, self._map)
-        for key, tensor in self._index.tensors.items():
-            if is_bucket(key):
-                continue
-            for name, piece in _pieces(key, tensor, self.args):
-                self._add(name, tensor.dtype, piece)
-        self._add_gathered()
-        self._finish()
+        with parsing(folder / COMMON_FILE):
+            check_args(self.args)
+        with parsing(folder / METADATA):
+            for key, tensor in self._index.tensors.items():
+                if is_bucket(key):
+                    continue
+                for name, piece in _pieces(key, tensor, self.args):
+                    self._add(name, tensor.dtype, piece)
+            self._add_gathered()
+            self._finish()
 
     def _add_gathered(self) -> None:
         """State in buffers: gathered by the first replica, an object, or bucket by bucket."""
@@ -121,6 +130,10 @@ class TorchDistReader(ForeignReader):
         sizes = dict(self.manifest.layout.get("dense", ()))
         if not sizes:
             return None
+        with parsing(self.folder):
+            return self._rank_state(rank, sizes)
+
+    def _rank_state(self, rank: int, sizes: Mapping[str, int]) -> dict[str, Any] | None:
         at = self._coordinate(rank)
         key = f"rng_state/shard_{at['pp']}.{at['tp']}_{sizes['pp']}.{sizes['tp']}"
         if key not in self._index.objects:

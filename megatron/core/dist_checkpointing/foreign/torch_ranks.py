@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.foreign.archive import StoredArray, load_a
 from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     STATE_PREFIX,
     ForeignReader,
+    check_args,
     degree,
     expert_tensor_degree,
     rng_state_of,
@@ -34,7 +35,7 @@ from megatron.core.dist_checkpointing.foreign.names import (
     split_layer,
 )
 from megatron.core.dist_checkpointing.foreign.optimizer_order import Chunks, optimizer_state
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, parsing
 from megatron.core.rank_grid import RankGrid
 
 MODEL_FILE = "model_optim_rng.pt"
@@ -55,17 +56,23 @@ class TorchRanksReader(ForeignReader):
         self._check_complete()
         self._models = {rank: _models(content) for rank, content in self._ranks.items()}
         met: set[tuple[int, ...]] = set()
-        for rank, content in sorted(self._ranks.items()):
-            params = [
-                list(self._params(rank, c, self._models[rank][c]))
-                for c in range(len(self._models[rank]))
-            ]
-            state = [("", name, array) for chunk in params for name, array in chunk]
-            trained = [[p for p in chunk if not is_buffer(p[0])] for chunk in params]
-            for kind, name, array in self._optimizer_state(rank, content, trained):
-                state.append((f"{STATE_PREFIX}{kind}.", name, array))
-            self._place_new(rank, state, met)
-        self._finish()
+        for rank in sorted(self._ranks):
+            with parsing(folder / folder_name(rank, self.args) / MODEL_FILE):
+                self._take(rank, met)
+        with parsing(folder):
+            self._finish()
+
+    def _take(self, rank: Rank, met: set[tuple[int, ...]]) -> None:
+        """Add the tensors of ``rank``."""
+        params = [
+            list(self._params(rank, c, self._models[rank][c]))
+            for c in range(len(self._models[rank]))
+        ]
+        state = [("", name, array) for chunk in params for name, array in chunk]
+        trained = [[p for p in chunk if not is_buffer(p[0])] for chunk in params]
+        for kind, name, array in self._optimizer_state(rank, self._ranks[rank], trained):
+            state.append((f"{STATE_PREFIX}{kind}.", name, array))
+        self._place_new(rank, state, met)
 
     def _place_new(
         self, rank: Rank, state: list[tuple[str, str, StoredArray]], met: set[tuple[int, ...]]
@@ -102,6 +109,10 @@ class TorchRanksReader(ForeignReader):
     def rank_state(self, rank: int) -> dict[str, Any] | None:
         if not self.manifest.layout:
             return None
+        with parsing(self.folder):
+            return self._rank_state(rank)
+
+    def _rank_state(self, rank: int) -> dict[str, Any] | None:
         at = self._coordinate(rank)
         ep = RankGrid(dict(self.manifest.layout["expert"])).coordinate(rank).get("ep", 0)
         content = self._ranks.get((at["tp"], at["pp"], ep), {})
@@ -114,11 +125,13 @@ class TorchRanksReader(ForeignReader):
         for path in sorted(self.folder.glob("mp_rank_*")):
             found = _FOLDER.fullmatch(path.name)
             if found is None:
-                raise CheckpointError(f"{path} has no name of format torch: move it away")
+                continue  # somebody else's, or of another checkpoint
             content = load_archive(self._map(path / MODEL_FILE))
-            if not isinstance(content, dict) or not _models(content):
-                raise CheckpointError(f"{path / MODEL_FILE} holds no model")
-            asked = vars(content["args"]) if content.get("args") is not None else {}
+            with parsing(path / MODEL_FILE):
+                if not isinstance(content, dict) or not _models(content):
+                    raise CheckpointError(f"{path / MODEL_FILE} holds no model")
+                asked = vars(content["args"]) if content.get("args") is not None else {}
+                check_args(asked)
             numbers = [int(number) for number in found.groups() if number is not None]
             if len(numbers) == 2 and degree(asked, "pipeline") == 1:
                 numbers.insert(1, 0)  # the second is of the experts

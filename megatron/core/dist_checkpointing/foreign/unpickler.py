@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.dist_checkpointing.manifest import MALFORMED, CheckpointDamaged
 
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -47,11 +47,7 @@ _RECORDS = {
     r"torch\.distributed\.checkpoint\.(filesystem|metadata|planner)": r"\w+",
     r"torch\.distributed\._shard\.sharded_tensor\.metadata": r"\w+",
 }
-_FAILURES = (
-    *(pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError),
-    *(AttributeError, ImportError, MemoryError, OverflowError, RecursionError),
-    struct.error,
-)
+_FAILURES = (*MALFORMED, pickle.UnpicklingError, EOFError, ImportError, struct.error)
 
 Storage = tuple[torch.dtype, str, int]  # dtype, key in the archive, elements
 Rebuild = Callable[[Storage, int, tuple[int, ...], tuple[int, ...]], Any]
@@ -86,6 +82,8 @@ def unpickle(data: bytes, path: object, rebuild: Rebuild | None = None) -> Any:
     """
     try:
         return _Unpickler(data, path, rebuild).load()
+    except CheckpointError:
+        raise
     except _FAILURES as error:
         raise CheckpointDamaged(f"{path} is damaged: it cannot be unpickled ({error})") from None
 

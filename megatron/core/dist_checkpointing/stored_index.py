@@ -1,0 +1,145 @@
+"""The index of a checkpoint in our format: which box of which tensor lies where in which file.
+
+A file with the right checksum may still hold anything: whoever can write it can also sign it.  So
+every value is checked here, before a shape of it is allocated or a place of it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.dist_checkpointing.manifest import (
+    CheckpointDamaged,
+    FileEntry,
+    are_counts,
+    is_count,
+    json_object,
+)
+from megatron.core.dist_checkpointing.safetensors_file import DTYPES
+
+_MAX_ELEMENTS = 1 << 58  # of a shape, whose zeros count as one: torch multiplies in 64 bits
+_PAIRS = 1 << 22  # boxes that are compared at a time
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """A box as it lies in a file."""
+
+    file: str
+    start: int  # bytes
+    num_bytes: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    crc32: tuple[int, ...]  # one per block
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the checkpoint, put together from its pieces.
+
+    Up to ``max_padding`` of its last rows may be padding of the vocabulary.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Any, ...]  # a format's own; they have ``offset`` and ``shape``
+    max_padding: int = 0
+
+
+@dataclass(frozen=True)
+class StoredIndex:
+    """All tensors by key, and the bytes that one checksum covers."""
+
+    tensors: dict[str, StoredTensor]
+    block_bytes: int
+
+
+def parse_index(
+    data: bytes, path: Path, files: Mapping[str, FileEntry], *, is_whole: bool
+) -> StoredIndex:
+    """The index in ``data``, read from ``path``; ``files``: those of the manifest.
+
+    Raises CheckpointDamaged unless every piece lies inside its tensor and its file, no bytes are
+    used twice, and, where the checkpoint ``is_whole``, the pieces have as many elements as their
+    tensor.  `check_pieces` finds those that overlap.
+    """
+    index = json_object(data, f"{path} is damaged: it")
+    block_bytes, entries = index.get("block_bytes"), index.get("tensors")
+    if not isinstance(entries, dict) or not is_count(block_bytes) or block_bytes == 0:
+        raise CheckpointDamaged(f"{path} is damaged: it is no index of tensors")
+    tensors: dict[str, StoredTensor] = {}
+    places: set[tuple[str, int]] = set()
+    for key, entry in entries.items():
+        try:
+            tensors[key] = stored = _tensor(entry, files, block_bytes)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointDamaged(f"{path} is damaged: {key}: {_reason(error)}") from None
+        taken = [(piece.file, piece.start) for piece in stored.pieces if piece.num_bytes]
+        if len(set(taken)) < len(taken) or places.intersection(taken):
+            raise CheckpointDamaged(f"{path} is damaged: bytes of {key} are used twice")
+        places.update(taken)
+        missing = prod(stored.shape) - sum(prod(piece.shape) for piece in stored.pieces)
+        if is_whole and missing:
+            raise CheckpointDamaged(f"{path} is damaged: {missing} elements of {key} are missing")
+    return StoredIndex(tensors, block_bytes)
+
+
+def check_pieces(key: str, pieces: Sequence[Any], where: object) -> None:
+    """Raise CheckpointDamaged if two pieces of ``key`` overlap: one of their values is wrong."""
+    boxes = [(p.offset, p.shape) for p in pieces if prod(p.shape)]
+    if len(boxes) < 2:
+        return
+    begins = np.array([offset for offset, _ in boxes], np.int64).reshape(len(boxes), -1)
+    ends = begins + np.array([shape for _, shape in boxes], np.int64).reshape(len(boxes), -1)
+    step = max(1, _PAIRS // len(boxes))
+    for low in range(0, len(boxes), step):
+        mine = slice(low, low + step)
+        shared = np.minimum(ends[mine, None], ends) > np.maximum(begins[mine, None], begins)
+        if shared.all(axis=2).sum() > len(ends[mine]):  # each box shares all of itself
+            raise CheckpointDamaged(f"{where} is damaged: two parts of {key} overlap")
+
+
+def _tensor(entry: Any, files: Mapping[str, FileEntry], block_bytes: int) -> StoredTensor:
+    """Raises ValueError, and what Python raises for values of other types."""
+    shape = entry["shape"]
+    if not are_counts(shape) or prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
+        raise ValueError(f"its shape is {shape!r}")
+    dtype = DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(f"its dtype is {entry['dtype']!r}")
+    if not isinstance(entry["pieces"], list):
+        raise ValueError("it has no list of pieces")
+    pieces = tuple(_piece(piece, shape, dtype, block_bytes) for piece in entry["pieces"])
+    for piece in pieces:
+        if piece.file not in files:
+            raise ValueError(f"{piece.file} is not in the manifest")
+        if piece.start + piece.num_bytes > files[piece.file].num_bytes:
+            raise ValueError(f"{piece.file} ends before byte {piece.start + piece.num_bytes}")
+    return StoredTensor(tuple(shape), dtype, pieces)
+
+
+def _piece(piece: Any, whole: Sequence[int], dtype: torch.dtype, block_bytes: int) -> StoredPiece:
+    file, offset, shape = piece["file"], piece["offset"], piece["shape"]
+    numbers, checksums = [piece["start"], piece["num_bytes"]], piece["crc32"]
+    if not isinstance(file, str) or not all(map(are_counts, (offset, shape, numbers, checksums))):
+        raise ValueError("a piece is not described by counts")
+    start, num_bytes = numbers
+    is_inside = len(offset) == len(shape) == len(whole) and all(
+        o + n <= size for o, n, size in zip(offset, shape, whole, strict=True)
+    )
+    if not is_inside:
+        raise ValueError(f"a piece {shape} at {offset} is not inside {list(whole)}")
+    if num_bytes != prod(shape) * dtype.itemsize or len(checksums) != -(-num_bytes // block_bytes):
+        raise ValueError(f"a piece {shape} has {num_bytes} bytes and {len(checksums)} checksums")
+    return StoredPiece(file, start, num_bytes, tuple(offset), tuple(shape), tuple(checksums))
+
+
+def _reason(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)

@@ -1,0 +1,68 @@
+"""What a checkpoint holds beside tensors, checked before any of it is taken over.
+
+A checksum says that a file is as it was written, not that a run wrote it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.core.dist_checkpointing import rng_json
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, is_count, parsing
+
+_NP_WORDS = 624  # of the Mersenne twister
+
+
+def check_common(common: Mapping[str, Any], folder: Path) -> None:
+    """Raise CheckpointDamaged unless a run can go on from ``common`` of the checkpoint."""
+    optimizer, schedule = common.get("optimizer"), common.get("opt_param_scheduler")
+    scaler = optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None
+    steps = optimizer.get("step") if isinstance(optimizer, dict) else 0
+    counters = common.get("counters")
+    problems = {
+        "iteration": is_count(common.get("iteration")),
+        "args": isinstance(common.get("args"), dict),
+        "checkpoint_version": _is_number(common.get("checkpoint_version")),
+        "counters": isinstance(counters, dict) and all(map(_is_number, counters.values())),
+        "optimizer": optimizer is None or isinstance(optimizer, dict),
+        "optimizer.step": _is_number(steps),
+        "optimizer.grad_scaler": scaler is None or _are_numbers(scaler),
+        "opt_param_scheduler": schedule is None or _are_plain(schedule),
+    }
+    for name, is_right in problems.items():
+        if not is_right:
+            raise CheckpointDamaged(f"{folder} is damaged: its {name} cannot be of a run")
+
+
+def check_rng_state(state: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
+    """The random states in ``state``, as `set_rng_state` takes them; raises CheckpointDamaged."""
+    with parsing(where):
+        states: Mapping[str, Any] = state["rng_state"]
+        found = rng_json.from_json(states)
+        random.Random().setstate(found["random_rng_state"])
+        np.random.RandomState().set_state(found["np_rng_state"])
+        position = found["np_rng_state"][2]
+        if not is_count(position) or position > _NP_WORDS:  # numpy reads there unchecked
+            raise ValueError(f"position {position!r} in numpy's state")
+        torch.Generator().set_state(found["torch_rng_state"])
+    return states
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and value >= 0 and math.isfinite(value)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+def _are_plain(value: Any) -> bool:
+    plain = (str, int, float, bool, type(None))
+    return isinstance(value, dict) and all(isinstance(item, plain) for item in value.values())
