@@ -139,11 +139,10 @@ class Manifest:
         try:
             with open(path, encoding="utf-8") as file:
                 stored = json.load(file)
-        except (FileNotFoundError, ValueError):
-            return
-        if stored.get("key") == self._key:
-            self.dealt = stored["dealt"]
-            self.finished = set(stored["finished"])
+            if stored["key"] == self._key:
+                self.dealt, self.finished = bool(stored["dealt"]), set(stored["finished"])
+        except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
+            return  # of another run, or damaged: start from the beginning
 
     def write(self) -> None:
         """Put the present state on disk, whole."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +89,16 @@ def test_the_tokens_are_those_of_the_local_file(s3: FakeS3, scheme: str, tmp_pat
     assert data.get(3, offset=2, length=3).tolist() == DOCUMENTS[3][2:5]
     assert (tmp_path / "copies/bucket/text.idx").exists()
     assert pickle.loads(pickle.dumps(data))[1].tolist() == DOCUMENTS[1]
+
+
+def test_data_in_object_storage_is_read_unverified_and_says_so(
+    s3: FakeS3, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = ObjectStorageConfig(str(tmp_path / "copies"))
+    with caplog.at_level(logging.INFO):
+        data = IndexedDataset("s3://bucket/text", object_storage_config=storage, verify_data=True)
+    assert data[0].tolist() == DOCUMENTS[0]
+    assert "s3://bucket/text has no checksums: those of data in object storage" in caplog.text
 
 
 def test_neighbours_come_from_the_chunk_fetched_before(s3: FakeS3, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from megatron.training.preprocess.compressed import Stream, uncompressed_extension
 from megatron.training.preprocess.documents import RecordFormat
 from megatron.training.preprocess.inputs import SEPARATORS, Segment, blocks, sample_blocks
+from megatron.training.preprocess.partitions import Manifest
 
 
 def random_text(rng):
@@ -76,3 +77,18 @@ def test_samples_come_from_all_over_the_input(tmp_path):
     assert all(str(int(text)) == text for found in texts for text in found)
     assert int(texts[0][0]) == 0
     assert int(texts[-1][0]) > 80_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "null", '{"key": {"a": 1}}', '{"key": {"a": 1}, "dealt": 1, "finished": 2}'],
+)
+def test_a_damaged_record_of_finished_partitions_is_none(tmp_path, content):
+    path = tmp_path / "out.partitions.json"
+    path.write_text(content)
+    manifest = Manifest(str(path), {"a": 1})
+    assert (manifest.dealt, manifest.finished) == (False, set())
+    manifest.finished.add(1)
+    manifest.write()
+    assert Manifest(str(path), {"a": 1}).finished == {1}
+    assert Manifest(str(path), {"a": 2}).finished == set()
