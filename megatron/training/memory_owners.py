@@ -38,6 +38,8 @@ def owners(run: Runtime) -> list[Owner]:
     ledger = _Ledger()
     for name, param in _named_parameters(run):
         ledger.add("parameters", _pattern(name), param)
+        if (stored := getattr(param, "gathered_codes", None)) is not None:
+            ledger.add("parameters", "weights stored in 8 bits", stored.scaled.codes)
     for chunk in run.model_chunks:
         for buffer in getattr(chunk, "grad_buffers", {}).values():
             ledger.add(GRADIENTS, f"buffers in {buffer.data.dtype}", buffer.data)

@@ -89,6 +89,8 @@ def build_model(run: Runtime, model_provider: ModelProvider, *, wrap: bool = Tru
     if wrap:
         for model in run.model_chunks:
             compile_layers(model, run.config.model.compile)
+            if run.config.model.uses_graphs:
+                model.keep_values()
         for quantizer in quantizers_of(run.model_chunks):
             quantizer.keeps_transposed = ddp.keep_fp8_transpose_cache
     if on_meta:

@@ -134,6 +134,7 @@ def _update(run: Runtime) -> tuple[bool, float | None, int | None]:
 
 def _flip_a_bit(chunk: nn.Module) -> None:
     """Of the first weight of this rank."""
+    chunk.finish_param_sync()
     weight = local_part(next(chunk.parameters()).detach()).flatten()
     weight[:1].view(torch.uint8)[0] ^= 1
 

@@ -53,7 +53,7 @@ class StepGraph:
             self._num_eager += 1
             return passes(None if data is None else iter(batches))
         for model in models:  # nobody waits for parameters inside
-            model.finish_param_sync()
+            model.finish_param_sync(values=False)
         graph = self._graph or self._record(passes, batches, models)
         for fixed, batch in zip(self._batches, batches, strict=True):
             for name, tensor in fixed.items():

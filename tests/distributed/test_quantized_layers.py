@@ -107,7 +107,7 @@ def gather(rank: int, world_size: int) -> list[torch.dtype]:
     for param in params:
         set_info(param, ParamInfo(global_shape=(param.numel(),), travels_as_codes=True))
     layout = plan_buffer(NUMELS, 200, param_alignment=64, bucket_multiple=2 * 128)
-    buffer = ParamBuffer(params, layout, group)
+    buffer = ParamBuffer(params, layout, group, one_rank())
     assert len(buffer.buckets) == 2
     moved: list[torch.dtype] = []
 
@@ -120,6 +120,8 @@ def gather(rank: int, world_size: int) -> list[torch.dtype]:
         for (start, stop), param in zip(layout.spans, params, strict=True):
             whole = draw(stop - start, seed=start + step).bfloat16()
             want.append(quantize(whole.view(1, -1), E4M3).values(torch.bfloat16).view(-1))
+            for bucket in buffer.buckets:
+                bucket.prepare_update()
             with torch.no_grad():
                 param.copy_(whole)
         versions = [param._version for param in params]
@@ -133,6 +135,10 @@ def gather(rank: int, world_size: int) -> list[torch.dtype]:
                 bucket.start()
             for bucket in buffer.buckets:
                 bucket.finish()
+                assert all(
+                    p.isnan().all() and p.untyped_storage().nbytes() == 2 for p in bucket.params
+                )
+                bucket.restore_values()
         for param, values, version in zip(params, want, versions, strict=True):
             assert torch.equal(param, values)
             assert param._version > version

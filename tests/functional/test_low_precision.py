@@ -115,6 +115,33 @@ def test_a_width_that_no_check_knows_is_named() -> None:
     assert "is no multiple of 16 in both directions, as --fp8-format hybrid" in said
 
 
+STORED = {
+    "alone": (1, f"{DELAYED} --eval-interval 1 --eval-iters 1"),
+    "parts of weights": (
+        4,
+        f"{TENSORWISE} --tensor-model-parallel-size 2 --sequence-parallel --log-params-norm "
+        "--check-weight-hash-across-dp-replicas-interval 1",
+    ),
+    "experts": (
+        2,
+        f"{TENSORWISE} --num-experts 4 --expert-model-parallel-size 2 --overlap-grad-reduce "
+        "--overlap-param-gather --overlap-param-gather-with-optimizer-step --ddp-num-buckets 3",
+    ),
+}
+
+
+@pytest.mark.feature("Precision: with --fp8-param-gather weights are stored in 8 bits")
+@pytest.mark.parametrize("name", STORED)
+def test_stored_codes_are_what_layers_make_of_stored_weights(tmp_path: Path, name: str) -> None:
+    world_size, words = STORED[name]
+    flags = [*WIDE.split(), "--bf16", "--use-distributed-optimizer", *words.split()]
+    plain = losses(run_gpt(tmp_path / "p", *flags, base=SHORT, world_size=world_size))
+    flags += ["--fp8-param-gather", "--save", str(tmp_path / "c"), "--save-interval", "2"]
+    assert losses(run_gpt(tmp_path / "s", *flags, base=SHORT, world_size=world_size)) == plain
+    flags += ["--load", str(tmp_path / "c"), "--ckpt-step", "2"]
+    assert losses(run_gpt(tmp_path / "r", *flags, base=SHORT, world_size=world_size)) == plain[2:]
+
+
 @pytest.mark.parametrize("flags", [f"{TENSORWISE} --bf16", f"{MXFP8} --use-torch-fsdp2"])
 def test_kept_transposed_weights_change_no_bit(tmp_path: Path, flags: str) -> None:
     given = [*WIDE.split(), *flags.split()]

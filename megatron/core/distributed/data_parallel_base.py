@@ -81,8 +81,17 @@ class DataParallelBase(nn.Module, ABC):
         """
         yield from ()
 
-    def finish_param_sync(self) -> None:
-        """Wait until all parameters are gathered.  Collective over data-parallel ranks."""
+    def keep_values(self) -> None:
+        """Keep the values of parameters beside codes: their addresses are recorded in a graph."""
+
+    def prepare_param_update(self) -> None:
+        """Give memory to parameters that are stored as codes: their values will be written."""
+
+    def finish_param_sync(self, *, values: bool = True) -> None:
+        """Wait until all parameters are gathered.  Collective over data-parallel ranks.
+
+        ``values``: also of those that are stored as codes, for what reads them beside layers.
+        """
 
     @abstractmethod
     def broadcast_params(self) -> None:

@@ -177,8 +177,18 @@ class DistributedDataParallel(DataParallelBase):
         if not self.ddp_config.overlap_param_gather:
             self.param_gather.finish()
 
-    def finish_param_sync(self) -> None:
+    def keep_values(self) -> None:
+        for bucket in self.param_gather.buckets:
+            bucket.keeps_values = True
+
+    def prepare_param_update(self) -> None:
+        for bucket in self.param_gather.buckets:
+            bucket.prepare_update()
+
+    def finish_param_sync(self, *, values: bool = True) -> None:
         self.param_gather.finish()
+        for bucket in self.param_gather.buckets if values else ():
+            bucket.restore_values()
 
     def broadcast_params(self) -> None:
         for param in self.module.parameters():
@@ -203,7 +213,12 @@ class DistributedDataParallel(DataParallelBase):
             named, plan.layout, key.grad_dtype, self._reduction(group)
         )
         if self._is_sharded:
-            self.param_buffers[key] = ParamBuffer([p for _, p in params], plan.layout, group)
+            self.param_buffers[key] = ParamBuffer(
+                [p for _, p in params],
+                plan.layout,
+                group,
+                self.groups.expt_tp if key.is_expert else self.groups.tp,
+            )
 
     def _buffer_memory(self) -> AbstractContextManager[None]:
         """Where buffers are allocated: under --use-nccl-ub, memory that is registered with NCCL."""

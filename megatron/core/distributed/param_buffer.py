@@ -4,13 +4,15 @@
 that the rank owns, and old elsewhere until `ParamGather` has run.
 
 Collectives: one all-gather per bucket over the bucket's group, always in the order of
-`ParamGather.buckets`, whatever a rank's forward pass needs first.  Where weights travel as 8-bit
-codes, an all-reduce of each one's largest value comes before.
+`ParamGather.buckets`, whatever a rank's forward pass needs first.  Where weights are stored as
+8-bit codes, all-reduces of each one's largest value come before: over the bucket's group, and over
+the tensor-parallel ranks that hold the rest of the weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +22,16 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.collectives import all_gather_single
 from megatron.core.distributed.buckets import BufferLayout
-from megatron.core.low_precision import E4M3, codes_of, largest, power_of_two
+from megatron.core.low_precision import E4M3, Scaled, codes_of, largest, power_of_two
 from megatron.core.param_info import info_of
+
+
+@dataclass(frozen=True)
+class GatheredCodes:
+    """A weight as its layer multiplies it, valid as long as the weight has this version."""
+
+    scaled: Scaled
+    version: int
 
 
 class ParamBucket:
@@ -31,6 +41,7 @@ class ParamBucket:
         self.data = data
         self.params = tuple(params)
         self.group = group
+        self.keeps_values = True  # in memory, also where codes are stored
         self._work: Any = None
 
     def start(self) -> None:
@@ -47,12 +58,19 @@ class ParamBucket:
             self._work = None
         torch.autograd.graph.increment_version(self.params)
 
+    def prepare_update(self) -> None:
+        """Make room for values of this rank's share."""
+
+    def restore_values(self) -> None:
+        """Let ``data`` hold the values of all parameters, for what reads them beside layers."""
+
 
 class CodesBucket(ParamBucket):
-    """Weights that layers quantise anyway: gathered as e4m3, afterwards everywhere what that means.
+    """Weights that are stored as e4m3 codes, a byte each, and multiplied by layers as such.
 
-    A weight has one scale, a power of two.  A layer that makes codes of what it finds here finds
-    these.  ``spans``: where the parameters lie in ``data``.
+    A weight has one scale, a power of two.  Values exist while this rank writes its share, and from
+    `restore_values` to the next update; with ``keeps_values`` always.  Without them a parameter is
+    NaN everywhere, in no memory.  Codes keep their addresses.  ``spans``: where parameters lie.
     """
 
     def __init__(
@@ -61,65 +79,106 @@ class CodesBucket(ParamBucket):
         params: Sequence[nn.Parameter],
         group: ProcessGroup,
         spans: Sequence[tuple[int, int]],
+        weight_group: ProcessGroup,
     ) -> None:
         super().__init__(data, params, group)
         self.spans = tuple(spans)
+        self.weight_group = weight_group
+        self.keeps_values = False
         self._scales: list[Tensor] = []
-        self._codes: Tensor | None = None
+        self._codes = torch.empty(len(data), dtype=torch.uint8, device=data.device)
+        self._no_value = data.new_full((), torch.nan)
+        self._has_memory = self._has_values = True
+
+    def prepare_update(self) -> None:
+        if not self._has_memory:
+            self._has_memory = True
+            self.data = self._no_value.new_empty(len(self._codes))
+            for param, (a, b) in zip(self.params, self.spans, strict=True):
+                param.data = self.data[a:b].view(param.shape)
 
     @torch.no_grad()
     def start(self) -> None:
         rank, size = self.group.rank(), self.group.size()
-        if size == 1:
-            return
         share = len(self.data) // size
         begin = rank * share
         mine = [(max(a, begin), min(b, begin + share)) for a, b in self.spans]
         none = self.data[:0]
         parts = [self.data[a:b] if a < b else none for a, b in mine]
         amax = torch.stack([largest(part) for part in parts])
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
+        for group in (self.group, self.weight_group):
+            if group.size() > 1:
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
         self._scales = list(power_of_two(amax, E4M3.largest).unbind())
         codes = torch.zeros(share, dtype=E4M3.dtype, device=self.data.device)
         for part, (a, b), scale in zip(parts, mine, self._scales, strict=True):
             if a < b:
                 codes[a - begin : b - begin] = codes_of(part.float(), E4M3, scale)
-        self._codes = torch.empty(len(self.data), dtype=torch.uint8, device=self.data.device)
-        self._work = all_gather_single(
-            self._codes, codes.view(torch.uint8), group=self.group, async_op=True
-        )
+        if size == 1:
+            self._codes.copy_(codes.view(torch.uint8))
+        else:
+            self._work = all_gather_single(
+                self._codes, codes.view(torch.uint8), group=self.group, async_op=True
+            )
+        self._has_values = False
+        if not self.keeps_values:
+            self._drop_values()
 
-    @torch.no_grad()
     def finish(self) -> None:
         super().finish()
-        if self._codes is not None:
-            codes = self._codes.view(E4M3.dtype)
-            for (a, b), scale in zip(self.spans, self._scales, strict=True):
-                self.data[a:b] = codes[a:b].float() * scale
-            self._codes = None
+        codes = self._codes.view(E4M3.dtype)
+        for param, (a, b), scale in zip(self.params, self.spans, self._scales, strict=True):
+            scaled = Scaled(codes[a:b].view(param.shape), scale)
+            param.gathered_codes = GatheredCodes(scaled, param._version)  # type: ignore[attr-defined]
+        if self.keeps_values:
+            self.restore_values()
+
+    @torch.no_grad()
+    def restore_values(self) -> None:
+        if self._has_values:
+            return
+        self.prepare_update()
+        codes = self._codes.view(E4M3.dtype)
+        for (a, b), scale in zip(self.spans, self._scales, strict=True):
+            self.data[a:b] = codes[a:b].float() * scale
+        self._has_values = True
+
+    def _drop_values(self) -> None:
+        self._has_memory, self.data = False, self._no_value
+        for param in self.params:
+            param.data = self._no_value.expand(param.shape)
 
 
 class ParamBuffer:
-    """``params`` in one tensor, cut into ``buckets``; padding is zero."""
+    """``params`` in ``buckets``, which are one tensor unless they hold codes; padding is zero.
+
+    ``weight_group``: the ranks that hold the other parts of a weight that is stored as codes.
+    """
 
     @torch.no_grad()
     def __init__(
-        self, params: Sequence[nn.Parameter], layout: BufferLayout, group: ProcessGroup
+        self,
+        params: Sequence[nn.Parameter],
+        layout: BufferLayout,
+        group: ProcessGroup,
+        weight_group: ProcessGroup,
     ) -> None:
         first = params[0]
-        self.data = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
-        for param, (start, stop) in zip(params, layout.spans, strict=True):
-            place = self.data[start:stop].view(param.shape)
-            place.copy_(param)
-            param.data = place
+        options = {"dtype": first.dtype, "device": first.device}
+        is_codes = info_of(first).travels_as_codes
+        whole = None if is_codes else torch.zeros(layout.numel, **options)
         self.buckets: list[ParamBucket] = []
         for bucket in layout.buckets:
-            data = self.data[bucket.start : bucket.stop]
+            start, stop = bucket.start, bucket.stop
+            data = torch.zeros(stop - start, **options) if whole is None else whole[start:stop]
             held = [params[i] for i in bucket.params]
-            if info_of(first).travels_as_codes:
-                spans = [layout.spans[i] for i in bucket.params]
-                moved = [(a - bucket.start, b - bucket.start) for a, b in spans]
-                self.buckets.append(CodesBucket(data, held, group, moved))
+            spans = [(a - start, b - start) for a, b in (layout.spans[i] for i in bucket.params)]
+            for param, (a, b) in zip(held, spans, strict=True):
+                place = data[a:b].view(param.shape)
+                place.copy_(param)
+                param.data = place
+            if is_codes:
+                self.buckets.append(CodesBucket(data, held, group, spans, weight_group))
             else:
                 self.buckets.append(ParamBucket(data, held, group))
 

@@ -61,8 +61,12 @@ class DistributedOptimizer(MegatronOptimizer):
             },
             **options,
         )
+        if not all(p.has_main for p in self.params if p.info.travels_as_codes):
+            for chunk in self.model_chunks:
+                chunk.keep_values()  # an update starts from them
 
     def _update(self, divisor: float) -> None:
+        self._prepare()
         if not self.config.overlap_param_gather_with_optimizer_step:
             super()._update(divisor)
             return
@@ -74,6 +78,14 @@ class DistributedOptimizer(MegatronOptimizer):
                     self._step(mine, divisor)
                     left = self.rule.weights
                     copy_main_to_model([p for p in mine if p.main in left and not p.host])
+
+    def _publish_loaded(self) -> None:
+        self._prepare()
+        super()._publish_loaded()
+
+    def _prepare(self) -> None:
+        for chunk in self.model_chunks:
+            chunk.prepare_param_update()
 
     def _publish(self, left: Sequence[OptimizedParam]) -> None:
         super()._publish(left)

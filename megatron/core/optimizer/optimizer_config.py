@@ -115,7 +115,8 @@ class OptimizerConfig:
     reuse_grad_buf_for_mxfp8_param_ag: bool = _precision(
         False,
         "Gather mxfp8 parameters through the gradient buffer.",
-        ignored="updated weights go into their own buffer, and mxfp8 makes its codes from them",
+        ignored="mxfp8 weights are gathered in 16 bits into their own buffer, not into that of "
+        "gradients; layers make codes from them",
     )
     overlap_param_gather_with_optimizer_step: bool = option(
         False,

@@ -167,7 +167,11 @@ class LinearQuantizer(nn.Module):
         self._transposed = None
 
     def _quantized(self, weight: Tensor, kept: dict[bool, Scaled], transposed: bool) -> Scaled:
-        """The codes of ``weight``, from ``kept`` by orientation or put there."""
+        """The codes of ``weight``: as it is stored, from ``kept`` by orientation, or put there."""
+        gathered = getattr(weight, "gathered_codes", None)
+        if gathered is not None and gathered.version == weight._version:
+            stored: Scaled = gathered.scaled
+            return stored.t() if transposed else stored
         size, to = self.recipe.block, self.recipe.forward
         flips = size is not None and not self.recipe.has_square_blocks and transposed
         if flips not in kept:

@@ -92,6 +92,12 @@ NEEDS = (
         lambda ns: ns.fp8 is not None and ns.use_distributed_optimizer and not is_fully_sharded(ns),
     ),
     Need(
+        "--fp8-recipe delayed or tensorwise, with one scale for a weight: the shares that ranks "
+        "update cut the blocks of other recipes",
+        "fp8_param_gather",
+        lambda ns: ns.fp8 is None or ns.fp8_recipe not in ("blockwise", "mxfp8"),
+    ),
+    Need(
         "--fp8-format or --fp4-format",
         "fp8_wgrad first_last_layers_bf16",
         lambda ns: ns.fp8 is not None or ns.fp4 is not None,

@@ -343,7 +343,7 @@ def _finish_step(run: Runtime) -> None:
     finalize_model_grads(run.model_chunks, tokens)
     run.optimizer.step()
     for chunk in run.model_chunks:
-        chunk.finish_param_sync()
+        chunk.finish_param_sync(values=False)
 
 
 def _parameters(run: Runtime) -> Iterator[Tensor]:

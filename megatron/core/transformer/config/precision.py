@@ -44,7 +44,8 @@ class PrecisionConfig:
     )
     fp8_param: bool = _te(
         False,
-        "Gather updated weights of fp8 layers as fp8.",
+        "Store weights of fp8 layers in 8 bits, and gather updated ones so, where ranks share the "
+        "optimizer.",
         flag="--fp8-param-gather",
         dest="fp8_param_gather",
     )

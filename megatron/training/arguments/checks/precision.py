@@ -145,17 +145,10 @@ def sequence_ranks_hold_whole_blocks(run: RunConfig) -> Iterator[str]:
             )
 
 
-def gathered_codes_have_one_scale(run: RunConfig) -> Iterator[str]:
-    """Shares of weights are cut anywhere; and main weights are kept apart."""
+def stored_codes_have_main_parameters(run: RunConfig) -> Iterator[str]:
+    """An update starts from main parameters, which fp32 weights do not have."""
     m = run.model
-    if m.fp8 is None or not m.fp8_param:
-        return
-    if m.fp8_recipe in ("blockwise", "mxfp8"):
-        yield (
-            f"--fp8-param-gather with --fp8-recipe {m.fp8_recipe}: the shares that ranks update "
-            "cut blocks that have a scale; use tensorwise or delayed, or drop the flag"
-        )
-    if not (m.bf16 or m.fp16):
+    if m.fp8 is not None and m.fp8_param and not (m.bf16 or m.fp16):
         yield (
             "--fp8-param-gather needs --bf16 or --fp16: in fp32 the weights that are updated "
             "would themselves be rounded"
