@@ -211,7 +211,9 @@ class FailureWatch:
                     self._finish(f"rank {self._rank} lost the store of the process group: {error}")
                 continue
             if text is not None and not self._stopped.is_set():
-                print(text, file=sys.stderr, flush=True)
+                print(
+                    f"{text}\n", end="", file=sys.stderr, flush=True
+                )  # one write: others print too
                 with contextlib.suppress(RuntimeError):
                     store.add(_ACKNOWLEDGED, 1)
                     self._before_end(store)
@@ -220,7 +222,7 @@ class FailureWatch:
 
     def _finish(self, text: str, *, say: bool = True) -> None:
         if say:
-            print(text, file=sys.stderr, flush=True)
+            print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write: others print too
         tell_launcher(text)
         sys.stdout.flush()
         self._end(1)

@@ -23,6 +23,7 @@ from megatron.core.config.errors import LaunchError
 from megatron.training.signals import StopSignal
 
 _CONNECT_S = 1.0
+_ANSWER_S = 60.0  # for what listens there to answer as a store does
 _MAX_PAUSE_S = 0.5  # between two looks; each is a request to the store
 _FIRST_REPORT_S = 10.0
 _REPORT_S = 60.0
@@ -75,8 +76,16 @@ def _connect(rank: int, patience: _Patience) -> Store:
     while not is_server and (reason := _why_not_reachable(host, port)) is not None:
         patience.spend(partial("the store at {} ({})".format, address, reason))
         time.sleep(_CONNECT_S)
-    try:
-        store, *_ = next(dist.rendezvous("env://"))
+    try:  # as torch's rendezvous does, which would let rank 0 wait in silence for all others
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=is_server,
+            timeout=timedelta(seconds=_ANSWER_S),
+            wait_for_workers=False,
+            multi_tenant=True,
+            use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+        )
     except (dist.DistError, OSError) as error:
         verb = "listen" if is_server else "connect"
         reason = str(error).splitlines()[0]

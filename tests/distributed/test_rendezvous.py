@@ -89,6 +89,18 @@ def test_ranks_meet_at_the_address_of_the_environment() -> None:
     assert run_ranks(_meet, 3, _free_port(), {}) == ["3", "3", "3"]
 
 
+@pytest.mark.usefixtures("clock")
+def test_rank_0_does_not_wait_in_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The store that it serves must not wait for the others inside torch."""
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(_free_port()))):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match="rank 0 has waited .* for ranks 1 2"):
+        rendezvous.meet(0, 3, timedelta(seconds=30))
+    assert "rank 0 has waited 11 s for ranks 1 2" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
