@@ -17,10 +17,10 @@ Taken = list[tuple[int, str, Tensor]]  # layer index, name, sum over micro-batch
 
 def added_losses(
     run: Runtime, num_microbatches: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """By name what layers have added in a step: those of experts, and those of tokens ahead.
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Auxiliary losses of a step by name: of experts, of single layers of experts, and of MTP.
 
-    The latter are this rank's [sum, count].  Collective over all ranks.
+    The last are this rank's [sum, count].  Collective over all ranks.
     """
     taken = [
         (losses.layer_index, name, value)
@@ -28,24 +28,26 @@ def added_losses(
         for name, value in losses.take().items()
     ]
     ahead = {name: value for _, name, value in taken if name.startswith("mtp_")}
-    return _expert_losses(run, taken, num_microbatches), ahead
+    return *_expert_losses(run, taken, num_microbatches), ahead
 
 
-def _expert_losses(run: Runtime, taken: Taken, num_microbatches: int) -> dict[str, Tensor]:
+def _expert_losses(
+    run: Runtime, taken: Taken, num_microbatches: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Mean over micro-batches, replicas and layers of each loss; empty for a dense model.
 
-    With --moe-per-layer-logging that of each layer too, as ``moe/NAME_layer_I``.  Collective over
-    all ranks.
+    Second, with --moe-per-layer-logging, that of each layer under its TensorBoard tag,
+    ``moe/NAME_layer_I``.  Collective over all ranks.
     """
     model = run.config.model
     if model.num_moe_experts is None:
-        return {}
+        return {}, {}
     names = [loss_name(kind) for kind, _ in balance_terms(model)]
     names += ["z_loss"] if model.moe_z_loss_coeff is not None else []
     num_layers = model.num_layers + (model.mtp_num_layers or 0)
     layers = [i for i in range(num_layers) if has_experts(model, i)]
     if not names or not layers:
-        return {}
+        return {}, {}
     table = torch.zeros(len(names), num_layers, device=device.current())
     for layer_index, name, value in taken:
         if name in names:
@@ -54,8 +56,8 @@ def _expert_losses(run: Runtime, taken: Taken, num_microbatches: int) -> dict[st
         # Ranks that share a micro-batch hold terms of a sum, replicas a value each.
         dist.all_reduce(table, group=run.groups.world)
     table /= num_microbatches * run.groups.dp.size()
-    result = {name: row[layers].mean() for name, row in zip(names, table, strict=True)}
-    if run.config.logging.moe_per_layer_logging:
-        for name, row in zip(names, table, strict=True):
-            result |= {f"moe/{name}_layer_{i}": row[i] for i in layers}
-    return result
+    rows = dict(zip(names, table, strict=True))
+    means = {name: row[layers].mean() for name, row in rows.items()}
+    if not run.config.logging.moe_per_layer_logging:
+        return means, {}
+    return means, {f"moe/{name}_layer_{i}": row[i] for name, row in rows.items() for i in layers}

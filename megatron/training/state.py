@@ -24,6 +24,8 @@ class StepResult:
     batch_size: int  # samples
     num_tokens: int  # over all replicas
     params_hash: int | None = None  # 64 bits
+    # TensorBoard tag -> auxiliary loss of one layer (--moe-per-layer-logging); last stage only
+    layer_losses: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass

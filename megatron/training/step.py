@@ -63,7 +63,7 @@ def train_step(run: Runtime) -> StepResult:
     if config.training.empty_unused_memory_level >= 2:
         device.empty_cache()
 
-    reduced = _all_losses(run, losses, num_microbatches)
+    reduced, layer_losses = _all_losses(run, losses, num_microbatches)
     interval = config.training.check_weight_hash_across_dp_replicas_interval
     if interval is not None and iteration % interval == 0:
         check_replicas(RunParts(model_chunks=run.model_chunks, groups=run.groups), iteration)
@@ -81,18 +81,19 @@ def train_step(run: Runtime) -> StepResult:
         batch_size=batch_size,
         num_tokens=batch_size * tokens_of_a_sample(config),
         params_hash=_params_hash(run, iteration),
+        layer_losses=layer_losses,
     )
 
 
 def _all_losses(
     run: Runtime, reported: list[dict[str, Tensor]], num_microbatches: int
-) -> dict[str, Tensor]:
-    """What the step reports: the losses of the model and those that layers have added."""
-    experts, ahead = added_losses(run, num_microbatches)
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Losses of the step by key, with those that layers have added; those of single layers."""
+    experts, layers, ahead = added_losses(run, num_microbatches)
     if not run.has_loss:
-        return {}
+        return {}, {}
     group = run.groups.dp_cp
-    return reduce_losses(reported, group) | experts | reduce_losses([ahead], group)
+    return reduce_losses(reported, group) | experts | reduce_losses([ahead], group), layers
 
 
 def _pass_over(data: Any, num_microbatches: int) -> None:

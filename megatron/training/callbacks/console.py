@@ -51,6 +51,7 @@ class ConsoleSink(Sink):
     """Prints a line per interval and a block per evaluation."""
 
     name = "console output"
+    takes_repeated_evals = True  # Megatron-LM ends its log with them
 
     def write_step(self, record: StepRecord) -> None:
         if record.interval is not None:

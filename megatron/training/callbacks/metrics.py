@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.core import device
 from megatron.core.late_read import LateRead
@@ -53,7 +54,9 @@ class Metrics(Callback):
         self._stall_s = 0.0  # in saves since the last write
         self._memory_is_reported = False
         self._in_loop = False
-        self._late: tuple[StepRecord, dict[str, LateRead]] | None = None
+        # A step, its losses and those of single layers.
+        self._late: tuple[StepRecord, dict[str, LateRead], dict[str, LateRead]] | None = None
+        self._evaluated_at: dict[tuple[str, str], int] = {}  # split and suffix -> iteration
 
     def on_train_start(self, run: Runtime) -> None:
         if run.config.logging.log_throughput and run.is_last_rank:
@@ -90,9 +93,11 @@ class Metrics(Callback):
                 ),
                 interval=shown,
             )
-            losses = result.losses if is_due else {}
-            reads = {key: LateRead(torch.as_tensor(loss)) for key, loss in losses.items()}
-            self._late = record, reads
+            self._late = (
+                record,
+                _late_reads(result.losses if is_due else {}),
+                _late_reads(result.layer_losses if is_due else {}),
+            )
             if is_shown:
                 self._write_late()
         if result.params_hash is not None and run.is_last_rank:
@@ -117,17 +122,23 @@ class Metrics(Callback):
 
     def on_eval_end(self, run: Runtime, result: EvalResult) -> None:
         self._write_late()
-        if run.is_last_rank:
-            self._sinks.write_eval(
-                EvalRecord(
-                    iteration=run.state.iteration,
-                    consumed_samples=run.state.consumed_train_samples,
-                    losses=dict(result.losses),
-                    split=result.split,
-                    suffix="" if result.set_index is None else f"-{result.set_index}",
-                    is_final=result.is_final,
-                )
+        if not run.is_last_rank:
+            return
+        iteration = run.state.iteration
+        suffix = "" if result.set_index is None else f"-{result.set_index}"
+        before = self._evaluated_at.get((result.split, suffix))
+        self._evaluated_at[result.split, suffix] = iteration
+        self._sinks.write_eval(
+            EvalRecord(
+                iteration=iteration,
+                consumed_samples=run.state.consumed_train_samples,
+                losses=dict(result.losses),
+                split=result.split,
+                suffix=suffix,
+                is_final=result.is_final,
+                is_repeated=result.is_final and before == iteration,
             )
+        )
 
     def on_checkpoint(self, run: Runtime, event: CheckpointEvent) -> None:
         self._stall_s += event.stall_s
@@ -150,9 +161,10 @@ class Metrics(Callback):
     def _write_late(self) -> None:
         """Hand the last step to the sinks: its losses are read when the next one is under way."""
         if self._late is not None:
-            (record, reads), self._late = self._late, None
-            losses = {key: read.get() for key, read in reads.items()}
-            self._sinks.write_step(replace(record, losses=losses))
+            record, losses, layers = self._late
+            self._late = None
+            values = {**record.values, **_values_of(layers)}
+            self._sinks.write_step(replace(record, losses=_values_of(losses), values=values))
 
     def _timer_values(self, run: Runtime) -> dict[str, float]:
         """Seconds per step since the last write.  Collective if timers are to be written."""
@@ -183,6 +195,14 @@ class Metrics(Callback):
             print_memory(run.config, run.padded_vocab_size, num_microbatches)
         if run.groups.dp.rank() == 0:
             print(memory_line(run.state.iteration), flush=True)
+
+
+def _late_reads(losses: Mapping[str, Tensor | float]) -> dict[str, LateRead]:
+    return {key: LateRead(torch.as_tensor(loss)) for key, loss in losses.items()}
+
+
+def _values_of(reads: Mapping[str, LateRead]) -> dict[str, float]:
+    return {key: read.get() for key, read in reads.items()}
 
 
 def step_values(run: Runtime, result: StepResult) -> dict[str, float]:

@@ -40,6 +40,7 @@ class EvalRecord:
     split: Literal["validation", "test"]
     suffix: str  # "" or, with several validation sets, "-0", "-1", ...
     is_final: bool
+    is_repeated: bool = False  # the same evaluation was logged at this iteration before
 
     @property
     def perplexities(self) -> dict[str, float]:
@@ -55,6 +56,7 @@ class Sink(ABC):
 
     name: str
     log_name: str
+    takes_repeated_evals = False  # of an EvalRecord with ``is_repeated``
 
     @abstractmethod
     def write_step(self, record: StepRecord) -> None:
@@ -95,8 +97,13 @@ class SinkList:
         call_each(self._sinks, lambda sink: sink.write_step(record))
 
     def write_eval(self, record: EvalRecord) -> None:
-        """Hand an evaluation to every sink."""
-        call_each(self._sinks, lambda sink: sink.write_eval(record))
+        """Hand an evaluation to every sink that does not have it yet."""
+
+        def write(sink: Sink) -> None:
+            if sink.takes_repeated_evals or not record.is_repeated:
+                sink.write_eval(record)
+
+        call_each(self._sinks, write)
 
     def close(self) -> None:
         """Close and forget all sinks."""

@@ -27,7 +27,9 @@ class LoggingConfig:
         both_ways=True,
     )
     moe_per_layer_logging: bool = option(
-        False, "Log the auxiliary losses of each layer.", group="moe"
+        False,
+        "Write the auxiliary losses of each MoE layer to TensorBoard, W&B and the metrics file.",
+        group="moe",
     )
     log_params_norm: bool = _logging(False, "Log the norm of all parameters.")
     log_params_hash_interval: int | None = _logging(

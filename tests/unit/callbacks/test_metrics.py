@@ -307,6 +307,74 @@ def test_a_place_that_fails_costs_one_warning_and_nothing_else(
     ]
 
 
+def test_the_evaluation_at_the_end_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It repeats that of the last step, which is in each file already; the console shows both."""
+    logged: list[dict[str, Any]] = []
+    fake = SimpleNamespace(
+        init=lambda **_: None, log=lambda values, step: logged.append(values), finish=lambda: None
+    )
+    monkeypatch.setattr(wandb_sink, "require", lambda package, wanted_by: fake)
+    run = fake_run(f"--tensorboard-dir {tmp_path / 'tb'} --wandb-project p --wandb-exp-name e")
+    metrics = Metrics(
+        sinks_of(
+            ConsoleSink,
+            lambda: MetricsFileSink(str(tmp_path / "m.jsonl"), 0),
+            lambda: TensorBoardSink(run.config.logging, {}, 0, 0),
+            lambda: WandbSink(run.config, {}),
+        )
+    )
+    losses = {"lm loss": 2.0}
+    metrics.on_train_start(run)
+    step(run, metrics)
+    metrics.on_eval_end(run, EvalResult(losses=losses))
+    step(run, metrics)
+    metrics.on_eval_end(run, EvalResult(losses=losses, set_index=0))
+    metrics.on_train_end(run)
+    metrics.on_eval_end(run, EvalResult(losses=losses, set_index=0, is_final=True))
+    metrics.on_eval_end(run, EvalResult(losses=losses, set_index=1, is_final=True))
+    metrics.on_eval_end(run, EvalResult(losses=losses, split="test", is_final=True))
+    metrics.close()
+
+    board = scalars(tmp_path / "tb")
+    assert board["lm loss validation"] == [(1, 2.0)]
+    for tag in ("lm loss validation-0", "lm loss validation-1", "lm loss test"):
+        assert board[tag] == [(2, 2.0)]
+        assert board[f"{tag} vs samples"] == [(16, 2.0)]
+        assert sum(tag in values for values in logged) == 1
+    file = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert sum("lm loss validation-0" in line for line in file) == 1
+    shown = [line for line in parse_log(capsys.readouterr().out.splitlines())]
+    assert sum(isinstance(line, ValidationLine) for line in shown) == 5
+
+
+def test_losses_of_single_layers_are_in_the_files_and_not_in_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = fake_run(f"--tensorboard-dir {tmp_path / 'tb'}")
+    metrics = Metrics(
+        sinks_of(
+            ConsoleSink,
+            lambda: MetricsFileSink(str(tmp_path / "m.jsonl"), 0),
+            lambda: TensorBoardSink(run.config.logging, {}, 0, 0),
+        )
+    )
+    metrics.on_train_start(run)
+    tag = "moe/load_balancing_loss_layer_1"
+    step(run, metrics, layer_losses={tag: torch.tensor(1.5)})
+    metrics.close()
+    (line,) = parse_log(capsys.readouterr().out.splitlines())
+    assert isinstance(line, TrainingLine)
+    assert not any("layer" in label for label in line.values)
+    (stored,) = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert stored[tag] == 1.5
+    assert tag not in stored["interval"]
+    board = scalars(tmp_path / "tb")
+    assert board[tag] == [(1, 1.5)]
+    assert f"{tag} vs samples" not in board
+
+
 @pytest.mark.feature("Logging: Weights & Biases")
 def test_wandb_gets_the_numbers_under_their_tags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
