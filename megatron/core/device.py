@@ -436,10 +436,12 @@ def uuid() -> str:
     return f"GPU-{torch.cuda.get_device_properties(_current).uuid}"
 
 
-def record_memory_history() -> None:
-    """Begin to record allocations for `dump_memory_history`."""
+def record_memory_history(oom_path: str) -> None:
+    """Record allocations for `dump_memory_history`; write ``oom_path`` when one fails."""
     if _has_gpu():
         torch.cuda.memory._record_memory_history(max_entries=100_000)
+        observe = torch._C._cuda_attach_out_of_memory_observer
+        observe(lambda *_: dump_memory_history(oom_path))
 
 
 def dump_memory_history(path: str) -> None:

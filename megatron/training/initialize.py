@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megatron.core import cpu_tuning, device, nccl_allocator, parallel_state
 from megatron.core.config.errors import ConfigError
+from megatron.core.config_logger import has_config_logger_enabled, log_config_to_disk
 from megatron.core.faults import check_faults
 from megatron.core.num_microbatches_calculator import (
     NumMicroBatchesCalculator,
@@ -38,7 +39,7 @@ from megatron.training import global_vars
 from megatron.training.arguments.check_only import check_only
 from megatron.training.arguments.legacy import resolve_args
 from megatron.training.arguments.parser import apply_defaults, parse_args
-from megatron.training.arguments.sections import flags_and_defaults
+from megatron.training.arguments.sections import SECTIONS, flags_and_defaults
 from megatron.training.arguments.without_effect import without_effect_on_a_cpu
 from megatron.training.checkpointing import apply_checkpoint_args
 from megatron.training.config.run import RunConfig
@@ -160,6 +161,12 @@ def connect(config: RunConfig) -> None:
         cpu_tuning.keep_freed_memory()
         cpu_tuning.choose_float32_products(config.model.hidden_size)
     _init_default_group(config)
+    if config.profiling.record_memory_history:
+        path = Path(config.profiling.memory_snapshot_path)
+        device.record_memory_history(str(path.with_name(f"oom_rank-{rank()}_{path.name}")))
+    if has_config_logger_enabled(config.model):
+        for section in (vars(config)[name] for name in SECTIONS):
+            log_config_to_disk(config.model, vars(section), prefix=type(section).__name__)
 
 
 def create_runtime(config: RunConfig) -> Runtime:

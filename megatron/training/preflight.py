@@ -78,6 +78,7 @@ def folder_problems(config: RunConfig) -> Iterator[str]:
     for flag, folder in (
         ("--save", config.checkpoint.save),
         ("--tensorboard-dir", config.logging.tensorboard_dir),
+        ("--config-logger-dir", config.model.config_logger_dir or None),
     ):
         if folder is not None and (reason := _why_not_writable(Path(folder))) is not None:
             yield f"{flag} {folder}: {reason}; choose another folder, or change its permissions"

@@ -16,7 +16,11 @@ from megatron.core import device, distributed
 from megatron.core.config.errors import ConfigError
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.param_groups import ParamCondition, no_weight_decay_on_embeddings
+from megatron.core.optimizer.param_groups import (
+    ParamCondition,
+    is_of_head,
+    no_weight_decay_on_embeddings,
+)
 from megatron.core.param_init import initialize_parameters
 from megatron.core.tensor_parallel.quantized_linear import quantizers_of
 from megatron.core.transformer.compiled import compile_layers
@@ -172,6 +176,9 @@ def build_optimizer(
     own_embedding_std = run.config.asked.get("embedding_init_method_std") is not None
     if no_weight_decay_cond is None and own_embedding_std:
         no_weight_decay_cond = no_weight_decay_on_embeddings
+    head_lr_mult = run.config.scheduler.head_lr_mult
+    if lr_mult == 1.0 and head_lr_mult != 1.0:
+        lr_mult, scale_lr_cond = head_lr_mult, scale_lr_cond or is_of_head
     run.optimizer = get_megatron_optimizer(
         run.config.optimizer,
         run.model_chunks,

@@ -41,14 +41,14 @@ FIRST_SAMPLE = 250
 WARM_UP = FIRST_SAMPLE + 2000
 # Largest slopes, per step.  glibc grows a heap by 128 KiB or more at once and keeps it: two such
 # steps in 3,000 iterations are below 100 bytes an iteration, and no leak.  Leaks that are smaller
-# show in the counts: 10 Python objects in each save are 0.1.
+# show in the counts of Python's objects and blocks: 10 blocks in each save are 0.1 a step.
 BOUNDS = {
     "resident": 100.0,
     "private": 100.0,
-    "python_blocks": 0.1,
     "descriptors": 0.0005,
     "threads": 0.0005,
 }
+BLOCKS_A_STEP = 0.1
 
 
 def soak(
@@ -95,10 +95,14 @@ def report(every: Sequence[dict[str, Any]], warm_up: int) -> tuple[list[str], bo
             f"  {quantity:14} {first:12,} -> {last:12,}   {found:10.4f} a step, "
             f"at most {bound:g}{verdict}"
         )
-    more = grown(every)
-    since = f"since step {every[0]['iteration']}"
-    lines.append(f"  Python objects {since}: {more or 'none'} more{'   GROWS' if more else ''}")
-    return lines, is_flat and not more
+    begin, end, more = every[0], every[-1], grown(every)
+    blocks = end["python_blocks"] - begin["python_blocks"]
+    leaks = bool(more) or blocks > BLOCKS_A_STEP * (end["iteration"] - begin["iteration"])
+    lines.append(
+        f"  Python since step {begin['iteration']}: {blocks:+} blocks, {more or 'no'} objects more"
+        + ("   GROWS" if leaks else "")
+    )
+    return lines, is_flat and not leaks
 
 
 def main() -> int:

@@ -3,7 +3,8 @@
     python -m tests.functional.soak_probe SAMPLES.jsonl FIRST EVERY FLAGS_OF_PRETRAIN_GPT...
 
 Each rank writes a JSON line to SAMPLES.jsonl.RANK at step FIRST and every EVERY steps after it; its
-first and its last line hold the number of Python objects of each type, after a full collection.
+first and its last line hold also the number of Python objects of each type and of blocks that
+Python has allocated, both after a full collection.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class Probe(Callback):
             return
         finish_save(run)
         is_end = iteration == self._first or iteration + self._every > run.train_iters
-        line = {"iteration": iteration, **sample()}
+        line: dict[str, Any] = {"iteration": iteration, **sample()}
         if is_end:
             gc.collect()
-            line["types"] = types_of_objects()
+            line |= {"types": types_of_objects(), "python_blocks": sys.getallocatedblocks()}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -70,7 +71,6 @@ def sample() -> dict[str, int]:
     return {
         "resident": 1024 * int(status["VmRSS"]),
         "private": 1024 * (int(rollup["Private_Dirty"]) + int(rollup["Swap"])),
-        "python_blocks": sys.getallocatedblocks(),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
     }

@@ -22,6 +22,7 @@ _threads = threading.local()
 kept: list[Any] = []  # what would unregister itself
 _DOING_NOTHING = {
     torch.cuda: ("_lazy_init", "set_device", "synchronize", "empty_cache"),
+    torch._C: ("_cuda_attach_out_of_memory_observer",),
     torch.cuda.memory: ("_record_memory_history", "_dump_snapshot"),
     torch.cuda.nvtx: ("range_push", "range_pop"),
 }

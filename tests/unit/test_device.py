@@ -32,3 +32,17 @@ def test_the_memory_of_a_process_on_the_cpu_is_what_it_has() -> None:
     after = device.memory_stats()
     assert after["allocated"] - before["allocated"] > 0.9 * held.nbytes
     assert after["max_allocated"] >= after["allocated"] == after["reserved"]
+
+
+def test_a_failed_allocation_on_a_gpu_leaves_a_snapshot(monkeypatch):
+    """--record-memory-history; tests/gpu/test_memory_history.py has the real one."""
+    observers, written = [], []
+    monkeypatch.setattr(device, "_has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
+    name = "_cuda_attach_out_of_memory_observer"
+    monkeypatch.setattr(torch._C, name, observers.append, raising=False)
+    device.record_memory_history("oom_rank-3_snapshot.pickle")
+    assert written == []
+    observers[0](0, 2**20, 2**30, 0)
+    assert written == ["oom_rank-3_snapshot.pickle"]

@@ -10,6 +10,7 @@ from torch import nn
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.param_info import info_of
 
+_HEADS = ("output_layer", "lm_head", "binary_head", "pooler")  # of a model's attributes
 ParamCondition = Callable[[str, nn.Parameter], bool]
 
 
@@ -48,6 +49,11 @@ def without_wrappers(name: str) -> str:
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
+
+
+def is_of_head(name: str, param: nn.Parameter) -> bool:
+    """Whether a parameter is of the output layer or of one of BERT's heads."""
+    return without_wrappers(name).split(".")[0] in _HEADS
 
 
 def make_param_groups(

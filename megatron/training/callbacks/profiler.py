@@ -102,7 +102,6 @@ class MemoryHistory(Callback):
 
     def on_train_start(self, run: Runtime) -> None:
         self.log_name = f"memory history {run.config.profiling.memory_snapshot_path}"
-        device.record_memory_history()
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
         if run.is_last_rank and run.state.iteration % run.config.logging.log_interval == 0:

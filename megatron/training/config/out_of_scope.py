@@ -61,9 +61,6 @@ class OutOfScopeFlags:
         1.0, "Share of each class's images that is trained on."
     )
     data_sharding: bool = _vision(True, "Do not divide image folders over ranks.")
-    head_lr_mult: float = _vision(
-        1.0, "Learning rate of the classifier's head over that of the rest."
-    )
     vision_pretraining: bool = _vision(False, "Pretrain a vision model.")
     vision_pretraining_type: str = _vision(
         "classify", "Task of vision pretraining.", choices=("classify", "inpaint", "dino")

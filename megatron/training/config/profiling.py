@@ -23,6 +23,10 @@ class ProfilingConfig:
     )
     profile_ranks: tuple[int, ...] = _training((0,), "World ranks that are profiled.", nargs="+")
     record_memory_history: bool = _training(
-        False, "Record every allocation on the GPU and write the history at the end."
+        False,
+        "Record every allocation on the GPU.  The last rank writes --memory-snapshot-path at each "
+        "--log-interval, and each rank writes oom_rank-RANK_FILE beside it when memory runs out.",
     )
-    memory_snapshot_path: str = _training("snapshot.pickle", "File for the history of GPU memory.")
+    memory_snapshot_path: str = _training(
+        "snapshot.pickle", "File for the history of GPU memory, for pytorch.org/memory_viz."
+    )

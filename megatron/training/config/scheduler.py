@@ -24,6 +24,12 @@ class SchedulerConfig:
         "How the weight decay goes from its start to its end.",
         choices=("constant", "linear", "cosine"),
     )
+    head_lr_mult: float = option(
+        1.0,
+        "Factor on the learning rate of the output layer and of BERT's heads.  Needs "
+        "--untie-embeddings-and-output-weights.",
+        group="vision",
+    )
     lr_decay_style: str = _rate(
         "linear",
         "Shape of the learning rate after warm-up.",

@@ -162,8 +162,6 @@ class BaseConfig:
     )
     config_logger_dir: str = option(
         "",
-        "Directory for the settings of each module as it is built.",
+        "Folder into which each rank writes every configuration object as JSON at start.",
         group="config logger",
-        refused="settings of single modules are not written; use --save, which writes the whole "
-        "configuration as config.yaml beside each checkpoint",
     )

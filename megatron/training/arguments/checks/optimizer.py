@@ -28,6 +28,16 @@ def decoupled_learning_rates_are_ordered(run: RunConfig) -> Iterator[str]:
         )
 
 
+def the_head_has_weights_of_its_own(run: RunConfig) -> Iterator[str]:
+    """A factor on the head's learning rate does not apply to the embedding."""
+    factor = run.scheduler.head_lr_mult
+    if factor != 1.0 and not run.language_model.untie_embeddings_and_output_weights:
+        yield (
+            f"--head-lr-mult {factor}: the output layer shares its weight with the word "
+            "embedding; add --untie-embeddings-and-output-weights"
+        )
+
+
 def means_converge(run: RunConfig) -> Iterator[str]:
     """Decays below 1, a positive denominator."""
     o = run.optimizer
