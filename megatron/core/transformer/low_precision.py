@@ -41,7 +41,7 @@ def quantize_layer(
                     "needs: change the widths, --tensor-model-parallel-size, or drop the flag"
                 )
             info = info_of(linear.weight)
-            if config.fp8_param and recipe.block is None:  # shares of a weight cut blocks
+            if config.stores_codes:
                 set_info(linear.weight, replace(info, travels_as_codes=True))
             group = pg_collection.expt_tp if info.is_expert else pg_collection.tp_cp
             linear.quantize(recipe, group)

@@ -92,7 +92,7 @@ class TransformerConfig(
             return f"{schedule}: weight gradients wait in a queue of our own layers"
         if not self.is_quantized:
             return None
-        if self.fp8_param:
+        if self.stores_codes:
             return "--fp8-param-gather: our own layers quantise weights that travel as fp8"
         if not self.fp8_wgrad:
             return "--no-fp8-wgrad: our own layers keep inputs in the higher precision"

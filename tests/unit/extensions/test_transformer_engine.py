@@ -274,3 +274,9 @@ def test_a_spec_with_matrices_that_cannot_quantise_is_refused():
         spec = get_gpt_layer_with_transformer_engine_spec()
         with pytest.raises(ConfigError, match="names matrices of Transformer Engine: --fp8-recipe"):
             model_of(spec, config)
+
+
+def test_a_gather_of_codes_without_effect_leaves_matrices_to_the_package() -> None:
+    quantized = tiny_config(fp8="e4m3", fp8_param=True, bf16=True, fp8_recipe="tensorwise")
+    assert "--fp8-param-gather" in str(quantized.why_own_matrices)
+    assert replace(quantized, fp8_recipe="mxfp8").why_own_matrices is None

@@ -9,6 +9,7 @@ from megatron.core.config import states
 from megatron.core.config.option import option
 
 _te = partial(option, group="Transformer-Engine")
+_ONE_SCALE = ("delayed", "tensorwise")  # recipes with one scale for a weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,11 @@ class PrecisionConfig:
     def is_quantized(self) -> bool:
         """Whether the linear layers of transformer layers compute in 8 or 4 bits."""
         return self.fp8 is not None or self.fp4 is not None
+
+    @property
+    def stores_codes(self) -> bool:
+        """Whether --fp8-param-gather has an effect: shares of ranks cut the blocks of a weight."""
+        return self.fp8_param and self.fp8 is not None and self.fp8_recipe in _ONE_SCALE
 
     @property
     def format_flag(self) -> str:
