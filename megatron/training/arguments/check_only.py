@@ -6,14 +6,18 @@ communication and bubble are those of `megatron.training.plan`.
 
 from __future__ import annotations
 
+import sys
+import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.core.extensions.transformer_engine.engine import why_not
 from megatron.core.rank_grid import RankGrid
 from megatron.training import plan
+from megatron.training.arguments.input_files import missing_files, vocabulary_of
 from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
 from megatron.training.groups import grids_of
@@ -26,14 +30,17 @@ if TYPE_CHECKING:
 
 _BYTES_PER_GIB = 2**30
 _SHOWN_RANKS = 8
+_SILENT_S = 3.0  # before progress is reported
 
 
 def check_only(args: Namespace, write: Callable[[str], object] = print_rank_0) -> int:
-    """``write`` the plan of the run, status 0; or why it cannot start, status 1.
+    """``write`` the plan of the run, status 0; or why it cannot start or does not fit, status 1.
 
     Every conflict with its cure; or, with --check-device-memory-gib, by how much it does not fit
-    and the cheapest change with which it does.
+    and the cheapest change with which it does.  Files that are not on this machine are reported
+    in either case, and do not change the status.
     """
+    missing = missing_files(args)
     try:
         world_size = args.check_world_size or world_size_of_launcher()
         run = resolve(args, world_size)
@@ -41,28 +48,54 @@ def check_only(args: Namespace, write: Callable[[str], object] = print_rank_0) -
             raise ConfigError(f"--check-rank {args.check_rank}: ranks are 0 to {world_size - 1}")
         if not is_rank0():  # the first one plans
             return 0
+        vocabulary = vocabulary_of(run.tokenizer)
+        run = replace(run, tokenizer=replace(run.tokenizer, vocab_size=vocabulary.size))
         limit = args.check_device_memory_gib
         memory = None if limit is None else limit * _BYTES_PER_GIB
-        planned = plan.plan_run(run, args.check_rank, memory=memory)
+        planned = plan.plan_run(run, args.check_rank, memory=memory, progress=_progress())
     except (ConfigError, MissingDependency) as error:
         write(str(error))
+        for line in _noted("missing files", missing):
+            write(line)
         return 1
-    for line in report(run, planned):
+    fits = limit is None or planned.fullest.peak <= limit * _BYTES_PER_GIB
+    notes = [vocabulary.note] if vocabulary.note else []
+    for line in (*_verdict(run, planned, limit), *report(run, planned, [*notes, *missing])):
         write(line)
-    if limit is None or planned.fullest.peak <= limit * _BYTES_PER_GIB:
+    if limit is None or fits:
         return 0
     write("")
-    for line in _refusal(args, run, planned, limit):
+    for line in _cure(args, run, planned, limit):
         write(line)
     return 1
 
 
-def _refusal(args: Namespace, run: RunConfig, planned: RunPlan, limit: float) -> Iterator[str]:
+def _progress() -> Callable[[str], None]:
+    """Reports what is planned on standard error, once a plan has taken some seconds."""
+    begin = time.monotonic()
+
+    def tell(line: str) -> None:
+        if time.monotonic() - begin > _SILENT_S:
+            print(line, file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _verdict(run: RunConfig, planned: RunPlan, limit: float | None) -> Iterator[str]:
+    """Whether the run can start, and whether it fits the memory of a device."""
     fullest = planned.fullest
-    yield (
-        f"this run does not fit --check-device-memory-gib {limit:g}: rank {fullest.rank} needs "
-        f"{fullest.peak / _BYTES_PER_GIB:.2f} GiB"
-    )
+    need = f"rank {fullest.rank} needs {fullest.peak / _BYTES_PER_GIB:.2f} GiB"
+    if limit is not None and fullest.peak > limit * _BYTES_PER_GIB:
+        yield f"this run does not fit --check-device-memory-gib {limit:g}: {need}"
+        return
+    yield f"this run can start on {run.world_size} ranks"
+    if limit is None:
+        yield f"memory: {need}; give --check-device-memory-gib to compare it with a device"
+    else:
+        yield f"memory: {need} and fits --check-device-memory-gib {limit:g}"
+
+
+def _cure(args: Namespace, run: RunConfig, planned: RunPlan, limit: float) -> Iterator[str]:
     tried: list[Fit] = []
     for fit in plan.fits(args, run, planned.number_of_fullest, limit * _BYTES_PER_GIB):
         tried.append(fit)
@@ -73,22 +106,28 @@ def _refusal(args: Namespace, run: RunConfig, planned: RunPlan, limit: float) ->
     yield from (f"  {f.change.words}: {f.peak / _BYTES_PER_GIB:.2f} GiB" for f in tried)
 
 
-def report(run: RunConfig, planned: RunPlan) -> Iterator[str]:
-    """The lines of the report: layout, memory, communication, batches, length, warnings."""
-    yield f"this run can start on {run.world_size} ranks"
+def report(run: RunConfig, planned: RunPlan, notes: Sequence[str] = ()) -> Iterator[str]:
+    """The lines of the report: layout, memory, communication, batches, length, warnings.
+
+    ``notes`` are further warnings.
+    """
     yield ""
     yield from _layout(run)
     yield ""
     yield from plan.plan_lines(planned)
     yield ""
     yield from _batches(run)
-    warnings = list(run.warnings)
+    warnings = [*run.warnings, *notes]
     if run.model.require_transformer_engine and (reason := why_not()) is not None:
         warnings.append(f"--require-transformer-engine: this machine cannot start it: {reason}")
-    if warnings:
+    yield from _noted("warnings", warnings)
+
+
+def _noted(title: str, lines: Sequence[str]) -> Iterator[str]:
+    if lines:
         yield ""
-        yield "warnings:"
-        yield from (f"  - {warning}" for warning in warnings)
+        yield f"{title}:"
+        yield from (f"  - {line}" for line in lines)
 
 
 def _layout(run: RunConfig) -> Iterator[str]:

@@ -93,7 +93,8 @@ class ShorthandFlags:
     check_only: bool = _device(
         False,
         "Parse, check and print layout, memory, communication and bubble for --check-world-size "
-        "ranks, then end: status 0 if the run could start, 1 if not. Needs no GPU.",
+        "ranks, then end: status 0 if the run could start, 1 if it could not or does not fit "
+        "--check-device-memory-gib. Needs no GPU.",
     )
     check_world_size: int | None = _device(
         None,

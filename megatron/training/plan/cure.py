@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron.core.config.errors import ConfigError
@@ -72,6 +73,7 @@ def fits(args: Namespace, run: RunConfig, fullest: int, limit: float) -> Iterato
             changed = resolve(Namespace(**{**vars(args), **change.values}), run.world_size)
         except ConfigError:
             continue
+        changed = replace(changed, tokenizer=run.tokenizer)  # whose vocabulary is known
         plan = plan_run(changed, args.check_rank, only=fullest, memory=limit)
         if plan.fullest.peak <= limit:
             plan = plan_run(changed, args.check_rank, memory=limit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,12 +65,18 @@ class RunPlan:
 
 
 def plan_run(
-    config: RunConfig, rank: int = 0, *, only: int | None = None, memory: float | None = None
+    config: RunConfig,
+    rank: int = 0,
+    *,
+    only: int | None = None,
+    memory: float | None = None,
+    progress: Callable[[str], object] | None = None,
 ) -> RunPlan:
     """Plan the replica that ``rank`` belongs to, at its place in the other axes.
 
     ``only``: the number of the one stage to look at; -1 is the last.  ``memory`` of a device in
-    bytes, where it is known, settles what a run settles by it.
+    bytes, where it is known, settles what a run settles by it.  ``progress`` gets a line before
+    each stage that is traced.
     """
     vocabulary = padded_vocab_size(config)
     tp = config.model.tensor_model_parallel_size
@@ -95,6 +101,8 @@ def plan_run(
         layers = _layers(config, placement, number)
         kind = _kind(config, placement, number, layers)
         if kind not in known:
+            if progress is not None:
+                progress(f"planning pipeline stage {number + 1} of {num_ranks} ...")
             known[kind] = cost_of_rank(config, pipeline[number], rows)
         stages.append(
             Stage(

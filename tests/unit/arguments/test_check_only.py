@@ -8,7 +8,9 @@ import pytest
 
 from megatron.core.extensions.transformer_engine.engine import why_not
 from megatron.training.arguments.check_only import check_only
+from megatron.training.arguments.input_files import vocabulary_of
 from megatron.training.arguments.parser import parse_args
+from megatron.training.arguments.resolve import resolve
 from tests.unit.arguments.commands import argv
 
 
@@ -82,14 +84,25 @@ def test_a_run_that_does_not_fit_is_refused_with_the_cheapest_change() -> None:
     words = "--check-world-size 4 --num-layers 1 --hidden-size 1024 --check-device-memory-gib"
     status, lines = report(f"{words} 0.001")
     sentence = "this run does not fit --check-device-memory-gib 0.001: rank 0 needs "
-    (refusal,) = (line for line in lines if line.startswith(sentence))
-    assert (status, lines[lines.index(refusal) + 1]) == (1, "no single change is enough:")
-    peak = float(refusal.removeprefix(sentence).split()[0])
+    assert status == 1
+    assert lines[0].startswith(sentence), "the verdict is the first line, and there is one"
+    assert not any("can start" in line for line in lines)
+    assert "no single change is enough:" in lines
+    peak = float(lines[0].removeprefix(sentence).split()[0])
     # The optimizer's state is a third of it and more, so its division is what helps first.
     status, lines = report(f"{words} {0.9 * peak}")
     assert status == 1
     assert lines[-1].startswith("cheapest change: --use-distributed-optimizer, ")
-    assert report(f"{words} {1.1 * peak}")[0] == 0
+    status, lines = report(f"{words} {1.1 * peak}")
+    assert (status, lines[0]) == (0, "this run can start on 4 ranks")
+    assert lines[1].endswith(f"GiB and fits --check-device-memory-gib {1.1 * peak:g}")
+
+
+def test_without_the_memory_of_a_device_the_verdict_asks_for_it() -> None:
+    status, lines = report("")
+    assert status == 0
+    assert lines[1].startswith("memory: rank 0 needs ")
+    assert lines[1].endswith("give --check-device-memory-gib to compare it with a device")
 
 
 def test_tokens_on_their_way_to_experts_are_planned() -> None:
@@ -125,3 +138,42 @@ def test_an_unknown_vocabulary_is_said_to_be_left_out() -> None:
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x", without=("--vocab-size",)
     )
     assert any("vocabulary is not counted" in line for line in lines)
+    told = "  - vocabulary: the files of its tokenizer are not on this machine"
+    assert told in lines
+
+
+@pytest.mark.feature("Command line: --check-only counts the vocabulary of the tokenizer's files")
+def test_the_vocabulary_is_that_of_the_tokenizer_files(tmp_path: Path) -> None:
+    file = tmp_path / "vocab.txt"
+    file.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"]))
+    words = "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 1 "
+    words += "--tokenizer-type BertWordPieceLowerCase --vocab-file"
+    config = parse_args(argv=argv(f"{words} {file}", ("--vocab-size",)))
+    size = vocabulary_of(resolve(config, 1).tokenizer).size
+    assert size is not None
+    assert size >= 8
+    _, lines = report(f"{words} {file}", without=("--vocab-size",))
+    _, given = report(f"--vocab-size {size} {words} {file}", without=("--vocab-size",))
+    assert lines == given
+    assert not any("vocabulary" in line for line in lines)
+    _, without_file = report(f"{words} nowhere.txt", without=("--vocab-size",))
+    told = "the 30,522 tokens of BertWordPieceLowerCase are assumed"
+    assert any(told in line for line in without_file)
+    assert "  - --vocab-file nowhere.txt: no such file or folder on this machine" in without_file
+
+
+@pytest.mark.parametrize(("conflict", "status"), [("", 0), ("--bf16 --fp16", 1)])
+def test_missing_files_are_reported_beside_everything_else(conflict: str, status: int) -> None:
+    """The machine of the run may have them, so that they do not change the status."""
+    found, lines = report(
+        f"{conflict} --vocab-file v.json --merge-file m.txt --data-path 0.3 a 0.7 b",
+        without=("--mock-data",),
+    )
+    assert found == status
+    for told in (
+        "--vocab-file v.json: no such file or folder on this machine",
+        "--merge-file m.txt: no such file or folder on this machine",
+        "--data-path a: not on this machine: a.idx, a.bin",
+        "--data-path b: not on this machine: b.idx, b.bin",
+    ):
+        assert f"  - {told}" in lines

@@ -1,0 +1,95 @@
+"""The files a run reads, as far as --check-only can see them: which are missing, the vocabulary.
+
+A plan may be made on another machine than that of the run, so a missing file is no error here.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.core.config.errors import ConfigError, DataError, MissingDependency
+from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.training.tokenizer.build import create_tokenizer
+from megatron.training.tokenizer.spec import TokenizerSpec
+
+_FILES = (
+    "vocab_file",
+    "merge_file",
+    "tokenizer_model",
+    "data_args_path",
+    "per_split_data_args_path",
+)
+_PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+# Tokens of vocabularies that all runs with such a tokenizer share.
+_USUAL_SIZES = {
+    "GPT2BPETokenizer": 50257,
+    "Llama2Tokenizer": 32000,
+    "BertWordPieceLowerCase": 30522,
+    "BertWordPieceCase": 28996,
+}
+
+
+class Vocabulary(NamedTuple):
+    """Tokens before padding, None where nothing says how many; a note for the user, or ""."""
+
+    size: int | None
+    note: str = ""
+
+
+def missing_files(args: Namespace) -> list[str]:
+    """One line for each file or data prefix that the flags name and this machine does not have."""
+    named = [(name, getattr(args, name, None)) for name in _FILES]
+    missing = [
+        f"{_flag(name)} {path}: no such file or folder on this machine"
+        for name, path in named
+        if path is not None and not Path(path).exists()
+    ]
+    for name in _PREFIXES:
+        for prefix in _prefixes(getattr(args, name, None) or ()):
+            gone = [f"{prefix}{end}" for end in (".idx", ".bin") if not _is_file(prefix, end)]
+            if gone:
+                missing.append(f"{_flag(name)} {prefix}: not on this machine: {', '.join(gone)}")
+    return missing
+
+
+def vocabulary_of(config: TokenizerConfig) -> Vocabulary:
+    """Count the tokens of the tokenizer's own files; without them, assume what is usual."""
+    kind = config.tokenizer_type
+    if config.padded_vocab_size is not None or kind in (None, "NullTokenizer"):
+        return Vocabulary(config.vocab_size)
+    paths = [p for p in (config.tokenizer_model, config.vocab_file) if p is not None]
+    # A name that is no path would be looked up outside this machine.
+    if paths and all(Path(path).exists() for path in paths):
+        try:
+            return Vocabulary(create_tokenizer(TokenizerSpec.of(config)).vocab_size)
+        except (ConfigError, DataError, MissingDependency, OSError) as error:
+            reason = f"its tokenizer cannot be built here: {error}"
+    else:
+        reason = "the files of its tokenizer are not on this machine"
+    if config.vocab_size is not None:
+        return Vocabulary(config.vocab_size, f"vocabulary: --vocab-size is assumed; {reason}")
+    size = _USUAL_SIZES.get(kind or "")
+    if size is not None:
+        size += config.vocab_extra_ids
+        return Vocabulary(size, f"vocabulary: the {size:,} tokens of {kind} are assumed; {reason}")
+    return Vocabulary(None, f"vocabulary: {reason}")
+
+
+def _prefixes(words: Iterable[str]) -> Iterator[str]:
+    """Prefixes of a list that may hold a weight before each."""
+    for word in words:
+        try:
+            float(word)
+        except ValueError:
+            yield word
+
+
+def _is_file(prefix: str, end: str) -> bool:
+    return "://" in prefix or Path(prefix + end).is_file()
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
