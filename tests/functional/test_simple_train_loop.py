@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from examples import run_simple_train_loop
 from tests import tolerances
+from tests.functional import user_simple_loop
+from tests.functional.runs import ROOT
 from tests.ranks import run_ranks
 
 
@@ -21,3 +27,31 @@ def test_the_loop_learns_and_tensor_parallel_ranks_see_the_same_losses():
     cut = run_ranks(_train, 2, 2)
     assert alone[-1] < alone[0] - 1
     torch.testing.assert_close(cut, [alone, alone], **tolerances.LAYOUT_LOSS)
+
+
+def _loaded(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:
+    user_simple_loop.parallel_state.initialize_model_parallel()
+    user_simple_loop.model_parallel_cuda_manual_seed(123)
+    model = user_simple_loop.model_provider()
+    for param in model.parameters():
+        param.data.fill_(float("nan"))
+    user_simple_loop.load_distributed_checkpoint(folder, model)
+    return dict(model.state_dict())
+
+
+@pytest.mark.feature("Library: the simple training loop of Megatron Core v0.14, unchanged")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_simple_loop_of_megatron_core_trains_saves_and_loads(tmp_path: Path, ranks: int) -> None:
+    script = str(Path(user_simple_loop.__file__))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, *launcher, script, str(tmp_path / "ckpt"), str(ranks)],
+        env={**user_simple_loop.os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("Losses reduced") == 5 * ranks
+    assert done.stdout.count("Successfully loaded the model") == ranks
+    (weights,) = run_ranks(_loaded, 1, str(tmp_path / "ckpt"))
+    assert all(bool(value.isfinite().all()) for value in weights.values())

@@ -6,8 +6,13 @@ __getattr__ = lazy_exports(
     __name__,
     {
         "ShardedTensor": "megatron.core.dist_checkpointing.mapping",
-        "save": "megatron.core.dist_checkpointing.serialization",
-        "load": "megatron.core.dist_checkpointing.serialization",
+        "ShardedObject": "megatron.core.dist_checkpointing.sharded_objects",
+        "ShardedTensorFactory": "megatron.core.dist_checkpointing.sharded_objects",
+        "LocalNonpersistentObject": "megatron.core.dist_checkpointing.sharded_objects",
+        "save": "megatron.core.dist_checkpointing.state_dict_api",
+        "load": "megatron.core.dist_checkpointing.state_dict_api",
+        "load_common_state_dict": "megatron.core.dist_checkpointing.state_dict_api",
+        "load_content_metadata": "megatron.core.dist_checkpointing.state_dict_api",
         "CheckpointReader": "megatron.core.dist_checkpointing.reader",
     },
 )

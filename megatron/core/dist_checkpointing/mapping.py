@@ -17,8 +17,19 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.sharded_objects import (
+    LocalNonpersistentObject,
+    ReplicaId,
+    ShardedObject,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.param_info import ParamInfo
 from megatron.core.process_groups_config import ProcessGroupCollection
+
+# Megatron-LM has these in this module.
+__all__ = ["LocalNonpersistentObject", "ShardedObject", "ShardedTensorFactory", "is_main_replica"]
 
 OPTIMIZER_PREFIX = "optimizer."  # of the keys of what the optimizer holds
 
@@ -110,6 +121,60 @@ class ShardedTensor:
     is_flat: bool = False
     is_constant: bool = False
     is_buffer: bool = False
+    data: Tensor | None = None  # all that this rank holds, for sharded state dicts
+    replica_id: ReplicaId = 0  # as Megatron-LM numbers replicas
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: Tensor,
+        *rank_offsets: tuple[int, int, int],
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        flattened_range: slice | None = None,
+        allow_shape_mismatch: bool = False,
+    ) -> ShardedTensor:
+        """``data`` as a part of a tensor that is cut evenly along some axes.
+
+        ``rank_offsets``: (axis, number of this part, number of parts); an axis counts the
+        ``prepend_axis_num`` axes before those of ``data`` too.  Replicas but the main one, whose
+        ``replica_id`` is 0 or zeros, are not written.
+        """
+        if flattened_range is not None or allow_shape_mismatch:
+            raise CheckpointError(
+                f"{key}: flattened_range and allow_shape_mismatch are not available: give the "
+                "tensor in its own shape"
+            )
+        view = data.detach()[(None,) * prepend_axis_num]
+        shape, offset = list(view.shape), [0] * view.dim()
+        for axis, part, count in rank_offsets:
+            if not (0 <= axis < view.dim() and 0 <= part < count):
+                raise CheckpointError(
+                    f"{key}: part {part} of {count} along axis {axis} is not a part of a tensor "
+                    f"with {view.dim()} axes"
+                )
+            offset[axis] = part * view.shape[axis]
+            shape[axis] = count * view.shape[axis]
+        return cls(
+            key=key,
+            global_shape=tuple(shape),
+            dtype=data.dtype,
+            pieces=(Piece(tuple(offset), view),),
+            replica=Replica() if is_main_replica(replica_id) else None,
+            data=data,
+            replica_id=replica_id,
+        )
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what this rank holds."""
+        return self.pieces[0].shape if self.data is None else tuple(self.data.shape)
+
+    @property
+    def global_offset(self) -> tuple[int, ...]:
+        """Where in the whole tensor this rank's first piece begins."""
+        return self.pieces[0].offset
 
     @property
     def num_bytes(self) -> int:

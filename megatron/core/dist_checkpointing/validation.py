@@ -6,6 +6,7 @@ them) and of *missing* ones (the checkpoint has them, the run does not want them
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,21 @@ STRICTNESS = {
     "return_all": ("return", "return"),
     "ignore_all": ("ignore", "ignore"),
 }
+
+
+class StrictHandling(enum.Enum):
+    """The modes of `STRICTNESS` under Megatron-LM's names."""
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    LOG_UNEXPECTED = "log_unexpected"
+    LOG_ALL = "log_all"
+    RAISE_UNEXPECTED = "raise_unexpected"
+    RAISE_ALL = "raise_all"
+    RETURN_UNEXPECTED = "return_unexpected"
+    RETURN_ALL = "return_all"
+    IGNORE_ALL = "ignore_all"
+
+
 _SHOWN = 8
 # What a run or another format may do without: scales of fp8 are found anew.
 AMAX_HISTORY = ".quantizer.amax_history"

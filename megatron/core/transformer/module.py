@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_param, replica_of
+from megatron.core.param_info import info_of, local_part
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -22,6 +27,32 @@ class MegatronModule(nn.Module):
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
         """What a checkpoint holds of this module."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The state dict of this model with a `ShardedTensor` for each tensor.
+
+        Its keys are those of ``state_dict(prefix=prefix)``; the key of each tensor is ``prefix``
+        and its name in the whole model, which no layout changes.  For ``dist_checkpointing.save``
+        and ``load``.
+        """
+        del metadata
+        if sharded_offsets:
+            raise CheckpointError("sharded_offsets is not available: give a prefix instead")
+        found = (vars(module).get("pg_collection") for module in self.modules())
+        groups = next((each for each in found if each is not None), None)
+        if groups is None:
+            raise CheckpointError(
+                f"{type(self).__name__} has no process groups: call sharded_state_dict on the model"
+            )
+        return {
+            name: sharded_entry(name, prefix, tensor, groups)
+            for name, tensor in self.state_dict(prefix=prefix, keep_vars=True).items()
+        }
 
 
 def before_reading(module: nn.Module) -> None:
@@ -49,6 +80,18 @@ def _convert(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
         return leaf
 
     return tree_map(one, value)
+
+
+def sharded_entry(
+    name: str, prefix: str, tensor: Tensor, groups: ProcessGroupCollection
+) -> ShardedTensor:
+    """What this rank holds of the parameter or buffer ``tensor`` of a model."""
+    info = info_of(tensor)
+    key = prefix + (info.name or name.removeprefix(prefix))
+    local, replica = local_part(tensor), replica_of(info, groups)
+    record = from_param(key, info, local, replica, dtype=info.dtype)
+    number = 1 if replica is None else replica.index
+    return replace(record, data=local.detach(), replica_id=number)
 
 
 class Float16Module(MegatronModule):

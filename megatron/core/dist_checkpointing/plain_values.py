@@ -1,0 +1,83 @@
+"""Python values as JSON and back, without pickles: what JSON lacks is an object with one ``$`` key.
+
+Tensors are left to the caller: `encode` collects them by their place, `decode` is told how to
+read one.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import math
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.errors import CheckpointError
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None) -> Any:
+    """``value`` as JSON; its tensors go into ``tensors`` under their place.
+
+    Raises CheckpointError for a value that is not plain, with its place ``path``.
+    """
+    if value is None or isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if isinstance(value, Tensor) and tensors is not None:
+        tensors[path] = value
+        return {"$tensor": path}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, list):
+        return [encode(entry, f"{path}.{i}", tensors) for i, entry in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": encode(list(value), path, tensors)}
+    if isinstance(value, Namespace):
+        return {"$namespace": encode(vars(value), path, tensors)}
+    if isinstance(value, dict):
+        return _encode_dict(value, path, tensors)
+    raise CheckpointError(
+        f"{path} is a {type(value).__name__}, which is not saved: no pickle is written; give "
+        "numbers, text, lists, dicts or tensors, or leave it out"
+    )
+
+
+def _encode_dict(value: dict[Any, Any], path: str, tensors: dict[str, Tensor] | None) -> Any:
+    entries = {key: encode(entry, f"{path}.{key}", tensors) for key, entry in value.items()}
+    if all(isinstance(key, str) and not key.startswith("$") for key in entries):
+        return entries
+    return {"$items": [[encode(key, path), entry] for key, entry in entries.items()]}
+
+
+def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
+    """What `encode` was given; ``read`` returns the tensor of a key."""
+    if isinstance(value, list):
+        return [decode(entry, read) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((kind, content),) = value.items()
+        if kind in _DECODERS:
+            return _DECODERS[kind](content, read)
+    return {key: decode(entry, read) for key, entry in value.items()}
+
+
+_DECODERS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
+    "$float": lambda content, read: float(content),
+    "$tensor": lambda content, read: read(f"common.{content}"),
+    "$dtype": lambda content, read: {str(d).removeprefix("torch."): d for d in _DTYPES}[content],
+    "$bytes": lambda content, read: base64.b64decode(content),
+    "$tuple": lambda content, read: tuple(decode(content, read)),
+    "$namespace": lambda content, read: Namespace(**decode(content, read)),
+    "$items": lambda content, read: {decode(k, read): decode(v, read) for k, v in content},
+}
+_DTYPES: list[torch.dtype] = [
+    value for value in vars(torch).values() if isinstance(value, torch.dtype)
+]

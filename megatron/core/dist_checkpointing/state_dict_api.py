@@ -1,0 +1,320 @@
+"""``dist_checkpointing.save`` and ``load``: sharded state dicts, with Megatron-LM's signatures.
+
+A sharded state dict is a nest of dicts and lists.  Its `ShardedTensor` entries are saved by all
+ranks, each a part; `ShardedObject` entries by their main replica; everything else is *common*: the
+same on all ranks, saved by rank 0.  Files have the format of this project: no pickle, so that
+objects and common values are plain ones (numbers, text, lists, dicts) or tensors.
+
+Order of collectives: save: gather reports, broadcast the verdict.  Load: those of
+`serialization.load`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.collectives import broadcast_json, gather_json, rank_in
+from megatron.core.dist_checkpointing.commit import attempt_id
+from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, RankReport, Share
+from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.dist_checkpointing.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    fsync_folder,
+    write_manifest,
+)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
+from megatron.core.dist_checkpointing.plain_values import decode, encode
+from megatron.core.dist_checkpointing.sharded_objects import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.validation import STRICTNESS, StrictHandling, shorten
+
+logger = logging.getLogger(__name__)
+
+_COMMON = "state_dict"
+_OBJECTS = "sharded_objects"
+_METADATA = "content_metadata"
+_COMMON_TENSOR = "common."  # prefix of the keys of common tensors
+
+
+def save(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: dict[str, Any] | None = None,
+) -> None:
+    """Write ``sharded_state_dict`` into the existing folder ``checkpoint_dir``.  Collective.
+
+    Every element of every tensor has to have one main replica, whether or not
+    ``validate_access_integrity`` asks for that.  Raises CheckpointError on every rank alike.
+    """
+    del validate_access_integrity, preprocess_common_before_consistancy_check
+    _only_default_strategies(sharded_strategy, common_strategy)
+    if async_sharded_save:
+        raise CheckpointError("async_sharded_save=True is not available: call save without it")
+    group, folder = _world(), Path(checkpoint_dir)
+    written, common = _write(sharded_state_dict, folder, group)
+    reports = gather_json(written, group)
+    error = None
+    if reports is not None:
+        error = _publish(folder, reports, {**common, _METADATA: content_metadata})
+    error = broadcast_json(error, group)
+    if error:
+        raise CheckpointError(f"{folder} was not saved: {error}")
+
+
+def load(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | Path,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+) -> Any:
+    """The state dict in ``checkpoint_dir``: common values, and what the given dict asks for.
+
+    Tensors are read into the memory of the given ones, in whatever layout they were saved.
+    ``strict`` says what is done about differing keys; its ``return_`` modes return (state dict,
+    missing keys, unexpected keys).  Collective.  Raises CheckpointError on every rank alike.
+    """
+    del validate_access_integrity
+    _only_default_strategies(sharded_strategy, common_strategy)
+    group, folder = _world(), Path(checkpoint_dir)
+    mode = StrictHandling(strict)
+    asked = _mapped(sharded_state_dict, _built)
+    wanted = [entry for _, entry in _leaves(asked) if isinstance(entry, ShardedTensor)]
+    differences = serialization.load(
+        folder,
+        wanted,
+        group,
+        # Megatron-LM's default lets a checkpoint hold more than is asked for.
+        strictness="raise_unexpected"
+        if mode is StrictHandling.ASSUME_OK_UNEXPECTED
+        else mode.value,
+        leave_out=(_COMMON_TENSOR,),
+    )
+    with open_reader(folder) as reader:
+        content = reader.common()
+        objects = content.get(_OBJECTS, {})
+        common = decode(content.get(_COMMON, {}), reader.read)
+        absent = set(differences.absent)
+
+        def loaded(entry: Any) -> Any:
+            if isinstance(entry, ShardedObject):
+                if entry.unique_key not in objects:
+                    raise CheckpointError(f"{folder} holds no object {entry.unique_key}")
+                return decode(objects[entry.unique_key], reader.read)
+            if isinstance(entry, LocalNonpersistentObject):
+                return entry.unwrap()
+            if isinstance(entry, ShardedTensor):
+                return _ABSENT if entry.key in absent else entry.data
+            return _ABSENT  # a common value: the checkpoint's counts
+
+        state = _merged(common, _pruned(_mapped(asked, loaded)))
+    state = _merge_factories(sharded_state_dict, state)
+    if mode.value.startswith("return"):
+        return state, set(differences.unused), set(differences.absent)
+    return state
+
+
+def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
+    """What is no sharded entry.  Local."""
+    with open_reader(Path(checkpoint_dir)) as reader:
+        common: dict[str, Any] = decode(reader.common().get(_COMMON, {}), reader.read)
+    return common
+
+
+def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:
+    """The ``content_metadata`` that `save` was given.  Local."""
+    with open_reader(Path(checkpoint_dir)) as reader:
+        metadata: dict[str, Any] | None = reader.common().get(_METADATA)
+    return metadata
+
+
+_ABSENT: Any = object()  # an entry that a loaded state dict lacks
+
+
+def _world() -> ProcessGroup | None:
+    """The group of all ranks; None where torch.distributed is not initialised."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _only_default_strategies(*strategies: Any) -> None:
+    for strategy in strategies:
+        if strategy is not None:
+            raise CheckpointError(
+                f"strategy {strategy!r} is not available: leave it out; the format is that of "
+                "--ckpt-format safetensors_dist"
+            )
+
+
+def _write(
+    sharded_state_dict: dict[str, Any], folder: Path, group: ProcessGroup | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write this rank's files; the report or the error, and on rank 0 the common values."""
+    rank = rank_in(group)
+    objects: dict[str, Any] = {}
+    tensors: dict[str, ShardedTensor] = {}
+    common_tensors: dict[str, Tensor] = {}
+    common: dict[str, Any] = {}
+    try:
+        if not folder.is_dir():
+            raise CheckpointError("this folder does not exist: make it first")
+        built = _mapped(sharded_state_dict, _built)
+        for path, entry in _leaves(built):
+            if isinstance(entry, ShardedTensor):
+                tensors.setdefault(entry.key, entry)  # tied weights are one tensor
+            elif isinstance(entry, ShardedObject) and is_main_replica(entry.replica_id):
+                objects[entry.unique_key] = encode(entry.data, path)
+        if rank == 0:
+            plain = _pruned(_mapped(built, _common_value))
+            common = {_COMMON: encode(plain, _COMMON, common_tensors)}
+        records = [
+            *to_write(tensors.values(), share_work=False),
+            *map(_record_of, common_tensors.items()),
+        ]
+        share = Share(
+            folder=folder,
+            rank=rank,
+            tensors=records,
+            rank_state=None,
+            iteration=0,
+            attempt=attempt_id(),
+        )
+        report = SAFETENSORS_DIST.write_rank_files(share)
+    except serialization.REPORTED as error:
+        return {**serialization.not_written(error), "objects": {}}, common
+    return {"report": asdict(report), "error": None, "objects": objects}, common
+
+
+def _record_of(item: tuple[str, Tensor]) -> ShardedTensor:
+    """A common tensor, whole on rank 0."""
+    return ShardedTensor.from_rank_offsets(_COMMON_TENSOR + item[0], item[1])
+
+
+def _publish(folder: Path, written: Sequence[dict[str, Any]], common: dict[str, Any]) -> str | None:
+    """On rank 0: write index, common values and, last, the manifest; why not, or None."""
+    errors = [f"rank {r}: {each['error']}" for r, each in enumerate(written) if each["error"]]
+    if errors:
+        return shorten(errors)
+    reports = [RankReport(**each["report"]) for each in written]
+    objects = {key: value for each in written for key, value in each["objects"].items()}
+    files = {name: FileEntry(**e) for report in reports for name, e in report.files.items()}
+    try:
+        if (folder / MANIFEST).exists():
+            logger.warning("%s holds a checkpoint, which is overwritten", folder)
+            (folder / MANIFEST).unlink()
+        files |= SAFETENSORS_DIST.complete(folder, reports, {**common, _OBJECTS: objects})
+        manifest = Manifest(
+            iteration=0,
+            sequence=0,
+            attempt=attempt_id(),
+            published_at_ns=time.time_ns(),
+            tracker_before=None,
+            layout={},
+            files=files,
+        )
+        write_manifest(folder, manifest)
+        fsync_folder(folder)
+    except serialization.REPORTED as error:
+        return str(error)
+    return None
+
+
+def _built(entry: Any) -> Any:
+    """The state dict that a factory makes; other entries as they are."""
+    return _mapped(entry.build(), _built) if isinstance(entry, ShardedTensorFactory) else entry
+
+
+def _merge_factories(asked: Any, state: Any) -> Any:
+    """Give what was loaded for a factory to its ``merge_fn``."""
+    if isinstance(asked, ShardedTensorFactory):
+        return asked.merge_fn(state)
+    if isinstance(asked, dict) and isinstance(state, dict):
+        return {k: _merge_factories(asked[k], v) if k in asked else v for k, v in state.items()}
+    if isinstance(asked, list) and isinstance(state, list):
+        pairs = zip(asked, state, strict=False)
+        return [*(_merge_factories(a, s) for a, s in pairs), *state[len(asked) :]]
+    return state
+
+
+def _common_value(entry: Any) -> Any:
+    sharded = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
+    return _ABSENT if isinstance(entry, sharded) else entry
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Entries that are neither dict nor list, with their place for messages."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            yield from _leaves(entry, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for number, entry in enumerate(value):
+            yield from _leaves(entry, f"{path}.{number}")
+    else:
+        yield path, value
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same nest with each leaf replaced by ``change(leaf)``."""
+    if isinstance(value, dict):
+        return {key: _mapped(entry, change) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_mapped(entry, change) for entry in value]
+    return change(value)
+
+
+def _pruned(value: Any) -> Any:
+    """The same nest without absent entries, and without dicts that become empty by that.
+
+    In a list None takes the place of an absent entry, so that the others keep theirs.
+    """
+    if isinstance(value, dict):
+        kept = {key: _pruned(entry) for key, entry in value.items()}
+        return {
+            key: entry
+            for key, entry in kept.items()
+            if entry is not _ABSENT and not (entry == {} and value[key] != {})
+        }
+    if isinstance(value, list):
+        kept_items = [_pruned(entry) for entry in value]
+        return [None if entry is _ABSENT else entry for entry in kept_items]
+    return value
+
+
+def _merged(common: Any, sharded: Any) -> Any:
+    """Both in one nest; where both have a value, the sharded one."""
+    if isinstance(common, dict) and isinstance(sharded, dict):
+        keys = [*common, *(key for key in sharded if key not in common)]
+        return {
+            key: _merged(common[key], sharded[key])
+            if key in common and key in sharded
+            else (sharded[key] if key in sharded else common[key])
+            for key in keys
+        }
+    if isinstance(common, list) and isinstance(sharded, list) and len(common) == len(sharded):
+        return [_merged(c, s) for c, s in zip(common, sharded, strict=True)]
+    return common if sharded is None else sharded
+
+
+assert {mode.value for mode in StrictHandling} == set(STRICTNESS)
