@@ -64,7 +64,7 @@ def test_text_is_learned_and_goes_on_in_another_layout(tmp_path: Path, text: lis
     straight = run_gpt(tmp_path / "a", *layout, "--save", saves, base=base, world_size=2)
     assert losses(straight)[-1] < losses(straight)[0]
     names = {path.name[33:] for path in Path(cache).iterdir()}
-    ends = ("description.txt", "sample_index.npy")
+    ends = ("crc.json", "description.txt", "sample_index.npy")
     assert names == {f"BERTMaskedWordPieceDataset-{end}" for end in ends}
     with CheckpointReader(Path(saves) / "iter_0000008") as reader:
         assert {
