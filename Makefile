@@ -3,7 +3,7 @@
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help check format test test-dist test-slow test-host-gpu fuzz fuzz-reshard kill soak bench docs quickstart
+.PHONY: help check format test test-dist test-slow test-host-gpu fuzz fuzz-reshard fuzz-files kill soak bench docs quickstart
 
 help:
 	@echo "make check       ruff, mypy on the pure packages, the laws of the repository"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-host-gpu  whole runs on a device that computes on the host: the ways of a GPU"
 	@echo "make fuzz N=200  random layouts against one process; FIRST=0 is the first seed, OF=t5 in all"
 	@echo "make fuzz-reshard N=50  random pairs of layouts: saved in one, loaded in the other"
+	@echo "make fuzz-files N=2000  damaged and forged files of every kind; OF=yaml is one of them"
 	@echo "make kill N=200  kill -9 around saves: the newest checkpoint is whole, the numbers the same; OF=fewer-bits"
 	@echo "make soak N=5000 thousands of steps with saves: memory, descriptors and threads stay flat"
 	@echo "make bench       every benchmark, one after the other"
@@ -49,6 +50,11 @@ fuzz:
 fuzz-reshard:
 	@python=$$(tools/env.sh) && \
 	$$python -m tests.distributed.reshard --pairs $(or $(N),50) --first $(or $(FIRST),0)
+
+fuzz-files:
+	@python=$$(tools/env.sh) && \
+	$$python -m tests.file_fuzz.files --cases $(or $(N),2000) --first $(or $(FIRST),0) \
+	$(if $(OF),--of "$(OF)")
 
 kill:
 	@python=$$(tools/env.sh) && \

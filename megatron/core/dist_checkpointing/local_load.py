@@ -112,7 +112,11 @@ def load_local(
         }
         all_or_none(partial(_fill, wanted, offered), "a local part", group)
         missing = {box: wanted[box] for box in wanted if box not in offered}
-        _send_and_receive(offered, missing, group)
+        try:
+            _send_and_receive(offered, missing, group)
+        except CheckpointError as error:
+            held = ", ".join(str(folder) for folder in found.parts.values()) or "no local part"
+            raise CheckpointError(f"{held}: {error}") from None
     content = _content(readers, group)
     for reader in readers.values():
         reader.close()

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.safetensors_file import DTYPES
 
 _MAX_ELEMENTS = 1 << 58  # of a shape, whose zeros count as one: torch multiplies in 64 bits
+_SHOWN = 80  # characters of a value in a message
 _PAIRS = 1 << 22  # boxes that are compared at a time
 
 
@@ -110,10 +111,10 @@ def _tensor(entry: Any, files: Mapping[str, FileEntry], block_bytes: int) -> Sto
     """Raises ValueError, and what Python raises for values of other types."""
     shape = entry["shape"]
     if not are_counts(shape) or prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
-        raise ValueError(f"its shape is {shape!r}")
+        raise ValueError(f"its shape is {_shown(shape)}")
     dtype = DTYPES.get(entry["dtype"])
     if dtype is None:
-        raise ValueError(f"its dtype is {entry['dtype']!r}")
+        raise ValueError(f"its dtype is {_shown(entry['dtype'])}")
     if not isinstance(entry["pieces"], list):
         raise ValueError("it has no list of pieces")
     pieces = tuple(_piece(piece, shape, dtype, block_bytes) for piece in entry["pieces"])
@@ -135,10 +136,17 @@ def _piece(piece: Any, whole: Sequence[int], dtype: torch.dtype, block_bytes: in
         o + n <= size for o, n, size in zip(offset, shape, whole, strict=True)
     )
     if not is_inside:
-        raise ValueError(f"a piece {shape} at {offset} is not inside {list(whole)}")
+        raise ValueError(f"a piece {_shown(shape)} at {_shown(offset)} is not inside {whole}")
     if num_bytes != prod(shape) * dtype.itemsize or len(checksums) != -(-num_bytes // block_bytes):
-        raise ValueError(f"a piece {shape} has {num_bytes} bytes and {len(checksums)} checksums")
+        raise ValueError(
+            f"a piece {_shown(shape)} has {num_bytes} bytes and {len(checksums)} checksums"
+        )
     return StoredPiece(file, start, num_bytes, tuple(offset), tuple(shape), tuple(checksums))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _reason(error: Exception) -> str:

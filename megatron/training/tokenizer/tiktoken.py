@@ -10,6 +10,7 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from operator import index
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
@@ -151,7 +152,7 @@ def _read_ranks(path: str, count: int) -> dict[bytes, int]:
         with open(path, "rb") as file:
             content = file.read()
         tokens = _parse_ranks(content)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"--tokenizer-model {path}: {error!r}; it must be a JSON list of rank and "
             "token_bytes, a tekken.json, or lines of base64 and rank"
@@ -169,7 +170,7 @@ def _parse_ranks(content: bytes) -> dict[int, bytes]:
     if content.lstrip()[:1] in (b"[", b"{"):
         entries: Any = json.loads(content)
         entries = entries["vocab"] if isinstance(entries, dict) else entries
-        return {e["rank"]: base64.b64decode(e["token_bytes"]) for e in entries}
+        return {index(e["rank"]): base64.b64decode(e["token_bytes"]) for e in entries}
     lines = (line.split() for line in content.splitlines() if line)
     return {int(rank): base64.b64decode(token) for token, rank in lines}
 
