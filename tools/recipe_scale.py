@@ -78,7 +78,9 @@ FOLDERS = {
 
 def scale_down(args: Mapping[str, Any], out: Path) -> dict[str, Any]:
     """The same flags with small values, on mock data, everything written under ``out``."""
-    small = {flag: value for flag, value in args.items() if flag not in DATA_FLAGS}
+    # This machine's own backend: a recipe names nccl, which needs GPUs.
+    left_out = {*DATA_FLAGS, "--distributed-backend"}
+    small = {flag: value for flag, value in args.items() if flag not in left_out}
     for flag, most in AT_MOST.items():
         if flag in small:
             small[flag] = str(min(int(small[flag]), most))

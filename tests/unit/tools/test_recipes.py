@@ -13,7 +13,7 @@ from megatron.training.arguments.parser import build_parser, parse_args
 from megatron.training.arguments.resolve import resolve
 from tests.functional.runs import defaults_of
 from tools import recipe_file, recipe_results, run_recipe
-from tools.recipe_scale import scale_down, smallest_world
+from tools.recipe_scale import DATA_FLAGS, scale_down, smallest_world
 
 RECIPES = sorted((Path(__file__).parents[2] / "golden/recipes").glob("*.yaml"))
 RESUME = next(path for path in RECIPES if path.name == "gpt_resume.yaml")
@@ -184,7 +184,7 @@ def test_the_small_form_keeps_every_flag_but_the_data_and_parses(path, tmp_path)
     recipe = run_recipe.load(path)
     small = scale_down(recipe.args, tmp_path)
     dropped = set(recipe.args) - set(small)
-    assert dropped <= {"--data-path", "--vocab-file", "--merge-file", "--tokenizer-model"}
+    assert dropped <= {*DATA_FLAGS, "--distributed-backend"}
     parsed = build_parser().parse_args(run_recipe.words_of(small, recipe.env))
     assert parsed.train_iters == 10 or parsed.train_samples == 10 * parsed.global_batch_size
     assert parsed.hidden_size <= 64
