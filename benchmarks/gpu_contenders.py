@@ -290,7 +290,7 @@ class MatrixProduct:
     def step(self) -> Tensor:
         """One measurement."""
         size = 8192 if device.is_cuda() else 512
-        return torch.tensor(measured_gemm_rate(torch.bfloat16, size))
+        return torch.tensor(measured_gemm_rate(torch.bfloat16, (size,)).flops_per_s)
 
 
 _PEERS: dict[str, Callable[[Shape], nn.Module]] = {

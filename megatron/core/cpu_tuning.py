@@ -11,6 +11,7 @@ float32, which is tried before it is relied on.
 from __future__ import annotations
 
 import ctypes
+import platform
 import sys
 
 import torch
@@ -29,6 +30,18 @@ def keep_freed_memory() -> bool:
     except AttributeError:  # another C library
         return False
     return bool(mallopt(_M_TRIM_THRESHOLD, -1) and mallopt(_M_MMAP_MAX, 0))
+
+
+def multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for bf16 matmuls; without them they are far slower.
+
+    oneDNN obeys ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA; what it says is what happens.
+    """
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and (
+        platform.machine() not in ("x86_64", "AMD64")
+        or torch.cpu._is_avx512_bf16_supported()
+        or torch.cpu._is_amx_tile_supported()
+    )
 
 
 def choose_float32_products(hidden_size: int) -> bool:

@@ -1,12 +1,14 @@
 """The rate that MFU is a share of: what one device could multiply at most.
 
 For known GPUs it is the maker's number for dense bfloat16 (without sparsity).  For other devices,
-the CPU among them, a matrix product is timed once.
+the CPU among them, matmuls are timed for a tenth of a second.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,16 +41,23 @@ _DENSE_BF16 = (
     ("MI300X", 1307e12),
     ("MI250X", 383e12),
 )
-_GEMM_SIZE_GPU = 8192
-_GEMM_SIZE_CPU = 1024
+_SIZES_CPU = (64, 128, 256, 512, 1024)
+_SIZES_GPU = (2048, 4096, 8192)
+_BUDGET_S = 0.1  # of all measurements; a product that has begun is completed
+_REPEATS = 5  # of each size
+_SPREAD = 1.3  # median over fastest repeat, above which a rate is not reliable
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Most FLOP/s of one device, and where the number is from."""
+    """Most FLOP/s of one device, and where the number is from.
+
+    ``problem`` says why no MFU can be computed from it; None if it can.
+    """
 
     flops_per_s: float
     source: str
+    problem: str | None = None
 
 
 def device_peak(dtype: torch.dtype) -> Peak:
@@ -57,12 +66,18 @@ def device_peak(dtype: torch.dtype) -> Peak:
     known = known_peak(name)
     if known is not None:
         return Peak(known, f"dense bf16 peak of {name}")
-    size = _GEMM_SIZE_GPU if device.is_cuda() else _GEMM_SIZE_CPU
     if dtype == torch.float16 and not device.is_cuda():
         dtype = torch.float32  # few CPUs multiply in half precision
     kind = str(dtype).removeprefix("torch.")
+    rate = measured_gemm_rate(dtype, _SIZES_GPU if device.is_cuda() else _SIZES_CPU)
+    problem = None
+    if rate.spread > _SPREAD:
+        problem = (
+            f"the measured rate of {kind} matmuls on {name} varies by a factor of "
+            f"{rate.spread:.2g} between repeats; the machine is busy with other work"
+        )
     return Peak(
-        measured_gemm_rate(dtype, size), f"measured rate of a {size}^3 {kind} product on {name}"
+        rate.flops_per_s, f"measured rate of a {rate.size}^3 {kind} matmul on {name}", problem
     )
 
 
@@ -71,15 +86,41 @@ def known_peak(name: str) -> float | None:
     return next((peak for part, peak in _DENSE_BF16 if part in name), None)
 
 
-def measured_gemm_rate(dtype: torch.dtype, size: int, repeats: int = 3) -> float:
-    """FLOP/s of the fastest of ``repeats`` square matrix products, after one to warm up."""
-    a = torch.randn(size, size, device=device.current()).to(dtype)  # zeros would be faster
-    best_s = float("inf")
-    for repeat in range(repeats + 1):
-        device.synchronize()
-        started_at_s = time.perf_counter()
-        torch.mm(a, a)
-        device.synchronize()
-        if repeat:
-            best_s = min(best_s, time.perf_counter() - started_at_s)
-    return 2 * size**3 / best_s
+@dataclass(frozen=True)
+class GemmRate:
+    """The fastest square matmul of those tried.  ``spread``: median over fastest repeat of it."""
+
+    flops_per_s: float
+    size: int
+    spread: float
+
+
+def measured_gemm_rate(
+    dtype: torch.dtype, sizes: Sequence[int], clock: Callable[[], float] = time.perf_counter
+) -> GemmRate:
+    """Time ever larger matmuls until the time budget is used up.
+
+    A larger one is begun only if its repeats, at the rate of the one before, fit into the budget:
+    a CPU without bf16 instructions is 40 times slower than one with them.
+    """
+    began_s = clock()
+    best: GemmRate | None = None
+    flops_per_s = float("inf")
+    for size in sizes:
+        expected_s = (_REPEATS + 1) * 2 * size**3 / flops_per_s
+        if best is not None and clock() - began_s + expected_s > _BUDGET_S:
+            break
+        a = torch.randn(size, size, device=device.current()).to(dtype)  # zeros would be faster
+        times_s = []
+        for _ in range(_REPEATS + 1):  # the first one warms up
+            device.synchronize()
+            started_at_s = clock()
+            torch.mm(a, a)
+            device.synchronize()
+            times_s.append(clock() - started_at_s)
+        fastest_s = min(times_s[1:])
+        flops_per_s = 2 * size**3 / fastest_s
+        if best is None or flops_per_s > best.flops_per_s:
+            best = GemmRate(flops_per_s, size, statistics.median(times_s[1:]) / fastest_s)
+    assert best is not None, "there is a first size"
+    return best

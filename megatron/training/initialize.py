@@ -158,6 +158,12 @@ def connect(config: RunConfig) -> None:
         if config.distributed.device == "auto":
             for warning in without_effect_on_a_cpu(flags_and_defaults(), config.asked):
                 print_rank_0(f"WARNING: {warning}")
+        if config.model.params_dtype == torch.bfloat16 and not cpu_tuning.multiplies_bf16():
+            print_rank_0(
+                "WARNING: --bf16: this CPU has no instructions for bf16 matmuls (avx512_bf16, "
+                "amx_bf16), which can be 40 times slower than in fp32; leave --bf16 out to train "
+                "in fp32"
+            )
         cpu_tuning.keep_freed_memory()
         cpu_tuning.choose_float32_products(config.model.hidden_size)
     _init_default_group(config)

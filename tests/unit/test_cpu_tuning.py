@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -62,3 +66,15 @@ def test_a_precision_that_somebody_has_set_stays() -> None:
     torch.set_float32_matmul_precision("high")
     assert not cpu_tuning.choose_float32_products(1024)
     assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_a_cpu_without_bf16_instructions_is_known():
+    """torch and oneDNN can be told to do without what the CPU has, in a process of its own."""
+    asked = "from megatron.core import cpu_tuning; print(cpu_tuning.multiplies_bf16())"
+    environ = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    if platform.machine() != "x86_64":
+        pytest.skip("AVX2 is of x86")
+    done = subprocess.run(
+        [sys.executable, "-c", asked], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"

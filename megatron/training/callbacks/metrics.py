@@ -61,11 +61,7 @@ class Metrics(Callback):
     def on_train_start(self, run: Runtime) -> None:
         if run.config.logging.log_throughput and run.is_last_rank:
             self._peak = device_peak(run.config.model.params_dtype)
-            print(
-                f" > MFU: model FLOPs with causal attention, as a share of "
-                f"{self._peak.flops_per_s / 1e12:.4g} TFLOP/s per rank ({self._peak.source})",
-                flush=True,
-            )
+            self._peak = _announced(self._peak)
         if self._energy is not None:
             self._energy.start()
         run.timers(_INTERVAL_TIMER, log_level=0).start(barrier=True)
@@ -195,6 +191,19 @@ class Metrics(Callback):
             print_memory(run.config, run.padded_vocab_size, num_microbatches)
         if run.groups.dp.rank() == 0:
             print(memory_line(run.state.iteration), flush=True)
+
+
+def _announced(peak: Peak) -> Peak | None:
+    """``peak`` if MFU can be computed from it; says which it is, or why there is none."""
+    if peak.problem is not None:
+        print(f" > MFU omitted: {peak.problem}", flush=True)
+        return None
+    print(
+        f" > MFU: model FLOPs with causal attention, as a share of "
+        f"{peak.flops_per_s / 1e12:.4g} TFLOP/s per rank ({peak.source})",
+        flush=True,
+    )
+    return peak
 
 
 def _late_reads(losses: Mapping[str, Tensor | float]) -> dict[str, LateRead]:

@@ -157,4 +157,5 @@ def test_a_gpu_is_known_by_a_part_of_its_name() -> None:
 def test_an_unknown_device_is_measured_and_says_so() -> None:
     peak = device_peak(torch.float32)
     assert peak.flops_per_s > 1e6
-    assert peak.source == "measured rate of a 1024^3 float32 product on cpu"
+    assert peak.source.startswith("measured rate of a ")
+    assert peak.source.endswith("^3 float32 matmul on cpu")
