@@ -87,7 +87,7 @@ class ModelParallelConfig:
         "Collective library between pipeline stages.",
         choices=("nccl", "ucc"),
         ignored="stages talk through the library of all groups, --distributed-backend",
-        refused_values={"ucc": "it is not built into PyTorch; drop the flag"},
+        refused_values={"ucc": "PyTorch is not built with UCC; use nccl"},
     )
     perform_initialization: bool = option(
         True,
@@ -162,7 +162,8 @@ class ModelParallelConfig:
     use_ring_exchange_p2p: bool = _distributed(
         False,
         "Use a custom ring exchange between stages.",
-        refused="no released PyTorch has this operation; drop the flag",
+        refused="no released PyTorch has this operation; use batched send and receive, which run "
+        "without the flag",
     )
     account_for_embedding_in_pipeline_split: bool = _distributed(
         False, "Count the embedding as a layer when layers are divided into stages."

@@ -15,32 +15,61 @@ def only_with(flag: str) -> str:
 # ---- refused: not in this version ----------------------------------------------------------
 TP_OVERLAP = (
     "overlap of tensor-parallel communication through Transformer Engine's buffers is not in this "
-    "version; drop the flag"
+    "version; use --sequence-parallel, whose communication in backward overlaps with matmuls"
 )
 IN_MEMORY = (
     "a checkpoint in memory ends with the process, and there is no restart inside the process; "
     "use --non-persistent-ckpt-type local with --replication"
 )
 ZARR = "zarr is a format of the past, which Megatron-LM does not write either: use torch_dist"
-RETRO = "retrieval-augmented models are not in this version; drop the flag"
-SERVING = "dynamic batching is not in this version; drop the flag"
-MULTIMODAL = "models of images and text are not in this version; drop the flag"
-SFT = "fine-tuning on conversations is not in this version; drop the flag"
+RETRO = (
+    "retrieval-augmented models are not available in this program; use --model-kind gpt, t5, bert "
+    "or mamba, or Megatron-LM for RETRO"
+)
+SERVING = (
+    "dynamic batching is not available in this program; use static batches "
+    "(tools/text_generation_cli.py), or export the model with tools/checkpoint/convert.py and "
+    "serve it with a Hugging Face server"
+)
+MULTIMODAL = (
+    "models of images and text are not available in this program; use a text tokenizer and rope "
+    "positions, or Megatron-LM for multimodal models"
+)
+SFT = (
+    "fine-tuning on conversations is not available in this program; use tools/preprocess_data.py "
+    "to write the conversations as plain text, whose every token is then in the loss"
+)
 RERUN = (
-    "re-running a suspicious step is not in this version; drop the flag: a NaN loss or gradient "
-    "stops the run and names step and rank"
+    "re-running a suspicious step is not available in this program; use the check that is always "
+    "on, which stops the run at a NaN loss or gradient and names step and rank, and "
+    "--check-weight-hash-across-dp-replicas-interval"
 )
 RESTART = (
-    "restart inside the process is not in this version; drop the flag: torchrun --max-restarts "
-    "starts the whole job again"
+    "restart inside the process is not available in this program; use torchrun --max-restarts, "
+    "which starts the whole job again from the newest checkpoint"
 )
-FT_PACKAGE = "the fault-tolerance package is not used in this version; drop the flag"
+FT_PACKAGE = (
+    "the fault-tolerance package is not available in this program; use torchrun --max-restarts "
+    "and --distributed-timeout-minutes"
+)
 
 # ---- refused: not part of this project -----------------------------------------------------
-LEGACY_MODELS = "the legacy models are not part of this project; drop the flag"
-VISION = "vision classification, inpainting and DINO are not part of this project; drop the flag"
-RETRIEVER = "ICT and REALM retrieval models are not part of this project; drop the flag"
-KITCHEN = "the kitchen package is not public and not part of this project; drop the flag"
+LEGACY_MODELS = (
+    "Megatron-LM's legacy models are not available in this program; use the models of its core "
+    "library, which this program builds without a flag"
+)
+VISION = (
+    "vision classification, inpainting and DINO are not available in this program; use "
+    "pretrain_vision_*.py of Megatron-LM"
+)
+RETRIEVER = (
+    "ICT and REALM retrieval models are not available in this program; use tools/bert_embedding.py "
+    "for embeddings of a trained BERT, or Megatron-LM"
+)
+KITCHEN = (
+    "the kitchen package is not public and not available in this program; use --fp8-format with "
+    "--fp8-recipe, or --fp4-format"
+)
 
 # ---- without effect ------------------------------------------------------------------------
 NO_KERNEL = "kernels are chosen by what runs here; the result does not depend on the choice"

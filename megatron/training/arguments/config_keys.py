@@ -58,10 +58,14 @@ _SWITCHES = {dest for dest in ACTIVATIONS.values() if dest is not None}
 _ALWAYS_GATED = {"swiglu", "geglu", "quick_geglu"}
 _BIAS_FUSIONS = ("bias_gelu_fusion", "bias_swiglu_fusion")
 
-_PROGRAM = ConfigField(refused="the program sets this object; drop the key")
-_DTYPE = ConfigField(refused="it follows bf16 and fp16; drop the key")
+_PROGRAM = ConfigField(
+    refused="the program builds this object itself; use the keys of its settings"
+)
+_DTYPE = ConfigField(refused="the dtype follows bf16 and fp16; use one of those keys")
 _TP_OVERLAP = ConfigField(False, ignored="it only adjusts tp_comm_overlap")
-_EXACT_FP8 = ConfigField(False, refused="this fp8 path is not in this version; drop the key")
+_EXACT_FP8 = ConfigField(
+    False, refused="this fp8 path is not available in this program; use fp8 and fp8_recipe"
+)
 _IMPLEMENTATION = "this version makes this choice itself; results do not depend on it"
 _DERIVED = ConfigField(False, ignored="the program derives it from other keys")
 
@@ -76,7 +80,7 @@ FIELDS: dict[str, ConfigField] = {
     "enable_autocast": ConfigField(False, refused="use bf16 or fp16 instead of autocast"),
     "autocast_dtype": ConfigField(ignored="it only adjusts enable_autocast"),
     "num_microbatches_with_partial_activation_checkpoints": ConfigField(
-        refused="recomputation of some micro-batches only is not in this version; drop the key"
+        refused="recomputing only some micro-batches is not available; use recompute_granularity"
     ),
     **dict.fromkeys(
         "tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_overlap_disable_qkv "
@@ -101,7 +105,7 @@ FIELDS: dict[str, ConfigField] = {
     "moe_router_topk_limited_devices": ConfigField(
         refused="use moe_router_num_groups and moe_router_group_topk"
     ),
-    "output_layer_init_method": ConfigField(refused="use init_method_std; drop the key"),
+    "output_layer_init_method": ConfigField(refused="use init_method_std instead"),
     "embedding_init_method": ConfigField(refused="use embedding_init_method_std"),
     "memory_efficient_layer_norm": ConfigField(False, ignored=_IMPLEMENTATION),
     "disable_parameter_transpose_cache": ConfigField(False, ignored=_IMPLEMENTATION),
@@ -109,8 +113,8 @@ FIELDS: dict[str, ConfigField] = {
     "fp8_dot_product_attention": _EXACT_FP8,
     "fp8_multi_head_attention": _EXACT_FP8,
     "tp_only_amax_red": _EXACT_FP8,
-    "use_kitchen": ConfigField(False, refused="the kitchen package is not public; drop the key"),
-    "quant_recipe": ConfigField(refused="the kitchen package is not public; drop the key"),
+    "use_kitchen": ConfigField(False, refused="the kitchen package is not public; use fp8"),
+    "quant_recipe": ConfigField(refused="the kitchen package is not public; use fp8"),
     "cuda_graph_use_single_mempool": ConfigField(False, ignored=_IMPLEMENTATION),
     "cuda_graph_retain_backward_graph": ConfigField(False, ignored=_IMPLEMENTATION),
     "heterogeneous_block_specs": ConfigField(False, refused="use heterogeneous_layers_config_path"),

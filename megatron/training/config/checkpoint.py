@@ -162,7 +162,8 @@ class CheckpointConfig:
     load_model_opt_format: bool = _ckpt(
         False,
         "Load a checkpoint of NVIDIA's model optimizer.",
-        refused="quantised and pruned models are not in this version; drop the flag",
+        refused="checkpoints of NVIDIA's model optimizer are not available in this program; use a "
+        "checkpoint of unquantised weights",
     )
     replication: bool = _distributed(False, "Copy short-lived checkpoints to other nodes.")
     replication_jump: int | None = _distributed(

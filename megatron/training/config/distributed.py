@@ -62,8 +62,8 @@ class DistributedConfig:
     use_sharp: bool = _distributed(
         False,
         "Let the network switches reduce gradients.",
-        refused="in-network reduction is not in this version; drop the flag, or set "
-        "NCCL_COLLNET_ENABLE=1",
+        refused="this program does not choose in-network reduction; use the environment variable "
+        "NCCL_COLLNET_ENABLE=1 instead",
     )
     sharp_enabled_group: str | None = _distributed(
         None,

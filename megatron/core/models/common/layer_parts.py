@@ -79,7 +79,10 @@ def transformer_engine_parts(config: TransformerConfig | None) -> LayerParts:
         )
     which = "" if parts is LOCAL else " for matrices"
     if config is not None and config.require_transformer_engine:
-        raise MissingDependency(f"--require-transformer-engine{which}: {reason}; drop the flag")
+        raise MissingDependency(
+            f"--require-transformer-engine{which}: {reason}; install "
+            "transformer-engine, or use the layers of this program without the flag"
+        )
     _warn(f"--transformer-impl transformer_engine falls back to local{which}: {reason}")
     return parts
 

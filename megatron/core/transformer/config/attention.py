@@ -145,6 +145,6 @@ class AttentionConfig:
         False,
         "Use flash decoding while generating.",
         group="inference",
-        refused="flash decoding is not in this version; drop the flag: generation attends "
-        "through --attention-backend",
+        refused="flash decoding is not available in this program; use --attention-backend, which "
+        "also chooses the kernel of generation",
     )

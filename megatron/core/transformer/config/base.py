@@ -108,7 +108,8 @@ class BaseConfig:
         None,
         "All-reduce over symmetric memory while generating.",
         choices=("two_shot", "one_shot", "multimem_all_reduce", None),
-        refused="symmetric memory is not in this version; drop the flag",
+        refused="all-reduce over symmetric memory is not available in this program; use NCCL's, "
+        "which runs without the flag",
     )
     nccl_all_reduce_for_prefill: bool = _inference(
         False,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from megatron.training.config.run import RunConfig
 
-_NO_PART = "it has no such part, drop the flag"
-_NO_DOCUMENTS = "a sample has one document, drop the flag"
+_NO_PART = "BERT has no such part; use pretrain_gpt.py for a model that has it"
+_NO_DOCUMENTS = "a sample of BERT has one document; use pretrain_gpt.py for packed documents"
 
 
 def bert_is_asked_what_it_has(run: RunConfig) -> Iterator[str]:

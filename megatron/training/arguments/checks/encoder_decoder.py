@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from megatron.training.config.run import RunConfig
 
 _DEALT_OUT = "layers are dealt out evenly to the stages of each half, drop the flag"
-_NO_PART = "it has no such part, drop the flag"
+_NO_PART = "T5 has no such part; use pretrain_gpt.py for a model that has it"
 _ONE_STACK = "a list names layers of one stack, drop the flag"
-_NO_DOCUMENTS = "a sample has one document, drop the flag"
+_NO_DOCUMENTS = "a sample of T5 has one document; use pretrain_gpt.py for packed documents"
 
 
 def halves_have_stages_of_their_own(run: RunConfig) -> Iterator[str]:
