@@ -87,14 +87,15 @@ def _change_node(root: list[Any], rng: random.Random) -> None:
             root.append(None)
     elif kind == 1:
         other, where = rng.choice(places)
-        holder[key], other[where] = other[where], holder[key]
+        # Copies: one may lie inside the other.
+        holder[key], other[where] = copy.deepcopy(other[where]), copy.deepcopy(holder[key])
     elif kind == 2:
         other, where = rng.choice(places)
         holder[key] = copy.deepcopy(other[where])
     elif kind == 3 and isinstance(holder, dict):
-        holder[f"{key}\x01second"] = rng.choice((holder[key], rng.choice(VALUES)))
+        holder[f"{key}\x01second"] = copy.deepcopy(rng.choice((holder[key], rng.choice(VALUES))))
     elif kind == 3:
-        holder.insert(0, holder[key])
+        holder.insert(0, copy.deepcopy(holder[key]))
     elif kind == 4 and type(holder[key]) in (int, float):
         holder[key] += rng.choice((-1, 1, -8, 8, 64, 2**31, 2**63))
     elif kind == 5:
@@ -102,7 +103,7 @@ def _change_node(root: list[Any], rng: random.Random) -> None:
     elif kind == 6 and isinstance(holder, dict):
         holder[rng.choice(TEXTS)] = holder.pop(key)
     else:
-        holder[key] = rng.choice(VALUES)
+        holder[key] = copy.deepcopy(rng.choice(VALUES))
 
 
 def _places(tree: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.block_checksums import get_crc_path
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.indexed_format import HEADER
@@ -171,7 +172,10 @@ def _read_recipe(root: Path) -> Content:
         "CHECKPOINT_LOAD_PATH",
     )
     env = dict.fromkeys((*names, "TENSORBOARD_PATH", "OUTPUT_PATH"), "/x")
-    return {"words": words_of(recipe.args, env | recipe.env)}
+    try:
+        return {"words": words_of(recipe.args, env | recipe.env)}
+    except ConfigError as error:  # there is one recipe: its messages call it "the recipe"
+        raise ConfigError(f"{root / 'recipe.yaml'}: {error}") from None
 
 
 def _make_split(root: Path) -> None:
