@@ -282,6 +282,12 @@ def _init_default_group(config: RunConfig) -> None:
     if dist.is_initialized():
         return
     backend = config.distributed.distributed_backend or device.default_backend()
+    if not device.backend_serves(device.current().type, backend):
+        # Scripts written for a cluster name NCCL; the same script runs on a laptop.
+        print_rank_0(
+            f"WARNING: --distributed-backend {backend} is without effect: no GPU was found"
+        )
+        backend = device.default_backend()
     allocators = (os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("CUDA_", ""))
     if config.model.uses_graphs and any("expandable_segments:True" in a for a in allocators):
         # NCCL cannot register such memory for the graphs that hold its collectives.

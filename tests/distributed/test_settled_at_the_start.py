@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core import device
 from megatron.training.initialize import configure, start
@@ -49,3 +50,19 @@ def test_flags_that_need_a_gpu_say_so_where_none_is_found():
         (said,) = run_ranks(said_at_the_start, 1, f"{words} {kind}")
         for flag in ("--enable-cuda-graph", "--record-memory-history"):
             assert said.count(f"WARNING: {flag} is without effect: it needs a GPU") == 1
+
+
+def backend_without_a_gpu(rank: int, world_size: int) -> tuple[str, str]:
+    """What is printed, and the backend of the default group."""
+    dist.destroy_process_group()  # as where no launcher is
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        start(configure(argv=[*TINY, "--distributed-backend", "nccl", "--device", "auto"]))
+    return out.getvalue(), dist.get_backend()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to be found")
+def test_a_script_that_names_nccl_runs_on_a_machine_without_gpus():
+    ((said, backend),) = run_ranks(backend_without_a_gpu, 1)
+    assert said.count("WARNING: --distributed-backend nccl is without effect: no GPU") == 1
+    assert backend == "gloo"
