@@ -90,7 +90,9 @@ class Fuzzer:
             return ("refused", "") if is_named else ("unnamed", str(error))
         except Hang:
             return "hang", "".join(traceback.format_stack(limit=3))
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a library's panic is no Exception
             is_memory = isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))
             return "memory" if is_memory else "traceback", traceback.format_exc(limit=-4)
         wrong = differing(self.before, found, change.strict)

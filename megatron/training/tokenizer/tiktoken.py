@@ -158,7 +158,9 @@ def _read_ranks(path: str, count: int) -> dict[bytes, int]:
             "token_bytes, a tekken.json, or lines of base64 and rank"
         ) from error
     ranks = {token: rank for rank, token in sorted(tokens.items()) if rank < count}
-    if sorted(ranks.values()) != list(range(len(ranks))) or len(ranks) < 256:
+    # The library ends the process at text with a byte that has no token.
+    has_bytes = all(bytes([byte]) in ranks for byte in range(256))
+    if sorted(ranks.values()) != list(range(len(ranks))) or not has_bytes:
         raise ConfigError(
             f"--tokenizer-model {path} has {len(ranks)} different tokens for ranks 0 to "
             f"{count - 1}; ranks must follow each other and begin with the 256 bytes"

@@ -113,3 +113,12 @@ def test_a_file_with_a_hole_in_its_ranks_is_refused(tmp_path):
     path.write_text("no ranks")
     with pytest.raises(ConfigError, match="it must be a JSON list of rank"):
         create_tokenizer(spec(path))
+
+
+def test_a_file_that_lacks_a_byte_is_refused(tmp_path):
+    changed = entries()
+    changed[7]["token_bytes"] = base64.b64encode(b"not a byte").decode()
+    path = tmp_path / "vocab.json"
+    path.write_text(json.dumps(changed))
+    with pytest.raises(ConfigError, match="begin with the 256 bytes"):
+        create_tokenizer(spec(path))
