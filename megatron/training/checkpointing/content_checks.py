@@ -5,7 +5,6 @@ A checksum says that a file is as it was written, not that a run wrote it.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from megatron.core.dist_checkpointing import rng_json
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, is_count, parsing
 
+_TOO_LARGE = 1e300  # an integer of more digits cannot become a float
 _NP_WORDS = 624  # of the Mersenne twister
 
 
@@ -56,7 +56,7 @@ def check_rng_state(state: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and value >= 0 and math.isfinite(value)
+    return type(value) in (int, float) and 0 <= value < _TOO_LARGE
 
 
 def _are_numbers(value: Any) -> bool:

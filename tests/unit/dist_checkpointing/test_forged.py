@@ -204,7 +204,7 @@ def common_of_a_run() -> dict[str, Any]:
      "optimizer.step", "optimizer.grad_scaler", "optimizer.grad_scaler.scale",
      "opt_param_scheduler", "opt_param_scheduler.num_steps"],
 )  # fmt: skip
-@pytest.mark.parametrize("value", ["x", [1], float("nan"), -1])
+@pytest.mark.parametrize("value", ["x", [1], float("nan"), float("inf"), 10**400, -1])
 def test_common_values_of_no_run_are_refused(path, value):
     check_common(common_of_a_run(), Path("iter_7"))
     forged = common_of_a_run()
