@@ -3,6 +3,10 @@
 Order: every rank connects to the store at MASTER_ADDR:MASTER_PORT (rank 0 or torchrun serves it),
 says that it is there, and waits until all are.  Only then do the collective libraries connect: they
 would wait for an absent rank in silence, and deaf to signals.
+
+torchrun keeps its store when it restarts ranks, with the addresses of the ranks that have ended.
+So the ranks of one start write their keys under a prefix that rank 0 of this start tells them.
+Which restart it is (TORCHELASTIC_RESTART_COUNT) can differ between the launchers of two hosts.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 
@@ -64,9 +68,7 @@ def meet(rank: int, world_size: int, timeout: timedelta) -> Store:
     patience = _Patience(rank, timeout.total_seconds())
     store = _connect(rank, patience)
     store.set_timeout(timeout)
-    if world_size > 1:
-        wait_for_all(dist.PrefixStore("meet", store), rank, world_size, patience)
-    return store
+    return wait_for_all(dist.PrefixStore("meet", store), rank, world_size, patience)
 
 
 def _connect(rank: int, patience: _Patience) -> Store:
@@ -102,26 +104,56 @@ def _why_not_reachable(host: str, port: int) -> str | None:
     return None
 
 
-def wait_for_all(store: Store, rank: int, world_size: int, patience: _Patience) -> None:
-    """Return when every rank has called this.
-
-    Counters only grow: where torchrun restarts ranks with the store of the ranks before, this
-    returns at once.
-    """
-    store.set(f"rank/{rank}", "")
-    if store.add("ranks", 1) >= world_size:
-        store.set("complete", "")
-    pause_s = 0.01
+def wait_for_all(store: Store, rank: int, world_size: int, patience: _Patience) -> Store:
+    """Return, when every rank of this start has called this, a store for this start alone."""
     try:
-        while not store.check(["complete"]):
-            patience.spend(partial(_absent, store, world_size), is_reporter=rank == 0)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        arrival = store.add("arrivals", 1)  # a number that no rank of another start has
+        if rank != 0:
+            _wait_for(store, f"start_of/{arrival}", patience, lambda: "rank 0")
+        start = f"start/{arrival}" if rank == 0 else store.get(f"start_of/{arrival}").decode()
+        own = dist.PrefixStore(start, store)
+        own.set(f"rank/{rank}", "")
+        if own.add("ranks", 1) >= world_size:
+            own.set("complete", "")
+        absent = partial(_absent, own, world_size)
+        if rank == 0:
+            _wait_for(own, "complete", patience, absent, _answers(store, start))
+        else:
+            _wait_for(own, "complete", patience, absent)
     except dist.DistError as error:
         raise LaunchError(
             f"rank {rank} has lost the store while it waited for the other ranks: rank 0 or its "
             f"launcher has ended ({str(error).splitlines()[0]})"
         ) from error
+    return own
+
+
+def _wait_for(
+    store: Store,
+    key: str,
+    patience: _Patience,
+    waits_for: Callable[[], str],
+    answers: Iterator[None] | None = None,
+) -> None:
+    """Return when ``key`` is there; rank 0 takes one of its ``answers`` each time, and reports."""
+    pause_s = 0.01
+    while not store.check([key]):
+        if answers is not None:
+            next(answers)
+        patience.spend(waits_for, is_reporter=answers is not None)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+
+def _answers(store: Store, start: str) -> Iterator[None]:
+    """Tell ``start`` to all who have arrived, again with each step; dead ranks do not read it."""
+    answered = 0
+    while True:
+        arrived = store.add("arrivals", 0)
+        for arrival in range(answered + 1, arrived + 1):
+            store.set(f"start_of/{arrival}", start)
+        answered = arrived
+        yield
 
 
 def _absent(store: Store, world_size: int) -> str:

@@ -70,6 +70,31 @@ def test_ranks_that_are_all_there_do_not_wait() -> None:
     assert not any(rank.is_alive() for rank in ranks)
 
 
+def _arrive_twice(rank: int, world_size: int, port: int, returns_first: int) -> str:
+    """As torchrun restarts ranks: the store stays; nobody that has come before is there."""
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dead = rendezvous.wait_for_all(store, rank, world_size, rendezvous._Patience(rank, 60))
+    dead.set(f"address/{rank}", "of a rank that has ended")
+    store.add("ended", 1)
+    while store.add("ended", 0) < world_size:
+        pass
+    while rank != returns_first and store.add("arrivals", 0) == world_size:
+        pass  # the others come later
+    new = rendezvous.wait_for_all(store, rank, world_size, rendezvous._Patience(rank, 60))
+    found = sum(new.check([f"address/{other}"]) for other in range(world_size))
+    store.add("done", 1)
+    while rank == 0 and store.add("done", 0) < world_size:
+        pass
+    return str(found)
+
+
+@pytest.mark.parametrize("returns_first", [0, 1])
+@pytest.mark.feature("Running: ranks that torchrun restarts do not meet the ones that have ended")
+def test_ranks_that_are_restarted_find_nothing_of_the_start_before(returns_first: int) -> None:
+    assert run_ranks(_arrive_twice, 3, _free_port(), returns_first) == ["0", "0", "0"]
+
+
 def _meet(rank: int, world_size: int, port: int, monkey: dict[str, str]) -> str:
     dist.destroy_process_group()
     rendezvous.os.environ.update(monkey, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
