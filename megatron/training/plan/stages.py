@@ -20,6 +20,7 @@ from megatron.training.plan.communication import Volume, volumes
 from megatron.training.plan.cost import RankCost
 from megatron.training.plan.memory import activation_peak
 from megatron.training.plan.rank import cost_of_rank
+from megatron.training.plan.shapes import KnownShapes
 
 # Rounds of micro-batches through the pipeline after which a step only repeats itself.
 _ROUNDS = 4
@@ -96,6 +97,7 @@ def plan_run(
     placement, plan = plan_of(model, num_ranks, num_chunks, shown)
     pipeline = next(g for g in grids_of(config)[0].groups("pp") if rank in g)
     known: dict[Hashable, RankCost] = {}
+    shapes = KnownShapes()
     stages = []
     for number in range(num_ranks) if only is None else [range(num_ranks)[only]]:
         layers = _layers(config, placement, number)
@@ -103,7 +105,7 @@ def plan_run(
         if kind not in known:
             if progress is not None:
                 progress(f"planning pipeline stage {number + 1} of {num_ranks} ...")
-            known[kind] = cost_of_rank(config, pipeline[number], rows)
+            known[kind] = cost_of_rank(config, pipeline[number], rows, shapes)
         stages.append(
             Stage(
                 rank=pipeline[number],

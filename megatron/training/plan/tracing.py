@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from megatron.core import device
 from megatron.core.param_info import local_part
 from megatron.training.plan.cost import Collective
+from megatron.training.plan.shapes import KnownShapes
 
 _aten: Any = torch.ops.aten
 _kernel = F.scaled_dot_product_attention
@@ -36,38 +36,6 @@ _KINDS = {
     "broadcast_": "broadcast",
     "send": "send",
 }
-
-
-# Operations that return tensors of their own, of which torch takes long to tell the shapes.
-_SLOW = {
-    _aten.native_layer_norm.default,
-    _aten.native_layer_norm_backward.default,
-    _aten.gelu.default,
-    _aten.gelu_backward.default,
-    _aten.silu.default,
-    _aten.silu_backward.default,
-    _aten.add.Tensor,
-    _aten.mul.Tensor,
-    _aten.addmm.default,
-    _aten.mm.default,
-    _aten.sum.dim_IntList,
-}
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Of a tensor without memory."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def make(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-
-
-def _layout(tensor: Tensor) -> _Layout:
-    return _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 class Measured(NamedTuple):
@@ -102,9 +70,19 @@ def joined(segments: Iterable[Segment]) -> Measured:
 class Tracker(TorchDispatchMode):
     """``alive`` and ``peak`` bytes of storages made inside, and ``collectives``."""
 
-    def __init__(self, existing: Iterable[Tensor] = (), *, share_of_true: float = 1.0) -> None:
-        """Views of ``existing`` tensors count as nothing; ``share_of_true`` is of conditions."""
+    def __init__(
+        self,
+        existing: Iterable[Tensor] = (),
+        *,
+        share_of_true: float = 1.0,
+        shapes: KnownShapes | None = None,
+    ) -> None:
+        """Views of ``existing`` tensors count as nothing; ``share_of_true`` is of conditions.
+
+        ``shapes`` of earlier plans make this one faster.
+        """
         super().__init__()
+        self._shapes = shapes or KnownShapes()
         self._share_of_true = share_of_true
         self.alive = self.peak = 0
         self.collectives: Counter[Collective] = Counter()
@@ -115,7 +93,6 @@ class Tracker(TorchDispatchMode):
         self._existing = {_storage(tensor)._cdata for tensor in existing}
         resize = lambda storage, size: _resize(self, storage, size)  # noqa: E731 (becomes a method)
         self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize)
-        self._known: dict[tuple[Any, ...], Any] = {}  # what slow operations return
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -170,20 +147,11 @@ class Tracker(TorchDispatchMode):
             return places
         if func.namespace == "c10d":
             self._note_collective(func, args)
-        out = self._result(func, args, kwargs or {})
+        out = self._shapes.result(func, args, kwargs or {})
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._note(tensor)
         return out
-
-    def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func not in _SLOW or type(args[0]) is not Tensor or not args[0].is_meta:
-            return func(*args, **kwargs)
-        leaves = tree_leaves((args, kwargs))
-        key = (func, *(_layout(x) if isinstance(x, Tensor) else x for x in leaves))
-        if key not in self._known:
-            self._known[key] = tree_map_only(Tensor, _layout, func(*args, **kwargs))
-        return tree_map_only(_Layout, _Layout.make, self._known[key])
 
     def __enter__(self) -> Tracker:
         self._patch.start()
