@@ -137,7 +137,8 @@ class Muon(UpdateRule):
                 wholes[number] = self._orthogonal(share, matrix.info, tp)
         directions = _from_owners(batch, wholes, rank, group)
         for matrix, direction in zip(batch, directions, strict=True):
-            if matrix.param is not None:
+            # With fewer rows than ranks some ranks of FSDP2 hold a parameter without values.
+            if matrix.param is not None and matrix.param.main.numel():
                 assert direction is not None
                 self._move(matrix.param.main, direction)
 
