@@ -24,7 +24,10 @@ class OptimizerConfig:
         0.01, "Share of each weight that decays per step, times the learning rate."
     )
     clip_grad: float = _regularization(
-        1.0, "Largest global norm of the gradient; 0 turns clipping off.", infinite=True
+        1.0,
+        "Largest global norm of the gradient; 0 or less turns clipping off.",
+        at_least=None,
+        infinite=True,
     )
     adam_beta1: float = _regularization(0.9, "Decay of Adam's mean of gradients.")
     adam_beta2: float = _regularization(0.999, "Decay of Adam's mean of squared gradients.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.config import states
-from megatron.core.config.option import option
+from megatron.core.config.option import INT64_MAX, option
 
 _ckpt = partial(option, group="checkpointing")
 _moe = partial(option, group="moe")
@@ -17,12 +17,17 @@ _distributed = partial(option, group="distributed")
 class CheckpointConfig:
     save: str | None = _ckpt(None, "Directory that checkpoints are written to.")
     save_interval: int | None = _ckpt(
-        None, "Steps between checkpoints.", aliases=("--persistent-save-interval",), at_least=1
+        None,
+        "Steps between checkpoints.",
+        aliases=("--persistent-save-interval",),
+        at_least=1,
+        at_most=INT64_MAX,
     )
     save_retain_interval: int | None = _ckpt(
         None,
         "Keep the checkpoints at multiples of this many steps and drop older others.",
         at_least=1,
+        at_most=INT64_MAX,
     )
     keep_last_checkpoints: int | None = _ckpt(
         None,
@@ -55,7 +60,7 @@ class CheckpointConfig:
         ignored="--dist-ckpt-strictness says for every format what may be missing",
     )
     non_persistent_save_interval: int | None = _ckpt(
-        None, "Steps between short-lived checkpoints.", at_least=1
+        None, "Steps between short-lived checkpoints.", at_least=1, at_most=INT64_MAX
     )
     non_persistent_ckpt_type: str | None = _ckpt(
         None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.config import states
-from megatron.core.config.option import MAX_LAYERS, option
+from megatron.core.config.option import INT64_MAX, MAX_LAYERS, option
 
 _network = partial(option, group="network size")
 _experimental = partial(option, group="experimental")
@@ -44,7 +44,7 @@ class LanguageModelConfig:
         refused_values={"mrope": states.MULTIMODAL},
     )
     rotary_base: int = _network(
-        10000, "Base of the geometric series of rotary frequencies.", at_least=1
+        10000, "Base of the geometric series of rotary frequencies.", at_least=1, at_most=INT64_MAX
     )
     rotary_percent: float = _network(1.0, "Share of a head's width that is rotated, 0 to 1.")
     rotary_seq_len_interpolation_factor: int | None = _network(

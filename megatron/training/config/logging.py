@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.core.config import states
-from megatron.core.config.option import option
+from megatron.core.config.option import INT64_MAX, option
 
 _training = partial(option, group="training")
 _logging = partial(option, group="logging")
@@ -15,7 +15,9 @@ _one_logger = partial(option, group="one logger", ignored=states.ONE_LOGGER)
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    log_interval: int = _training(100, "Steps between lines on the console.", at_least=1)
+    log_interval: int = _training(
+        100, "Steps between lines on the console.", at_least=1, at_most=INT64_MAX
+    )
     tensorboard_dir: str | None = _training(None, "Directory of the TensorBoard files.")
     metrics_file: str | None = _logging(
         None, "File that gets every number logged anywhere, one JSON object a line."
@@ -36,6 +38,7 @@ class LoggingConfig:
         None,
         "Steps between hashes of all weights in the log: equal weights, equal hash, in any layout.",
         at_least=1,
+        at_most=INT64_MAX,
     )
     log_throughput: bool = _logging(False, "Log TFLOP/s, tokens/s and MFU per device.")
     log_progress: bool = _logging(
@@ -52,7 +55,9 @@ class LoggingConfig:
         "Which ranks' times are shown: the largest, smallest and largest, or all.",
         choices=("max", "minmax", "all"),
     )
-    tensorboard_log_interval: int = _logging(1, "Steps between values in TensorBoard.", at_least=1)
+    tensorboard_log_interval: int = _logging(
+        1, "Steps between values in TensorBoard.", at_least=1, at_most=INT64_MAX
+    )
     tensorboard_queue_size: int = _logging(
         1000, "Values kept in memory before TensorBoard's file is written.", at_least=1
     )

@@ -46,10 +46,15 @@ class TrainingConfig:
         choices=(0, 1, 2),
     )
     check_weight_hash_across_dp_replicas_interval: int | None = _training(
-        None, "Steps between comparisons of a hash of the weights over all replicas.", at_least=1
+        None,
+        "Steps between comparisons of a hash of the weights over all replicas.",
+        at_least=1,
+        at_most=INT64_MAX,
     )
     train_sync_interval: int | None = _training(
-        None, "Steps between synchronisations of the host with the device.", at_least=1
+        None,
+        "Steps between synchronisations of the host with the device; 0 means never.",
+        at_most=INT64_MAX,
     )
     train_iters: int | None = _training(None, "Optimizer steps of the run.")
     train_samples: int | None = _training(
@@ -58,9 +63,13 @@ class TrainingConfig:
         at_most=INT64_MAX,
     )
     exit_interval: int | None = _training(
-        None, "Save and end when the step number is a multiple of this.", at_least=1
+        None,
+        "Save and end when the step number is a multiple of this; 0 means never.",
+        at_most=INT64_MAX,
     )
-    exit_duration_in_mins: int | None = _training(None, "Save and end after this many minutes.")
+    exit_duration_in_mins: int | None = _training(
+        None, "Save and end after this many minutes.", at_most=INT64_MAX
+    )
     exit_signal_handler: bool = _training(
         False, "On SIGTERM finish the step, save and end with status 0."
     )
@@ -68,7 +77,7 @@ class TrainingConfig:
         False, "Run Python's garbage collector only between steps, on all ranks at once."
     )
     manual_gc_interval: int = _training(
-        0, "Steps between garbage collections with --manual-gc; 0 means never."
+        0, "Steps between garbage collections with --manual-gc; 0 means never.", at_most=INT64_MAX
     )
     manual_gc_eval: bool = _training(True, "With --manual-gc, do not collect around evaluation.")
     seed: int = _initialization(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config.option import option
+from megatron.core.config.option import INT64_MAX, option
 
 _validation = partial(option, group="validation")
 
@@ -19,5 +19,7 @@ class ValidationConfig:
         False, "Evaluate on each data set of --valid-data-path or the blend apart."
     )
     eval_iters: int = _validation(100, "Batches of an evaluation.")
-    eval_interval: int = _validation(1000, "Steps between evaluations.", at_least=1)
+    eval_interval: int = _validation(
+        1000, "Steps between evaluations.", at_least=1, at_most=INT64_MAX
+    )
     skip_train: bool = _validation(False, "Only evaluate, on the loaded weights.")

@@ -83,6 +83,23 @@ def test_a_number_below_its_smallest_value_is_named(dest: str) -> None:
     assert any(p.startswith(f"{flag} ") and f"at least {least} is needed" in p for p in problems)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--clip-grad -1",
+        "--exit-interval 0",
+        "--train-sync-interval 0",
+        "--log-interval 10000000000",
+        "--eval-interval 1000000000000",
+        "--save checkpoints --save-interval 10000000000",
+        "--position-embedding-type rope --rotary-base 10000000000",
+        "--num-experts 4 --disable-bias-linear --moe-expert-capacity-factor -1",
+    ],
+)
+def test_numbers_that_switch_something_off_or_put_it_off_for_ever_are_taken(words: str) -> None:
+    assert not problems_of(words)
+
+
 def test_numbers_that_no_size_can_have_are_refused_together() -> None:
     problems = problems_of(
         "--seed 4294967296 --hidden-size 4611686018427387904 --num-layers 100001"

@@ -103,7 +103,10 @@ class MoEConfig:
         False, "Compute the order of tokens by expert in one kernel, on a GPU."
     )
     moe_expert_capacity_factor: float | None = _moe(
-        None, "Tokens an expert takes, over its fair share; more are dropped."
+        None,
+        "Largest number of tokens that an expert takes, as a multiple of its even share; further "
+        "tokens are dropped. A negative value means no limit, which is the default.",
+        at_least=None,
     )
     moe_pad_expert_input_to_capacity: bool = _moe(
         False, "Pad every expert's input to its capacity: shapes that do not depend on the choice."
