@@ -86,8 +86,20 @@ class _LossyStream:
 
 
 def survive_lost_output() -> None:
-    """Let no failing write to standard output or error end the program."""
+    """Let no failing write to standard output or error end the program, nor a closed one.
+
+    A closed descriptor becomes /dev/null: else the next file that is opened, perhaps one of a
+    checkpoint, has its number, and gets what libraries write there.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number is free
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__"):  # not what somebody has put there
+            if stream is None:  # it was closed when Python started
+                stream = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+                setattr(sys, f"__{name}__", stream)
             setattr(sys, name, _LossyStream(stream))

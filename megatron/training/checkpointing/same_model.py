@@ -10,6 +10,7 @@ The lists stand in `checkpoint_args`.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,7 @@ def compare_models(
     mine = _resolved(asked, kind)
     groups: dict[str, list[str]] = {"refused": [], "shown": [], "logged": [], "learned": []}
     for name in _compared(stored, theirs, mine):
-        if theirs[name] == mine[name] or name in following:
+        if _is_same(theirs[name], mine[name]) or name in following:
             continue
         flag = flags_and_defaults()[name][0]
         line = f"{name}: {theirs[name]} in the checkpoint, {mine[name]} in this run ({flag})"
@@ -195,6 +196,15 @@ def _resolved(asked: Mapping[str, Any], kind: str) -> dict[str, Any]:
             values["hybrid_override_pattern"],
         )
     return {name: _plain(value) for name, value in values.items()}
+
+
+def _is_same(theirs: Any, mine: Any) -> bool:
+    """Whether two plain values are equal; float32, in which they act, has 7 digits."""
+    if isinstance(theirs, list) and isinstance(mine, list):
+        return len(theirs) == len(mine) and all(map(_is_same, theirs, mine))
+    if isinstance(theirs, float) and isinstance(mine, float):
+        return math.isclose(theirs, mine, rel_tol=1e-7)
+    return bool(theirs == mine)
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +152,20 @@ def test_a_terminal_that_is_closed_takes_its_bar_along(caplog: pytest.LogCapture
         assert warning.startswith("progress bar is switched off")
         with pytest.raises(OSError, match="No space"):
             terminal.close()
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_output_that_was_closed_before_the_start_is_lost_and_goes_into_no_file(closed: str) -> None:
+    lines = (
+        "import os, sys",
+        "from megatron.training.printing import survive_lost_output",
+        "survive_lost_output()",
+        "opened = os.open('/dev/zero', os.O_RDONLY)",
+        "for stream in (sys.stdout, sys.stderr): print('x', file=stream); stream.isatty()",
+        "assert opened > 2",
+    )
+    command = f'exec "$0" -c "$1" {closed}'
+    subprocess.run(["sh", "-c", command, sys.executable, "\n".join(lines)], check=True)
 
 
 class LostGpu(SimpleNamespace):

@@ -109,6 +109,8 @@ def test_another_function_is_refused(saved: str, more: str, line: str) -> None:
         (ROPE, f"{ROPE} --rope-type rope"),
         (LATENT, f"{LATENT} --rope-type yarn"),
         (YARN, f"{YARN} --yarn-beta-fast 32 --yarn-beta-slow 1"),
+        (f"{GPT} --kv-channels 8", f"{GPT} --kv-channels 8 --softmax-scale 0.353553391"),
+        (f"{ROPE} --longrope-short-factor 1 0.3", f"{ROPE} --longrope-short-factor 1 0.300000001"),
     ],
 )
 def test_the_same_function_in_other_words_is_not_refused(saved: str, flags: str) -> None:
