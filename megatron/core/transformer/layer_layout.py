@@ -224,10 +224,16 @@ def _string_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]
             f"{config.num_layers}: write a t for each layer"
         )
     num_ahead = config.mtp_num_layers or 0
-    if whole.count("m") != num_ahead or not stages[-1].endswith("m" * num_ahead + "L"):
+    if whole.count("m") != num_ahead:
         yield (
             f"{LAYOUT} {text} has {whole.count('m')} layers of multi-token prediction and "
             f"--mtp-num-layers is {num_ahead}: write an m for each, right before the L"
+        )
+    elif not stages[-1].endswith("m" * num_ahead + "L"):
+        yield (
+            f"{LAYOUT} {text} puts a layer of multi-token prediction, m, apart from the loss: this "
+            f"version computes both in the last stage; end the layout with "
+            f"{'m' * num_ahead}L"
         )
 
 
