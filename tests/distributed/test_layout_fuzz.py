@@ -27,6 +27,8 @@ FOUND = {
     "list-that-names-no-layer-of-experts": ("dp dense-first-layer z-loss", Sizes(depth=1)),
     "stages-that-do-not-divide-the-layers": ("pp auto-split", Sizes(pp=3, depth=1)),
     "tied-copies-of-a-sharded-optimizer": ("pp dp zero-1 tied clip", Sizes(microbatches=3)),
+    "codes-of-gradients-of-three-replicas": ("dp fp8-tensorwise", Sizes(dp=3)),
+    "codes-of-undivided-gradients": ("dp fp8-tensorwise per-token-loss", Sizes(dp=3)),
 }  # fmt: skip
 
 # What users of such systems ask for (section C of what was gathered), and what shows each besides
