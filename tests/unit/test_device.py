@@ -35,7 +35,7 @@ def test_the_memory_of_a_process_on_the_cpu_is_what_it_has() -> None:
 
 
 def test_a_failed_allocation_on_a_gpu_leaves_a_snapshot(monkeypatch):
-    """--record-memory-history; tests/gpu/test_memory_history.py has the real one."""
+    """--record-memory-history; test_memory_history.py has the real one."""
     observers, written = [], []
     monkeypatch.setattr(device, "_has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
