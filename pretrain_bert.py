@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import megatron.training.early_stop_signal  # noqa: F401  (before the imports that take seconds)
+import megatron.training.early_sigterm  # noqa: F401  (before the imports that take seconds)
 
 # isort: split
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.diagnostics.straggler import StragglerDetector
 from megatron.core.enums import ModelType
 from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.straggler import StragglerDetector
 from megatron.training.batch import next_batch
 from megatron.training.global_vars import get_run
 from megatron.training.models.bert import apply_bert

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import megatron.training.early_stop_signal  # noqa: F401  (before the imports that take seconds)
+import megatron.training.early_sigterm  # noqa: F401  (before the imports that take seconds)
 
 # isort: split
 from collections.abc import Iterator, Sequence
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.diagnostics.straggler import StragglerDetector
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.straggler import StragglerDetector
 from megatron.training.batch import next_batch
 from megatron.training.global_vars import get_run
 from megatron.training.models.datasets import build_datasets

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 import pretrain_gpt
 from benchmarks import ours, peers
 from megatron.core import device
-from megatron.core.param_info import info_of
+from megatron.core.params.param_info import info_of
 from megatron.training import setup
-from megatron.training.device_peak import measured_gemm_rate
 from megatron.training.initialize import configure, start
-from megatron.training.rehearsal import make_optimizer_state
+from megatron.training.memory_warmup import make_optimizer_state
+from megatron.training.peak_flops import measured_gemm_rate
 from megatron.training.step import train_step
 
 STEPS_OF_DATA = 64

@@ -25,7 +25,8 @@ import torch
 
 from benchmarks import kernel_cases, kernel_cases_gpu
 from benchmarks.kernel_cases import Case
-from megatron.core import cpu_kernels, cpu_tuning, device
+from megatron.core import device
+from megatron.core.device import cpu_kernels, cpu_tuning
 from megatron.core.fusions import kernels
 
 

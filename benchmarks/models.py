@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.moe import medians
-from megatron.core import cpu_tuning, device
+from megatron.core import device
+from megatron.core.device import cpu_tuning
 from megatron.core.ssm.mixer_shape import mixer_shape
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf, hf_folder

@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core import cpu_tuning, device
+from megatron.core import device
+from megatron.core.device import cpu_tuning
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.param_info import name_parameters
-from megatron.core.param_init import initialize_parameters
-from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
+from megatron.core.params.param_info import name_parameters
+from megatron.core.params.param_init import initialize_parameters
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -1,4 +1,4 @@
-"""What `megatron.core.waiting` costs per collective: a note of its begin and of its wait.
+"""Cost per collective of `diagnostics.collective_tracer`: noting its begin and its wait.
 
     python -m benchmarks.noted_collectives
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core import waiting
+from megatron.core.diagnostics import collective_tracer
 
 _CALLS, _REPEATS = 5000, 40
 
@@ -43,7 +43,10 @@ def main() -> None:
     def begin(group: Any, *args: Any) -> Done:
         return work
 
-    noted, noted_wait = waiting._noted("all_reduce", begin), waiting._noted_wait(Done.wait)
+    noted, noted_wait = (
+        collective_tracer._noted("all_reduce", begin),
+        collective_tracer._noted_wait(Done.wait),
+    )
     plain = microseconds(lambda: Done.wait(begin(world, [], None)))
     both = microseconds(lambda: noted_wait(noted(world, [], None)))
     print(f"begin and wait: {plain:.2f} us, noted {both:.2f} us: {both - plain:.2f} us more")

@@ -20,9 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.peers import ADAM, CLIP, SHAPES, WEIGHT_DECAY, weights
 from benchmarks.weight_gradient import medians
-from megatron.core import cpu_tuning
+from megatron.core.device import cpu_tuning
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 
 _AWARE = {"use_precision_aware_optimizer": True}
 # Name -> format of the weights, format of the gradients, bytes moved per parameter, flags.

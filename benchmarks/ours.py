@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import pretrain_gpt
 from benchmarks.peers import ADAM, CLIP, WEIGHT_DECAY, Shape, batches, weights
-from megatron.core.param_info import info_of
+from megatron.core.params.param_info import info_of
 from megatron.training import setup
 from megatron.training.flops import num_floating_point_operations
 from megatron.training.initialize import configure, start

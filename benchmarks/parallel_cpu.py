@@ -7,7 +7,7 @@ same batches; each must report the losses of one process.  They take turns step 
 loud neighbour disturbs all of them.  Speed is wall time, as waiting is the point; work is CPU time
 of all threads, which others on the machine change least.  A last step under torch's profiler tells
 how long some collective was under way (transfers are posted long before they are needed, which
-tells nothing); what a rank waited for is `megatron.core.waiting`'s sum, transfers included.
+tells nothing); what a rank waited for is `collective_tracer`'s sum, transfers included.
 Dated results are in parallel_cpu.md.
 """
 
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import pretrain_gpt
-from megatron.core import waiting
+from megatron.core.diagnostics import collective_tracer
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel.layers import _start_reduction as start_reduction
 from megatron.training import step
@@ -92,7 +92,7 @@ class Measured:
         if profiler is not None:
             profiler.start()
         wall_s, cpu_s = time.perf_counter(), time.process_time()
-        waited_s = waiting.record.waited_s
+        waited_s = collective_tracer.record.waited_s
         result = step.train_step(run)
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
         under_way_s = 0.0
@@ -101,7 +101,7 @@ class Measured:
             spans = [e.time_range for e in profiler.events() if _is_collective(e.name)]
             under_way_s = 1e-6 * length_of_union((span.start, span.end) for span in spans)
         loss = float(result.losses["lm loss"]) if run.has_loss else None
-        waited_s = waiting.record.waited_s - waited_s
+        waited_s = collective_tracer.record.waited_s - waited_s
         self.pipe.send(Step(wall_s, cpu_s, waited_s, under_way_s, loss))
         return result
 

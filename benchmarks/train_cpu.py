@@ -115,7 +115,7 @@ def make_trainer(args: argparse.Namespace):
     import torch
 
     from benchmarks import peers
-    from megatron.core import cpu_tuning
+    from megatron.core.device import cpu_tuning
 
     shape, name = peers.SHAPES[args.shape], args.worker
     if name.startswith("ours"):

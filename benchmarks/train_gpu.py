@@ -30,9 +30,9 @@ from megatron.core import device
 from megatron.training.arguments.parameter_count import padded_vocab_size
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from megatron.training.device_peak import known_peak
 from megatron.training.flops import causal_model_flops
 from megatron.training.memory_report import is_lack_of_memory
+from megatron.training.peak_flops import known_peak
 
 COMPARED_STEPS = 20
 _GIB = 2**30

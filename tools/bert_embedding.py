@@ -27,7 +27,7 @@ from megatron.training.embedding import (
 )
 from megatron.training.initialize import shut_down
 from megatron.training.preprocess.cli import add_format_arguments, record_format, run_tool
-from megatron.training.printing import is_rank0
+from megatron.training.rank_print import is_rank0
 
 
 def get_parser() -> argparse.ArgumentParser:

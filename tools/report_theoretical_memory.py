@@ -17,7 +17,7 @@ from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.training.arguments.parameter_count import padded_vocab_size
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from megatron.training.printing import world_size
+from megatron.training.rank_print import world_size
 from megatron.training.theoretical_memory_usage import print_memory
 
 

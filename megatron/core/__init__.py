@@ -5,11 +5,11 @@ from megatron.core.lazy import lazy_exports
 __getattr__ = lazy_exports(
     __name__,
     {
-        "mpu": "megatron.core.parallel_state",
-        "parallel_state": "megatron.core.parallel_state",
+        "mpu": "megatron.core.parallel.parallel_state",
+        "parallel_state": "megatron.core.parallel.parallel_state",
         "tensor_parallel": "megatron.core.tensor_parallel",
         "dist_checkpointing": "megatron.core.dist_checkpointing",
         "ModelParallelConfig": "megatron.core.model_parallel_config",
-        "Timers": "megatron.core.timers",
+        "Timers": "megatron.core.diagnostics.timers",
     },
 )

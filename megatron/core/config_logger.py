@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.per_rank import each_rank_owns
+from megatron.core.rank_local import each_rank_owns
 
 _counts: dict[str, int] = {}  # path -> files written with it
 each_rank_owns(__name__, "_counts")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
 _training = partial(option, group="training")
-_tp_overlap = partial(_training, ignored=states.only_with("--tp-comm-overlap"))
+_tp_overlap = partial(_training, ignored=flag_messages.only_with("--tp-comm-overlap"))
 _distributed = partial(option, group="distributed")
 _moe = partial(option, group="moe")
 
@@ -26,7 +26,7 @@ class ModelParallelConfig:
     tp_comm_overlap: bool = _training(
         False,
         "Overlap tensor-parallel communication with matrix products through Transformer Engine.",
-        refused=states.TP_OVERLAP,
+        refused=flag_messages.TP_OVERLAP,
     )
     tp_comm_overlap_cfg: str | None = _tp_overlap(None, "YAML file that tunes --tp-comm-overlap.")
     tp_comm_overlap_ag: bool = _tp_overlap(
@@ -64,7 +64,7 @@ class ModelParallelConfig:
     async_tensor_model_parallel_allreduce: bool = _training(
         True,
         "Do not overlap the all-reduce of input gradients with weight gradients.",
-        ignored=states.OLD_SPELLING,
+        ignored=flag_messages.OLD_SPELLING,
     )
     sequence_parallel: bool = _training(
         False,
@@ -157,7 +157,7 @@ class ModelParallelConfig:
     scatter_gather_tensors_in_pipeline: bool = _distributed(
         True,
         "Send whole tensors between stages on every tensor-parallel rank.",
-        ignored=states.OLD_SPELLING,
+        ignored=flag_messages.OLD_SPELLING,
     )
     use_ring_exchange_p2p: bool = _distributed(
         False,

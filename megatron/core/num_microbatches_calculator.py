@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.per_rank import each_rank_owns
+from megatron.core.rank_local import each_rank_owns
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.config.errors import NonFiniteError
-from megatron.core.per_rank import each_rank_owns
+from megatron.core.rank_local import each_rank_owns
 
 logger = logging.getLogger(__name__)
 

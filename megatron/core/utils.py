@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core import parallel_state
-from megatron.core.sequence_share import held_tokens, row_lengths
-from megatron.core.straggler import StragglerDetector as StragglerDetector
+from megatron.core.diagnostics.straggler import StragglerDetector as StragglerDetector
+from megatron.core.parallel import parallel_state
+from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core import device, parallel_state
-from megatron.core.straggler import StragglerDetector
+from megatron.core import device
+from megatron.core.diagnostics.straggler import StragglerDetector
+from megatron.core.parallel import parallel_state
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import global_vars
 from megatron.training.models.kind import BatchTable

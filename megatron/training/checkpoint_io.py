@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing.background import (
     BackgroundSave,
     Worker,
@@ -17,18 +18,17 @@ from megatron.core.dist_checkpointing.background import (
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.serialization import Saved, SaveFailed
-from megatron.core.faults import fault_point
-from megatron.core.run_store import RunStore
+from megatron.core.parallel.run_store import RunStore
 from megatron.training.arguments.config_file import write_config
 from megatron.training.arguments.legacy import legacy_namespace
 from megatron.training.arguments.model_layers import layers_of_stages
 from megatron.training.callbacks.base import CheckpointEvent
+from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
-from megatron.training.checkpointing.run_tensors import RunParts
+from megatron.training.checkpointing.non_persistent import transient
 from megatron.training.checkpointing.save import begin_save, save_local_run, save_run, tell_saved
-from megatron.training.checkpointing.transient import transient
 from megatron.training.config.checkpoint import CheckpointConfig
-from megatron.training.printing import print_rank_0
+from megatron.training.rank_print import print_rank_0
 from megatron.training.runtime import Runtime
 
 

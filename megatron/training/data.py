@@ -23,8 +23,8 @@ from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.training.config.data import DataConfig
 from megatron.training.models.registry import kind_of
-from megatron.training.printing import print_rank_0
-from megatron.training.read_ahead import ReadAhead
+from megatron.training.prefetch import ReadAhead
+from megatron.training.rank_print import print_rank_0
 from megatron.training.runtime import Runtime
 
 Provider = Callable[[Sequence[int | None]], tuple[Any, Any, Any]]

@@ -25,15 +25,15 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.models.bert.pooler import mean_of_text
 from megatron.core.optional import require
 from megatron.training.checkpointing.checkpoint_args import without_code_and_paths
+from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.checkpointing.run_tensors import RunParts
 from megatron.training.conversion.hf_folder import has_tokenizer
 from megatron.training.generation import generation_config
 from megatron.training.initialize import start
 from megatron.training.models.registry import build_stage
 from megatron.training.preprocess.documents import RecordFormat, read_documents
-from megatron.training.printing import is_rank0
+from megatron.training.rank_print import is_rank0
 from megatron.training.setup import build_model, setup_tokenizer
 
 

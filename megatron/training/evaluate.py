@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core.faults import fault_point
+from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.training.callbacks.base import EvalResult
 from megatron.training.callbacks.exit import reason_to_hurry
 from megatron.training.data import agree_on, chunk_iterators

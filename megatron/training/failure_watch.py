@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron.core.config.errors import MegatronError
-from megatron.core.run_store import LOST_RANKS, RunStore, agree_on_secret
+from megatron.core.diagnostics.collective_tracer import note_collectives
+from megatron.core.parallel.run_store import LOST_RANKS, RunStore, agree_on_secret
 from megatron.core.virtual_ranks import BACKEND
-from megatron.core.waiting import note_collectives
 from megatron.training.peer_processes import PeerProcesses
 from megatron.training.stall_report import StallReport, is_timeout
 

@@ -25,13 +25,13 @@ from megatron.training.checkpointing.checkpoint_args import (
     saved_namespace,
     without_code_and_paths,
 )
+from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.checkpointing.run_tensors import RunParts
 from megatron.training.config.run import RunConfig
 from megatron.training.initialize import shut_down, start
 from megatron.training.models.registry import build_stage
-from megatron.training.printing import is_rank0, world_size
+from megatron.training.rank_print import is_rank0, world_size
 from megatron.training.setup import build_model, setup_tokenizer
 from megatron.training.tokenizer import MissingToken
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.per_rank import each_rank_owns
-from megatron.core.timers import Timers
+from megatron.core.diagnostics.timers import Timers
+from megatron.core.rank_local import each_rank_owns
 from megatron.training.arguments.legacy import ReadOnlyNamespace, legacy_namespace, refresh
 from megatron.training.runtime import Runtime
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from megatron.core.communicators import Communicators
 from megatron.core.distributed.sharding import is_fully_sharded, num_instances
-from megatron.core.process_groups_config import (
+from megatron.core.parallel.communicators import Communicators
+from megatron.core.parallel.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
     make_grids,
 )
-from megatron.core.rank_grid import RankGrid
+from megatron.core.parallel.rank_grid import RankGrid
 from megatron.training.config.run import RunConfig
-from megatron.training.printing import print_rank_0
+from megatron.training.rank_print import print_rank_0
 
 
 def grids_of(config: RunConfig) -> tuple[RankGrid, RankGrid]:

@@ -22,19 +22,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.core import cpu_tuning, device, nccl_allocator, parallel_state
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.config_logger import has_config_logger_enabled, log_config_to_disk
-from megatron.core.faults import check_faults
+from megatron.core.device import cpu_tuning, nccl_allocator
+from megatron.core.diagnostics.fault_injection import check_faults
+from megatron.core.diagnostics.timers import Timers
 from megatron.core.num_microbatches_calculator import (
     NumMicroBatchesCalculator,
     destroy_num_microbatches_calculator,
     install_num_microbatches_calculator,
 )
+from megatron.core.parallel import parallel_state
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.schedules import graphs_of
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_seed
-from megatron.core.timers import Timers
 from megatron.training import global_vars
 from megatron.training.arguments.check_only import check_only
 from megatron.training.arguments.legacy import resolve_args
@@ -48,7 +50,7 @@ from megatron.training.groups import create_groups
 from megatron.training.launcher_watch import end_with_launcher
 from megatron.training.log_setup import setup_logging
 from megatron.training.preflight import folder_problems, needs_rendezvous, rendezvous_problems
-from megatron.training.printing import print_rank_0, rank, survive_lost_output, world_size
+from megatron.training.rank_print import print_rank_0, rank, survive_lost_output, world_size
 from megatron.training.rendezvous import meet
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import number_of_train_iters

@@ -7,7 +7,7 @@ import os
 import sys
 
 from megatron.core.config.errors import ConfigError
-from megatron.training.printing import rank
+from megatron.training.rank_print import rank
 
 LEVEL_VARIABLE = "MEGATRON_LOGGING_LEVEL"
 

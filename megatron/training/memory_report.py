@@ -20,8 +20,8 @@ from megatron.core.config.errors import MegatronError, OutOfMemory
 from megatron.training import plan
 from megatron.training.arguments.resolve import resolve
 from megatron.training.loss_chunks import logits_bytes
-from megatron.training.memory_owners import ACTIVATIONS, LOGITS, OPTIMIZER, Owner, owners
-from megatron.training.printing import rank, ranks_here
+from megatron.training.memory_breakdown import ACTIVATIONS, LOGITS, OPTIMIZER, Owner, owners
+from megatron.training.rank_print import rank, ranks_here
 from megatron.training.runtime import Runtime
 
 _GIB = 2**30

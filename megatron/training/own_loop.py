@@ -24,7 +24,7 @@ from megatron.training.checkpoint_io import load
 from megatron.training.checkpointing.facade import save_checkpoint
 from megatron.training.flops import num_floating_point_operations
 from megatron.training.global_vars import get_run
-from megatron.training.printing import print_rank_last
+from megatron.training.rank_print import print_rank_last
 from megatron.training.schedule import build_scheduler
 
 Model = nn.Module | Sequence[nn.Module]

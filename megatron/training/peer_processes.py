@@ -11,7 +11,7 @@ import os
 import select
 from pathlib import Path
 
-from megatron.core.run_store import RunStore
+from megatron.core.parallel.run_store import RunStore
 
 _PROCESS = "process/"  # + rank: where it runs, and its process id
 _LEFT = "left/"  # + rank: it has ended in order

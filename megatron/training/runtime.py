@@ -9,13 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.diagnostics.timers import Timers
 from megatron.core.dist_checkpointing.background import BackgroundSave, Worker
 from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.plan import Placement
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.timers import Timers
 from megatron.training.callbacks.base import CallbackList
 from megatron.training.config.run import RunConfig
 from megatron.training.state import StepResult, TrainState

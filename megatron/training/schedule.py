@@ -6,7 +6,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, schedule_lengths
 from megatron.training.config.run import RunConfig
-from megatron.training.printing import print_rank_0
+from megatron.training.rank_print import print_rank_0
 from megatron.training.runtime import Runtime
 
 

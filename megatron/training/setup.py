@@ -21,13 +21,13 @@ from megatron.core.optimizer.param_groups import (
     is_of_head,
     no_weight_decay_on_embeddings,
 )
-from megatron.core.param_init import initialize_parameters
+from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.quantized_linear import quantizers_of
 from megatron.core.transformer.compiled import compile_layers
 from megatron.core.transformer.module import Float16Module
 from megatron.training.loss_chunks import chunk_line, settle_loss_chunks
 from megatron.training.pipeline_split import settle_pipeline_split
-from megatron.training.printing import print_rank_0, ranks_here
+from megatron.training.rank_print import print_rank_0, ranks_here
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import build_scheduler
 from megatron.training.tokenizer import (

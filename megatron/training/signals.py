@@ -1,7 +1,7 @@
 """SIGTERM as a wish: the first one is remembered until a step is done, the second ends at once.
 
 The handler is installed at the begin of start-up, so that a signal that comes while the model is
-built or loaded is kept for the loop; `megatron.training.early_stop_signal` installs it before the
+built or loaded is kept for the loop; `megatron.training.early_sigterm` installs it before the
 imports that take seconds, so nothing heavy is imported here.
 """
 

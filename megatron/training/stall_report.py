@@ -14,8 +14,8 @@ import threading
 import time
 import traceback
 
-from megatron.core import waiting
-from megatron.core.run_store import RunStore
+from megatron.core.diagnostics import collective_tracer
+from megatron.core.parallel.run_store import RunStore
 
 _CALLED_FOR = "stall_report/called_for"
 _LINE = "stall_report/rank"  # + number
@@ -42,8 +42,8 @@ class StallReport:
     def look(self, store: RunStore) -> None:
         """Report, once, if nothing has moved for long; the run goes on."""
         now_s = time.monotonic()
-        if waiting.record.progress != self._progress:
-            self._progress, self._moved_at_s = waiting.record.progress, now_s
+        if collective_tracer.record.progress != self._progress:
+            self._progress, self._moved_at_s = collective_tracer.record.progress, now_s
             self._has_reported = False
         elif now_s - self._moved_at_s > _SHARE * self._timeout_s:
             self._report(store, f"nothing has moved for {now_s - self._moved_at_s:.0f} s")
@@ -76,7 +76,11 @@ class StallReport:
         self._has_reported = True
         frame = sys._current_frames().get(self._thread_id)
         stack = "".join(traceback.format_stack(frame)) if frame else "it has ended\n"
-        me, doing, begun = f"rank {self._rank}", str(waiting.record), waiting.record.counts()
+        me, doing, begun = (
+            f"rank {self._rank}",
+            str(collective_tracer.record),
+            collective_tracer.record.counts(),
+        )
         lines = [f"{me} {doing} ({why})", f"{me} began {begun}", f"{me} stands in", stack]
         print("\n".join(lines), file=sys.stderr, end="", flush=True)
         with contextlib.suppress(RuntimeError):  # the store may be gone with its rank

@@ -19,7 +19,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import NO_OP
 from megatron.core.transformer.moe.deep_ep import why_not
 from megatron.training.arguments.model_layers import kind_of, layers_of
 from megatron.training.config.run import RunConfig
-from megatron.training.printing import print_rank_0
+from megatron.training.rank_print import print_rank_0
 from megatron.training.runtime import Runtime
 
 _NAME_WIDTH = 48

@@ -16,19 +16,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import device
+from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.non_finite import FiniteLosses, naming_step
-from megatron.core.faults import fault_point
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm
-from megatron.core.param_info import local_part
+from megatron.core.params.param_info import local_part
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.tensor_parallel.quantized_linear import update_amax_histories
 from megatron.core.transformer.moe.expert_bias import update_expert_biases
-from megatron.training.added_losses import added_losses
-from megatron.training.checkpointing.run_tensors import RunParts
+from megatron.training.aux_loss_logging import added_losses
+from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.flops import tokens_of_a_sample
-from megatron.training.read_ahead import read_ahead
+from megatron.training.prefetch import read_ahead
 from megatron.training.runtime import Runtime
 from megatron.training.state import StepResult
 from megatron.training.weight_hash import check_replicas, params_hash

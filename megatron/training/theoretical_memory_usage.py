@@ -11,7 +11,7 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.sequence_share import local_sequence_length
+from megatron.core.parallel.context_parallel_partition import local_sequence_length
 from megatron.training.arguments.parameter_count import head_parameters, layer_parameters
 from megatron.training.arguments.resolve import assemble
 from megatron.training.config.run import RunConfig

@@ -10,13 +10,13 @@ from megatron.core import virtual_ranks
 from megatron.core.config.errors import MegatronError
 from megatron.core.enums import ModelType
 from megatron.core.lazy import lazy_exports
-from megatron.core.run_store import RunStore
+from megatron.core.parallel.run_store import RunStore
 from megatron.training import data, setup
 from megatron.training import evaluate as evaluation
 from megatron.training.arguments.legacy import flat_values
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.checkpoint_io import convert, finish_at_failure, load, save_last
-from megatron.training.early_stop_signal import end_of_imports
+from megatron.training.early_sigterm import end_of_imports
 from megatron.training.failure_watch import failure_watch
 from megatron.training.initialize import (
     configure,
@@ -28,8 +28,8 @@ from megatron.training.initialize import (
 )
 from megatron.training.loop import train
 from megatron.training.memory_report import explaining_lack_of_memory
-from megatron.training.printing import print_rank_0
-from megatron.training.rehearsal import make_optimizer_state, rehearse
+from megatron.training.memory_warmup import make_optimizer_state, rehearse
+from megatron.training.rank_print import print_rank_0
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import number_of_train_iters, recount_train_iters
 from megatron.training.startup_log import (

@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import (
     get_ltor_masks_and_position_ids as get_ltor_masks_and_position_ids,
 )
 from megatron.core.optimizer import clip_grads
+from megatron.core.parallel import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
 from megatron.training.batch import get_batch_on_this_tp_rank as get_batch_on_this_tp_rank
 from megatron.training.data import get_blend_and_blend_per_split as get_blend_and_blend_per_split
-from megatron.training.printing import is_last_rank as is_last_rank
-from megatron.training.printing import is_rank0 as is_rank0
-from megatron.training.printing import print_rank_0 as print_rank_0
-from megatron.training.printing import print_rank_last as print_rank_last
+from megatron.training.rank_print import is_last_rank as is_last_rank
+from megatron.training.rank_print import is_rank0 as is_rank0
+from megatron.training.rank_print import print_rank_0 as print_rank_0
+from megatron.training.rank_print import print_rank_last as print_rank_last
 
 
 def unwrap_model(model: Any, wrappers: Iterable[type] | None = None) -> Any:

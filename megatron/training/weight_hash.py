@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.dist_checkpointing.hashing import hash_here, hash_of_all
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, to_write
 from megatron.core.dist_checkpointing.validation import shorten
-from megatron.training.checkpointing.run_tensors import RunParts, model_tensors
+from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_tensors
 
 
 class ReplicasDiffer(MegatronError, RuntimeError):

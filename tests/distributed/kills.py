@@ -30,9 +30,9 @@ from unittest import mock
 
 import torch
 
+from megatron.core.diagnostics.fault_injection import POINTS
 from megatron.core.dist_checkpointing.folders import choose
 from megatron.core.dist_checkpointing.formats import open_reader
-from megatron.core.faults import POINTS
 from megatron.training import checkpoint_io
 from tests.functional.runs import TINY, train_gpt, without_times
 from tests.ranks import run_ranks

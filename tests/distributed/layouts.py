@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.core.datasets.gpt_dataset import MockGPTDataset
 from megatron.core.optimizer import optimizer as optimizers
-from megatron.core.param_info import ParamInfo, info_of, local_part
+from megatron.core.params.param_info import ParamInfo, info_of, local_part
 from megatron.core.transformer.moe import router
 from megatron.training import loop
 from tests import tolerances

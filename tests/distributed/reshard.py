@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, ShardedTensor
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.training import checkpoint_io, loop
-from megatron.training.checkpointing.run_tensors import model_tensors, optimizer_tensors
+from megatron.training.checkpointing.checkpoint_tensors import model_tensors, optimizer_tensors
 from tests.distributed.draws import without_stand_ins
 from tests.distributed.layouts import TIMEOUT_S, Parts, allowed, assembled, dtype_of
 from tests.distributed.test_fsdp import SHARD, Sharded

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron.core.param_info import ParamInfo, info_of
+from megatron.core.params.param_info import ParamInfo, info_of
 from tests import tolerances
 
 Shard = tuple[Tensor, ParamInfo]

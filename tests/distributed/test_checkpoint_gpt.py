@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megatron.core.dist_checkpointing.foreign.archive import MappedFile
-from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex
+from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.training import checkpoint_io, setup
 from megatron.training.initialize import configure, start

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import create_process_groups, make_grids
-from megatron.core.sequence_share import held_tokens
+from megatron.core.parallel.context_parallel_partition import held_tokens
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.transformer import context_parallel_ring
 from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes

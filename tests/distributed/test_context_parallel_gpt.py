@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core import parallel_state
 from megatron.core.config.errors import ConfigError
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.mamba import MambaModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import (
+from megatron.core.parallel import parallel_state
+from megatron.core.parallel.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
     make_grids,

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.grad_buffer import gradient_of
-from megatron.core.param_info import ParamInfo, set_info
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
+from megatron.core.params.param_info import ParamInfo, set_info
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
-from megatron.core.process_groups_config import create_process_groups, make_grids
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch

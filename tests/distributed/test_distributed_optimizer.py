@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core import cpu_kernels
+from megatron.core.device import cpu_kernels
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -21,9 +21,9 @@ from megatron.core.distributed.param_buffer import ParamGather
 from megatron.core.distributed.shard_ranges import owned_parts
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm
-from megatron.core.optimizer.kept_state import Kept
-from megatron.core.param_info import ParamInfo, info_of, set_info
-from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.optimizer.reduced_precision_state import Kept
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
+from megatron.core.params.param_info import ParamInfo, info_of, set_info
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch

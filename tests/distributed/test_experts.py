@@ -17,10 +17,10 @@ from megatron.core.activations import quick_gelu
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.distributed.non_finite import naming_step
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.param_info import info_of, name_parameters
-from megatron.core.param_init import initialize_parameters
-from megatron.core.process_groups_config import create_process_groups, make_grids
-from megatron.core.sequence_share import held_tokens
+from megatron.core.parallel.context_parallel_partition import held_tokens
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
+from megatron.core.params.param_info import info_of, name_parameters
+from megatron.core.params.param_init import initialize_parameters
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import loss_name

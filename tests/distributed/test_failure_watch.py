@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.communicators import Communicators
 from megatron.core.config.errors import DataError
-from megatron.core.faults import fault_point
+from megatron.core.diagnostics.fault_injection import fault_point
+from megatron.core.parallel.communicators import Communicators
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
+from megatron.core.parallel.run_store import RunStore
 from megatron.core.pipeline_parallel.plan import Exchange, Placement, Transfer
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
-from megatron.core.process_groups_config import create_process_groups, make_grids
-from megatron.core.run_store import RunStore
 from megatron.training.failure_watch import failure_watch
 from megatron.training.stall_report import StallReport
 from tests import ranks

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 import pretrain_gpt
-from megatron.core import param_init
 from megatron.core.config.errors import ConfigError
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import FullyShardedDataParallel
-from megatron.core.param_info import ParamInfo, info_of, local_part
-from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
+from megatron.core.params import param_init
+from megatron.core.params.param_info import ParamInfo, info_of, local_part
 from megatron.training import setup
 from megatron.training.initialize import configure, start
 from megatron.training.runtime import Runtime

@@ -16,10 +16,10 @@ from megatron.core.dist_checkpointing.local import Replication, save_local
 from megatron.core.dist_checkpointing.local_load import find_local, load_local
 from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, from_param
 from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
-from megatron.core.param_info import ParamInfo
+from megatron.core.params.param_info import ParamInfo
 from megatron.training.checkpointing.load import load_run
+from megatron.training.checkpointing.non_persistent import transient
 from megatron.training.checkpointing.save import save_local_run, save_run
-from megatron.training.checkpointing.transient import transient
 from tests.ranks import run_ranks
 from tests.unit.checkpointing.tiny_run import (
     advance,

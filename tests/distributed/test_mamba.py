@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.models.mamba import MambaModel
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from tests import tolerances
 from tests.distributed.test_context_parallel_gpt import VOCABULARY, gradients
 from tests.ranks import run_ranks

@@ -16,8 +16,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.fsdp import FullyShardedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.param_info import ParamInfo, info_of, local_part, set_info
-from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
+from megatron.core.params.param_info import ParamInfo, info_of, local_part, set_info
 from megatron.training.initialize import configure, start
 from megatron.training.setup import build_model, build_optimizer, setup_tokenizer
 from megatron.training.step import _gradients, _update

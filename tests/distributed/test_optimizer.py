@@ -17,12 +17,12 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm, count_zeros, global_norm
-from megatron.core.param_info import ParamInfo, set_info
-from megatron.core.process_groups_config import (
+from megatron.core.parallel.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
     make_grids,
 )
+from megatron.core.params.param_info import ParamInfo, set_info
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.hyper_comm_grid import HyperCommGrid
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from tests import tolerances
 from tests.ranks import run_ranks
 from tests.unit.one_process import one_process_groups, tiny_config

@@ -17,10 +17,10 @@ from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.param_info import ParamInfo, info_of
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
+from megatron.core.params.param_info import ParamInfo, info_of
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
 from megatron.core.pipeline_parallel.plan import placement_of
-from megatron.core.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from tests import tolerances
 from tests.distributed.sharded import assemble

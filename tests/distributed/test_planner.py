@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core import per_rank
-from megatron.core.param_info import local_part
+from megatron.core import rank_local
+from megatron.core.params.param_info import local_part
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.initialize import configure, start
@@ -140,7 +140,7 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
             _update(run)
             peaks.append(tracker.peak - own)
     held = _bytes(params)
-    per_rank.put({})  # the next run begins as the first one did
+    rank_local.put({})  # the next run begins as the first one did
     return {
         "weights": held,
         "gradients": _bytes(buffers) + own,

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.collectives import all_gather_single
 from megatron.core.distributed import param_buffer
 from megatron.core.distributed.buckets import plan_buffer
 from megatron.core.distributed.param_buffer import ParamBuffer
 from megatron.core.low_precision import E4M3, quantize
-from megatron.core.param_info import ParamInfo, set_info
-from megatron.core.param_init import Init
+from megatron.core.parallel.collectives import all_gather_single
+from megatron.core.params.param_info import ParamInfo, set_info
+from megatron.core.params.param_init import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer, update_amax_histories
 from megatron.core.transformer.low_precision import recipe_of

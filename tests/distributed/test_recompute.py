@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from tests.distributed.test_tensor_parallel_model import build, loss_and_gradients
 from tests.ranks import run_ranks

@@ -16,8 +16,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
-from megatron.core.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from tests import tolerances
 from tests.distributed.layouts import must_agree

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.param_info import info_of
-from megatron.core.param_init import Init
+from megatron.core.params.param_info import info_of
+from megatron.core.params.param_init import Init
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.data import broadcast_data
 from megatron.core.tensor_parallel.layers import (

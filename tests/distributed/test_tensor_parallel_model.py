@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from tests import tolerances
 from tests.distributed.sharded import assemble_gradients, assemble_values, gradients, values

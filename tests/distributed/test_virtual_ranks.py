@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core import faults, parallel_state
 from megatron.core.config.errors import ConfigError
-from megatron.core.virtual_ranks.baton import DeadlockError
+from megatron.core.diagnostics import fault_injection
+from megatron.core.parallel import parallel_state
+from megatron.core.virtual_ranks.cooperative_scheduler import DeadlockError
 from tests.ranks import run_ranks, run_virtual_ranks
 
 WORLD = 3
@@ -130,7 +131,7 @@ def own_things(rank: int, world_size: int) -> dict[str, Any]:
         "drawn": [*drawn, random.random(), np.random.rand(), torch.rand(1).item()],
         "rank": (os.environ["RANK"], parallel_state.get_tensor_model_parallel_rank()),
         "backward stays": x.grad.item() == world_size * threading.get_ident(),
-        "fired": faults.fault_point("here"),
+        "fired": fault_injection.fault_point("here"),
     }
 
 

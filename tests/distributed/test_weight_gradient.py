@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from tests.distributed.test_tensor_parallel_model import batch, build
 from tests.ranks import run_ranks

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.foreign.archive import MappedFile, StoredArray, load_archive
-from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex
 from megatron.core.dist_checkpointing.formats import open_reader
+from megatron.core.dist_checkpointing.megatron_formats.archive import (
+    MappedFile,
+    StoredArray,
+    load_archive,
+)
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.training.conversion.convert import Wanted, convert
 from tests.functional.runs import refusal, run_gpt, train_gpt
 from tests.functional.test_reference_run import FLAGS, GOLDEN, OURS, PP, TP

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.core.dist_checkpointing.folders import TRACKER, choose
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.training.checkpointing.transient import SUBFOLDER
+from megatron.training.checkpointing.non_persistent import SUBFOLDER
 from tests.functional.runs import TINY, heard, losses, run_gpt, train_gpt
 from tests.ranks import run_ranks
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.core.config.errors import MissingDependency
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.transformer import compiled
 from tests import tolerances
 from tests.functional.runs import losses, run_gpt

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core import turns
 from megatron.core.config.errors import CheckpointError
+from megatron.core.pipeline_parallel import pass_interleaving
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from megatron.training.checkpointing.load import _choose_here
 from megatron.training.config.checkpoint import CheckpointConfig
@@ -103,7 +103,7 @@ def whose_turn(rank: int, world_size: int, argv: list[str]) -> tuple[list[int], 
     """Which pass of a pair has sent tokens off, each time, and how many weights waited for that."""
     seen: list[int] = []
     waited: list[int] = []
-    give_way, run = turns._Turns.give_way, WeightGradQueue.run
+    give_way, run = pass_interleaving._Turns.give_way, WeightGradQueue.run
 
     def gives_way(self: Any) -> None:
         seen.append(self.running)
@@ -114,7 +114,7 @@ def whose_turn(rank: int, world_size: int, argv: list[str]) -> tuple[list[int], 
         run(self, count)
 
     with (
-        mock.patch.object(turns._Turns, "give_way", gives_way),
+        mock.patch.object(pass_interleaving._Turns, "give_way", gives_way),
         mock.patch.object(WeightGradQueue, "run", runs),
     ):
         train_gpt(rank, world_size, argv)

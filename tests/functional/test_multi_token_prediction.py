@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.foreign.archive import MappedFile
-from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex
+from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from tests import tolerances
 from tests.functional.runs import TINY, losses, run_gpt, run_gpt_in_virtual_ranks
 from tests.functional.test_pretrain_gpt import steps

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from megatron.core.config.errors import OutOfMemory
 from megatron.training import memory_report
-from megatron.training.memory_owners import LOGITS, owners
-from megatron.training.rehearsal import make_optimizer_state
+from megatron.training.memory_breakdown import LOGITS, owners
+from megatron.training.memory_warmup import make_optimizer_state
 from tests.functional.runs import TINY, refusal
 from tests.ranks import run_ranks
 from tests.unit.callbacks.helpers import fake_run

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.optimizer.kept_state import Kept
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.reduced_precision_state import Kept
 from megatron.core.optimizer.update_rules import AdamW
 from tests import tolerances
 

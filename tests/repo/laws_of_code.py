@@ -14,7 +14,7 @@ MAX_FUNCTION_LINES = 80
 # "path" or "path:function" -> (lines allowed, date and reason).  This table only shrinks.
 SIZE_EXCEPTIONS: dict[str, tuple[int, str]] = {}
 
-DEVICE_FILE = "megatron/core/device.py"
+DEVICE_FILE = "megatron/core/device/__init__.py"
 DEVICE_NAME = re.compile(r"(cuda|cpu|xpu|mps|hpu)(:\d+)?")
 
 # Files that translate between namespaces and configs: there a name is data.
@@ -25,7 +25,7 @@ MAY_EXIT = {
     "megatron/training/training.py": "pretrain() is the main of every training script",
     "megatron/training/initialize.py": "--check-only ends the program after its report",
     "megatron/core/datasets/samplers.py": "a thread ends its reading process, busy or not",
-    "megatron/core/faults.py": "a rank that waits in a collective cannot unwind",
+    "megatron/core/diagnostics/fault_injection.py": "a waiting collective cannot unwind",
 }
 
 # Globals that belong to the process, not to the rank, and why.
@@ -35,7 +35,7 @@ OF_THE_PROCESS = {
 
 COMPILERS = {"subprocess", "distutils", "setuptools", "torch.utils.cpp_extension"}
 UNPICKLERS = {"load", "loads", "Unpickler"}
-UNPICKLER_FILE = "megatron/core/dist_checkpointing/foreign/unpickler.py"
+UNPICKLER_FILE = "megatron/core/dist_checkpointing/megatron_formats/unpickler.py"
 
 
 def files_are_short(source: Source) -> Iterator[str]:

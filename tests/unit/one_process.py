@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from megatron.core.process_groups_config import ProcessGroupCollection, make_grids
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection, make_grids
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

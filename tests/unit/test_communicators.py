@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core.communicators import (
+from megatron.core.config.errors import ConfigError
+from megatron.core.parallel.communicators import (
     Communicators,
     CommunicatorSettings,
     read_settings,
     resolve_settings,
 )
-from megatron.core.config.errors import ConfigError
-from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.training.groups import high_priority_groups
 from tests.host_gpu import nccl
 from tests.unit.arguments.commands import run_of

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron.core import cpu_tuning
+from megatron.core.device import cpu_tuning
 from tests.ranks import run_ranks
 
 _BLOCK = 64 << 20

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.core import cpu_tuning, device
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.device import cpu_tuning
 from megatron.training import initialize
 from megatron.training.checkpointing.save import save_run
 from megatron.training.initialize import _init_default_group, configure, fail

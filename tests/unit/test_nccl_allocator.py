@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core import device, nccl_allocator
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.device import nccl_allocator
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from tests.unit.distributed.alone import ModelConfig
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core import param_init
-from megatron.core.param_info import FlatPart, ParamInfo, name_parameters, set_info
-from megatron.core.param_init import Init, fill_parameter, initialize_parameters, philox
+from megatron.core.params import param_init
+from megatron.core.params.param_info import FlatPart, ParamInfo, name_parameters, set_info
+from megatron.core.params.param_init import Init, fill_parameter, initialize_parameters, philox
 
 
 def filled(info: ParamInfo, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,14 +11,14 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core import parallel_state, rank_grid
-from megatron.core.hyper_comm_grid import HyperCommGrid
-from megatron.core.process_groups_config import (
+from megatron.core.parallel import parallel_state, rank_grid
+from megatron.core.parallel.hyper_comm_grid import HyperCommGrid
+from megatron.core.parallel.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
     make_grids,
 )
-from megatron.core.rank_grid import RankGrid
+from megatron.core.parallel.rank_grid import RankGrid
 
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron.core.run_store import RunStore, agree_on_secret
+from megatron.core.parallel.run_store import RunStore, agree_on_secret
 from tests.ranks import run_ranks
 
 SECRET = bytes(range(32))

@@ -66,7 +66,7 @@ def test_a_signal_to_one_rank_is_known_to_all() -> None:
 
 _EARLY = """
 import os, signal, sys
-import megatron.training.early_stop_signal
+import megatron.training.early_sigterm
 os.kill(os.getpid(), signal.SIGTERM)
 from megatron.training.signals import catch_stop_signal
 assert "torch" not in sys.modules, "the signal is caught before the imports that take seconds"

@@ -11,7 +11,7 @@ from tests.repo.source import ROOT
 
 # Of a GPT without flags: kinds of model and file that it has not, the planner, compilers.
 LEFT_OUT = (
-    "megatron.core.dist_checkpointing.foreign.",
+    "megatron.core.dist_checkpointing.megatron_formats.",
     "megatron.core.ssm.mamba_mixer",
     "megatron.core.virtual_ranks.threads",
     "megatron.training.models.bert",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.training.read_ahead import ReadAhead, read_ahead
+from megatron.training.prefetch import ReadAhead, read_ahead
 from megatron.training.step_graph import StepGraph
 from tests.graph_stand_in import graphs_on_cpu
 

@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from megatron.core import timers as timers_module
-from megatron.core.timers import CONSOLE, TENSORBOARD, DummyTimer, Timer, Timers, format_times
+from megatron.core.diagnostics import timers as timers_module
+from megatron.core.diagnostics.timers import (
+    CONSOLE,
+    TENSORBOARD,
+    DummyTimer,
+    Timer,
+    Timers,
+    format_times,
+)
 from tests.ranks import run_ranks
 
 

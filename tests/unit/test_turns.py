@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.turns import give_way, run_in_turns
+from megatron.core.pipeline_parallel.pass_interleaving import give_way, run_in_turns
 
 
 class Travel(torch.autograd.Function):

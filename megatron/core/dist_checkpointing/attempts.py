@@ -18,8 +18,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing.manifest import fsync_folder
-from megatron.core.faults import fault_point
 
 _TOKEN = r"[0-9]{8,15}"  # an id with a time begins with 16 digits
 _ID = re.compile(rf"({_TOKEN})-.+")

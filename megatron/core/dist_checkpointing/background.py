@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.serialization import (
     write,
 )
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
-from megatron.core.run_store import LOST_RANKS, RunStore
+from megatron.core.parallel.run_store import LOST_RANKS, RunStore
 
 Start = Callable[[Callable[[], None]], None]  # makes a call in another thread
 _APART = "finish_apart"  # / rank, and / verdict

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing.attempts import (
     newest_token,
     restore_claim,
@@ -61,8 +62,7 @@ from megatron.core.dist_checkpointing.manifest import (
     write_manifest,
     write_text,
 )
-from megatron.core.faults import fault_point
-from megatron.core.per_rank import each_rank_owns
+from megatron.core.rank_local import each_rank_owns
 
 # Room for the JSON files and the file system's own records, beside the tensors.
 _SPARE_BYTES = 1 << 20

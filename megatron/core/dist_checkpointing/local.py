@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.collectives import (
     all_gather_json,
@@ -56,7 +57,6 @@ from megatron.core.dist_checkpointing.serialization import (
     save_failed,
 )
 from megatron.core.dist_checkpointing.validation import shorten
-from megatron.core.faults import fault_point
 
 _PART = replace(SAFETENSORS_DIST, complete=partial(complete, is_whole=False))
 _PART_ROOT = re.compile(r"rank_([0-9]{5,})")

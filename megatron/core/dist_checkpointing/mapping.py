@@ -25,8 +25,8 @@ from megatron.core.dist_checkpointing.sharded_objects import (
     ShardedTensorFactory,
     is_main_replica,
 )
-from megatron.core.param_info import ParamInfo
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import ParamInfo
 
 # Megatron-LM has these in this module.
 __all__ = ["LocalNonpersistentObject", "ShardedObject", "ShardedTensorFactory", "is_main_replica"]

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.diagnostics.fault_injection import fault_point, flipped
 from megatron.core.dist_checkpointing.manifest import (
     CheckpointDamaged,
     are_counts,
     crc32,
     json_object,
 )
-from megatron.core.faults import fault_point, flipped
 
 BLOCK_BYTES = 4 << 20
 _ALIGNMENT = 8

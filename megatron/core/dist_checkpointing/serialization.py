@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.diagnostics.fault_injection import InjectedFault, fault_point
 from megatron.core.dist_checkpointing import commit
 from megatron.core.dist_checkpointing.collectives import broadcast_json, gather_json, rank_in
 from megatron.core.dist_checkpointing.folders import KEEP_ALL, Retention, published
@@ -51,7 +52,6 @@ from megatron.core.dist_checkpointing.validation import (
     judge,
     shorten,
 )
-from megatron.core.faults import InjectedFault, fault_point
 
 T = TypeVar("T")
 

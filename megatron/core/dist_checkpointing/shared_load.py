@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing.collectives import on_wire
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, assigned, weights_then_state
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.core.faults import fault_point
 
 _READ_AHEAD = 4  # pieces of one rank in host memory before they are broadcast
 

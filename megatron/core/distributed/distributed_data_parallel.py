@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core import parallel_state
+from megatron.core.device.nccl_allocator import registered_memory
 from megatron.core.distributed.buffer_plan import (
     BufferKey,
     BufferPlan,
@@ -49,9 +49,9 @@ from megatron.core.distributed.grad_buffer import (
 )
 from megatron.core.distributed.param_buffer import ParamBucket, ParamBuffer, ParamGather
 from megatron.core.distributed.shard_ranges import owned_parts
-from megatron.core.nccl_allocator import registered_memory
-from megatron.core.param_info import info_of
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel import parallel_state
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import info_of
 
 
 class DistributedDataParallel(DataParallelBase):

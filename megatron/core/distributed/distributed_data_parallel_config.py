@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import INT64_MAX, option
 
 _distributed = partial(option, group="distributed")
@@ -26,7 +26,7 @@ class DistributedDataParallelConfig:
         False,
         "Stop when a gradient is far larger than those seen before.",
         group="training",
-        refused=states.RERUN,
+        refused=flag_messages.RERUN,
     )
     grad_reduce_in_bf16: bool = option(
         False, "Sum gradients over replicas in bfloat16.", group="mixed precision"
@@ -74,7 +74,7 @@ class DistributedDataParallelConfig:
     align_param_gather: bool = _distributed(
         True,
         "Let each pipeline stage start gathering parameters when it likes.",
-        ignored=states.ALWAYS_SO,
+        ignored=flag_messages.ALWAYS_SO,
     )
     nccl_ub: bool = _distributed(
         False,

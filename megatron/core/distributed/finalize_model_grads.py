@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.data_parallel_base import DataParallelBase
-from megatron.core.param_info import info_of, local_part
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import info_of, local_part
 
 
 def finalize_model_grads(

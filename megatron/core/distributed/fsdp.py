@@ -33,7 +33,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron.core import device
-from megatron.core.collectives import all_gather_single
 from megatron.core.config.errors import ConfigError, NonFiniteError
 from megatron.core.distributed.data_parallel_base import DataParallelBase, LossConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -46,8 +45,9 @@ from megatron.core.distributed.fsdp_double_buffer import (
 from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.distributed.sharding import reshards_after_forward, share_of, shares_instances
-from megatron.core.param_info import FlatPart, ParamInfo, info_of, local_part, set_info
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.collectives import all_gather_single
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import FlatPart, ParamInfo, info_of, local_part, set_info
 
 _HALF = (torch.bfloat16, torch.float16)
 

@@ -29,13 +29,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core import cpu_kernels, device
-from megatron.core.collectives import all_gather_single, reduce_scatter_single
+from megatron.core import device
 from megatron.core.config.errors import NonFiniteError
+from megatron.core.device import cpu_kernels
+from megatron.core.device.async_host_copy import LateRead
 from megatron.core.distributed.buckets import BufferLayout
 from megatron.core.distributed.non_finite import non_finite_gradients
-from megatron.core.late_read import LateRead
-from megatron.core.param_info import local_part
+from megatron.core.parallel.collectives import all_gather_single, reduce_scatter_single
+from megatron.core.params.param_info import local_part
 
 # Elements converted at a time when a 16-bit gradient is added to a 32-bit sum on the CPU: torch's
 # mixed addition takes 7 times as long as a conversion and an addition that stay in the cache.

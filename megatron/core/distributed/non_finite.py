@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.config.errors import NonFiniteError
-from megatron.core.late_read import LateRead
+from megatron.core.device.async_host_copy import LateRead
 
 
 @contextmanager

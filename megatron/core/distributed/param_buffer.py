@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.collectives import all_gather_single
 from megatron.core.distributed.buckets import BufferLayout
 from megatron.core.low_precision import E4M3, Scaled, codes_of, largest, power_of_two
-from megatron.core.param_info import info_of
+from megatron.core.parallel.collectives import all_gather_single
+from megatron.core.params.param_info import info_of
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core import cpu_kernels
 from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
+from megatron.core.device import cpu_kernels
 from megatron.core.fusions import kernels
 from megatron.core.fusions.cpu import glu as cpu_glu
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import cpu_kernels
+from megatron.core.device import cpu_kernels
 
 _BLOCK = 128  # queries
 _SCORES = 1 << 21  # at a time, so that they stay in the cache

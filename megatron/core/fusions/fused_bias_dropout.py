@@ -28,7 +28,7 @@ def bias_dropout_add(
     is_several = prob > 0.0 or bias is not None or x.dtype != residual.dtype
     are_alike = x.shape == residual.shape and x.is_contiguous() and residual.is_contiguous()
     can = fused and is_several and are_alike
-    if can and (found := kernels.find("seam", x, bias, residual)):
+    if can and (found := kernels.find("bias_dropout_add", x, bias, residual)):
         return found.bias_dropout_add(x, bias, residual, prob)
     if bias is not None:
         x = x + bias

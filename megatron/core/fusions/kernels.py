@@ -9,7 +9,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megatron.core import cpu_kernels, device
+from megatron.core import device
+from megatron.core.device import cpu_kernels
 from megatron.core.optional import available, why_missing
 
 _ON_CPU = {"adam", "cross_entropy", "glu", "rope", "rows"}  # modules of fusions.cpu

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core import cpu_kernels, device
+from megatron.core import device
+from megatron.core.device import cpu_kernels
 from megatron.core.fusions import kernels
 from megatron.core.fusions.cpu import norm
 

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, GradScaler
@@ -19,7 +18,8 @@ from megatron.core.optimizer.param_groups import (
     make_param_groups,
     trainable_parameters,
 )
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel import parallel_state
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 
 
 def get_megatron_optimizer(

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core import cpu_kernels, device
+from megatron.core import device
+from megatron.core.device import cpu_kernels
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.optimizer.param_groups import trainable_parameters
-from megatron.core.param_info import ParamInfo, info_of, local_part
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import ParamInfo, info_of, local_part
 
 _BLOCK, _PIECE = 2**12, 2**14
 

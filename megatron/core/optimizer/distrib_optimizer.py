@@ -26,7 +26,7 @@ from megatron.core.distributed.sharding import shares_instances
 from megatron.core.optimizer.mixed_precision import OptimizedParam, Part, copy_main_to_model
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 
 
 class DistributedOptimizer(MegatronOptimizer):

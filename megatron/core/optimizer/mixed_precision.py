@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core import cpu_kernels, device
+from megatron.core import device
+from megatron.core.device import cpu_kernels
 from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.optimizer.offload import HostPlace, chosen
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.param_info import FlatPart, ParamInfo, info_of, local_part
+from megatron.core.params.param_info import FlatPart, ParamInfo, info_of, local_part
 
 _HALF = (torch.bfloat16, torch.float16)
 

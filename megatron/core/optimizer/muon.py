@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.optimizer.kept_state import Kept
 from megatron.core.optimizer.mixed_precision import OptimizedParam
 from megatron.core.optimizer.newton_schulz import (
     coefficients_of,
@@ -35,9 +34,10 @@ from megatron.core.optimizer.newton_schulz import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import is_matrix
+from megatron.core.optimizer.reduced_precision_state import Kept
 from megatron.core.optimizer.update_rules import State, UpdateRule
-from megatron.core.param_info import ParamInfo, info_of
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import ParamInfo, info_of
 
 Span = tuple[int, int]
 # Elements of matrices, over all ranks that share them, that are on their way at a time.

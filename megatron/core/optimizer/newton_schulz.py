@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.collectives import all_gather_single
-from megatron.core.param_info import ParamInfo
+from megatron.core.parallel.collectives import all_gather_single
+from megatron.core.params.param_info import ParamInfo
 
 Coefficients = tuple[tuple[float, float, float], ...]
 

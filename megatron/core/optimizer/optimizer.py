@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.config.errors import NonFiniteError
+from megatron.core.diagnostics.timers import Timers
 from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, global_norm
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
-from megatron.core.optimizer.kept_state import Kept
 from megatron.core.optimizer.mixed_precision import (
     OptimizedParam,
     Part,
@@ -34,10 +34,10 @@ from megatron.core.optimizer.mixed_precision import (
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.offload import batches
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.reduced_precision_state import Kept
 from megatron.core.optimizer.update_rules import RULES, UpdateRule
-from megatron.core.param_info import ParamInfo
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.timers import Timers
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import ParamInfo
 
 
 class MegatronOptimizer:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
 _regularization = partial(option, group="regularization")
@@ -78,7 +78,7 @@ class OptimizerConfig:
         "adam", "Optimizer of what is no matrix under Muon.", choices=("adam", "lion")
     )
     muon_use_syrk: bool = _regularization(
-        False, "Compute one half of Muon's symmetric products.", ignored=states.NO_KERNEL
+        False, "Compute one half of Muon's symmetric products.", ignored=flag_messages.NO_KERNEL
     )
     optimizer_cpu_offload: bool = _training(
         False, "Keep optimizer state in host memory and step there."
@@ -87,7 +87,7 @@ class OptimizerConfig:
         1.0, "Share of the optimizer state kept in host memory, 0 to 1."
     )
     use_torch_optimizer_for_cpu_offload: bool = _training(
-        False, "Step on the host with PyTorch's own optimizer.", ignored=states.ALWAYS_SO
+        False, "Step on the host with PyTorch's own optimizer.", ignored=flag_messages.ALWAYS_SO
     )
     overlap_cpu_optimizer_d2h_h2d: bool = _training(
         False, "Overlap copies between host and device with the step on the host."

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.param_info import info_of
+from megatron.core.params.param_info import info_of
 
 _HEADS = ("output_layer", "lm_head", "binary_head", "pooler")  # of a model's attributes
 ParamCondition = Callable[[str, nn.Parameter], bool]

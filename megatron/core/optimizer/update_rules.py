@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from megatron.core.config.errors import CheckpointError
 from megatron.core.fusions import kernels
 from megatron.core.fusions.adam_step import Step
-from megatron.core.optimizer.kept_state import (
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.reduced_precision_state import (
     DTYPES,
     Beside,
     Kept,
@@ -25,7 +26,6 @@ from megatron.core.optimizer.kept_state import (
     is_all_plain,
     stretches,
 )
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 State = dict[str, Tensor | Kept]
 

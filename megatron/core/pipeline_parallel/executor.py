@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel.microbatch import (
     collect_step,
     forward_step,
 )
+from megatron.core.pipeline_parallel.pass_interleaving import run_in_turns
 from megatron.core.pipeline_parallel.plan import (
     Exchange,
     Instruction,
@@ -36,7 +37,6 @@ from megatron.core.pipeline_parallel.plan import (
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
-from megatron.core.turns import run_in_turns
 from megatron.core.utils import get_attr_wrapped_model
 
 

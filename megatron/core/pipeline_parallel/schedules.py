@@ -12,17 +12,18 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megatron.core import device, parallel_state
+from megatron.core import device
 from megatron.core.aux_loss import aux_losses_of
 from megatron.core.config.errors import ConfigError
+from megatron.core.parallel import parallel_state
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.pipeline_parallel.communication_plan import instructions
 from megatron.core.pipeline_parallel.executor import Executor, StepTask
-from megatron.core.pipeline_parallel.instructions import instructions
 from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc, LossRule
-from megatron.core.pipeline_parallel.orders import schedule_of
 from megatron.core.pipeline_parallel.plan import Instruction, Placement, most_in_flight
+from megatron.core.pipeline_parallel.schedule_order import schedule_of
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 T = TypeVar("T")
 _NO_HOOKS = StepHooks()

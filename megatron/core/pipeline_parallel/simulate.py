@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.pipeline_parallel.instructions import Pass, inputs
+from megatron.core.pipeline_parallel.communication_plan import Pass, inputs
 from megatron.core.pipeline_parallel.plan import Exchange, Instruction, Placement, Transfer, Work
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.timers import Timers
+from megatron.core.diagnostics.timers import Timers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core import device, waiting
+from megatron.core import device
+from megatron.core.diagnostics import collective_tracer
 from megatron.core.pipeline_parallel.plan import Exchange, Placement, Transfer
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 
@@ -65,7 +66,7 @@ class Mailbox:
                 torch.empty(self._shape(transfer), dtype=self.dtype, device=device.current())
                 for transfer in exchange.receives
             ]
-            waiting.name_transfers(
+            collective_tracer.name_transfers(
                 f"{transfer.kind} of microbatch {transfer.microbatch}"
                 for transfer in (*exchange.sends, *exchange.receives)
             )

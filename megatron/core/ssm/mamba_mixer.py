@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.rms_norm import rms_norm
 from megatron.core.packed_seq_params import PackedSeqParams, sequence_index
-from megatron.core.param_init import Init, described, new_parameter
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequence_share import order_of_gathered, row_lengths
+from megatron.core.parallel.context_parallel_partition import order_of_gathered, row_lengths
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_init import Init, described, new_parameter
 from megatron.core.ssm.causal_conv import causal_conv
 from megatron.core.ssm.mixer_shape import mixer_problems, mixer_shape
 from megatron.core.ssm.scan import chunked_scan

@@ -3,7 +3,7 @@
 from megatron.core.lazy import lazy_exports
 
 _NAMES = {
-    "doors": "all_gather_last_dim_from_tensor_parallel_region broadcast_data "
+    "default_group_api": "all_gather_last_dim_from_tensor_parallel_region broadcast_data "
     "copy_to_tensor_model_parallel_region gather_from_sequence_parallel_region "
     "gather_from_tensor_model_parallel_region reduce_from_tensor_model_parallel_region "
     "reduce_scatter_last_dim_to_tensor_parallel_region "

@@ -26,8 +26,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.core.param_info import info_of
-from megatron.core.param_init import Init, described, new_parameter
+from megatron.core.params.param_info import info_of
+from megatron.core.params.param_init import Init, described, new_parameter
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.quantized_linear import LinearQuantizer, Recipe
-from megatron.core.tensor_parallel.tied_table import look_up, takes_table
+from megatron.core.tensor_parallel.tied_embedding import look_up, takes_table
 
 
 class LayerConfig(Protocol):

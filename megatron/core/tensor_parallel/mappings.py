@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.collectives import all_gather_single as all_gather_single
-from megatron.core.collectives import reduce_scatter_single as reduce_scatter_single
+from megatron.core.parallel.collectives import all_gather_single as all_gather_single
+from megatron.core.parallel.collectives import reduce_scatter_single as reduce_scatter_single
 
 T = TypeVar("T")
 Move = Callable[[Tensor, T], Tensor]

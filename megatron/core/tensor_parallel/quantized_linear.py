@@ -26,8 +26,8 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.quantize import product, quantize, quantize_and_look
 from megatron.core.low_precision import E2M1, Format, Scaled, largest, rotated
-from megatron.core.param_info import ParamInfo, set_info
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import ParamInfo, set_info
 from megatron.core.tensor_parallel.linear import linear_backward
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.tensor_parallel.weight_gradient import WeightGrad, add_to_main_grad

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core import device, parallel_state
-from megatron.core.per_rank import each_rank_owns
+from megatron.core import device
+from megatron.core.parallel import parallel_state
+from megatron.core.rank_local import each_rank_owns
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 
 MODEL_PARALLEL_STREAM = "model-parallel-rng"

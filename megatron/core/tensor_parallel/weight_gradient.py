@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.param_info import info_of
+from megatron.core.params.param_info import info_of
 from megatron.core.tensor_parallel.mappings import all_gather_single
 
 # Autograd hands this thread-local state on to the threads in which it computes.

@@ -17,8 +17,8 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.param_info import info_of, set_info
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import info_of, set_info
 from megatron.core.tensor_parallel.layers import share_of
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.kv_cache import KVCache

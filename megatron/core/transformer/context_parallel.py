@@ -25,8 +25,12 @@ from torch.distributed import ProcessGroup
 from megatron.core.config.errors import ConfigError
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequence_share import held_spans, order_of_gathered, row_lengths
+from megatron.core.parallel.context_parallel_partition import (
+    held_spans,
+    order_of_gathered,
+    row_lengths,
+)
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     all_gather_first_dim,
     all_to_all_first_dim,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.sequence_share import Block, blocks_of, held_tokens
+from megatron.core.parallel.context_parallel_partition import Block, blocks_of, held_tokens
 from megatron.core.transformer.attention_blocks import BlockCall, BlockKernel, Kept, ScoreRule, wide
 from megatron.core.transformer.attention_masks import Window, band_at
 

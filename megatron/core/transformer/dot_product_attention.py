@@ -19,8 +19,8 @@ from megatron.core import device
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.param_init import described, new_parameter
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_init import described, new_parameter
 from megatron.core.tensor_parallel.layers import share_of
 from megatron.core.tensor_parallel.random import fork_if
 from megatron.core.transformer.attention_backends import (

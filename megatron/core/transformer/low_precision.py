@@ -8,8 +8,8 @@ from torch import nn
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.low_precision import E2M1, E4M3, E5M2
-from megatron.core.param_info import info_of, set_info
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import info_of, set_info
 from megatron.core.tensor_parallel.layers import Linear
 from megatron.core.tensor_parallel.quantized_linear import Recipe
 from megatron.core.transformer.config.precision import PrecisionConfig

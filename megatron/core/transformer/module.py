@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, from_param, replica_of
-from megatron.core.param_info import info_of, local_part
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import info_of, local_part
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 

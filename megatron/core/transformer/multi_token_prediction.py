@@ -29,8 +29,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.aux_loss import AuxLosses, aux_losses_of
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequence_share import held_tokens, order_of_gathered, sequence_ends
+from megatron.core.parallel.context_parallel_partition import (
+    held_tokens,
+    order_of_gathered,
+    sequence_ends,
+)
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.tensor_parallel.random import checkpoint

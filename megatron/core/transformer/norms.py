@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.fusions.rms_norm import layer_norm, rms_norm
-from megatron.core.param_init import Init, described, new_parameter
+from megatron.core.params.param_init import Init, described, new_parameter
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.activation_offload import ActivationOffload
 from megatron.core.transformer.cuda_graphs import LayerGraphs

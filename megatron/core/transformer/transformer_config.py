@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.param_init import Init
+from megatron.core.params.param_init import Init
 from megatron.core.transformer.config.attention import AttentionConfig
 from megatron.core.transformer.config.base import BaseConfig
 from megatron.core.transformer.config.cuda_graph import CudaGraphConfig

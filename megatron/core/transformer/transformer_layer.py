@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import (
     CheckpointWithoutOutput,
     checkpoint,

@@ -1,6 +1,6 @@
 """Run a function on virtual ranks: in threads, each with a default process group of its own.
 
-Everything that asks torch.distributed, the environment or `megatron.core.per_rank` for its rank is
+Everything that asks torch.distributed, the environment or `rank_local` for its rank is
 answered as in a process of its own.  What ranks share is what a process has once: standard output,
 signal handlers, the number of threads per operation, and globals of scripts.
 """
@@ -19,10 +19,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch.distributed import distributed_c10d
 
-from megatron.core import per_rank
+from megatron.core import rank_local
 from megatron.core.config.errors import ConfigError
 from megatron.core.virtual_ranks import BACKEND, transport
-from megatron.core.virtual_ranks.baton import Baton, random_states, set_random_states
+from megatron.core.virtual_ranks.cooperative_scheduler import (
+    Baton,
+    random_states,
+    set_random_states,
+)
 
 T = TypeVar("T")
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -114,18 +118,18 @@ def _default_group(rank: int, world_size: int, store: dist.Store) -> Iterator[No
 def _shared_process(world_size: int) -> Iterator[None]:
     """What belongs to a process and not to a rank: changed for the run, and put back."""
     world = distributed_c10d._world
-    per_rank.each_rank_owns(distributed_c10d, *_TORCH)
-    per_rank.each_rank_owns(world, *vars(world))
-    before, randomness, hook = per_rank.take(), random_states(), sys.excepthook
+    rank_local.each_rank_owns(distributed_c10d, *_TORCH)
+    rank_local.each_rank_owns(world, *vars(world))
+    before, randomness, hook = rank_local.take(), random_states(), sys.excepthook
     launch = {name: os.environ.get(name) for name in _LAUNCH}
     os.environ.update(dict(zip(_LAUNCH, ("0", "0", str(world_size), str(world_size)), strict=True)))
-    per_rank.put({})
+    rank_local.put({})
     _set_thread_isolation_mode(True)  # of the names under which torch's C++ finds groups
     try:
         yield
     finally:
         _set_thread_isolation_mode(False)
-        per_rank.put(before)
+        rank_local.put(before)
         set_random_states(randomness)
         sys.excepthook = hook
         for name, value in launch.items():

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core import device, waiting
+from megatron.core import device
+from megatron.core.diagnostics import collective_tracer
 from megatron.core.virtual_ranks import BACKEND
-from megatron.core.virtual_ranks.baton import Baton
+from megatron.core.virtual_ranks.cooperative_scheduler import Baton
 
 Tensors = Sequence[Tensor]
 _ONE_WITH_ANOTHER: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
@@ -95,7 +96,7 @@ class VirtualWork:
         del timeout
         began_s = time.perf_counter()
         self.baton.wait_until(self._is_done, self.doing)
-        waiting.record.waited_s += time.perf_counter() - began_s
+        collective_tracer.record.waited_s += time.perf_counter() - began_s
         return True
 
     def is_completed(self) -> bool:
@@ -285,7 +286,7 @@ class VirtualGroup(dist.ProcessGroup):
                 _copy(received.tensor, sent.tensor, f"{self.group_desc} {path}")
             sent.is_done = received.is_done = True
 
-        purpose = next(waiting.record.purposes, None)
+        purpose = next(collective_tracer.record.purposes, None)
         about = "" if purpose is None else f", {purpose}"
 
         def doing() -> str:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.core.extensions.transformer_engine.engine import why_not
-from megatron.core.rank_grid import RankGrid
+from megatron.core.parallel.rank_grid import RankGrid
 from megatron.training import plan
 from megatron.training.arguments.input_files import missing_files, vocabulary_of
 from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
 from megatron.training.groups import grids_of
-from megatron.training.printing import is_rank0, print_rank_0
-from megatron.training.printing import world_size as world_size_of_launcher
+from megatron.training.rank_print import is_rank0, print_rank_0
+from megatron.training.rank_print import world_size as world_size_of_launcher
 
 if TYPE_CHECKING:
     from megatron.training.plan.cure import Fit

@@ -21,7 +21,7 @@ from megatron.training.arguments.options import read_config
 from megatron.training.arguments.resolve import DERIVED_FIELDS, resolve
 from megatron.training.arguments.sections import SECTIONS, flags_and_defaults
 from megatron.training.config.run import RunConfig
-from megatron.training.printing import rank, world_size
+from megatron.training.rank_print import rank, world_size
 
 if TYPE_CHECKING:
     from megatron.training.runtime import Runtime

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.core.transformer.adaptive_recompute import SavedBytes, Search, apply
 from megatron.training.callbacks.base import Callback
-from megatron.training.printing import print_rank_0
+from megatron.training.rank_print import print_rank_0
 
 if TYPE_CHECKING:
     from megatron.training.runtime import Runtime

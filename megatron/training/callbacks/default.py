@@ -26,7 +26,7 @@ from megatron.training.callbacks.sync import TrainSync
 from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.wandb import WandbSink, wandb_folder
 from megatron.training.config.resilience import ResilienceConfig
-from megatron.training.printing import ranks_here
+from megatron.training.rank_print import ranks_here
 from megatron.training.runtime import Runtime
 from megatron.training.signals import catch_stop_signal
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megatron.training.device_peak import Peak
 from megatron.training.flops import causal_model_flops, num_floating_point_operations
+from megatron.training.peak_flops import Peak
 
 if TYPE_CHECKING:
     from megatron.training.runtime import Runtime

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.late_read import LateRead
-from megatron.core.timers import TENSORBOARD, largest_s
+from megatron.core.device.async_host_copy import LateRead
+from megatron.core.diagnostics.timers import TENSORBOARD, largest_s
 from megatron.training.callbacks.base import Callback, CheckpointEvent, EvalResult, PauseReason
 from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.interval import Interval
 from megatron.training.callbacks.records import EvalRecord, SinkList, StepRecord
-from megatron.training.device_peak import Peak, device_peak
+from megatron.training.peak_flops import Peak, device_peak
 from megatron.training.theoretical_memory_usage import print_memory
 
 if TYPE_CHECKING:

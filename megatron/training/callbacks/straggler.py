@@ -25,7 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core import device, straggler
+from megatron.core import device
+from megatron.core.diagnostics import straggler
 from megatron.core.optional import available, require
 from megatron.training.callbacks.base import Callback, PauseReason
 from megatron.training.callbacks.nvml import Gpu

@@ -14,7 +14,7 @@ __getattr__ = lazy_exports(
     __name__,
     {
         **dict.fromkeys(_FACADE, "megatron.training.checkpointing.facade"),
-        "RunParts": "megatron.training.checkpointing.run_tensors",
+        "RunParts": "megatron.training.checkpointing.checkpoint_tensors",
         "save_run": "megatron.training.checkpointing.save",
         "load_run": "megatron.training.checkpointing.load",
         "open_checkpoint": "megatron.training.checkpointing.paths",

@@ -15,14 +15,14 @@ from megatron.training import global_vars
 from megatron.training.arguments.config_file import write_config
 from megatron.training.arguments.model_layers import layers_of_stages
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
+from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
+from megatron.training.checkpointing.non_persistent import transient
 from megatron.training.checkpointing.paths import checkpoint_folder
 from megatron.training.checkpointing.paths import (
     get_checkpoint_tracker_filename as get_checkpoint_tracker_filename,
 )
-from megatron.training.checkpointing.run_tensors import RunParts
 from megatron.training.checkpointing.save import save_local_run, save_run
-from megatron.training.checkpointing.transient import transient
 
 
 def save_checkpoint(

@@ -27,27 +27,27 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, replica_grou
 from megatron.core.dist_checkpointing.serialization import all_or_none, load
 from megatron.core.dist_checkpointing.validation import Differences
 from megatron.training.checkpointing.checkpoint_args import check_kind
-from megatron.training.checkpointing.content_checks import check_common, check_rng_state
-from megatron.training.checkpointing.paths import check_writable, find, is_same_directory
-from megatron.training.checkpointing.rng_state import set_rng_state
-from megatron.training.checkpointing.run_tensors import (
+from megatron.training.checkpointing.checkpoint_tensors import (
     OPTIMIZER_PREFIX,
     RunParts,
     main_param_tensors,
     model_tensors,
     optimizer_tensors,
 )
-from megatron.training.checkpointing.same_model import compare_models
-from megatron.training.checkpointing.save import layout_of
-from megatron.training.checkpointing.transient import (
+from megatron.training.checkpointing.content_checks import check_common, check_rng_state
+from megatron.training.checkpointing.non_persistent import (
     decided_at_ns,
     may_go_on,
     newer_transient,
     transient,
 )
+from megatron.training.checkpointing.paths import check_writable, find, is_same_directory
+from megatron.training.checkpointing.rng_state import set_rng_state
+from megatron.training.checkpointing.same_model import compare_models
+from megatron.training.checkpointing.save import layout_of
 from megatron.training.checkpointing.upcycling import as_dense, settle
 from megatron.training.config.checkpoint import CheckpointConfig
-from megatron.training.printing import print_rank_0
+from megatron.training.rank_print import print_rank_0
 
 
 @dataclass(frozen=True, kw_only=True)

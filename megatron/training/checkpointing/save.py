@@ -17,11 +17,15 @@ from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.local import Replication, save_local
 from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.serialization import Begun, Contents, Saved, begin, finish
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.training.checkpointing.checkpoint_tensors import (
+    RunParts,
+    model_tensors,
+    optimizer_tensors,
+)
 from megatron.training.checkpointing.rng_state import rng_state
-from megatron.training.checkpointing.run_tensors import RunParts, model_tensors, optimizer_tensors
 from megatron.training.config.checkpoint import CheckpointConfig
-from megatron.training.printing import print_rank_0
+from megatron.training.rank_print import print_rank_0
 
 # The reference's number for its arrangement of query, key and value rows, which is ours too.
 CHECKPOINT_VERSION = 3.0

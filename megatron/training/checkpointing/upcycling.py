@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
-from megatron.core.param_info import info_of, local_part
+from megatron.core.params.param_info import info_of, local_part
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import INT64_MAX, option
 
 _ckpt = partial(option, group="checkpointing")
@@ -66,7 +66,7 @@ class CheckpointConfig:
         None,
         "Where short-lived checkpoints live.",
         choices=("global", "local", "in_memory", None),
-        refused_values={"in_memory": states.IN_MEMORY},
+        refused_values={"in_memory": flag_messages.IN_MEMORY},
     )
     non_persistent_global_ckpt_dir: str | None = _ckpt(
         None,
@@ -111,19 +111,21 @@ class CheckpointConfig:
         "With --async-save, let one thread write all checkpoints instead of a new one each time.",
     )
     auto_detect_ckpt_format: bool = _ckpt(
-        False, "Find out the format of the checkpoint that is loaded.", ignored=states.ALWAYS_SO
+        False,
+        "Find out the format of the checkpoint that is loaded.",
+        ignored=flag_messages.ALWAYS_SO,
     )
     ckpt_format: str = _ckpt(
         "safetensors_dist",
         "Format in which checkpoints are written.",
         choices=("safetensors_dist", "torch", "torch_dist", "zarr", "torch_dcp", "fsdp_dtensor"),
-        refused_values={"zarr": states.ZARR},
+        refused_values={"zarr": flag_messages.ZARR},
     )
     ckpt_convert_format: str | None = _ckpt(
         None,
         "Load a checkpoint, write it in this format and end.",
         choices=("torch", "torch_dist", "zarr"),
-        refused_values={"zarr": states.ZARR},
+        refused_values={"zarr": flag_messages.ZARR},
     )
     ckpt_convert_save: str | None = _ckpt(
         None,

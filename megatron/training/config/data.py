@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
 _data = partial(option, group="data and dataloader")
@@ -104,9 +104,9 @@ class DataConfig:
         flag="--disable-msc",
         ignored="only names that begin with msc:// are treated as such, by an extra package",
     )
-    sft: bool = _sft(False, "Train on conversations.", refused=states.SFT)
+    sft: bool = _sft(False, "Train on conversations.", refused=flag_messages.SFT)
     sft_tokenizer_prompt_format: str = _sft(
         "nemotron-h-aligned",
         "How a conversation becomes one text.",
-        ignored=states.only_with("--sft"),
+        ignored=flag_messages.only_with("--sft"),
     )

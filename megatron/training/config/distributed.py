@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 from megatron.core.config.parse import strict_bool
 
@@ -69,7 +69,7 @@ class DistributedConfig:
         None,
         "Process group that --use-sharp serves.",
         choices=("dp", "dp_replica"),
-        ignored=states.only_with("--use-sharp"),
+        ignored=flag_messages.only_with("--use-sharp"),
     )
     nccl_communicator_config_path: str | None = _distributed(
         None,

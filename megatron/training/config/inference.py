@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
 _EMBEDDINGS = "training writes no vectors of texts: tools/bert_embedding.py does"
 
 _inference = partial(option, group="inference")
-_inference_detail = partial(_inference, ignored=states.only_with("--inference-dynamic-batching"))
+_inference_detail = partial(
+    _inference, ignored=flag_messages.only_with("--inference-dynamic-batching")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class InferenceConfig:
     )
     inference_max_seq_length: int = _inference_detail(2560, "Longest prompt and answer in tokens.")
     inference_dynamic_batching: bool = _inference(
-        False, "Let requests join and leave a running batch.", refused=states.SERVING
+        False, "Let requests join and leave a running batch.", refused=flag_messages.SERVING
     )
     inference_dynamic_batching_buffer_size_gb: float = _inference_detail(
         40.0, "Gigabytes of the cache of keys and values."

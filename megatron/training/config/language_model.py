@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import INT64_MAX, MAX_LAYERS, option
 
 _network = partial(option, group="network size")
@@ -41,7 +41,7 @@ class LanguageModelConfig:
         "keys), yarn (rope with --rope-type yarn), relative (T5's learned bias on the scores), "
         "alibi (a slope on the scores) or none.",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none", "alibi"),
-        refused_values={"mrope": states.MULTIMODAL},
+        refused_values={"mrope": flag_messages.MULTIMODAL},
     )
     rotary_base: int = _network(
         10000, "Base of the geometric series of rotary frequencies.", at_least=1, at_most=INT64_MAX

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import INT64_MAX, option
 
 _training = partial(option, group="training")
 _logging = partial(option, group="logging")
-_one_logger = partial(option, group="one logger", ignored=states.ONE_LOGGER)
+_one_logger = partial(option, group="one logger", ignored=flag_messages.ONE_LOGGER)
 
 
 @dataclass(frozen=True, kw_only=True)

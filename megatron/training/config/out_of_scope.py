@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 from megatron.core.config.parse import strict_bool
 
-_ict = partial(option, group="biencoder", refused=states.RETRIEVER)
-_vision = partial(option, group="vision", refused=states.VISION)
+_ict = partial(option, group="biencoder", refused=flag_messages.RETRIEVER)
+_vision = partial(option, group="vision", refused=flag_messages.VISION)
 _retro = partial(option, group="retro")
-_retro_detail = partial(_retro, ignored=states.only_with("--retro-add-retriever"))
+_retro_detail = partial(_retro, ignored=flag_messages.only_with("--retro-add-retriever"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,13 +22,13 @@ class OutOfScopeFlags:
         "Avoid operations that ONNX cannot express.",
         group="network size",
         parse=strict_bool,
-        ignored=states.OLD_SPELLING,
+        ignored=flag_messages.OLD_SPELLING,
     )
     use_legacy_models: bool = option(
         False,
         "Models of the reference before its core library.",
         group="training",
-        refused=states.LEGACY_MODELS,
+        refused=flag_messages.LEGACY_MODELS,
     )
     ict_head_size: int | None = _ict(None, "Width of the retriever's embeddings in ICT.")
     biencoder_projection_dim: int = _ict(
@@ -88,9 +88,11 @@ class OutOfScopeFlags:
         30, "Epochs over which the teacher's temperature rises."
     )
     retro_project_dir: str | None = _retro(
-        None, "Directory of a retrieval project.", refused=states.RETRO
+        None, "Directory of a retrieval project.", refused=flag_messages.RETRO
     )
-    retro_add_retriever: bool = _retro(False, "Add retrieval to the model.", refused=states.RETRO)
+    retro_add_retriever: bool = _retro(
+        False, "Add retrieval to the model.", refused=flag_messages.RETRO
+    )
     retro_cyclic_train_iters: int | None = _retro_detail(
         None, "Steps after which retrieval data repeats."
     )

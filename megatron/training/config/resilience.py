@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
-_spike = partial(option, group="training", refused=states.RERUN)
+_spike = partial(option, group="training", refused=flag_messages.RERUN)
 _autoresume = partial(option, group="autoresume")
 _straggler = partial(option, group="straggler")
 _restart = partial(option, group="In-process restart")
 _ft_package = partial(option, group="ft_package")
 _rerun = partial(option, group="rerun engine")
-_restart_detail = partial(_restart, ignored=states.only_with("--inprocess-restart"))
+_restart_detail = partial(_restart, ignored=flag_messages.only_with("--inprocess-restart"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class ResilienceConfig:
     adlr_autoresume_interval: int = _autoresume(
         1000,
         "Steps between questions to the resubmission service.",
-        ignored=states.only_with("--adlr-autoresume"),
+        ignored=flag_messages.only_with("--adlr-autoresume"),
     )
     log_straggler: bool = _straggler(False, "Compare the speed of ranks and name slow ones.")
     disable_straggler_on_startup: bool = _straggler(False, "Start with straggler detection off.")
@@ -60,7 +60,7 @@ class ResilienceConfig:
         refused="the workload inspector is NVIDIA's own; use --profile",
     )
     inprocess_restart: bool = _restart(
-        False, "Restart training inside the process after a fault.", refused=states.RESTART
+        False, "Restart training inside the process after a fault.", refused=flag_messages.RESTART
     )
     inprocess_max_iterations: int | None = _restart_detail(None, "Restarts that are tried.")
     inprocess_monitor_thread_interval: float = _restart_detail(
@@ -106,27 +106,27 @@ class ResilienceConfig:
     enable_ft_package: bool = _ft_package(
         False,
         "Send heartbeats to the launcher of the fault-tolerance package.",
-        refused=states.FT_PACKAGE,
+        refused=flag_messages.FT_PACKAGE,
     )
     calc_ft_timeouts: bool = _ft_package(
         False,
         "Learn the timeouts of the fault-tolerance package.",
-        ignored=states.only_with("--enable-ft-package"),
+        ignored=flag_messages.only_with("--enable-ft-package"),
     )
     error_injection_rate: int = _rerun(
-        0, "Steps between made-up faults; 0 means none.", refused=states.RERUN
+        0, "Steps between made-up faults; 0 means none.", refused=flag_messages.RERUN
     )
     error_injection_type: str = _rerun(
         "transient_error",
         "Kind of made-up fault.",
         choices=("correct_result", "transient_error", "persistent_error"),
-        ignored=states.only_with("--error-injection-rate"),
+        ignored=flag_messages.only_with("--error-injection-rate"),
     )
     rerun_mode: str = _rerun(
         "validate_results",
         "What the reference does about a suspicious step; a NaN loss or gradient always "
         "stops the run here.",
         choices=("disabled", "validate_results", "report_stats"),
-        refused_values={"report_stats": states.RERUN},
+        refused_values={"report_stats": flag_messages.RERUN},
         ignored="no step is ever run again here",
     )

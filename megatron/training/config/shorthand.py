@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
 _network = partial(option, group="network size")
 _training = partial(option, group="training")
-_old_ckpt = partial(option, group="checkpointing", ignored=states.OLD_SPELLING)
+_old_ckpt = partial(option, group="checkpointing", ignored=flag_messages.OLD_SPELLING)
 _precision = partial(option, group="mixed precision")
 _moe = partial(option, group="moe")
 _device = partial(option, group="device and checks")
@@ -56,7 +56,7 @@ class ShorthandFlags:
         False,
         "Old switch to the models that are now the only ones.",
         flag="--use-mcore-models",
-        ignored=states.OLD_SPELLING,
+        ignored=flag_messages.OLD_SPELLING,
     )
     warmup: int | None = option(
         None,
@@ -83,7 +83,7 @@ class ShorthandFlags:
     )
     moe_layer_recompute: bool = _moe(False, "Old spelling of --recompute-modules moe.")
     moe_extended_tp: bool = _moe(
-        False, "Old spelling of --expert-tensor-parallel-size.", ignored=states.OLD_SPELLING
+        False, "Old spelling of --expert-tensor-parallel-size.", ignored=flag_messages.OLD_SPELLING
     )
     yaml_cfg: str | None = option(
         None,

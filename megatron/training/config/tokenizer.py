@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
 _TYPES = tuple(
@@ -33,7 +33,10 @@ class TokenizerConfig:
         None,
         "Kind of tokenizer.",
         choices=_TYPES,
-        refused_values={"MultimodalTokenizer": states.MULTIMODAL, "SFTTokenizer": states.SFT},
+        refused_values={
+            "MultimodalTokenizer": flag_messages.MULTIMODAL,
+            "SFTTokenizer": flag_messages.SFT,
+        },
     )
     tokenizer_model: str | None = _tokenizer(
         None, "File, directory or Hugging Face name of the tokenizer."

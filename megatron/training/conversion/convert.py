@@ -35,8 +35,8 @@ from megatron.training.checkpointing.checkpoint_args import (
     IF_UNSET,
     saved_namespace,
 )
+from megatron.training.checkpointing.checkpoint_tensors import OPTIMIZER_PREFIX
 from megatron.training.checkpointing.paths import find, open_checkpoint
-from megatron.training.checkpointing.run_tensors import OPTIMIZER_PREFIX
 from megatron.training.checkpointing.save import CHECKPOINT_VERSION, plain
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf, hf_folder

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from megatron.core import optional
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.core.param_info import info_of
-from megatron.core.process_groups_config import ProcessGroupCollection, make_grids
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection, make_grids
+from megatron.core.params.param_info import info_of
 from megatron.training.arguments.model_layers import kind_of
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import build_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
@@ -24,4 +24,4 @@ class SFTDataset(MegatronDataset):
 
 
 def _refuse() -> NoReturn:
-    raise ConfigError(f"SFTDataset: {states.SFT}")
+    raise ConfigError(f"SFTDataset: {flag_messages.SFT}")

@@ -25,22 +25,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core import device, per_rank
+from megatron.core import device, rank_local
+from megatron.core.diagnostics.timers import Timers
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.param_info import local_part
+from megatron.core.parallel.context_parallel_partition import (
+    held_tokens,
+    order_of_gathered,
+    sequence_ends,
+)
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import local_part
 from megatron.core.pipeline_parallel.executor import Executor, StepTask
 from megatron.core.pipeline_parallel.microbatch import LossRule
 from megatron.core.pipeline_parallel.plan import Transfer, Work
 from megatron.core.pipeline_parallel.schedules import messages_of
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequence_share import held_tokens, order_of_gathered, sequence_ends
 from megatron.core.tensor_parallel.random import model_parallel_seed
-from megatron.core.timers import Timers
 from megatron.core.transformer.attention_masks import band
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.routing import Routing
@@ -67,8 +71,8 @@ def cost_of_rank(
 
     ``shapes`` of other ranks make it faster.
     """
-    before, random_state = per_rank.take(), torch.get_rng_state()
-    per_rank.put({})
+    before, random_state = rank_local.take(), torch.get_rng_state()
+    rank_local.put({})
     try:
         with _imagined(config), contextlib.redirect_stdout(io.StringIO()):
             dist.init_process_group(
@@ -82,7 +86,7 @@ def cost_of_rank(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        per_rank.put(before)
+        rank_local.put(before)
         torch.set_rng_state(random_state)
 
 

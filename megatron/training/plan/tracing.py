@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core import device
-from megatron.core.param_info import local_part
+from megatron.core.params.param_info import local_part
 from megatron.training.plan.cost import Collective
 from megatron.training.plan.shapes import KnownShapes
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.core import timers as timers_module
 from megatron.core.config.errors import MissingDependency
+from megatron.core.diagnostics import timers as timers_module
 from megatron.training.callbacks import metrics as metrics_module
 from megatron.training.callbacks import wandb as wandb_sink
 from megatron.training.callbacks.base import CallbackList, EvalResult
@@ -25,7 +25,7 @@ from megatron.training.callbacks.metrics_file import MetricsFileSink
 from megatron.training.callbacks.records import EvalRecord, Sink, SinkList, StepRecord
 from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.wandb import WandbSink
-from megatron.training.device_peak import Peak
+from megatron.training.peak_flops import Peak
 from tests.log_parser import TrainingLine, ValidationLine, parse_log
 from tests.unit.callbacks.helpers import fake_run, run_config, step_result
 

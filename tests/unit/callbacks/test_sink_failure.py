@@ -158,7 +158,7 @@ def test_a_terminal_that_is_closed_takes_its_bar_along(caplog: pytest.LogCapture
 def test_output_that_was_closed_before_the_start_is_lost_and_goes_into_no_file(closed: str) -> None:
     lines = (
         "import os, sys",
-        "from megatron.training.printing import survive_lost_output",
+        "from megatron.training.rank_print import survive_lost_output",
         "survive_lost_output()",
         "opened = os.open('/dev/zero', os.O_RDONLY)",
         "for stream in (sys.stdout, sys.stderr): print('x', file=stream); stream.isatty()",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from megatron.core import straggler, waiting
+from megatron.core.diagnostics import collective_tracer, straggler
 from megatron.core.utils import StragglerDetector
 from megatron.training.callbacks import straggler as straggler_callback
 from megatron.training.callbacks.straggler import Straggler, Switch, report
@@ -59,7 +59,7 @@ def train_with_a_clock(rank: int, world_size: int, is_on: bool) -> None:
             CLOCK[rank] += 1
         with stimer:
             CLOCK[rank] += 5 + 5 * rank
-            waiting.record.waited_s += 3
+            collective_tracer.record.waited_s += 3
         run.state.advance(step_result(), 0.0)
         callback.on_step_end(run, step_result())
         callback.on_pause(run, "evaluation")

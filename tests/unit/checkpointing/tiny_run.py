@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.param_info import ParamInfo, info_of, set_info
-from megatron.core.process_groups_config import (
+from megatron.core.parallel.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
     make_grids,
 )
-from megatron.training.checkpointing.run_tensors import RunParts
+from megatron.core.params.param_info import ParamInfo, info_of, set_info
+from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.config.checkpoint import CheckpointConfig
 from tests.unit.dist_checkpointing.tiny import global_tensors, info, shares
 

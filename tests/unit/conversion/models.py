@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.param_info import info_of
+from megatron.core.params.param_info import info_of
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf, hf_folder
 from megatron.training.conversion.verify import our_outputs, their_outputs

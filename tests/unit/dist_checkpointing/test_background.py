@@ -24,8 +24,8 @@ from megatron.core.dist_checkpointing.mapping import SavePlan, from_param, to_wr
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
 from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
-from megatron.core.param_info import ParamInfo
-from megatron.core.run_store import RunStore
+from megatron.core.parallel.run_store import RunStore
+from megatron.core.params.param_info import ParamInfo
 from megatron.training import step
 from tests.unit.dist_checkpointing.tiny import global_tensors, names_in, records, shares
 

@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core import faults as module
 from megatron.core.config.errors import ConfigError
+from megatron.core.diagnostics import fault_injection as module
+from megatron.core.diagnostics.fault_injection import (
+    POINTS,
+    InjectedFault,
+    check_faults,
+    fault_point,
+)
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
-from megatron.core.faults import POINTS, InjectedFault, check_faults, fault_point
 from megatron.training.initialize import configure
 from tests.unit.dist_checkpointing.tiny import publish_model, read_all
 

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import from_param
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed, begin, save
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
-from megatron.core.param_info import ParamInfo
+from megatron.core.params.param_info import ParamInfo
 from tests.functional.runs import run_gpt
 from tests.unit.dist_checkpointing.faulty_files import FaultyFiles
 from tests.unit.dist_checkpointing.tiny import names_in

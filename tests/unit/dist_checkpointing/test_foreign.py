@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.foreign.dcp_writer import DcpFile, write_metadata
-from megatron.core.dist_checkpointing.foreign.reference_values import reference_rng
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor
+from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import DcpFile, write_metadata
+from megatron.core.dist_checkpointing.megatron_formats.reference_values import reference_rng
 from megatron.training.checkpointing.rng_state import rng_state
 from tests.reference_checkpoints import ITERATION, unpack
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
-from megatron.training.checkpointing.run_tensors import RunParts
 from megatron.training.checkpointing.save import save_run
 from tests.unit.checkpointing.tiny_run import (
     Optimizer,

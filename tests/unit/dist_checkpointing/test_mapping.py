@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core import param_info
 from megatron.core.dist_checkpointing import mapping
 from megatron.core.dist_checkpointing.mapping import (
     Replica,
@@ -17,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import (
     from_param,
     to_write,
 )
+from megatron.core.params import param_info
 from tests.unit.dist_checkpointing.tiny import (
     PARAMS,
     global_tensors,

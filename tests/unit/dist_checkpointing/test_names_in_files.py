@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.core.dist_checkpointing.foreign.dcp_writer import write_metadata
-from megatron.core.dist_checkpointing.foreign.torch_dist import _numbered, _with_numbers
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.manifest import (
     CheckpointDamaged,
@@ -15,6 +13,8 @@ from megatron.core.dist_checkpointing.manifest import (
     read_manifest,
     write_manifest,
 )
+from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import write_metadata
+from megatron.core.dist_checkpointing.megatron_formats.torch_dist import _numbered, _with_numbers
 from megatron.core.dist_checkpointing.serialization import save
 from tests.unit.dist_checkpointing.test_faulty_files import contents as contents
 

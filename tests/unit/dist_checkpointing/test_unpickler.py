@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.foreign.archive import MappedFile, load_archive
-from megatron.core.dist_checkpointing.foreign.unpickler import unpickle
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile, load_archive
+from megatron.core.dist_checkpointing.megatron_formats.unpickler import unpickle
 
 
 def saved(path: Path, value: Any) -> Any:
@@ -44,7 +44,11 @@ def test_a_pickle_that_would_make_a_file_is_refused_by_name(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "name",
     ["os.system", "builtins.eval", "builtins.getattr", "torch.load", "torch.hub.load"]
-    + ["operator.attrgetter", "functools.partial", "megatron.core.faults.fault_point"],
+    + [
+        "operator.attrgetter",
+        "functools.partial",
+        "megatron.core.diagnostics.fault_injection.fault_point",
+    ],
 )
 def test_names_that_are_not_known_are_not_even_imported(name: str) -> None:
     module, _, attribute = name.rpartition(".")

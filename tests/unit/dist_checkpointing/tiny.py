@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.format import Share, complete, write_rank_
 from megatron.core.dist_checkpointing.manifest import FileEntry
 from megatron.core.dist_checkpointing.mapping import Replica, ShardedTensor, from_param
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.core.param_info import ParamInfo
+from megatron.core.params.param_info import ParamInfo
 
 # name -> (global shape, dimension that tensor parallelism cuts, blocks, rows with padding)
 PARAMS: dict[str, tuple[tuple[int, ...], int | None, int, int | None]] = {

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core.process_groups_config import (
+from megatron.core.parallel.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
     make_grids,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.grad_buffer import add_into, gradient_of
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from tests import tolerances
 from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core import parallel_state
 from megatron.core.config.errors import ConfigError, NonFiniteError
+from megatron.core.diagnostics.timers import Timers
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -19,9 +19,9 @@ from megatron.core.distributed import (
 )
 from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.distributed.non_finite import FiniteLosses, naming_step
+from megatron.core.parallel import parallel_state
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel import StepHooks, get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.timers import Timers
 from tests import tolerances
 from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
 

@@ -15,16 +15,16 @@ from megatron.core.config.errors import ConfigError, MissingDependency
 from megatron.core.enums import AttnBackend, AttnMaskType
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions.transformer_engine import engine
-from megatron.core.models.common.layer_parts import LOCAL, transformer_engine_parts
+from megatron.core.models.common.layer_modules import LOCAL, transformer_engine_parts
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.param_info import info_of, name_parameters
-from megatron.core.param_init import initialize_parameters
-from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
+from megatron.core.params.param_info import info_of, name_parameters
+from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.random import get_rng_tracker, model_parallel_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from tests import tolerances

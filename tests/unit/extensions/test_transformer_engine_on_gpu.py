@@ -15,8 +15,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.param_info import info_of, name_parameters
-from megatron.core.param_init import initialize_parameters
+from megatron.core.params.param_info import info_of, name_parameters
+from megatron.core.params.param_init import initialize_parameters
 from tests import tolerances
 from tests.unit.one_process import one_process_groups, tiny_config
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron.core import cpu_kernels
+from megatron.core.device import cpu_kernels
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core import cpu_kernels
 from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
+from megatron.core.device import cpu_kernels
 from megatron.core.distributed.grad_buffer import add_into
 from megatron.core.fusions.bias_glu import activation, glu
 from megatron.core.fusions.causal_attention import causal_attention

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.fusions import linear_cross_entropy as fusion
 from megatron.core.fusions.linear_cross_entropy import linear_cross_entropy_reference
-from megatron.core.tensor_parallel.output_loss import linear_cross_entropy
+from megatron.core.tensor_parallel.fused_linear_cross_entropy import linear_cross_entropy
 from tests import tolerances
 from tests.unit.one_process import one_rank
 

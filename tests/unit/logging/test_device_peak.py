@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.training import device_peak as module
+from megatron.training import peak_flops as module
 from megatron.training.callbacks.metrics import _announced
-from megatron.training.device_peak import Peak, device_peak, measured_gemm_rate
+from megatron.training.peak_flops import Peak, device_peak, measured_gemm_rate
 
 SIZES = (64, 128, 256, 512, 1024)
 

@@ -10,7 +10,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.training.config.run import RunConfig
-from megatron.training.device_peak import device_peak, known_peak
 from megatron.training.flops import (
     causal_model_flops,
     mean_keys_per_query,
@@ -18,6 +17,7 @@ from megatron.training.flops import (
     tokens_of_a_sample,
 )
 from megatron.training.models.registry import build_model, kind_of
+from megatron.training.peak_flops import device_peak, known_peak
 from tests.unit.callbacks.helpers import run_config
 from tests.unit.one_process import one_process_groups
 

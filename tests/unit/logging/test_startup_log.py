@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core import cpu_kernels, device
+from megatron.core import device
+from megatron.core.device import cpu_kernels
 from megatron.core.fusions import kernels
 from megatron.training.startup_log import (
     argument_lines,

@@ -15,7 +15,7 @@ from megatron.core.models.T5.t5_spec import (
     get_t5_decoder_with_local_block_spec,
     get_t5_encoder_with_local_block_spec,
 )
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from tests.unit.one_process import one_process_groups, tiny_config
 
 VOCABULARY, BUCKETS, FAR = 61, 8, 20

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core import parallel_state
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.enums import AttnBackend
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
@@ -22,7 +21,8 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.param_info import info_of
+from megatron.core.parallel import parallel_state
+from megatron.core.params.param_info import info_of
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from tests import tolerances
 from tests.unit.one_process import one_process_groups, tiny_config

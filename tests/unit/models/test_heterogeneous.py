@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
     get_gpt_heterogeneous_layer_spec,
 )
-from megatron.core.process_groups_config import create_process_groups, make_grids
+from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes, width_of
 from tests import tolerances
 from tests.distributed.sharded import assemble_gradients, gradients

@@ -13,7 +13,7 @@ from megatron.core.inference.contexts.static_context import StaticInferenceConte
 from megatron.core.inference.engines.static_engine import Generator
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.T5 import T5Model
-from megatron.core.param_info import info_of
+from megatron.core.params.param_info import info_of
 from tests import tolerances
 from tests.unit.conversion.names import in_our_names
 from tests.unit.models.t5 import VOCABULARY, Shape, build_t5, build_transformers

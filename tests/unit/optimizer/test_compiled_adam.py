@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core import cpu_kernels
+from megatron.core.device import cpu_kernels
 from megatron.core.fusions.adam_step import Step
 from megatron.core.fusions.cpu import adam
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.kept_state import Kept
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.optimizer.reduced_precision_state import Kept
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from tests import tolerances
 
 pytestmark = pytest.mark.skipif(

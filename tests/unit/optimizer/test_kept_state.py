@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.mapping import from_param
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.kept_state import Kept, Rounded, Split
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.optimizer.reduced_precision_state import Kept, Rounded, Split
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from tests import tolerances
 from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
 

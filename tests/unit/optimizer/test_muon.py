@@ -12,8 +12,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.muon import owners_of
 from megatron.core.optimizer.newton_schulz import COEFFICIENTS, coefficients_of, orthogonalize
 from megatron.core.optimizer.param_groups import is_matrix
-from megatron.core.param_info import ParamInfo, set_info
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import ParamInfo, set_info
 from tests import tolerances
 
 NUMBERS = {"optimizer": "muon", "lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.optimizer.kept_state import Kept
 from megatron.core.optimizer.offload import batches, chosen
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.optimizer.reduced_precision_state import Kept
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from tests import tolerances
 from tests.unit.optimizer.test_optimizer import Run
 

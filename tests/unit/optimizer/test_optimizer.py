@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.config.errors import CheckpointError, NonFiniteError
+from megatron.core.diagnostics.timers import Timers
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.kept_state import Kept
 from megatron.core.optimizer.param_groups import no_weight_decay_on_embeddings
-from megatron.core.param_info import ParamInfo, set_info
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.timers import Timers
+from megatron.core.optimizer.reduced_precision_state import Kept
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import ParamInfo, set_info
 from tests import tolerances
 from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
 

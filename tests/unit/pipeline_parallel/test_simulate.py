@@ -4,9 +4,9 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from megatron.core.pipeline_parallel.instructions import instructions
-from megatron.core.pipeline_parallel.orders import schedule_of
+from megatron.core.pipeline_parallel.communication_plan import instructions
 from megatron.core.pipeline_parallel.plan import Exchange, Placement, Transfer, Work, is_pair
+from megatron.core.pipeline_parallel.schedule_order import schedule_of
 from megatron.core.pipeline_parallel.simulate import (
     DeadlockError,
     Durations,

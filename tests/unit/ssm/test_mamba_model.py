@@ -14,7 +14,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.models.mamba import MambaModel
 from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.param_info import info_of
+from megatron.core.params.param_info import info_of
 from tests import tolerances
 from tests.unit.one_process import one_process_groups, one_rank, tiny_config
 

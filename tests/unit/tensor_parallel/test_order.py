@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.param_init import Init
+from megatron.core.params.param_init import Init
 from megatron.core.tensor_parallel import layers, linear, mappings, weight_gradient
-from megatron.core.tensor_parallel.output_loss import linear_cross_entropy
+from megatron.core.tensor_parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from tests.unit.one_process import tiny_config
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.low_precision import E4M3, Scaled, power_of_two, quantize
-from megatron.core.param_init import Init
+from megatron.core.params.param_init import Init
 from megatron.core.tensor_parallel import quantized_linear
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.tensor_parallel.quantized_linear import (

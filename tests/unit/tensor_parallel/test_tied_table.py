@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.tensor_parallel.tied_table import look_up
+from megatron.core.tensor_parallel.tied_embedding import look_up
 from tests import tolerances
 
 IDS = torch.tensor([[3, 0, 3, 9], [3, 1, 0, 3]])

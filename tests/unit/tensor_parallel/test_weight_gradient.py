@@ -21,12 +21,12 @@ from megatron.core.distributed.distributed_data_parallel_config import (
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.param_init import Init
-from megatron.core.process_groups_config import (
+from megatron.core.parallel.process_groups_config import (
     ProcessGroupCollection,
     create_process_groups,
     make_grids,
 )
+from megatron.core.params.param_init import Init
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue, adds_to_main_grad
 from tests import tolerances

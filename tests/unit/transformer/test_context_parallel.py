@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.sequence_share import (
+from megatron.core.parallel.context_parallel_partition import (
     blocks_of,
     held_spans,
     held_tokens,

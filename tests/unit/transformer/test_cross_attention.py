@@ -14,8 +14,8 @@ from megatron.core.models.common.embeddings.relative_pos_embedding import (
     RelativePositionEmbedding,
     buckets_of,
 )
-from megatron.core.param_info import name_parameters
-from megatron.core.param_init import Init, initialize_parameters
+from megatron.core.params.param_info import name_parameters
+from megatron.core.params.param_init import Init, initialize_parameters
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import CrossAttention, CrossAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.device.async_host_copy import LateRead
 from megatron.core.distributed.buckets import plan_buffer
 from megatron.core.distributed.param_buffer import ParamBuffer
-from megatron.core.late_read import LateRead
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.param_info import name_parameters
-from megatron.core.param_init import initialize_parameters
+from megatron.core.params.param_info import name_parameters
+from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.weight_gradient import WeightGradQueue
 from megatron.core.transformer.moe import experts, token_dispatcher
 from megatron.core.transformer.moe.grouped_linear import (

@@ -17,8 +17,8 @@ from megatron.core.fusions import kernels
 from megatron.core.fusions.bias_glu import glu, glu_reference
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
-from megatron.core.param_info import info_of, name_parameters
-from megatron.core.param_init import initialize_parameters
+from megatron.core.params.param_info import info_of, name_parameters
+from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules

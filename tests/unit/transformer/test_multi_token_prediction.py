@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.param_info import info_of
+from megatron.core.params.param_info import info_of
 from megatron.core.transformer.multi_token_prediction import tokens_ahead
 from tests import tolerances
 from tests.unit.one_process import one_process_groups, tiny_config

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.core import cpu_kernels
+from megatron.core.device import cpu_kernels
 from megatron.core.fusions.adam_step import Moment, Step
 
 MOMENTS = (torch.float32, torch.bfloat16)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core import cpu_kernels
+from megatron.core.device import cpu_kernels
 
 
 def loss_and_gradient(logits: Tensor, target: Tensor, columns: int, scale: float) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import cpu_kernels
+from megatron.core.device import cpu_kernels
 
 
 def glu(

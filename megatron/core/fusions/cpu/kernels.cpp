@@ -4,7 +4,7 @@
 // A kernel works on the units [begin, end) of a call: numbers, or rows.  A call is cut into pieces
 // of `grain` units whatever the number of threads, and what is summed over pieces is summed in
 // their order, so that results are the same for any number of threads, and from run to run.
-// Tensors come as addresses.  Who calls, and what each address is: megatron/core/cpu_kernels.py.
+// Tensors come as addresses.  Who calls, and what each address is: megatron/core/device/cpu_kernels.py.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -123,7 +123,7 @@ void run(const std::string& name, Call call, int64_t count, int64_t grain, int t
 }  // namespace
 
 PYBIND11_MODULE(kernels_cpp, m) {
-    m.doc() = "Fused kernels on a CPU; see megatron/core/cpu_kernels.py.";
+    m.doc() = "Fused kernels on a CPU; see megatron/core/device/cpu_kernels.py.";
     m.def(
         "run",
         [](const std::string& name, std::vector<uintptr_t> pointers, std::vector<int64_t> sizes,

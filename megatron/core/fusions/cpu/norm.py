@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import cpu_kernels
+from megatron.core.device import cpu_kernels
 
 _ROWS, _PIECES = 16, 64  # at least so many rows in a piece, at most so many pieces
 

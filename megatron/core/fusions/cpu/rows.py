@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.core import cpu_kernels
+from megatron.core.device import cpu_kernels
 
 
 def sum_of_rows(rows: Tensor, row: Tensor) -> Tensor:

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core import device, parallel_state
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron.core.models.common.language_module.language_module import (
     LanguageModule,
     mark_as_shared_embedding,
 )
-from megatron.core.param_info import info_of
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel import parallel_state
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import info_of
 from megatron.core.transformer.attention_masks import band
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.layer_layout import stacked_ranges

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import device, parallel_state
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.bert.bert_lm_head import BertLMHead, dense
 from megatron.core.models.bert.pooler import Pooler, mean_of_text
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel import parallel_state
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules

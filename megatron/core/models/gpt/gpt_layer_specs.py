@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.errors import ConfigError
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.common.layer_parts import LOCAL, LayerParts, transformer_engine_parts
+from megatron.core.models.common.layer_modules import LOCAL, LayerParts, transformer_engine_parts
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.layer_layout import has_experts
@@ -49,7 +49,7 @@ def get_gpt_layer_local_spec(
     """
     del moe_grouped_gemm, fp8, moe_use_legacy_grouped_gemm, normalization
     if use_kitchen:
-        raise ConfigError(f"a GPT layer with use_kitchen: {states.KITCHEN}")
+        raise ConfigError(f"a GPT layer with use_kitchen: {flag_messages.KITCHEN}")
     del qk_l2_norm  # the attention reads it in its config
     return layer_of(LOCAL, num_experts, qk_layernorm, multi_latent_attention, config=config)
 
@@ -173,7 +173,7 @@ def get_gpt_layer_with_transformer_engine_spec(
     del moe_grouped_gemm, fp8, moe_use_legacy_grouped_gemm, qk_l2_norm  # the config says it
     del use_te_op_fuser  # a choice among kernels
     if use_kitchen:
-        raise ConfigError(f"a GPT layer with use_kitchen: {states.KITCHEN}")
+        raise ConfigError(f"a GPT layer with use_kitchen: {flag_messages.KITCHEN}")
     parts = transformer_engine_parts(config)
     return layer_of(parts, num_experts, qk_layernorm, multi_latent_attention, config=config)
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import device, parallel_state
+from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequence_share import row_lengths
+from megatron.core.parallel import parallel_state
+from megatron.core.parallel.context_parallel_partition import row_lengths
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention_masks import is_causal_mask
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.multi_token_prediction import MultiTokenPrediction, tokens_ahead

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 from megatron.core.config.parse import int_pair, layer_pattern, member_of
 from megatron.core.enums import AttnBackend
@@ -56,7 +56,7 @@ class AttentionConfig:
         None,
         "Channels of a head for time, height and width positions.",
         nargs="+",
-        refused=states.MULTIMODAL,
+        refused=flag_messages.MULTIMODAL,
     )
     window_size: tuple[int, int] | None = _network(
         None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import MAX_LAYERS, option
 
 _network = partial(option, group="network size")
@@ -114,7 +114,7 @@ class BaseConfig:
     nccl_all_reduce_for_prefill: bool = _inference(
         False,
         "Use NCCL for prompts where --symmetric-ar-type serves tokens.",
-        ignored=states.only_with("--symmetric-ar-type"),
+        ignored=flag_messages.only_with("--symmetric-ar-type"),
     )
     mlp_chunks_for_prefill: int = _inference(
         1,
@@ -159,7 +159,7 @@ class BaseConfig:
         inverted=True,
         flag="--disable-mamba-mem-eff-path",
         dest="disable_mamba_mem_eff_path",
-        ignored=states.NO_KERNEL,
+        ignored=flag_messages.NO_KERNEL,
     )
     config_logger_dir: str = option(
         "",

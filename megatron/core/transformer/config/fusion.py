@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
 _training = partial(option, group="training")
@@ -26,7 +26,7 @@ class FusionConfig:
     )
     bias_swiglu_fusion: bool = _training(True, "Do not fuse bias and gated SiLU.")
     use_fused_weighted_squared_relu: bool = _training(
-        False, "Fuse the router's weight with squared ReLU.", ignored=states.NO_KERNEL
+        False, "Fuse the router's weight with squared ReLU.", ignored=flag_messages.NO_KERNEL
     )
     bias_dropout_fusion: bool = _training(
         True, "Do not fuse bias, dropout and residual, which are fused on a GPU alone."
@@ -35,18 +35,18 @@ class FusionConfig:
         True, "Do not fuse the rotation of queries and keys.", flag="--no-rope-fusion"
     )
     cross_entropy_loss_fusion: bool = _training(
-        False, "Compute the loss without keeping the softmax.", ignored=states.NO_KERNEL
+        False, "Compute the loss without keeping the softmax.", ignored=flag_messages.NO_KERNEL
     )
     cross_entropy_fusion_impl: str = _training(
         "native",
         "Which fused loss --cross-entropy-loss-fusion takes.",
         choices=("native", "te"),
-        ignored=states.NO_KERNEL,
+        ignored=flag_messages.NO_KERNEL,
     )
     persist_layer_norm: bool = _training(
         True,
         "Do not use the persistent layer norm kernel.",
         inverted=True,
         dest="no_persist_layer_norm",
-        ignored=states.NO_KERNEL,
+        ignored=flag_messages.NO_KERNEL,
     )

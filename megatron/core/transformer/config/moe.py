@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 from megatron.core.config.parse import layer_pattern
 
@@ -42,7 +42,7 @@ class MoEConfig:
         False, "Compute all experts of a rank in one grouped matrix product, on a GPU."
     )
     moe_use_legacy_grouped_gemm: bool = _moe(
-        False, "Use the older grouped matrix product.", ignored=states.NO_KERNEL
+        False, "Use the older grouped matrix product.", ignored=flag_messages.NO_KERNEL
     )
     moe_router_load_balancing_type: tuple[str, ...] = _moe(
         "aux_loss",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.core.config import states
+from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
 _te = partial(option, group="Transformer-Engine")
@@ -33,7 +33,9 @@ class PrecisionConfig:
         choices=("tensorwise", "delayed", "mxfp8", "blockwise"),
     )
     fp8_margin: int = _te(0, "Powers of 2 that fp8 scaling keeps free.", at_least=None)
-    fp8_interval: int = _te(1, "Steps between new fp8 scaling factors.", ignored=states.EVERY_STEP)
+    fp8_interval: int = _te(
+        1, "Steps between new fp8 scaling factors.", ignored=flag_messages.EVERY_STEP
+    )
     fp8_amax_history_len: int = _te(
         1, "Steps of largest values that delayed scaling looks back on.", at_least=1
     )
@@ -61,10 +63,13 @@ class PrecisionConfig:
         None,
         "Quantisation settings of the kitchen package.",
         group="kitchen",
-        refused=states.KITCHEN,
+        refused=flag_messages.KITCHEN,
     )
     kitchen_recipe_number: int | None = option(
-        None, "Numbered recipe of the kitchen package.", group="kitchen", refused=states.KITCHEN
+        None,
+        "Numbered recipe of the kitchen package.",
+        group="kitchen",
+        refused=flag_messages.KITCHEN,
     )
 
     @property

@@ -14,7 +14,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.device import is_cuda
 from megatron.core.optional import require, why_missing
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.pipeline_parallel.pass_interleaving import give_way
 from megatron.core.tensor_parallel.mappings import through
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -24,7 +25,6 @@ from megatron.core.transformer.moe.token_dispatcher import (
     sorted_here,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.turns import give_way
 
 PACKAGE = "deep_ep"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.tensor_parallel.weight_gradient import WeightGrad, adds_to_main_grad, is_deferred
-from megatron.core.transformer.moe.late_counts import LateCounts
+from megatron.core.transformer.moe.lazy_token_counts import LateCounts
 
 _ALIGNMENT = 16  # bytes, of every stride of the kernel
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)

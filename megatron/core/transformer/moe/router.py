@@ -21,9 +21,9 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.aux_loss import AuxLosses
 from megatron.core.config.errors import NonFiniteError
-from megatron.core.param_init import described, new_parameter
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequence_share import held_tokens
+from megatron.core.parallel.context_parallel_partition import held_tokens
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_init import described, new_parameter
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.tensor_parallel.random import fork_for_tokens
 from megatron.core.transformer.module import MegatronModule

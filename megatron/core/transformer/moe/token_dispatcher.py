@@ -24,17 +24,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.pipeline_parallel.pass_interleaving import give_way
 from megatron.core.tensor_parallel.mappings import (
     all_gather_first_dim,
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     through,
 )
-from megatron.core.transformer.moe.late_counts import LateCounts
+from megatron.core.transformer.moe.lazy_token_counts import LateCounts
 from megatron.core.transformer.moe.permute import Order, by_expert, combine, expand
 from megatron.core.transformer.moe.routing import Routing
-from megatron.core.turns import give_way
 
 Back = Callable[[Tensor], Tensor]
 Meanwhile = Callable[[], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from megatron.core.sequence_share import sequence_divisor
+from megatron.core.parallel.context_parallel_partition import sequence_divisor
 from megatron.core.transformer.context_parallel import COMM_TYPES
 from megatron.training.config.run import RunConfig
 

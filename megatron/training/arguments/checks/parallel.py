@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.device import CPU, backend_serves
 from megatron.core.distributed.sharding import num_instances
-from megatron.core.pipeline_parallel.orders import wrong_chunks
+from megatron.core.pipeline_parallel.schedule_order import wrong_chunks
 from megatron.core.transformer.layer_layout import layout_problems
 from megatron.training.config.run import RunConfig
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.param_init import described, new_parameter
+from megatron.core.params.param_init import described, new_parameter
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import slice_of_first_dim
 from megatron.core.tensor_parallel.random import fork_for_tokens

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.param_init import Init, described, new_parameter
+from megatron.core.params.param_init import Init, described, new_parameter
 from megatron.core.tensor_parallel.layers import share_of
 
 

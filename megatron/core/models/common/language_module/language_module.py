@@ -16,13 +16,13 @@ from megatron.core.fusions.rope import RotaryTable
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.positions import build_rotary
 from megatron.core.packed_seq_params import PackedSeqParams, position_in_sequence
-from megatron.core.param_info import info_of, name_parameters, set_info
-from megatron.core.param_init import initialize_parameters
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.sequence_share import held_tokens, row_lengths
+from megatron.core.parallel.context_parallel_partition import held_tokens, row_lengths
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import info_of, name_parameters, set_info
+from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.cross_entropy import true_columns, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, check_token_ids
-from megatron.core.tensor_parallel.output_loss import linear_cross_entropy
 from megatron.core.transformer.attention_masks import alibi_bias, alibi_slopes
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import MegatronModule, before_reading

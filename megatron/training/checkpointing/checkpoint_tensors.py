@@ -20,8 +20,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.optimizer.param_groups import without_wrappers
-from megatron.core.param_info import ParamInfo, info_of, local_part
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.parallel.process_groups_config import ProcessGroupCollection
+from megatron.core.params.param_info import ParamInfo, info_of, local_part
 
 _STATE_PREFIX = f"{OPTIMIZER_PREFIX}state."
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core import parallel_state
+from megatron.core.parallel import parallel_state
 from megatron.core.tensor_parallel import cross_entropy, mappings
 from megatron.core.tensor_parallel.data import broadcast_data as broadcast
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.foreign.optimizer_order import numbered_groups
-from megatron.core.dist_checkpointing.foreign.pickler import named
+from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import numbered_groups
+from megatron.core.dist_checkpointing.megatron_formats.pickler import named
 from megatron.core.dist_checkpointing.rng_json import from_json
 from megatron.core.enums import AttnBackend, ModelType
 

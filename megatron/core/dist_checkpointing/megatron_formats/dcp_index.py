@@ -13,13 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.dist_checkpointing.foreign.archive import (
-    ArrayView,
-    MappedFile,
-    StoredArray,
-    load_archive,
-)
-from megatron.core.dist_checkpointing.foreign.unpickler import unpickle
 from megatron.core.dist_checkpointing.manifest import (
     METADATA,
     CheckpointDamaged,
@@ -27,6 +20,13 @@ from megatron.core.dist_checkpointing.manifest import (
     parsing,
     reading,
 )
+from megatron.core.dist_checkpointing.megatron_formats.archive import (
+    ArrayView,
+    MappedFile,
+    StoredArray,
+    load_archive,
+)
+from megatron.core.dist_checkpointing.megatron_formats.unpickler import unpickle
 from megatron.core.file_names import path_inside
 
 

@@ -8,7 +8,7 @@ from typing import overload
 
 from torch import Tensor
 
-from megatron.core.late_read import LateRead
+from megatron.core.device.async_host_copy import LateRead
 
 
 class LateCounts(Sequence[int]):

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron.core.per_rank import each_rank_owns
+from megatron.core.rank_local import each_rank_owns
 
 _TRANSFERS = ("send", "recv")
 # Methods of a process group, in the names of torch 2.11 to 2.13, and what they are called here.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron.core.dist_checkpointing.foreign.names import (
+from megatron.core.dist_checkpointing.megatron_formats.names import (
     OUTPUT,
     fused_name,
     has_experts,

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from megatron.core import process_memory
-from megatron.core.per_rank import each_rank_owns
+from megatron.core.device import process_memory
+from megatron.core.rank_local import each_rank_owns
 
 Kind = Literal["cpu", "cuda"]
 CPU: Kind = "cpu"

@@ -11,17 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.foreign.archive import ArrayView, MappedFile, StoredArray
-from megatron.core.dist_checkpointing.foreign.dcp_index import DcpTensor, ForeignPiece
-from megatron.core.dist_checkpointing.foreign.names import (
-    OUTPUT,
-    cut_of,
-    is_vocabulary,
-    split_expert,
-    split_state,
-)
-from megatron.core.dist_checkpointing.foreign.reference_values import COUNTERS, FLOPS
-from megatron.core.dist_checkpointing.foreign.unpickler import Record
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_FILE,
     METADATA,
@@ -32,13 +21,28 @@ from megatron.core.dist_checkpointing.manifest import (
     read_checked,
     read_manifest,
 )
+from megatron.core.dist_checkpointing.megatron_formats.archive import (
+    ArrayView,
+    MappedFile,
+    StoredArray,
+)
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpTensor, ForeignPiece
+from megatron.core.dist_checkpointing.megatron_formats.names import (
+    OUTPUT,
+    cut_of,
+    is_vocabulary,
+    split_expert,
+    split_state,
+)
+from megatron.core.dist_checkpointing.megatron_formats.reference_values import COUNTERS, FLOPS
+from megatron.core.dist_checkpointing.megatron_formats.unpickler import Record
 from megatron.core.dist_checkpointing.reader import Box, CheckpointReader
 from megatron.core.dist_checkpointing.rng_json import to_json
 from megatron.core.dist_checkpointing.stored_index import StoredTensor
 from megatron.core.enums import AttnBackend
-from megatron.core.param_info import ParamInfo
-from megatron.core.process_groups_config import make_grids
-from megatron.core.rank_grid import RankGrid
+from megatron.core.parallel.process_groups_config import make_grids
+from megatron.core.parallel.rank_grid import RankGrid
+from megatron.core.params.param_info import ParamInfo
 
 STATE_PREFIX = "optimizer.state."
 # Of a record, as our command line has it.

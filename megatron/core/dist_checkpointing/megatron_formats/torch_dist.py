@@ -19,18 +19,28 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.foreign.archive import StoredArray, load_archive
-from megatron.core.dist_checkpointing.foreign.bucket_space import is_bucket, read_buckets
-from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex, DcpTensor, ForeignPiece
-from megatron.core.dist_checkpointing.foreign.foreign_reader import (
+from megatron.core.dist_checkpointing.manifest import (
+    COMMON_FILE,
+    METADATA,
+    CheckpointDamaged,
+    parsing,
+)
+from megatron.core.dist_checkpointing.megatron_formats.archive import StoredArray, load_archive
+from megatron.core.dist_checkpointing.megatron_formats.bucket_space import is_bucket, read_buckets
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import (
+    DcpIndex,
+    DcpTensor,
+    ForeignPiece,
+)
+from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
     STATE_PREFIX,
     ForeignReader,
     check_args,
     degree,
     rng_state_of,
 )
-from megatron.core.dist_checkpointing.foreign.model_order import ordered_names
-from megatron.core.dist_checkpointing.foreign.names import (
+from megatron.core.dist_checkpointing.megatron_formats.model_order import ordered_names
+from megatron.core.dist_checkpointing.megatron_formats.names import (
     OUTPUT,
     blocks_of,
     cut_of,
@@ -40,14 +50,8 @@ from megatron.core.dist_checkpointing.foreign.names import (
     split_stack,
     split_state,
 )
-from megatron.core.dist_checkpointing.foreign.optimizer_order import optimizer_state
-from megatron.core.dist_checkpointing.manifest import (
-    COMMON_FILE,
-    METADATA,
-    CheckpointDamaged,
-    parsing,
-)
-from megatron.core.param_info import flat_boxes
+from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import optimizer_state
+from megatron.core.params.param_info import flat_boxes
 
 _GATHERED = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/")
 _EXPERTS = re.compile(r"\.experts\.experts\.(?!\d)")

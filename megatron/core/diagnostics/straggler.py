@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core import device, waiting
-from megatron.core.per_rank import each_rank_owns
+from megatron.core import device
+from megatron.core.diagnostics import collective_tracer
+from megatron.core.rank_local import each_rank_owns
 
 
 @dataclass
@@ -24,14 +25,14 @@ class Stopwatch:
 
     def begin(self) -> None:
         """A section begins, perhaps inside another one."""
-        now = (device.moment(), waiting.record.waited_s) if self.is_on else None
+        now = (device.moment(), collective_tracer.record.waited_s) if self.is_on else None
         self._open.append(now)
 
     def end(self, is_data: bool) -> None:
         """The newest section ends."""
         begun = self._open.pop()
         if begun is not None:
-            waited_s = waiting.record.waited_s - begun[1]
+            waited_s = collective_tracer.record.waited_s - begun[1]
             self._done.append((is_data, begun[0], device.moment(), waited_s))
 
     def lap_s(self) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.param_info import local_part
+from megatron.core.params.param_info import local_part
 from megatron.training.runtime import Runtime
 
 ACTIVATIONS, GRADIENTS, OPTIMIZER = "activations", "gradients", "optimizer"

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import manifest
-from megatron.core.dist_checkpointing.foreign.unpickler import Storage, unpickle
 from megatron.core.dist_checkpointing.manifest import (
     MALFORMED,
     CheckpointDamaged,
     are_counts,
     reading,
 )
+from megatron.core.dist_checkpointing.megatron_formats.unpickler import Storage, unpickle
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _FAILURES = (*MALFORMED, zipfile.BadZipFile, OSError, EOFError, struct.error, zlib.error)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.param_info import ParamInfo, info_of, local_part, set_info
+from megatron.core.params.param_info import ParamInfo, info_of, local_part, set_info
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex, DcpTensor, ForeignPiece
-from megatron.core.dist_checkpointing.foreign.foreign_reader import (
+from megatron.core.dist_checkpointing.manifest import METADATA, parsing
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import (
+    DcpIndex,
+    DcpTensor,
+    ForeignPiece,
+)
+from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
     STATE_PREFIX,
     ForeignReader,
     check_args,
     rng_state_of,
 )
-from megatron.core.dist_checkpointing.foreign.names import is_buffer, our_name
-from megatron.core.dist_checkpointing.foreign.optimizer_order import optimizer_state
-from megatron.core.dist_checkpointing.manifest import METADATA, parsing
+from megatron.core.dist_checkpointing.megatron_formats.names import is_buffer, our_name
+from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import optimizer_state
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _HALVES = {"_w": 0, "_v": 1}

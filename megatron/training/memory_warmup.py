@@ -19,8 +19,8 @@ from megatron.core.aux_loss import aux_losses_of
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.training.checkpointing.rng_state import rng_state, set_rng_state
-from megatron.training.printing import print_rank_0, ranks_here
-from megatron.training.read_ahead import ReadAhead
+from megatron.training.prefetch import ReadAhead
+from megatron.training.rank_print import print_rank_0, ranks_here
 from megatron.training.runtime import Runtime
 from megatron.training.step import forward_backward
 

@@ -17,41 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.foreign.buffers import bucket_rules, starts_in_buffer
-from megatron.core.dist_checkpointing.foreign.foreign_reader import (
-    STATE_PREFIX,
-    degree,
-    expert_tensor_degree,
-    layout_of,
-)
-from megatron.core.dist_checkpointing.foreign.model_order import ordered_names
-from megatron.core.dist_checkpointing.foreign.names import (
-    OUTPUT,
-    cut_of,
-    is_buffer,
-    is_expert,
-    is_vocabulary,
-    split_layer,
-    split_state,
-)
-from megatron.core.dist_checkpointing.foreign.optimizer_order import BUFFER_KINDS, numbered_groups
-from megatron.core.dist_checkpointing.foreign.pickler import write_archive
-from megatron.core.dist_checkpointing.foreign.reference_values import (
-    grad_scaler,
-    has_two_optimizers,
-    is_distributed,
-    numbered_optimizer,
-    param_groups,
-    reference_rng,
-    reference_values,
-)
-from megatron.core.dist_checkpointing.foreign.torch_ranks import (
-    BUFFER_FILE,
-    MODEL_FILE,
-    Rank,
-    folder_name,
-    ranks_of,
-)
 from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format, RankReport, Share
 from megatron.core.dist_checkpointing.manifest import (
     FileEntry,
@@ -60,10 +25,48 @@ from megatron.core.dist_checkpointing.manifest import (
     fsync_folder,
     write_manifest,
 )
+from megatron.core.dist_checkpointing.megatron_formats.buffers import bucket_rules, starts_in_buffer
+from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
+    STATE_PREFIX,
+    degree,
+    expert_tensor_degree,
+    layout_of,
+)
+from megatron.core.dist_checkpointing.megatron_formats.model_order import ordered_names
+from megatron.core.dist_checkpointing.megatron_formats.names import (
+    OUTPUT,
+    cut_of,
+    is_buffer,
+    is_expert,
+    is_vocabulary,
+    split_layer,
+    split_state,
+)
+from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import (
+    BUFFER_KINDS,
+    numbered_groups,
+)
+from megatron.core.dist_checkpointing.megatron_formats.pickler import write_archive
+from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
+    grad_scaler,
+    has_two_optimizers,
+    is_distributed,
+    numbered_optimizer,
+    param_groups,
+    reference_rng,
+    reference_values,
+)
+from megatron.core.dist_checkpointing.megatron_formats.torch_legacy import (
+    BUFFER_FILE,
+    MODEL_FILE,
+    Rank,
+    folder_name,
+    ranks_of,
+)
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY, shorten
-from megatron.core.param_info import ParamInfo
-from megatron.core.rank_grid import RankGrid
+from megatron.core.parallel.rank_grid import RankGrid
+from megatron.core.params.param_info import ParamInfo
 
 _PARTS = "parts"
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from megatron.core.dist_checkpointing.foreign.archive import StoredArray
-from megatron.core.dist_checkpointing.foreign.buffers import bucket_rules, starts_in_buffer
-from megatron.core.dist_checkpointing.foreign.dcp_index import DcpTensor
-from megatron.core.dist_checkpointing.foreign.names import is_expert, is_vocabulary
+from megatron.core.dist_checkpointing.megatron_formats.archive import StoredArray
+from megatron.core.dist_checkpointing.megatron_formats.buffers import bucket_rules, starts_in_buffer
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpTensor
+from megatron.core.dist_checkpointing.megatron_formats.names import is_expert, is_vocabulary
 
 Param = tuple[str, Any]  # a name, and a StoredArray or a DcpTensor
 Chunks = Sequence[Sequence[Param]]  # per model chunk

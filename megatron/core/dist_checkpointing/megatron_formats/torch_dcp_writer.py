@@ -19,21 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.foreign.dcp_writer import DcpFile, write_metadata
-from megatron.core.dist_checkpointing.foreign.foreign_reader import STATE_PREFIX
-from megatron.core.dist_checkpointing.foreign.model_order import ordered_names
-from megatron.core.dist_checkpointing.foreign.names import cut_of, is_buffer, split_state
-from megatron.core.dist_checkpointing.foreign.optimizer_order import group_of
-from megatron.core.dist_checkpointing.foreign.reference_values import (
+from megatron.core.dist_checkpointing.format import Format, RankReport, Share, check_written_once
+from megatron.core.dist_checkpointing.manifest import METADATA, FileEntry
+from megatron.core.dist_checkpointing.mapping import split_rows
+from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import DcpFile, write_metadata
+from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import STATE_PREFIX
+from megatron.core.dist_checkpointing.megatron_formats.model_order import ordered_names
+from megatron.core.dist_checkpointing.megatron_formats.names import cut_of, is_buffer, split_state
+from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import group_of
+from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     grad_scaler,
     numbered_optimizer,
     param_groups,
     reference_rng,
     reference_values,
 )
-from megatron.core.dist_checkpointing.format import Format, RankReport, Share, check_written_once
-from megatron.core.dist_checkpointing.manifest import METADATA, FileEntry
-from megatron.core.dist_checkpointing.mapping import split_rows
 
 _RNG = "rng_state"
 _HALVES = ("_w", "_v")

@@ -1,7 +1,7 @@
 """Threads that are ranks: one runs at a time, until it has to wait for another.
 
 So a run is the same every time, and a rank that stands in a debugger finds everything that is its
-own (see `megatron.core.per_rank`), its random numbers and its RANK in the environment.
+own (see `megatron.core.rank_local`), its random numbers and its RANK in the environment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.core import per_rank
+from megatron.core import rank_local
 
 _VARIABLES = ("RANK", "LOCAL_RANK")
 _NOT_THE_CALLERS = tuple(os.path.dirname(f) for f in (__file__, torch.__file__)) + (
@@ -42,7 +42,7 @@ class _Rank:
     is_ready: Callable[[], bool] = bool  # asked while the rank waits
     doing: Callable[[], str] | None = None  # what it waits for; None while it does not
     has_ended: bool = False
-    variables: per_rank.State = field(default_factory=dict)
+    variables: rank_local.State = field(default_factory=dict)
 
 
 class Baton:
@@ -114,9 +114,9 @@ class Baton:
 
     def _switch_to(self, number: int) -> None:
         old, new = self._ranks[self.holder], self._ranks[number]
-        old.variables = per_rank.take()
+        old.variables = rank_local.take()
         old.random_states = random_states()
-        per_rank.put(new.variables)
+        rank_local.put(new.variables)
         set_random_states(new.random_states)
         os.environ.update(dict.fromkeys(_VARIABLES, str(number)))
         self.holder = number

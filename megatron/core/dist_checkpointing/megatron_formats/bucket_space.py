@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.foreign.archive import ArrayView, StoredArray
-from megatron.core.dist_checkpointing.foreign.dcp_index import DcpIndex, DcpTensor
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.core.dist_checkpointing.megatron_formats.archive import ArrayView, StoredArray
+from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex, DcpTensor
 
 _GROUP = r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
 _BUCKET = re.compile(_GROUP + r"gbuf_idx_(\d+)\.dtype_\((.+)\)\.bucket_idx_(\d+)\.(\w+)")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron.core.config.errors import ConfigError
-from megatron.core.per_rank import each_rank_owns
+from megatron.core.rank_local import each_rank_owns
 
 _VARIABLE = "FAULTS"
 _KINDS = ("raise", "kill", "stop", "hang", "exit", "enospc", "oom", "slow")

@@ -15,9 +15,14 @@ from typing import Any
 import torch
 from torch import Size, Tensor
 
-from megatron.core.dist_checkpointing.foreign.pickler import compact, named, pickled, write_archive
+from megatron.core.diagnostics.fault_injection import fault_point, flipped
 from megatron.core.dist_checkpointing.manifest import METADATA, FileEntry, adopt_file
-from megatron.core.faults import fault_point, flipped
+from megatron.core.dist_checkpointing.megatron_formats.pickler import (
+    compact,
+    named,
+    pickled,
+    write_archive,
+)
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _CLASSES = {

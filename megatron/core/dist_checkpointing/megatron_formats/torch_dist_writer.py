@@ -19,26 +19,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.foreign.dcp_writer import DcpFile, write_metadata
-from megatron.core.dist_checkpointing.foreign.foreign_reader import STATE_PREFIX, layout_of
-from megatron.core.dist_checkpointing.foreign.names import (
-    blocks_of,
-    fused_name,
-    layers_are_alike,
-    split_expert,
-    split_layer,
-    split_state,
-)
-from megatron.core.dist_checkpointing.foreign.pickler import write_archive
-from megatron.core.dist_checkpointing.foreign.reference_values import (
-    grad_scaler,
-    has_two_optimizers,
-    is_distributed,
-    is_half,
-    param_groups,
-    reference_rng,
-    reference_values,
-)
 from megatron.core.dist_checkpointing.format import Format, RankReport, Share, check_written_once
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_FILE,
@@ -49,8 +29,28 @@ from megatron.core.dist_checkpointing.manifest import (
     write_text,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, split_rows
+from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import DcpFile, write_metadata
+from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import STATE_PREFIX, layout_of
+from megatron.core.dist_checkpointing.megatron_formats.names import (
+    blocks_of,
+    fused_name,
+    layers_are_alike,
+    split_expert,
+    split_layer,
+    split_state,
+)
+from megatron.core.dist_checkpointing.megatron_formats.pickler import write_archive
+from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
+    grad_scaler,
+    has_two_optimizers,
+    is_distributed,
+    is_half,
+    param_groups,
+    reference_rng,
+    reference_values,
+)
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
-from megatron.core.rank_grid import RankGrid
+from megatron.core.parallel.rank_grid import RankGrid
 
 _BACKENDS = {
     "sharded_backend": "torch_dist",

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.foreign.archive import StoredArray, load_archive
-from megatron.core.dist_checkpointing.foreign.foreign_reader import (
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, parsing
+from megatron.core.dist_checkpointing.megatron_formats.archive import StoredArray, load_archive
+from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
     STATE_PREFIX,
     ForeignReader,
     check_args,
@@ -28,15 +29,17 @@ from megatron.core.dist_checkpointing.foreign.foreign_reader import (
     expert_tensor_degree,
     rng_state_of,
 )
-from megatron.core.dist_checkpointing.foreign.names import (
+from megatron.core.dist_checkpointing.megatron_formats.names import (
     is_buffer,
     our_name,
     split_expert,
     split_layer,
 )
-from megatron.core.dist_checkpointing.foreign.optimizer_order import Chunks, optimizer_state
-from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, parsing
-from megatron.core.rank_grid import RankGrid
+from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import (
+    Chunks,
+    optimizer_state,
+)
+from megatron.core.parallel.rank_grid import RankGrid
 
 MODEL_FILE = "model_optim_rng.pt"
 BUFFER_FILE = "distrib_optim.pt"

@@ -1,0 +1,1 @@
+"""What a run reports of itself: collectives, stragglers, timers; and injected faults."""

@@ -1,0 +1,251 @@
+"""Named timers, compared over ranks.
+
+A timer has a level: 0 is always measured, 1 and 2 only if --timing-log-level asks for them; a
+timer above the level costs nothing.  ``start`` and ``stop`` wait for the device.
+
+Each timer only counts up.  A reader (the console, TensorBoard) has its own mark in every timer and
+sees the time since that mark, so that one reader never takes numbers from another.
+
+Collective: whatever compares ranks (`Timers.log`, `write`, `get_all_timers_string`, `times_s`)
+gathers once over all ranks; every rank calls it with the same names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.core import device
+
+LogOption = Literal["max", "minmax", "all"]
+MAX_LOG_LEVEL = 2
+CONSOLE = "console"
+TENSORBOARD = "tensorboard"
+_NAME_WIDTH = 48
+
+
+class Timer:
+    """A stop-watch with one mark per reader.
+
+    ``barrier`` lets ranks wait for each other before the clock is read.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._total_s = 0.0
+        self._started_at_s: float | None = None
+        self._marks_s: dict[str, float] = {}  # reader -> total at its last reset
+        self._barrier_group: ProcessGroup | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the timer is started and not stopped."""
+        return self._started_at_s is not None
+
+    def set_barrier_group(self, barrier_group: ProcessGroup) -> None:
+        """Ranks that wait for each other under ``barrier=True``; the world by default."""
+        self._barrier_group = barrier_group
+
+    def start(self, barrier: bool = False) -> None:
+        """Start measuring."""
+        assert not self.is_running, f"timer {self.name} is started twice"
+        self._wait(barrier)
+        self._started_at_s = time.perf_counter()
+
+    def stop(self, barrier: bool = False) -> None:
+        """Stop measuring."""
+        assert self._started_at_s is not None, f"timer {self.name} is stopped but not started"
+        self._wait(barrier)
+        self._total_s += time.perf_counter() - self._started_at_s
+        self._started_at_s = None
+
+    def reset(self) -> None:
+        """Forget the time measured so far, for the console."""
+        self._marks_s[CONSOLE] = self.active_time()
+
+    def elapsed(self, reset: bool = True, barrier: bool = False, reader: str = CONSOLE) -> float:
+        """Seconds measured since ``reader`` last reset; a running timer goes on running."""
+        if self.is_running:
+            self._wait(barrier)
+        total_s = self.active_time()
+        elapsed_s = total_s - self._marks_s.get(reader, 0.0)
+        if reset:
+            self._marks_s[reader] = total_s
+        return elapsed_s
+
+    def active_time(self) -> float:
+        """Seconds measured since the timer was made."""
+        if self._started_at_s is None:
+            return self._total_s
+        return self._total_s + time.perf_counter() - self._started_at_s
+
+    def _wait(self, barrier: bool) -> None:
+        if barrier and dist.is_initialized() and dist.get_world_size(self._barrier_group) > 1:
+            dist.barrier(group=self._barrier_group)
+        device.synchronize()
+
+
+class DummyTimer(Timer):
+    """Stands for every timer above the level: it runs no clock, and has no time to tell."""
+
+    def start(self, barrier: bool = False) -> None:
+        return
+
+    stop = start
+
+    def active_time(self) -> float:
+        raise AssertionError("a timer above --timing-log-level measures nothing")
+
+    def reset(self) -> None:
+        return
+
+
+class Timers:
+    """All timers of a process: ``timers("forward", log_level=1).start()``."""
+
+    def __init__(self, log_level: int, log_option: LogOption) -> None:
+        assert log_option in ("max", "minmax", "all"), f"unknown timing log option {log_option!r}"
+        self._log_level = log_level
+        self._log_option = log_option
+        self._timers: dict[str, Timer] = {}
+        self._levels: dict[str, int] = {}
+        self._dummy = DummyTimer("dummy timer")
+
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
+        """The timer called ``name``; its first caller gives the level (2 if it does not)."""
+        if name not in self._levels:
+            level = MAX_LOG_LEVEL if log_level is None else log_level
+            assert 0 <= level <= MAX_LOG_LEVEL, f"timer {name}: level {level} is not in 0..2"
+            self._levels[name] = level
+            if level <= self._log_level:
+                self._timers[name] = Timer(name)
+        known = self._levels[name]
+        assert log_level in (None, known), f"timer {name}: level is {known}, not {log_level}"
+        return self._timers.get(name, self._dummy)
+
+    def times_s(
+        self,
+        names: Sequence[str] | None = None,
+        *,
+        reset: bool = True,
+        barrier: bool = False,
+        reader: str = CONSOLE,
+    ) -> dict[str, list[float]]:
+        """Seconds per rank of each timer since ``reader`` last reset; 0.0 where a rank has none.
+
+        Collective over all ranks.
+        """
+        names = list(self._timers) if names is None else list(names)
+        if barrier and _world_size() > 1:
+            dist.barrier()
+        mine = [
+            self._timers[name].elapsed(reset=reset, reader=reader) if name in self._timers else 0.0
+            for name in names
+        ]
+        if not names:
+            return {}
+        by_rank = _gather(mine)
+        return {name: by_rank[:, i].tolist() for i, name in enumerate(names)}
+
+    def get_all_timers_string(
+        self,
+        names: Sequence[str] | None = None,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> str | None:
+        """The block of text for the console, or None if nothing was measured.  Collective."""
+        assert normalizer > 0, f"normalizer is {normalizer}, must be positive"
+        times_s = self.times_s(names, reset=reset, barrier=barrier)
+        return format_times(times_s, self._log_option, normalizer)
+
+    def log(
+        self,
+        names: Sequence[str] | None = None,
+        rank: int | None = None,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Print the block on ``rank``, the last one by default.  Collective."""
+        text = self.get_all_timers_string(names, normalizer, reset, barrier)
+        printing_rank = _world_size() - 1 if rank is None else rank
+        if text is not None and _rank() == printing_rank:
+            print(text, flush=True)
+
+    def write(
+        self,
+        names: Sequence[str],
+        writer: Any,
+        iteration: int,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Write the largest time over ranks as scalars ``{name}-time``, in seconds.  Collective.
+
+        ``writer`` is None on ranks that do not write.  The console's times stay as they are.
+        """
+        assert normalizer > 0, f"normalizer is {normalizer}, must be positive"
+        times_s = self.times_s(names, reset=reset, barrier=barrier, reader=TENSORBOARD)
+        if writer is not None:
+            for name, value_s in largest_s(times_s).items():
+                writer.add_scalar(f"{name}-time", value_s / normalizer, iteration)
+
+
+def largest_s(times_s: dict[str, list[float]]) -> dict[str, float]:
+    """The largest time over ranks of each timer that measured something anywhere."""
+    return {name: max(values) for name, values in times_s.items() if max(values) > 0.0}
+
+
+def format_times(
+    times_s: dict[str, list[float]], log_option: LogOption, normalizer: float = 1.0
+) -> str | None:
+    """Times in milliseconds, divided by ``normalizer``, as text; None if all are zero.
+
+    minmax and max leave out ranks on which a timer measured nothing.
+    """
+    ms = {
+        name: [value_s * 1000.0 / normalizer for value_s in values]
+        for name, values in times_s.items()
+        if max(values) > 0.0
+    }
+    if not ms:
+        return None
+    if log_option == "all":
+        lines = ["times across ranks (ms):"]
+        for name, values in ms.items():
+            lines.append(f"  {name}:")
+            lines += [f"     rank {r:2d}: {v:.2f}" for r, v in enumerate(values) if v > 0.0]
+        return "\n".join(lines)
+    header = "(min, max) time" if log_option == "minmax" else "max time"
+    lines = [f"{header} across ranks (ms):"]
+    for name, values in ms.items():
+        low, high = min(v for v in values if v > 0.0), max(values)
+        text = f"({low:.2f}, {high:.2f})" if log_option == "minmax" else f"{high:.2f}"
+        lines.append(f"    {f'{name} '.ljust(_NAME_WIDTH, '.')}: {text}")
+    return "\n".join(lines)
+
+
+def _gather(mine: list[float]) -> Tensor:
+    """[ranks, timers] of everybody's seconds.  Collective over all ranks."""
+    if _world_size() == 1:
+        return torch.tensor([mine], dtype=torch.float64)
+    row = torch.tensor(mine, dtype=torch.float64, device=device.current())
+    rows = [torch.empty_like(row) for _ in range(_world_size())]
+    dist.all_gather(rows, row)
+    return torch.stack(rows).cpu()
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

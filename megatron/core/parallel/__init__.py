@@ -1,0 +1,1 @@
+"""Process groups: how ranks are arranged, which groups exist, and what they share."""

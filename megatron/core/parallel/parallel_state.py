@@ -1,0 +1,228 @@
+"""Megatron's ``parallel_state`` for code that was written against it.
+
+Functions that read one variable, kept beside the class of the groups.  Only doors use it (models,
+the DDP wrapper and the optimizer when called without groups); everything deeper is given its
+groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.parallel.communicators import Communicators
+from megatron.core.parallel.process_groups_config import (
+    ProcessGroupCollection,
+    create_process_groups,
+    get_installed,
+    make_grids,
+    set_installed,
+)
+
+
+def install(groups: ProcessGroupCollection) -> None:
+    """Make ``groups`` what the functions below answer from."""
+    if is_initialized():
+        raise RuntimeError("model parallel groups exist already; destroy_model_parallel() first")
+    set_installed(groups)
+
+
+def current() -> ProcessGroupCollection:
+    """The installed groups."""
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    *,
+    context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    expert_model_parallel_size: int = 1,
+    num_distributed_optimizer_instances: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    encoder_pipeline_model_parallel_size: int = 0,
+    order: str = "tp-cp-ep-dp-pp",
+    nccl_communicator_config_path: str | None = None,
+    high_priority_stream_groups: Sequence[str] | None = None,
+    distributed_timeout_minutes: int = 30,
+) -> None:
+    """Create and install the groups of this world.  Collective over all ranks.
+
+    Needs an initialised default process group.  The number of virtual stages is a property of the
+    model, not of the groups; it is accepted because callers pass it.
+    """
+    dense, expert = make_grids(
+        dist.get_world_size(),
+        tp=tensor_model_parallel_size,
+        pp=pipeline_model_parallel_size,
+        cp=context_parallel_size,
+        ep=expert_model_parallel_size,
+        expt_tp=expert_tensor_parallel_size,
+        order=order,
+    )
+    groups = create_process_groups(
+        dense,
+        expert,
+        communicators=Communicators.from_flags(
+            timedelta(minutes=distributed_timeout_minutes),
+            nccl_communicator_config_path,
+            high_priority_stream_groups or (),
+        ),
+        context_levels=hierarchical_context_parallel_sizes,
+        num_distributed_optimizer_instances=num_distributed_optimizer_instances,
+        encoder_stages=encoder_pipeline_model_parallel_size,
+    )
+    install(groups)
+
+
+def destroy_model_parallel() -> None:
+    """Forget the installed groups."""
+    set_installed(None)
+
+
+def is_initialized() -> bool:
+    """Whether groups are installed."""
+    return get_installed() is not None
+
+
+model_parallel_is_initialized = is_initialized
+is_unitialized = lambda: not is_initialized()  # noqa: E731  (the spelling scripts use)
+
+
+# -- groups ---------------------------------------------------------------------------------
+
+
+def _group(name: str) -> Callable[..., Any]:
+    """A function that gives the installed group ``name``; `ProcessGroupCollection` says what."""
+
+    def get(check_initialized: bool = True) -> ProcessGroup | None:
+        """The group of this rank; without ``check_initialized`` None where none is installed."""
+        return getattr(current() if check_initialized else get_installed(), name, None)
+
+    return get
+
+
+get_model_parallel_group = _group("mp")
+get_tensor_model_parallel_group = _group("tp")
+get_pipeline_model_parallel_group = _group("pp")
+get_context_parallel_group = _group("cp")
+get_tensor_and_context_parallel_group = _group("tp_cp")
+get_expert_model_parallel_group = _group("ep")
+get_expert_tensor_parallel_group = _group("expt_tp")
+get_expert_tensor_and_model_parallel_group = _group("tp_ep")
+get_expert_tensor_model_pipeline_parallel_group = _group("tp_ep_pp")
+get_inter_distributed_optimizer_instance_group = _group("inter_dist_opt")
+get_intra_distributed_optimizer_instance_group = _group("intra_dist_opt")
+get_embedding_group = _group("embd")
+get_position_embedding_group = _group("pos_embd")
+
+
+def get_data_parallel_group(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> ProcessGroup:
+    """Replicas; with context parallelism, everyone who holds the same parameters.
+
+    ``partial_data_parallel``: those of them that share one instance of the distributed optimizer.
+    """
+    if partial_data_parallel:
+        assert with_context_parallel, "an optimizer is shared with context parallelism"
+        return current().intra_dp_cp
+    return current().dp_cp if with_context_parallel else current().dp
+
+
+def get_hierarchical_context_parallel_groups() -> list[ProcessGroup]:
+    """Inner and outer group of a two-level exchange."""
+    return [current().cp_inner, current().cp_outer]
+
+
+def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
+    """Everyone on one stage."""
+    return current().tp_dp_cp if with_context_parallel else current().tp_dp
+
+
+def get_expert_data_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
+    """Replicas of the same experts; partial: those in one instance of the optimizer."""
+    return current().intra_expt_dp if partial_expert_data_parallel else current().expt_dp
+
+
+# -- sizes and ranks --------------------------------------------------------------------------
+
+
+def _size(name: str) -> Callable[[], int]:
+    """A function that gives the size of the installed group ``name``."""
+    return lambda: getattr(current(), name).size()
+
+
+def _rank(name: str) -> Callable[[], int]:
+    """A function that gives this rank's place in the installed group ``name``."""
+    return lambda: getattr(current(), name).rank()
+
+
+def _world_rank(name: str, place: int) -> Callable[[], int]:
+    """A function that gives the world rank at ``place`` of the installed group ``name``."""
+    return lambda: dist.get_process_group_ranks(getattr(current(), name))[place]
+
+
+get_tensor_model_parallel_world_size = _size("tp")
+get_tensor_model_parallel_rank = _rank("tp")
+get_tensor_model_parallel_src_rank = _world_rank("tp", 0)
+get_pipeline_model_parallel_world_size = _size("pp")
+get_pipeline_model_parallel_rank = _rank("pp")
+get_pipeline_model_parallel_first_rank = _world_rank("pp", 0)
+get_pipeline_model_parallel_last_rank = _world_rank("pp", -1)
+get_context_parallel_world_size = _size("cp")
+get_context_parallel_rank = _rank("cp")
+get_expert_model_parallel_world_size = _size("ep")
+get_expert_model_parallel_rank = _rank("ep")
+get_expert_tensor_parallel_world_size = _size("expt_tp")
+get_expert_tensor_parallel_rank = _rank("expt_tp")
+get_expert_data_parallel_world_size = _size("expt_dp")
+get_expert_data_parallel_rank = _rank("expt_dp")
+
+
+def get_context_parallel_global_ranks() -> list[int]:
+    """World ranks of those that share a sequence."""
+    return dist.get_process_group_ranks(current().cp)
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    """None: the groups know no virtual stages."""
+    return None
+
+
+get_virtual_pipeline_model_parallel_rank = get_virtual_pipeline_model_parallel_world_size
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank (and ``vp_stage``, unless ignored) holds the embedding."""
+    return current().is_first_stage and (ignore_virtual or not vp_stage)
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank (and ``vp_stage``, unless ignored) computes the loss."""
+    return current().is_last_stage and (ignore_virtual or not vp_stage)
+
+
+def get_data_parallel_world_size(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
+    """Number of replicas."""
+    return get_data_parallel_group(with_context_parallel, partial_data_parallel).size()
+
+
+def get_data_parallel_rank(
+    with_context_parallel: bool = False, partial_data_parallel: bool = False
+) -> int:
+    """This replica's number."""
+    return get_data_parallel_group(with_context_parallel, partial_data_parallel).rank()
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """World rank of the first replica's member like this one."""
+    return dist.get_global_rank(get_data_parallel_group(with_context_parallel), 0)

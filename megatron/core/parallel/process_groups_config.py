@@ -1,0 +1,320 @@
+"""The process groups of this rank, passed to whoever communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron.core.parallel.communicators import Communicators, CommunicatorSettings
+from megatron.core.parallel.rank_grid import RankGrid
+from megatron.core.rank_local import each_rank_owns
+
+# Joined axes: where at most one of them is larger than one, its group is theirs.
+_JOINS = {
+    "mp": ("tp", "pp"),
+    "tp_cp": ("tp", "cp"),
+    "tp_dp": ("tp", "dp"),
+    "tp_dp_cp": ("tp", "dp", "cp"),
+    "dp_cp": ("dp", "cp"),
+    "tp_ep": ("expt_tp", "ep"),
+    "tp_ep_pp": ("expt_tp", "ep", "pp"),
+}
+# Of a distributed optimizer in one instance.
+_WHOLE = {"intra_dp_cp": "dp_cp", "intra_expt_dp": "expt_dp", "intra_dist_opt": "world"}
+# Axes that are off unless a program says otherwise.  Replicas are not among them: gradients that
+# are not reduced are a silent error.
+_MAY_BE_OFF = ("tp", "pp", "cp", "ep", "pos_embd", "inter_dist_opt")
+
+
+@dataclass(init=False, kw_only=True, eq=False)
+class ProcessGroupCollection:
+    """The groups this rank belongs to, of size 1 where an axis is off.  Each is set once.
+
+    Names: axes joined by ``_``; ``expt_`` marks the grid of expert layers.  `create_process_groups`
+    sets all of them.  A program that brings groups of its own gives those it has, here or by
+    assignment; of the others, those that follow from them are filled in when they are first read,
+    and AttributeError names the rest.
+    """
+
+    tp: ProcessGroup
+    pp: ProcessGroup
+    dp: ProcessGroup
+    cp: ProcessGroup
+    cp_inner: ProcessGroup  # a2a+p2p: neighbours in cp, who trade heads; else this rank
+    cp_outer: ProcessGroup  # a2a+p2p: one of each set of neighbours, in a ring; else cp
+    mp: ProcessGroup  # one model replica of the dense layers: tp x pp
+    tp_cp: ProcessGroup
+    tp_dp: ProcessGroup
+    tp_dp_cp: ProcessGroup
+    dp_cp: ProcessGroup  # gradients of dense parameters are reduced here
+    ep: ProcessGroup
+    expt_tp: ProcessGroup
+    tp_ep: ProcessGroup
+    tp_ep_pp: ProcessGroup  # one model replica of the expert layers
+    expt_dp: ProcessGroup  # gradients of expert parameters are reduced here
+    # A distributed optimizer may stand in several instances, each over a block of the replicas.
+    intra_dp_cp: ProcessGroup  # ranks of dp_cp that share one instance
+    intra_expt_dp: ProcessGroup  # the same of expt_dp
+    inter_dist_opt: ProcessGroup  # ranks that own the same shares, one in each instance
+    intra_dist_opt: ProcessGroup  # all ranks of this instance, over the whole model
+    # Stages that hold the word embedding: first and last, and first of a decoder behind an encoder;
+    # else this rank.
+    embd: ProcessGroup
+    pos_embd: ProcessGroup  # those of them that look tokens up; else this rank
+    stack: ProcessGroup  # stages of an encoder, or of the decoder behind it; else pp
+    world: ProcessGroup
+    dense_grid: RankGrid
+    expert_grid: RankGrid
+
+    def __init__(self, **groups: Any) -> None:
+        for name, group in groups.items():
+            setattr(self, name, group)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dataclass_fields__:
+            raise AttributeError(
+                f"ProcessGroupCollection has no group {name!r}; it has "
+                f"{', '.join(self.__dataclass_fields__)}"
+            )
+        if name in self.__dict__:
+            raise AttributeError(f"ProcessGroupCollection: {name!r} is set or was read already")
+        self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        """A group that was not given; called only for names that are not set."""
+        if name not in self.__dataclass_fields__:
+            raise AttributeError(name)
+        self.__dict__[name] = group = self._that_follows(name)
+        return group
+
+    def _that_follows(self, name: str) -> ProcessGroup:
+        """Group ``name``, from those that were given."""
+        if name in _MAY_BE_OFF:
+            return self._alone()
+        if name == "world":
+            return dist.group.WORLD or self._alone()
+        if name in _JOINS:
+            parts = [getattr(self, part) for part in _JOINS[name]]
+            large = [group for group in parts if group.size() > 1]
+            if len(large) < 2:
+                return (large or parts)[0]
+        elif name in _WHOLE:
+            return getattr(self, _WHOLE[name])
+        elif name == "stack":
+            return self.pp
+        elif name == "expt_tp":
+            return self.tp
+        elif name == "dp" and "dp_cp" in self.__dict__ and self.cp.size() == 1:
+            return self.dp_cp
+        elif name == "dp" and self.tp.size() * self.pp.size() * self.cp.size() == self.world.size():
+            return self._alone()
+        elif name == "expt_dp" and self.ep.size() == 1 and self.expt_tp is self.tp:
+            return self.dp_cp
+        elif name == "embd" and self.pp.size() <= 2:
+            return self.pp
+        raise AttributeError(
+            f"ProcessGroupCollection: {name!r} is asked for, but was not given and does not follow "
+            f"from {', '.join(self.__dict__)}"
+        )
+
+    def _alone(self) -> ProcessGroup:
+        """This rank by itself."""
+        for group in vars(self).values():
+            if isinstance(group, ProcessGroup) and group.size() == 1:
+                return group
+        if not dist.is_initialized():
+            return ProcessGroup(0, 1)
+        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+    @classmethod
+    def use_mpu_process_groups(
+        cls, required_pgs: Sequence[str] | None = None
+    ) -> ProcessGroupCollection:
+        """The installed groups of `parallel_state`, or those of them that are named."""
+        if _installed is None:
+            raise RuntimeError(
+                "model parallel groups do not exist: initialize_model_parallel() first"
+            )
+        if required_pgs is None:
+            return _installed
+        return cls(**{name: getattr(_installed, name) for name in required_pgs})
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pp.rank() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pp.rank() == self.pp.size() - 1
+
+
+_installed: ProcessGroupCollection | None = None  # what `parallel_state` answers from
+each_rank_owns(__name__, "_installed")
+
+
+def set_installed(groups: ProcessGroupCollection | None) -> None:
+    """Make ``groups`` what `parallel_state` answers from."""
+    global _installed
+    _installed = groups
+
+
+def get_installed() -> ProcessGroupCollection | None:
+    """What `set_installed` was given last."""
+    return _installed
+
+
+def make_grids(
+    world_size: int,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    expt_tp: int | None = None,
+    order: str = "tp-cp-ep-dp-pp",
+) -> tuple[RankGrid, RankGrid]:
+    """The layouts of dense and of expert layers over ``world_size`` ranks.
+
+    ``order`` names the axes, fastest first; ``tp-cp-ep-pp-dp`` is the other one in use.
+    Raises ValueError when the degrees do not divide the world.
+    """
+    expt_tp = tp if expt_tp is None else expt_tp
+    dense_cut, expert_cut = tp * pp * cp, expt_tp * ep * pp
+    for cut in (dense_cut, expert_cut):
+        if world_size % cut:
+            raise ValueError(f"{world_size} ranks cannot be cut into blocks of {cut}")
+    dense = {"tp": tp, "cp": cp, "ep": 1, "dp": world_size // dense_cut, "pp": pp}
+    expert = {"tp": expt_tp, "cp": 1, "ep": ep, "dp": world_size // expert_cut, "pp": pp}
+    if ep == 1 and expt_tp == tp:
+        expert = dense  # also where the order puts other axes between cp and dp
+    axes = order.split("-")
+    grids = RankGrid({a: dense[a] for a in axes}), RankGrid({a: expert[a] for a in axes})
+    if grids[0].groups("pp") != grids[1].groups("pp"):
+        raise ValueError(
+            f"in the order {order} dense and expert layers would lie on different pipelines: use "
+            f"one stage, or as many expert replicas ({expert['dp']}) as replicas ({dense['dp']})"
+        )
+    return grids
+
+
+def create_process_groups(
+    dense: RankGrid,
+    expert: RankGrid,
+    *,
+    communicators: Communicators = Communicators(),  # noqa: B008  (it is immutable)
+    context_levels: Sequence[int] | None = None,
+    num_distributed_optimizer_instances: int = 1,
+    encoder_stages: int = 0,
+    only_mine: bool = False,
+) -> ProcessGroupCollection:
+    """Create all groups on all ranks.  Collective: every rank calls it with the same arguments.
+
+    Groups with equal members and equal settings are created once and shared.  ``context_levels``
+    are the sizes of ``cp_inner`` and ``cp_outer``; ``encoder_stages`` come before those of a
+    decoder.  ``only_mine`` leaves out the groups of others, which only a back end without other
+    ranks allows.  Raises ValueError when the replicas cannot be cut into the instances.
+    """
+    shards = optimizer_shards(dense, num_distributed_optimizer_instances)
+    expert_shards = optimizer_shards(expert, num_distributed_optimizer_instances)
+    instances = _union_by_instance(shards)
+    if instances != _union_by_instance(expert_shards):
+        raise ValueError(
+            f"{num_distributed_optimizer_instances} instances of the distributed optimizer would "
+            "hold other ranks for the dense than for the expert layers: use one"
+        )
+    members: dict[tuple[tuple[int, ...], CommunicatorSettings | None], ProcessGroup] = {}
+    me = dist.get_rank()
+
+    def mine_of(name: str, groups: Iterable[Sequence[int]]) -> ProcessGroup:
+        found = None
+        for ranks in map(tuple, groups):
+            key = ranks, communicators.settings_of(name)
+            if key not in members and (me in ranks or not only_mine):
+                members[key] = communicators.create(ranks, name)
+            if me in ranks:
+                found = members[key]
+        assert found is not None, f"rank {me} is outside the grid {dense.sizes}"
+        return found
+
+    def mine(grid: RankGrid, *axes: str) -> ProcessGroup:
+        expert_axes = "expt_" if grid is expert and "ep" not in axes else ""
+        return mine_of(expert_axes + "_".join(axes), grid.groups(*axes))
+
+    pipelines, contexts = dense.groups("pp"), dense.groups("cp")
+    inner, outer = context_levels or (1, len(contexts[0]))
+    if inner * outer != len(contexts[0]):
+        raise ValueError(f"{inner} x {outer} context-parallel ranks are not {len(contexts[0])}")
+
+    return ProcessGroupCollection(
+        tp=mine(dense, "tp"),
+        pp=mine(dense, "pp"),
+        dp=mine(dense, "dp"),
+        cp=mine(dense, "cp"),
+        cp_inner=mine_of(
+            "cp_inner", (c[i : i + inner] for c in contexts for i in range(0, len(c), inner))
+        ),
+        cp_outer=mine_of("cp_outer", (c[i::inner] for c in contexts for i in range(inner))),
+        mp=mine(dense, "tp", "pp"),
+        tp_cp=mine(dense, "tp", "cp"),
+        tp_dp=mine(dense, "tp", "dp"),
+        tp_dp_cp=mine(dense, "tp", "dp", "cp"),
+        dp_cp=mine(dense, "dp", "cp"),
+        ep=mine(expert, "ep"),
+        expt_tp=mine(expert, "tp"),
+        tp_ep=mine(expert, "tp", "ep"),
+        tp_ep_pp=mine(expert, "tp", "ep", "pp"),
+        expt_dp=mine_of("expt_dp", expert.groups("dp", "cp")),
+        intra_dp_cp=mine_of("intra_dp_cp", (block for blocks in shards for block in blocks)),
+        intra_expt_dp=mine_of("intra_expt_dp", (b for blocks in expert_shards for b in blocks)),
+        inter_dist_opt=mine_of(
+            "inter_dist_opt", (same for blocks in shards for same in zip(*blocks, strict=True))
+        ),
+        intra_dist_opt=mine_of("intra_dist_opt", instances),
+        embd=mine_of("embd", _together(pipelines, {0, encoder_stages, len(pipelines[0]) - 1})),
+        pos_embd=mine_of("pos_embd", _together(pipelines, {0, encoder_stages})),
+        stack=mine_of("stack", _halves(pipelines, encoder_stages)),
+        world=mine(dense, *dense.sizes),
+        dense_grid=dense,
+        expert_grid=expert,
+    )
+
+
+def optimizer_shards(grid: RankGrid, num_instances: int) -> list[list[list[int]]]:
+    """Per group of replicas its ranks in equal blocks, one for each instance.
+
+    >>> optimizer_shards(RankGrid({"tp": 2, "cp": 1, "dp": 4}), 2)
+    [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+    Raises ValueError when the instances do not divide the replicas.
+    """
+    replicas = grid.groups("dp", "cp")
+    size, rest = divmod(len(replicas[0]), num_instances)
+    if rest:
+        raise ValueError(
+            f"{len(replicas[0])} replicas cannot be cut into {num_instances} instances of the "
+            "distributed optimizer"
+        )
+    return [[ranks[i : i + size] for i in range(0, len(ranks), size)] for ranks in replicas]
+
+
+def _union_by_instance(shards: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    """All ranks of each instance, from `optimizer_shards`."""
+    return [sorted(r for block in blocks for r in block) for blocks in zip(*shards, strict=True)]
+
+
+def _together(pipelines: Sequence[Sequence[int]], stages: Set[int]) -> Iterator[Sequence[int]]:
+    """``stages`` of each pipeline in one group, each of its others in one of its own."""
+    for pipeline in pipelines:
+        yield [rank for stage, rank in enumerate(pipeline) if stage in stages]
+        yield from ([rank] for stage, rank in enumerate(pipeline) if stage not in stages)
+
+
+def _halves(pipelines: Sequence[Sequence[int]], first: int) -> Iterator[Sequence[int]]:
+    """The ``first`` stages of each pipeline, and the others."""
+    yield from (half for p in pipelines for half in (p[:first], p[first:]) if half)

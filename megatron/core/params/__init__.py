@@ -1,0 +1,1 @@
+"""Parameters: their layout-free names and shapes, and their initial values."""
