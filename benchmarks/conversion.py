@@ -80,7 +80,7 @@ def work(kind: str, source: Path, target: Path) -> None:
     """One contender, alone in its process: print seconds and peak memory beside the imports."""
     import torch  # noqa: F401
 
-    from megatron.training.conversion.convert import Wanted, convert
+    from megatron.training.conversion.convert import ConversionRequest, convert
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start, start_cpu = time.perf_counter(), time.process_time()
@@ -90,7 +90,7 @@ def work(kind: str, source: Path, target: Path) -> None:
         wanted = "hf" if kind == "to hf" else "safetensors_dist"
         with open(os.devnull, "w") as quiet:
             convert(
-                Wanted(source=source, target=target, format=wanted, verify=False),
+                ConversionRequest(source=source, target=target, format=wanted, verify=False),
                 lambda text: print(text, file=quiet),
             )
     elapsed, cpu = time.perf_counter() - start, time.process_time() - start_cpu

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.background import (
 )
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.mapping import SavePlan
-from megatron.core.dist_checkpointing.serialization import Saved, SaveFailed
+from megatron.core.dist_checkpointing.serialization import SaveFailed, SaveResult
 from megatron.core.parallel.run_store import RunStore
 from megatron.training.arguments.config_file import write_config
 from megatron.training.arguments.legacy import legacy_namespace
@@ -26,7 +26,7 @@ from megatron.training.callbacks.base import CheckpointEvent
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.non_persistent import transient
-from megatron.training.checkpointing.save import begin_save, save_local_run, save_run, tell_saved
+from megatron.training.checkpointing.save import begin_save, log_saved, save_local_run, save_run
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.rank_print import print_rank_0
 from megatron.training.runtime import Runtime
@@ -94,7 +94,7 @@ def save(run: Runtime, *, is_last: bool = False, is_transient: bool = False) -> 
 
 def _save(
     run: Runtime, config: CheckpointConfig, in_background: bool, is_local: bool
-) -> Saved | None:
+) -> SaveResult | None:
     """What was published; None if that is to come."""
     parts, counters = _parts(run), run.state.to_dict()
     more: dict[str, Any] = {
@@ -172,10 +172,10 @@ def finish_at_failure(run: Runtime, store: RunStore) -> None:
             print_rank_0(f"WARNING: what was being written when the run failed is lost: {error}")
         return
     if saved is not None:
-        tell_saved(run.groups, saved)
+        log_saved(run.groups, saved)
 
 
-def _ask(run: Runtime, how: Callable[[BackgroundSave], Saved | None]) -> None:
+def _ask(run: Runtime, how: Callable[[BackgroundSave], SaveResult | None]) -> None:
     pending = run.pending_save
     if pending is None:
         return
@@ -187,13 +187,13 @@ def _ask(run: Runtime, how: Callable[[BackgroundSave], Saved | None]) -> None:
         return
     if saved is not None:
         run.pending_save = None
-        tell_saved(run.groups, saved)
+        log_saved(run.groups, saved)
         waited_s = pending.waited_s
         event = CheckpointEvent(kind="finalized", iteration=pending.iteration, stall_s=waited_s)
         _report(run, saved, event)
 
 
-def _report(run: Runtime, saved: Saved, event: CheckpointEvent) -> None:
+def _report(run: Runtime, saved: SaveResult, event: CheckpointEvent) -> None:
     run.failed_saves = 0
     run.callbacks.on_checkpoint(run, event)
     for iteration in saved.deleted:

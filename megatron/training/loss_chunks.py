@@ -15,7 +15,7 @@ _SHARE_OF_CHUNK = 0.01
 _LEAST_TOKENS = 256  # below, products with the vocabulary become slow
 
 
-def settle_loss_chunks(config: RunConfig, padded_vocab_size: int, memory: float) -> RunConfig:
+def resolve_loss_chunks(config: RunConfig, padded_vocab_size: int, memory: float) -> RunConfig:
     """``config`` with the chunk size that the rule gives for a rank's ``memory`` in bytes."""
     model = config.model
     if model.loss_chunk_size is not None or model.defer_embedding_wgrad_compute:

@@ -47,7 +47,7 @@ _PHASES = {  # by the function that runs, the innermost counts
 
 
 @contextlib.contextmanager
-def explaining_lack_of_memory(run: Runtime) -> Iterator[None]:
+def report_oom(run: Runtime) -> Iterator[None]:
     """Turn a failed allocation inside into OutOfMemory, whose message is the report."""
     try:
         yield

@@ -18,7 +18,7 @@ _EMBEDDING_BYTES_PER_CHANNEL = 12  # output and gradient, written, read and adde
 _FLOPS_PER_BYTE = 300  # that an accelerator computes in the time of moving one
 
 
-def settle_pipeline_split(config: RunConfig, padded_vocab_size: int) -> RunConfig:
+def resolve_pipeline_split(config: RunConfig, padded_vocab_size: int) -> RunConfig:
     """``config`` with its automatic split written out as a layout."""
     model, num_stages = config.model, config.placement.num_stages
     layers, embedding, loss = costs(config, padded_vocab_size)

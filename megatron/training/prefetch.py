@@ -52,7 +52,7 @@ class ReadAhead:
         # Allocated on the stream that uses and frees them.
         tensors = {name: t for name, t in batch.items() if torch.is_tensor(t)}
         sent = {n: torch.empty_like(t, device=device.current()) for n, t in tensors.items()}
-        device.let_follow(self._stream)
+        device.wait_stream(self._stream)
         with device.on_stream(self._stream):
             for name, tensor in tensors.items():
                 sent[name].copy_(tensor, non_blocking=True)

@@ -25,8 +25,8 @@ from megatron.core.params.param_init import initialize_parameters
 from megatron.core.tensor_parallel.quantized_linear import quantizers_of
 from megatron.core.transformer.compiled import compile_layers
 from megatron.core.transformer.module import Float16Module
-from megatron.training.loss_chunks import chunk_line, settle_loss_chunks
-from megatron.training.pipeline_split import settle_pipeline_split
+from megatron.training.loss_chunks import chunk_line, resolve_loss_chunks
+from megatron.training.pipeline_split import resolve_pipeline_split
 from megatron.training.rank_print import print_rank_0, ranks_here
 from megatron.training.runtime import Runtime
 from megatron.training.schedule import build_scheduler
@@ -61,11 +61,11 @@ def setup_tokenizer(run: Runtime) -> None:
         )
         print_rank_0(padding_message(vocab_size, run.padded_vocab_size))
     if run.config.model.pipeline_split == "auto":
-        run.config = settle_pipeline_split(run.config, run.padded_vocab_size)
+        run.config = resolve_pipeline_split(run.config, run.padded_vocab_size)
         layout = run.config.model.pipeline_model_parallel_layout
         print_rank_0(f" > --pipeline-split auto: --pipeline-model-parallel-layout '{layout}'")
     memory = _least_of_all(device.total_memory(ranks_here()))
-    run.config = settle_loss_chunks(run.config, run.padded_vocab_size, memory)
+    run.config = resolve_loss_chunks(run.config, run.padded_vocab_size, memory)
     if (line := chunk_line(run.config, run.padded_vocab_size)) is not None:
         print_rank_0(line)
 

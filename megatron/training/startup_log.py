@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.core.distributed.sharding import is_fully_sharded
-from megatron.core.extensions.transformer_engine import why_not as why_no_engine
-from megatron.core.extensions.transformer_engine import why_not_matrices
-from megatron.core.fusions.kernels import whose_kernels
+from megatron.core.extensions.transformer_engine import unsupported_matrices_reason
+from megatron.core.extensions.transformer_engine import unsupported_reason as why_no_engine
+from megatron.core.fusions.kernels import kernel_backend
 from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
 from megatron.core.transformer.attention_backends import AttentionRequest, attention_report
 from megatron.core.transformer.heterogeneous.heterogeneous_config import NO_OP
-from megatron.core.transformer.moe.deep_ep import why_not
+from megatron.core.transformer.moe.deep_ep import unsupported_reason
 from megatron.training.arguments.model_layers import kind_of, layers_of
 from megatron.training.config.run import RunConfig
 from megatron.training.rank_print import print_rank_0
@@ -101,7 +101,7 @@ def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
 
 def print_kernels(run: Runtime) -> None:
     """Who computes what is fused, and what is left to plain torch; on rank 0."""
-    whose = whose_kernels(run.config.model.params_dtype)
+    whose = kernel_backend(run.config.model.params_dtype)
     print_rank_0(f"fused operations: {whose}")
     for work, reason in left_to_torch(run.config) if whose.startswith("kernels") else ():
         print_rank_0(f"    not {work}: {reason}")
@@ -149,7 +149,7 @@ def print_low_precision(run: Runtime) -> None:
     if not model.is_quantized:
         return
     is_plain = model.fp4 is None and model.fp8_recipe in ("delayed", "tensorwise")
-    if _engine_computes(run) and why_not_matrices(model) is None:
+    if _engine_computes(run) and unsupported_matrices_reason(model) is None:
         answer = "yes, through Transformer Engine"
     elif is_plain and device.multiplies_fp8(device.current()):
         answer = "yes"
@@ -170,7 +170,7 @@ def print_compilation(run: Runtime) -> None:
 def print_token_travel(run: Runtime) -> None:
     """Whether --moe-enable-deepep has what it needs; on rank 0."""
     if run.config.model.moe_enable_deepep:
-        reason = why_not(run.config.model, device.current())
+        reason = unsupported_reason(run.config.model, device.current())
         answer = "yes" if reason is None else f"no, by PyTorch: {reason}"
         print_rank_0(f"tokens travel by DeepEP: {answer}")
 

@@ -27,7 +27,7 @@ from megatron.training.initialize import (
     shut_down,
 )
 from megatron.training.loop import train
-from megatron.training.memory_report import explaining_lack_of_memory
+from megatron.training.memory_report import report_oom
 from megatron.training.memory_warmup import make_optimizer_state, rehearse
 from megatron.training.rank_print import print_rank_0
 from megatron.training.runtime import Runtime
@@ -89,7 +89,7 @@ def pretrain(
             with failure_watch(timeout_s=timeout_s, before_end=finish):
                 run = create_runtime(config)
                 begun.append(run)
-                with explaining_lack_of_memory(run):
+                with report_oom(run):
                     run.forward_step_func = forward_step_func
                     run.process_non_loss_data_func = process_non_loss_data_func
                     run.non_loss_data_func = non_loss_data_func

@@ -99,7 +99,7 @@ def by_deep_ep(rank: int, size: int, layout: Layout) -> Any:
     device_is_asked = AssertionError("the host has the counts")
     with (
         mock.patch.object(token_dispatcher, "counts_of", side_effect=device_is_asked),
-        mock.patch.object(moe_layer, "why_not", return_value=None),
+        mock.patch.object(moe_layer, "unsupported_reason", return_value=None),
         mock.patch.object(deep_ep, "require", return_value=SimpleNamespace(Buffer=Buffer)),
         mock.patch.object(Tensor, "float", Tensor.double),  # else weights are rounded
     ):
@@ -115,10 +115,10 @@ def test_tokens_travel_by_deep_ep(name: str) -> None:
 
 def test_what_is_missing_is_named() -> None:
     config: Any = SimpleNamespace(params_dtype=torch.float32)
-    assert deep_ep.why_not(config, torch.device("cpu")) == "it needs a GPU"
-    assert deep_ep.why_not(config, torch.device("cuda")) == "it sends bf16 alone"
+    assert deep_ep.unsupported_reason(config, torch.device("cpu")) == "it needs a GPU"
+    assert deep_ep.unsupported_reason(config, torch.device("cuda")) == "it sends bf16 alone"
     config = SimpleNamespace(params_dtype=torch.bfloat16)
-    assert deep_ep.why_not(config, torch.device("cuda")) == "deep_ep is not installed"
+    assert deep_ep.unsupported_reason(config, torch.device("cuda")) == "deep_ep is not installed"
 
 
 def test_a_buffer_grows_with_the_rows_of_its_group() -> None:

@@ -21,7 +21,7 @@ from megatron.core.distributed.param_buffer import ParamGather
 from megatron.core.distributed.shard_ranges import owned_parts
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm
-from megatron.core.optimizer.reduced_precision_state import Kept
+from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import ParamInfo, info_of, set_info
 from tests import tolerances
@@ -124,7 +124,7 @@ class Run:
             tensor.nbytes
             for _, _, state in self.optimizer.named_state()
             for kept in state.values()
-            for tensor in (kept.tensors if isinstance(kept, Kept) else (kept,))
+            for tensor in (kept.tensors if isinstance(kept, StateStorage) else (kept,))
         )
 
 

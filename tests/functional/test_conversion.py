@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.config.errors import CheckpointError
-from megatron.training.conversion.convert import HF, Wanted, convert
+from megatron.training.conversion.convert import HF, ConversionRequest, convert
 from tests import tolerances
 from tests.functional.runs import TINY, losses, run_gpt
 
@@ -37,7 +37,7 @@ def test_a_converted_model_trains_in_any_layout_and_goes_back(case: str, tmp_pat
     theirs, ours, cut = tmp_path / "theirs", tmp_path / "ours", tmp_path / "cut"
     changes = {"n_layer": 2} if case == "gpt2" else {"num_hidden_layers": 2}
     models.write(theirs, case, **changes)
-    convert(Wanted(source=theirs, target=ours, format="safetensors_dist", verify=False))
+    convert(ConversionRequest(source=theirs, target=ours, format="safetensors_dist", verify=False))
     load = [*TRAINING, "--load", str(ours)]
     alone = run_gpt(tmp_path / "one", base=load)
     layout = run_gpt(tmp_path / "four", *CUT, "--save", str(cut), base=load, world_size=4)
@@ -45,7 +45,7 @@ def test_a_converted_model_trains_in_any_layout_and_goes_back(case: str, tmp_pat
         torch.tensor(losses(layout)), torch.tensor(losses(alone)), **tolerances.LAYOUT_LOSS
     )
     said: list[str] = []
-    convert(Wanted(source=cut, target=tmp_path / "back", format=HF), said.append)
+    convert(ConversionRequest(source=cut, target=tmp_path / "back", format=HF), said.append)
     assert "agree within" in said[0]
     assert models.logits_of(tmp_path / "back", models.prompts())[1] == ""
     trained, before = models.weights(tmp_path / "back"), models.weights(theirs)
@@ -69,7 +69,7 @@ def test_other_kinds_train_in_any_layout_and_go_back(case: str, tmp_path: Path) 
     theirs, ours, cut, back = (tmp_path / name for name in ("theirs", "ours", "cut", "back"))
     changes, *flags = KINDS[case]
     models.write(theirs, case, **changes)
-    convert(Wanted(source=theirs, target=ours, format="safetensors_dist", verify=False))
+    convert(ConversionRequest(source=theirs, target=ours, format="safetensors_dist", verify=False))
     kind = "mamba" if case == "nemotron-h" else case
     every, layout = (words.split() for words in flags)
     load = [*TRAINING, "--model-kind", kind, *every, "--load", str(ours)]
@@ -80,7 +80,7 @@ def test_other_kinds_train_in_any_layout_and_go_back(case: str, tmp_path: Path) 
         torch.tensor(losses(together)), torch.tensor(losses(alone)), **tolerances.LAYOUT_LOSS
     )
     said: list[str] = []
-    convert(Wanted(source=cut, target=back, format=HF), said.append)
+    convert(ConversionRequest(source=cut, target=back, format=HF), said.append)
     assert "agree within" in said[0]
     trained, before = models.weights(back), models.weights(theirs)
     assert trained.keys() == before.keys()
@@ -95,7 +95,7 @@ def test_other_kinds_train_in_any_layout_and_go_back(case: str, tmp_path: Path) 
 def test_experts_go_through_a_layout_bit_for_bit(case: str, tmp_path: Path) -> None:
     theirs, ours, cut = tmp_path / "theirs", tmp_path / "ours", tmp_path / "cut"
     models.write(theirs, case, num_hidden_layers=2)
-    convert(Wanted(source=theirs, target=ours, format="safetensors_dist", verify=False))
+    convert(ConversionRequest(source=theirs, target=ours, format="safetensors_dist", verify=False))
     load = [*TRAINING, "--load", str(ours), *STILL]
     alone = run_gpt(tmp_path / "one", base=load)
     save = ["--save", str(cut), "--expert-model-parallel-size", "2"]
@@ -105,7 +105,7 @@ def test_experts_go_through_a_layout_bit_for_bit(case: str, tmp_path: Path) -> N
         torch.tensor(losses(found)), torch.tensor(losses(alone)), **tolerances.LAYOUT_LOSS
     )
     said: list[str] = []
-    convert(Wanted(source=cut, target=tmp_path / "back", format=HF), said.append)
+    convert(ConversionRequest(source=cut, target=tmp_path / "back", format=HF), said.append)
     assert "agree within" in said[0]
     models.assert_same_weights(tmp_path / "back", theirs)
     assert models.logits_of(tmp_path / "back", models.prompts())[1] == ""
@@ -120,7 +120,9 @@ def test_a_run_of_muon_goes_through_formats_that_have_room_for_it(tmp_path: Path
     found = []
     for source in (saved, tmp_path / "torch_dist", tmp_path / "safetensors_dist"):
         if source is not saved:
-            wanted = Wanted(source=saved, target=source, format=source.name, verify=False)
+            wanted = ConversionRequest(
+                source=saved, target=source, format=source.name, verify=False
+            )
             convert(wanted)
             saved = source
         flags = [*cut, "--train-iters", "4", "--load", str(source)]
@@ -128,4 +130,6 @@ def test_a_run_of_muon_goes_through_formats_that_have_room_for_it(tmp_path: Path
     assert found[1:] == found[:1] * 2
     for form in ("torch", "torch_dcp"):
         with pytest.raises(CheckpointError, match="no room for state of some parameters alone"):
-            convert(Wanted(source=saved, target=tmp_path / form, format=form, verify=False))
+            convert(
+                ConversionRequest(source=saved, target=tmp_path / form, format=form, verify=False)
+            )

@@ -103,18 +103,18 @@ def whose_turn(rank: int, world_size: int, argv: list[str]) -> tuple[list[int], 
     """Which pass of a pair has sent tokens off, each time, and how many weights waited for that."""
     seen: list[int] = []
     waited: list[int] = []
-    give_way, run = pass_interleaving._Turns.give_way, WeightGradQueue.run
+    yield_to_peer, run = pass_interleaving._Turns.yield_to_peer, WeightGradQueue.run
 
     def gives_way(self: Any) -> None:
         seen.append(self.running)
-        give_way(self)
+        yield_to_peer(self)
 
     def runs(self: WeightGradQueue, count: int | None = None) -> None:
         waited.append(len(self))
         run(self, count)
 
     with (
-        mock.patch.object(pass_interleaving._Turns, "give_way", gives_way),
+        mock.patch.object(pass_interleaving._Turns, "yield_to_peer", gives_way),
         mock.patch.object(WeightGradQueue, "run", runs),
     ):
         train_gpt(rank, world_size, argv)

@@ -107,9 +107,9 @@ def test_state_of_an_optimizer_that_does_not_fit_is_called_so() -> None:
 
 def test_other_errors_pass_through() -> None:
     run = run_with_one_layer()
-    with pytest.raises(RuntimeError, match="shapes"), memory_report.explaining_lack_of_memory(run):
+    with pytest.raises(RuntimeError, match="shapes"), memory_report.report_oom(run):
         raise RuntimeError("shapes cannot be multiplied")
     told = OutOfMemory("told already")
-    with pytest.raises(OutOfMemory) as found, memory_report.explaining_lack_of_memory(run):
+    with pytest.raises(OutOfMemory) as found, memory_report.report_oom(run):
         raise told
     assert found.value is told

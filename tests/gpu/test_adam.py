@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.reduced_precision_state import Kept
+from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.optimizer.update_rules import AdamW
 from tests import tolerances
 
@@ -41,7 +41,7 @@ def after(steps: int, where: str, dtype: torch.dtype, **numbers_of: Any) -> dict
     assert param._version > version or dtype == torch.float32  # what quantised weights look at
     kept = {"param": param.detach()}
     for key, state in rule.state[param].items():
-        if isinstance(state, Kept):
+        if isinstance(state, StateStorage):
             kept |= {f"{key} {i}": t for i, t in enumerate(state.tensors)}
             kept[key] = state.read()
         else:

@@ -116,7 +116,7 @@ def install(compiled: Any) -> None:
         "memory_reserved": lambda _=None: compiled.allocated(),
         "max_memory_reserved": lambda _=None: compiled.most_allocated(),
         "mem_get_info": lambda _=None: (2**36, 80 * 2**30),
-        "reset_peak_memory_stats": lambda _=None: compiled.forget_peak(),
+        "reset_peak_memory_stats": lambda _=None: compiled.reset_peak_memory(),
         "get_rng_state": lambda _=None: torch.get_rng_state(),
         "set_rng_state": lambda state, _=None: torch.set_rng_state(state),
         "manual_seed": torch.manual_seed,

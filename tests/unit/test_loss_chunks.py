@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.loss_chunks import chunk_line, settle_loss_chunks
+from megatron.training.loss_chunks import chunk_line, resolve_loss_chunks
 from megatron.training.plan.report import plan_lines
 from megatron.training.plan.stages import plan_run
 from tests.unit.arguments.commands import run_of
@@ -16,14 +16,14 @@ LOGITS = 2 * 512 * 100_000 * 4  # of a micro-batch, fp32
 @pytest.mark.feature("Memory: where logits would take a tenth of it, they are never whole")
 def test_logits_beyond_a_tenth_of_the_memory_come_in_chunks() -> None:
     run = run_of(WORDS)
-    assert settle_loss_chunks(run, 100_000, 10 * LOGITS).model.loss_chunk_size is None
-    settled = settle_loss_chunks(run, 100_000, 9.9 * LOGITS)
+    assert resolve_loss_chunks(run, 100_000, 10 * LOGITS).model.loss_chunk_size is None
+    settled = resolve_loss_chunks(run, 100_000, 9.9 * LOGITS)
     assert settled.model.loss_chunk_size == 256, "a tenth of it is less than is worth while"
     assert "logits of all 1024 would take 0.38 GiB" in str(chunk_line(settled, 100_000))
     halved = run_of(f"{WORDS} --tensor-model-parallel-size 2", 2)
-    assert settle_loss_chunks(halved, 100_000, 9.9 * LOGITS).model.loss_chunk_size is None
+    assert resolve_loss_chunks(halved, 100_000, 9.9 * LOGITS).model.loss_chunk_size is None
     whole = run_of(f"{WORDS} --loss-chunk-size 0")
-    assert settle_loss_chunks(whole, 100_000, 1).model.loss_chunk_size == 0
+    assert resolve_loss_chunks(whole, 100_000, 1).model.loss_chunk_size == 0
 
 
 def test_the_planner_knows_of_chunks() -> None:

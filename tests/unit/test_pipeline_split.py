@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 
 from megatron.core.transformer.layer_layout import layer_ranges
-from megatron.training.pipeline_split import balanced_sizes, costs, settle_pipeline_split
+from megatron.training.pipeline_split import balanced_sizes, costs, resolve_pipeline_split
 from tests.unit.arguments.commands import run_of
 
 
@@ -60,7 +60,7 @@ def test_stages_of_a_real_model_differ_by_five_percent_at_most(pp: int) -> None:
     )
     run = run_of(words, world_size=pp)
     layers, first, last = costs(run, 128256)
-    settled = settle_pipeline_split(run, 128256)
+    settled = resolve_pipeline_split(run, 128256)
     sizes = [len(stage) for stage in layer_ranges(settled.model, pp)]
     found = stage_costs(layers, sizes, first, last)
     assert sum(sizes) == 126
@@ -69,6 +69,6 @@ def test_stages_of_a_real_model_differ_by_five_percent_at_most(pp: int) -> None:
 
 def test_a_large_vocabulary_takes_layers_from_the_last_stage() -> None:
     words = "--pipeline-model-parallel-size 4 --pipeline-split auto --num-layers 16"
-    model = settle_pipeline_split(run_of(words, world_size=4), 3000).model
+    model = resolve_pipeline_split(run_of(words, world_size=4), 3000).model
     sizes = [len(stage) for stage in layer_ranges(model, 4)]
     assert sizes[-1] < min(sizes[:-1])

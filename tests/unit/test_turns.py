@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.pipeline_parallel.pass_interleaving import give_way, run_in_turns
+from megatron.core.pipeline_parallel.pass_interleaving import run_in_turns, yield_to_peer
 
 
 class Travel(torch.autograd.Function):
@@ -19,14 +19,14 @@ class Travel(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, said: list[str], name: str) -> Tensor:
         ctx.said, ctx.name = said, name
         said.append(f"{name} sends")
-        give_way()
+        yield_to_peer()
         said.append(f"{name} receives")
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.said.append(f"gradient of {ctx.name} sends")
-        give_way()
+        yield_to_peer()
         ctx.said.append(f"gradient of {ctx.name} receives")
         return grad, None, None
 
@@ -57,13 +57,13 @@ def test_the_failure_of_one_ends_both(which: int, when: str) -> None:
 
     def fails() -> None:
         if when == "later":
-            give_way()
+            yield_to_peer()
         raise ValueError("broken")
 
     def goes_on() -> None:
         try:
             for _ in range(3):
-                give_way()
+                yield_to_peer()
         finally:
             ended.append("unwound")
 
@@ -73,4 +73,4 @@ def test_the_failure_of_one_ends_both(which: int, when: str) -> None:
         run_in_turns(*passes)
     assert threading.active_count() == threads
     assert ended == ([] if (which, when) == (0, "at once") else ["unwound"])
-    give_way()  # nobody is left
+    yield_to_peer()  # nobody is left

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.formats import FORMATS
-from megatron.training.conversion.convert import DTYPES, HF, Wanted, convert
+from megatron.training.conversion.convert import DTYPES, HF, ConversionRequest, convert
 from megatron.training.preprocess.cli import run_tool
 
 KINDS = ("GPT", "BERT", "T5", "MAMBA")  # the reference's are the first two
@@ -84,7 +84,7 @@ def get_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def wanted_of(args: argparse.Namespace) -> Wanted:
+def wanted_of(args: argparse.Namespace) -> ConversionRequest:
     """What ``args`` ask for.  Raises ConfigError for what is not served."""
     _refuse(args)
     run_args: dict[str, Any] = {
@@ -98,7 +98,7 @@ def wanted_of(args: argparse.Namespace) -> Wanted:
         is_pieces = path.suffix == ".model"
         run_args["tokenizer_type"] = "Llama2Tokenizer" if is_pieces else "HuggingFaceTokenizer"
         run_args["tokenizer_model"] = str(path.resolve()) if path.exists() else str(path)
-    return Wanted(
+    return ConversionRequest(
         source=args.source,
         target=args.target,
         format=args.format,

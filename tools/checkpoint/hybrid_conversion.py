@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 
 from megatron.core.config.errors import ConfigError
-from megatron.training.conversion.convert import Wanted, convert
+from megatron.training.conversion.convert import ConversionRequest, convert
 from megatron.training.preprocess.cli import run_tool
 
 # Sizes that the reference is told; the checkpoint knows them.
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "tensor_model_parallel_size": args.target_tp_size,
         "pipeline_model_parallel_size": args.target_pp_size,
     }
-    wanted = Wanted(
+    wanted = ConversionRequest(
         source=args.load_dir,
         target=args.save_dir,
         format="torch",

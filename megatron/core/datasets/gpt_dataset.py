@@ -18,7 +18,11 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.gpt_indices import SampleRequest, load_or_build_indices
 from megatron.core.datasets.gpt_masks import causal_mask, get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.megatron_dataset import LowLevelDataset, MadeUp, MegatronDataset
+from megatron.core.datasets.megatron_dataset import (
+    LowLevelDataset,
+    MegatronDataset,
+    SyntheticDataset,
+)
 from megatron.core.datasets.utils import Split
 
 logger = logging.getLogger(__name__)
@@ -212,7 +216,7 @@ class GPTDataset(MegatronDataset):
         return built.document_index, built.sample_index, built.shuffle_index
 
 
-class MockGPTDataset(MadeUp, GPTDataset):
+class MockGPTDataset(SyntheticDataset, GPTDataset):
     """Made-up samples that can be learned: documents count upwards from a random id.
 
     A sample depends on seed, split and its number alone; it needs no file and no memory.

@@ -20,7 +20,11 @@ from megatron.core.datasets.helpers_numpy import LONGEST_SENTENCE
 from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.masking import SpanLengths, Words
-from megatron.core.datasets.megatron_dataset import LowLevelDataset, MadeUp, MegatronDataset
+from megatron.core.datasets.megatron_dataset import (
+    LowLevelDataset,
+    MegatronDataset,
+    SyntheticDataset,
+)
 from megatron.core.datasets.utils import Split
 
 logger = logging.getLogger(__name__)
@@ -248,7 +252,7 @@ class MaskedWordPieceDataset(MegatronDataset):
             logger.warning("%s: %s, and give no samples%s", source, unused, cure)
 
 
-class CountingSentences(MadeUp, MaskedWordPieceDataset):
+class CountingSentences(SyntheticDataset, MaskedWordPieceDataset):
     """Made-up samples that can be learned: each counts upwards from a random id, often a low one.
 
     A sample depends on seed, split and its number alone; it needs no file.

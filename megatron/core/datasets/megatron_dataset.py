@@ -111,7 +111,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, Any]]):
     def __getitem__(self, idx: int | None) -> dict[str, Any]: ...
 
 
-class MadeUp(MegatronDataset):
+class SyntheticDataset(MegatronDataset):
     """What sets of made-up samples share: there is no source, and as many samples as are wanted."""
 
     _SAMPLES_WITHOUT_REQUEST = 128

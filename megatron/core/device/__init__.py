@@ -21,7 +21,7 @@ from megatron.core.rank_local import each_rank_owns
 Kind = Literal["cpu", "cuda"]
 CPU: Kind = "cpu"
 _current = torch.device("cpu")
-_imagined: Kind | None = None  # inside `imagining`
+_imagined: Kind | None = None  # inside `simulate_device`
 _own_stream: Any = None  # in place of the default one
 each_rank_owns(__name__, "_current", "_imagined", "_own_stream")
 
@@ -56,7 +56,7 @@ def use_in_this_thread() -> None:
 
 
 @contextlib.contextmanager
-def imagining(
+def simulate_device(
     wanted: Literal["auto", "cpu", "cuda"], *, without_memory: bool = True
 ) -> Iterator[None]:
     """Code inside takes the ways of a GPU, unless the CPU is wanted.
@@ -108,7 +108,7 @@ def keep_bf16_sums_in_fp32() -> None:
 
 
 @functools.cache
-def sums_half_products_in_fp32() -> bool:
+def supports_fp32_accumulate_addmm() -> bool:
     """Whether a product of 16-bit matrices can be added to a 32-bit one in one operation.
 
     Tried out: which releases of torch have it, on which devices, is nowhere written down.
@@ -218,7 +218,7 @@ def allocating_from(pool: Any) -> contextlib.AbstractContextManager[None]:
     return torch.cuda.use_mem_pool(pool)
 
 
-def forget_peak() -> None:
+def reset_peak_memory() -> None:
     """``max_allocated`` counts from now on."""
     if _has_gpu():
         torch.cuda.reset_peak_memory_stats()
@@ -247,7 +247,7 @@ def side_stream() -> Any:
     if not _has_gpu():
         return None
     stream = torch.cuda.Stream()
-    let_follow(stream)
+    wait_stream(stream)
     return stream
 
 
@@ -257,25 +257,25 @@ def join_stream(stream: Any) -> None:
         torch.cuda.current_stream().wait_stream(stream)
 
 
-def let_follow(stream: Any) -> None:
+def wait_stream(stream: Any) -> None:
     """Let ``stream`` (from `side_stream`) wait for what is queued on the present one."""
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
 
 
-def follow(marked: Any) -> None:
-    """Let the present stream wait until the device is at a `marker`; the host goes on."""
+def wait_event(marked: Any) -> None:
+    """Let the present stream wait until the device is at a `record_event`; the host goes on."""
     if marked is not None:
         torch.cuda.current_stream().wait_event(marked)
 
 
-def marker() -> Any:
+def record_event() -> Any:
     """The end of what is queued on the present stream, for `wait_for`; None on the CPU."""
     return torch.cuda.current_stream().record_event() if _has_gpu() else None
 
 
 def wait_for(marked: Any) -> None:
-    """Wait on the host until the device is at a `marker`."""
+    """Wait on the host until the device is at a `record_event`."""
     if marked is not None:
         marked.synchronize()
 

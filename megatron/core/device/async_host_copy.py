@@ -9,14 +9,14 @@ from torch import Tensor
 from megatron.core import device
 
 
-class LateRead:
+class AsyncHostCopy:
     """A copy of ``tensor`` as it is now, on its way to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         tensor = tensor.detach()
         self._here = device.host_like(tensor, tensor.dtype, pin=True)
         self._here.copy_(tensor, non_blocking=True)
-        self._arrived = device.marker()
+        self._arrived = device.record_event()
 
     def get(self) -> Any:
         """The number, or nested lists of them; waits for what was queued before it was made."""

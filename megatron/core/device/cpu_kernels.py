@@ -30,7 +30,7 @@ def compiled() -> ModuleType | None:
     return importlib.import_module(_CPP) if why_missing(_CPP) is None else None
 
 
-def why_not(dtype: torch.dtype) -> str | None:
+def unsupported_reason(dtype: torch.dtype) -> str | None:
     """None if kernels take tensors of ``dtype`` on a CPU here, else the reason."""
     if compiled() is None:
         return f"{why_missing(_CPP)}: python setup.py build_ext --inplace"

@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 from megatron.core import device
 from megatron.core.dist_checkpointing.collectives import gather_json, is_so_everywhere
 from megatron.core.dist_checkpointing.serialization import (
-    Begun,
-    Saved,
+    PendingSave,
+    SaveResult,
     conclude,
     detach,
     not_written,
@@ -126,7 +126,7 @@ class BackgroundSave:
 
     def __init__(
         self,
-        begun: Begun,
+        begun: PendingSave,
         buffer: HostBuffer,
         group: ProcessGroup | None,
         start: Start = start_in_thread,
@@ -146,7 +146,7 @@ class BackgroundSave:
         self._copied.wait()
         self.waited_s += time.perf_counter() - began_s
 
-    def poll(self) -> Saved | None:
+    def poll(self) -> SaveResult | None:
         """The checkpoint once it is published, None before.  Collective.
 
         Raises SaveFailed on every rank if any rank failed: then nothing was published.
@@ -162,7 +162,7 @@ class BackgroundSave:
         )
         return None
 
-    def wait(self) -> Saved:
+    def wait(self) -> SaveResult:
         """The published checkpoint.  Collective.  Raises as `poll` does."""
         while True:
             (self._publishing or self._writing).join()
@@ -191,7 +191,7 @@ class BackgroundSave:
         verdict: dict[str, Any] = self._publishing.result(beat)
         return verdict
 
-    def conclude_apart(self, verdict: dict[str, Any]) -> Saved:
+    def conclude_apart(self, verdict: dict[str, Any]) -> SaveResult:
         """What `conclude` makes of it.  Not collective."""
         return conclude(self._begun, verdict, None)
 
@@ -209,7 +209,7 @@ class BackgroundSave:
 
 def finish_apart(
     pending: BackgroundSave | None, store: RunStore, rank: int, world_size: int
-) -> Saved | None:
+) -> SaveResult | None:
     """The published checkpoint; None where there is nothing to be finished.
 
     Not collective: every rank that lives calls it, wherever the others are.  Raises SaveFailed,

@@ -51,8 +51,8 @@ from megatron.core.dist_checkpointing.safetensors_file import bytes_of
 from megatron.core.dist_checkpointing.serialization import (
     REPORTED,
     Contents,
-    Saved,
     SaveFailed,
+    SaveResult,
     save,
     save_failed,
 )
@@ -90,7 +90,7 @@ def save_local(
     *,
     share_work: bool,
     replication: Replication,
-) -> Saved:
+) -> SaveResult:
     """Write the parts of all ranks into ``root``, a directory of each node.  Collective.
 
     ``share_work``: replicas share the writing, and each other's parts when they load.  Raises
@@ -122,7 +122,7 @@ def save_local(
         _drop(root, lambda parts: [f for f in parts if _is_of(f.manifest, name)], iteration)
         raise SaveFailed(save_failed(root, iteration, failed))
     _drop(root, Retention(last=1).doomed, iteration)
-    return Saved(root / folder_name(iteration), iteration)
+    return SaveResult(root / folder_name(iteration), iteration)
 
 
 def _drop(root: Path, chosen: Callable[[list[Found]], list[Found]], iteration: int) -> None:

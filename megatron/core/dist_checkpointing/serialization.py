@@ -80,7 +80,7 @@ class Contents:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """A published folder, what was deleted for it, and sentences about what could not be."""
 
     folder: Path
@@ -90,7 +90,7 @@ class Saved:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Begun:
+class PendingSave:
     """A save that has a folder to write into, as one rank sees it."""
 
     root: Path
@@ -107,7 +107,7 @@ class Begun:
 
 def save(
     root: Path, iteration: int, contents: Contents, group: ProcessGroup | None, **how: Any
-) -> Saved:
+) -> SaveResult:
     """Publish a checkpoint of ``iteration`` in ``root``; ``how`` as for `begin`.  Collective.
 
     Raises SaveFailed on every rank if any rank fails: then nothing was published.
@@ -125,7 +125,7 @@ def begin(
     format: Format = SAFETENSORS_DIST,
     retention: Retention = KEEP_ALL,
     plan: SavePlan | None = None,
-) -> Begun:
+) -> PendingSave:
     """Let rank 0 check the space and make the folder.  Collective over ``group``.
 
     ``group`` spans all ranks, None is a world of one.  ``share_work``: data-parallel replicas
@@ -148,7 +148,7 @@ def begin(
     answer = broadcast_json(answer, group)
     if "error" in answer:
         raise SaveFailed(save_failed(root, iteration, answer["error"]))
-    return Begun(
+    return PendingSave(
         root=root,
         iteration=iteration,
         folder=Path(answer["folder"]),
@@ -162,14 +162,14 @@ def begin(
     )
 
 
-def finish(begun: Begun, group: ProcessGroup | None) -> Saved:
+def finish(begun: PendingSave, group: ProcessGroup | None) -> SaveResult:
     """Write, publish and tell every rank, one after the other.  Collective.  Raises SaveFailed."""
     reports = gather_json(write(begun), group)
     verdict = None if reports is None else publish(begun, reports)
     return conclude(begun, verdict, group)
 
 
-def detach(begun: Begun) -> Begun:
+def detach(begun: PendingSave) -> PendingSave:
     """The same save with copies of what the next forward pass may change: plain values, buffers.
 
     Local.
@@ -181,12 +181,12 @@ def detach(begun: Begun) -> Begun:
     return replace(begun, tensors=tensors, contents=contents)
 
 
-def snapshot(begun: Begun, buffer: HostBuffer) -> Begun:
+def snapshot(begun: PendingSave, buffer: HostBuffer) -> PendingSave:
     """The same save of copies in ``buffer`` alone, which no step changes.  Local, in any thread."""
     return replace(begun, tensors=copy_out(begun.tensors, buffer))
 
 
-def write(begun: Begun) -> dict[str, Any]:
+def write(begun: PendingSave) -> dict[str, Any]:
     """Write this rank's files: ``report``, what was written, and ``error``, why not.  Local."""
     try:
         fault_point("save.write", step=begun.iteration)
@@ -211,7 +211,7 @@ def not_written(error: BaseException) -> dict[str, Any]:
     return {"report": asdict(RankReport({}, {})), "error": _reason(error)}
 
 
-def publish(begun: Begun, written: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def publish(begun: PendingSave, written: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """On rank 0: publish if all ranks wrote, else remove.  ``written``: of each rank.  Local.
 
     What is to be deleted goes when the new checkpoint and its tracker are on disk.
@@ -240,7 +240,7 @@ def publish(begun: Begun, written: Sequence[Mapping[str, Any]]) -> dict[str, Any
     return {"error": None, "folder": str(folder), "deleted": deleted, "warnings": warnings}
 
 
-def _retire(begun: Begun) -> tuple[list[int | None], list[str]]:
+def _retire(begun: PendingSave) -> tuple[list[int | None], list[str]]:
     """Delete what the retention lets go; the iterations, and what could not be deleted.
 
     The new checkpoint is safe, which is what counts.
@@ -258,13 +258,15 @@ def _retire(begun: Begun) -> tuple[list[int | None], list[str]]:
     return deleted, warnings
 
 
-def conclude(begun: Begun, verdict: Mapping[str, Any] | None, group: ProcessGroup | None) -> Saved:
+def conclude(
+    begun: PendingSave, verdict: Mapping[str, Any] | None, group: ProcessGroup | None
+) -> SaveResult:
     """Tell every rank what `publish` returned on rank 0.  Collective.  Raises SaveFailed."""
     verdict = broadcast_json(verdict, group)
     assert verdict is not None
     if verdict["error"]:
         raise SaveFailed(save_failed(begun.root, begun.iteration, verdict["error"]))
-    return Saved(
+    return SaveResult(
         Path(verdict["folder"]),
         begun.iteration,
         tuple(verdict["deleted"]),
@@ -340,11 +342,11 @@ def all_or_none(call: Callable[[], T], where: object, group: ProcessGroup | None
         error = problem
     except OSError as problem:
         error = CheckpointDamaged(f"{where}: {_reason(problem)}")
-    together(error, group)
+    raise_on_all_ranks(error, group)
     return result
 
 
-def together(error: CheckpointError | None, group: ProcessGroup | None) -> None:
+def raise_on_all_ranks(error: CheckpointError | None, group: ProcessGroup | None) -> None:
     """Raise on every rank what any rank found, the lowest rank's first.  Collective."""
     report = None if error is None else [isinstance(error, CheckpointDamaged), str(error)]
     reports = gather_json(report, group)

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from megatron.core import device
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.device import cpu_kernels
-from megatron.core.device.async_host_copy import LateRead
+from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.distributed.buckets import BufferLayout
 from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.parallel.collectives import all_gather_single, reduce_scatter_single
@@ -146,7 +146,7 @@ class GradBucket:
         self.is_started = self.is_finished = False
         self._missing = set(self.slots)  # not yet finished by this step's last backward pass
         self._work: Any = None
-        self._is_finite: LateRead | None = None
+        self._is_finite: AsyncHostCopy | None = None
 
     def mark_ready(self, slot: GradSlot) -> bool:
         """Backward is done with a parameter; whether it was the last."""
@@ -172,7 +172,7 @@ class GradBucket:
         reduction, group = self.reduction, self.reduction.group
         if reduction.check_for_nan and reduction.num_ranks > 1 and not self.data.is_meta:
             # `finish` looks at it once the collective is under way.
-            self._is_finite = LateRead(torch.isfinite(self.data.sum(dtype=torch.float32)))
+            self._is_finite = AsyncHostCopy(torch.isfinite(self.data.sum(dtype=torch.float32)))
         factor = reduction.factor
         if reduction.average_in_collective:
             factor *= reduction.num_ranks
@@ -250,7 +250,7 @@ def takes_products(param: nn.Parameter, grad_dtype: torch.dtype) -> bool:
     return param.dtype == grad_dtype or (
         grad_dtype == torch.float32
         and device.is_cuda(param.device)
-        and device.sums_half_products_in_fp32()
+        and device.supports_fp32_accumulate_addmm()
     )
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.config.errors import NonFiniteError
-from megatron.core.device.async_host_copy import LateRead
+from megatron.core.device.async_host_copy import AsyncHostCopy
 
 
 @contextmanager
@@ -30,11 +30,11 @@ class FiniteLosses:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[LateRead, int] | None = None
+        self._last: tuple[AsyncHostCopy, int] | None = None
 
     def __call__(self, loss: Tensor, microbatch: int) -> None:
         self.check()
-        self._last = LateRead(loss.detach().float().sum()), microbatch
+        self._last = AsyncHostCopy(loss.detach().float().sum()), microbatch
 
     def check(self) -> None:
         """Look at the last loss.  Waits until the device has computed it."""

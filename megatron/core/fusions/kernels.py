@@ -32,12 +32,12 @@ def find(name: str, *tensors: Tensor | None) -> ModuleType | None:
     return None
 
 
-def whose_kernels(dtype: torch.dtype) -> str:
+def kernel_backend(dtype: torch.dtype) -> str:
     """Who computes what is fused of ``dtype`` on this device, for the start-up table."""
     if device.launches_kernels(device.current()):
         kind, reason = "Triton", why_missing("triton")
     else:
-        kind, reason = "C++", cpu_kernels.why_not(dtype)
+        kind, reason = "C++", cpu_kernels.unsupported_reason(dtype)
     return f"kernels in {kind}" if reason is None else f"PyTorch alone: {reason}"
 
 

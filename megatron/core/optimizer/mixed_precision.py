@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron.core import device
 from megatron.core.device import cpu_kernels
 from megatron.core.distributed.grad_buffer import gradient_of
-from megatron.core.optimizer.offload import HostPlace, chosen
+from megatron.core.optimizer.offload import HostBufferSlot, chosen
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.params.param_info import FlatPart, ParamInfo, info_of, local_part
 
@@ -46,7 +46,7 @@ class OptimizedParam:
     model: nn.Parameter
     main: nn.Parameter
     part: Part | None = None
-    host: HostPlace | None = None
+    host: HostBufferSlot | None = None
 
     @property
     def has_main(self) -> bool:
@@ -63,7 +63,7 @@ class OptimizedParam:
         """Where the model holds what ``main`` is the master of."""
         return _part_of(local_part(self.model.detach()), self.part)
 
-    def hand_over_gradient(self) -> Tensor:
+    def bind_main_grad(self) -> Tensor:
         """Make the summed gradient ``main.grad``; returns it, as it lies on the device.
 
         No gradient counts as zero: whether a parameter decays must not depend on the layout.
@@ -112,7 +112,7 @@ def _record(
     values = _part_of(local.detach(), part)
     is_half, host = param.dtype in _HALF, None
     if on_host:
-        host = HostPlace(values, getattr(param, "main_grad", param).dtype, config)
+        host = HostBufferSlot(values, getattr(param, "main_grad", param).dtype, config)
         main = host.main
     elif is_half and param.dtype not in _directly(config, info, values):
         main = nn.Parameter(values.float())

@@ -34,7 +34,7 @@ from megatron.core.optimizer.newton_schulz import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import is_matrix
-from megatron.core.optimizer.reduced_precision_state import Kept
+from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.optimizer.update_rules import State, UpdateRule
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, info_of
@@ -166,11 +166,11 @@ class Muon(UpdateRule):
 
     def _move(self, param: nn.Parameter, direction: Tensor) -> None:
         group, main = self._group_of[param], self.state_of(param).get("main")
-        values = main.read() if isinstance(main, Kept) else param.data
+        values = main.read() if isinstance(main, StateStorage) else param.data
         values.mul_(1.0 - group["lr"] * group["weight_decay"])
         factor = -group["lr"] * self.config.muon_extra_scale_factor
         values.add_(direction.view_as(values), alpha=factor)
-        if isinstance(main, Kept):
+        if isinstance(main, StateStorage):
             main.write(values)
 
 

@@ -34,7 +34,7 @@ def chosen(numels: Sequence[int], fraction: float) -> list[bool]:
     return answers
 
 
-class HostPlace:
+class HostBufferSlot:
     """Host memory for one parameter: its main values, its gradient, what is copied back."""
 
     def __init__(self, model: Tensor, grad_dtype: torch.dtype, config: OptimizerConfig) -> None:
@@ -52,7 +52,7 @@ class HostPlace:
         """Start to copy the gradient, on the present stream."""
         self.grad.copy_(grad, non_blocking=True)
         self.main.grad = self.grad
-        self._has_come = device.marker()
+        self._has_come = device.record_event()
 
     def wait(self) -> None:
         """Until the gradient is here."""
@@ -65,7 +65,9 @@ class HostPlace:
         model.copy_(self.result, non_blocking=True)
 
 
-def batches(places: Sequence[HostPlace], *, is_overlapped: bool) -> Iterator[Sequence[HostPlace]]:
+def batches(
+    places: Sequence[HostBufferSlot], *, is_overlapped: bool
+) -> Iterator[Sequence[HostBufferSlot]]:
     """What is updated at once."""
     begin = numel = 0
     for end, place in enumerate(places, start=1):

@@ -34,7 +34,7 @@ from megatron.core.optimizer.mixed_precision import (
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.offload import batches
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.reduced_precision_state import Kept
+from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.optimizer.update_rules import RULES, UpdateRule
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo
@@ -120,7 +120,7 @@ class MegatronOptimizer:
             if self.config.overlap_cpu_optimizer_d2h_h2d and any(p.host for p in self.params):
                 self._copies = device.side_stream()
             with device.on_stream(self._copies):
-                grads = [(p.info, p.hand_over_gradient()) for p in self.params]
+                grads = [(p.info, p.bind_main_grad()) for p in self.params]
         with self._timed("optimizer-clip-main-grad"):
             scaled_norm = global_norm(grads, self.groups, is_sharded=self.is_sharded)
         found_inf = not math.isfinite(scaled_norm)
@@ -146,12 +146,12 @@ class MegatronOptimizer:
         copy_model_to_main(self.params)
         for p in self.params:
             main = self.rule.state_of(p.main).get("main")
-            if isinstance(main, Kept):
+            if isinstance(main, StateStorage):
                 main.write(p.model_values.float())
 
     def named_state(
         self, *, every_main: bool = False
-    ) -> Iterator[tuple[str, ParamInfo, dict[str, Tensor | Kept]]]:
+    ) -> Iterator[tuple[str, ParamInfo, dict[str, Tensor | StateStorage]]]:
         """Each parameter's layout-free name, its record and its state: live, writable tensors.
 
         Or what reads and writes like one, in fp32, where the state is kept in less.
@@ -239,7 +239,7 @@ class MegatronOptimizer:
             state["grad_scaler"] = self.grad_scaler.state_dict()
         if any(mains := self._mains()):
             state["fp32_from_fp16_params"] = [
-                [main.read() if isinstance(main, Kept) else main.data for main in group]
+                [main.read() if isinstance(main, StateStorage) else main.data for main in group]
                 for group in mains
             ]
         return state
@@ -253,12 +253,12 @@ class MegatronOptimizer:
             flat = [main for group in state_dict["fp32_from_fp16_params"] for main in group]
             mains = [main for group in self._mains() for main in group]
             for main, values in zip(mains, flat, strict=True):
-                main.write(values) if isinstance(main, Kept) else main.copy_(values)
+                main.write(values) if isinstance(main, StateStorage) else main.copy_(values)
         else:
             copy_model_to_main(self.params)
         self._publish_loaded()
 
-    def _mains(self) -> list[list[Tensor | Kept]]:
+    def _mains(self) -> list[list[Tensor | StateStorage]]:
         """By group, what is updated in place of weights of fewer bits."""
         beside = {p.main: p.main for p in self.params if p.has_main}
         mains = [

@@ -1,12 +1,12 @@
 """Optimizer state in fewer bytes than fp32, and updates of it a stretch at a time.
 
-`Rounded` keeps numbers in 16 or 8 bits.  fp16 and fp8 have too little range for gradients: every
+`QuantizedState` keeps values in 16 or 8 bits.  fp16 and fp8 have too little range: every
 128 numbers share a power of two.  An update rounds stochastically, since rounding to nearest would
 leave a second moment that shrinks by a thousandth a step where it is for ever.  The noise is a
 hash of the step, the upper half of the parameter and the number that was kept before: what all
 layouts share.
 
-`Split` is an fp32 number of which the upper half is the bf16 weight that layers see: rounded to
+`SplitMaster` is an fp32 value whose upper half is the bf16 weight of the layers: rounded to
 nearest, ties away from zero.  The 16 bits of the remainder make it whole, to the bit.
 """
 
@@ -40,7 +40,7 @@ _STRETCH_CPU = 2**17
 _STRETCH_GPU = 2**26
 
 
-class Kept(ABC):
+class StateStorage(ABC):
     """Numbers of ``shape`` that count as fp32; ``tensors``: what they are kept in."""
 
     def __init__(self, shape: torch.Size, tensors: Sequence[Tensor]) -> None:
@@ -67,7 +67,7 @@ class Kept(ABC):
         """
 
 
-class Rounded(Kept):
+class QuantizedState(StateStorage):
     """Numbers in 16 or 8 bits.  ``is_square``: the root is kept, which spans half the range."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype, *, is_square: bool = False) -> None:
@@ -121,7 +121,7 @@ class Rounded(Kept):
         return self.exponents[start // _BLOCK : (start + count) // _BLOCK]
 
 
-class Split(Kept):
+class SplitMaster(StateStorage):
     """Main parameters in fp32: a bf16 weight and 16 bits beside it."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -141,11 +141,11 @@ class Split(Kept):
         self.lower[start:stop].copy_(bits)
 
 
-class Beside(Kept):
+class SideMaster(StateStorage):
     """Main parameters of fewer bits beside the 16-bit weight, which is what they round to."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.weight, self.main = weight.view(-1), Rounded(weight, dtype)
+        self.weight, self.main = weight.view(-1), QuantizedState(weight, dtype)
         super().__init__(weight.shape, self.main.tensors)
         self.write(weight.float())
 
@@ -159,19 +159,19 @@ class Beside(Kept):
 
 
 @dataclass
-class Stretch:
+class StateChunk:
     """Numbers of one or many parameters that are updated at once, in the precision of the step."""
 
     values: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     states: list[dict[str, Tensor]] = field(default_factory=list)
-    _read: list[tuple[Kept, int, Tensor, Tensor | None]] = field(default_factory=list)
+    _read: list[tuple[StateStorage, int, Tensor, Tensor | None]] = field(default_factory=list)
 
     def add(
         self,
         param: Tensor,
         grad: Tensor,
-        state: Mapping[str, Tensor | Kept],
+        state: Mapping[str, Tensor | StateStorage],
         span: slice,
         step: Tensor,
     ) -> None:
@@ -179,9 +179,9 @@ class Stretch:
         flat = {key: kept for key, kept in state.items() if key != "step"}
         parts = {key: _part_of(kept, span) for key, kept in {"main": param, **flat}.items()}
         main = parts.pop("main")
-        changed = {key: kept for key, kept in flat.items() if isinstance(kept, Kept)}
+        changed = {key: kept for key, kept in flat.items() if isinstance(kept, StateStorage)}
         chance = None
-        if any(not isinstance(kept, Split) for kept in changed.values()):
+        if any(not isinstance(kept, SplitMaster) for kept in changed.values()):
             chance = (main.view(torch.int32) >> 16).add_(step.int() * 0x2545F491).mul_(0x165667B1)
         taken = {"main": main, **parts}
         self._read += [(kept, span.start, taken[k], chance) for k, kept in changed.items()]
@@ -195,17 +195,19 @@ class Stretch:
             kept.put(start, values, chance)
 
 
-def is_all_plain(param: Tensor, grad: Tensor, state: Mapping[str, Tensor | Kept]) -> bool:
+def is_all_plain(param: Tensor, grad: Tensor, state: Mapping[str, Tensor | StateStorage]) -> bool:
     """Whether nothing has to be converted."""
-    return grad.dtype == param.dtype and not any(isinstance(s, Kept) for s in state.values())
+    return grad.dtype == param.dtype and not any(
+        isinstance(s, StateStorage) for s in state.values()
+    )
 
 
 def stretches(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
-    states: Sequence[Mapping[str, Tensor | Kept]],
+    states: Sequence[Mapping[str, Tensor | StateStorage]],
     step: Tensor,
-) -> Iterator[Stretch]:
+) -> Iterator[StateChunk]:
     """All elements, cut where state has to be converted, so that little is there in fp32 at once.
 
     Whoever takes a stretch puts it back before the next.
@@ -213,9 +215,9 @@ def stretches(
     length = _STRETCH_GPU if device.is_cuda(params[0].device) else _STRETCH_CPU
     are_plain = [is_all_plain(*each) for each in zip(params, grads, states, strict=True)]
     if all(are_plain):
-        yield Stretch(list(params), list(grads), cast(list[dict[str, Tensor]], list(states)))
+        yield StateChunk(list(params), list(grads), cast(list[dict[str, Tensor]], list(states)))
         return
-    stretch, filled = Stretch(), 0
+    stretch, filled = StateChunk(), 0
     for param, grad, state, is_plain in zip(params, grads, states, are_plain, strict=True):
         width = max(1, param.numel()) if is_plain else length
         for start in range(0, max(1, param.numel()), width):
@@ -224,13 +226,17 @@ def stretches(
             filled += 0 if is_plain else span.stop - span.start
             if filled >= length:
                 yield stretch
-                stretch, filled = Stretch(), 0
+                stretch, filled = StateChunk(), 0
     if stretch.values:
         yield stretch
 
 
-def _part_of(kept: Tensor | Kept, span: slice) -> Tensor:
-    return kept.stretch(span.start, span.stop) if isinstance(kept, Kept) else kept.view(-1)[span]
+def _part_of(kept: Tensor | StateStorage, span: slice) -> Tensor:
+    return (
+        kept.stretch(span.start, span.stop)
+        if isinstance(kept, StateStorage)
+        else kept.view(-1)[span]
+    )
 
 
 def _padded(count: int) -> int:

@@ -19,15 +19,15 @@ from megatron.core.fusions.adam_step import Step
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.reduced_precision_state import (
     DTYPES,
-    Beside,
-    Kept,
-    Rounded,
-    Split,
+    QuantizedState,
+    SideMaster,
+    SplitMaster,
+    StateStorage,
     is_all_plain,
     stretches,
 )
 
-State = dict[str, Tensor | Kept]
+State = dict[str, Tensor | StateStorage]
 
 
 class UpdateRule(ABC):
@@ -78,10 +78,10 @@ class UpdateRule(ABC):
         if param not in self.state:
             self.state[param] = self.new_state(param)
             if param.dtype is torch.bfloat16 and self.config.main_params_dtype == "fp32":
-                self.state[param]["main"] = Split(param.detach())
+                self.state[param]["main"] = SplitMaster(param.detach())
             elif param.dtype in (torch.bfloat16, torch.float16):
                 dtype = DTYPES[self.config.main_params_dtype]
-                self.state[param]["main"] = Beside(param.detach(), dtype)
+                self.state[param]["main"] = SideMaster(param.detach(), dtype)
         return self.state[param]
 
     def tensors(self, params: Iterable[nn.Parameter]) -> Iterator[Tensor]:
@@ -211,10 +211,10 @@ class AdamW(UpdateRule):
             writes = fused.WRITES_WEIGHTS and _is_rounded_to(self.weights.get(param), param)
             is_plain = not writes and is_all_plain(param, grad, state)
             has_kernel = all(values.dtype in fused.MOMENTS for values, *_ in moments)
-            if isinstance(main, Beside) or is_plain or not (is_dense and has_kernel):
+            if isinstance(main, SideMaster) or is_plain or not (is_dense and has_kernel):
                 rest.append(param)
             else:
-                lower = main.lower if isinstance(main, Split) else None
+                lower = main.lower if isinstance(main, SplitMaster) else None
                 beside = {"weight": self.weights.pop(param)} if writes else {}
                 fused.update(param.detach(), lower, grad, *moments, step, **beside)
         return rest
@@ -309,16 +309,16 @@ class Lion(UpdateRule):
         torch._foreach_lerp_(means, grads, 1.0 - beta2)
 
 
-def _zeros(param: Tensor, dtype: str = "fp32", *, is_square: bool = False) -> Tensor | Kept:
+def _zeros(param: Tensor, dtype: str = "fp32", *, is_square: bool = False) -> Tensor | StateStorage:
     """State like ``param``, in its own format or in fewer bits."""
     if dtype != "fp32":
-        return Rounded(param, DTYPES[dtype], is_square=is_square)
+        return QuantizedState(param, DTYPES[dtype], is_square=is_square)
     return torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
 
 
-def _as_kept(kept: Tensor | Kept) -> tuple[Tensor, Tensor | None, bool]:
+def _as_kept(kept: Tensor | StateStorage) -> tuple[Tensor, Tensor | None, bool]:
     """Values, exponents of blocks, and whether they are roots."""
-    if isinstance(kept, Rounded):
+    if isinstance(kept, QuantizedState):
         return kept.values, kept.exponents, kept.is_square
     assert isinstance(kept, Tensor), "a moment is no main parameter"
     return kept, None, False

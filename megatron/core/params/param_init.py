@@ -52,7 +52,7 @@ class Init:
 _ZEROS = Init("zeros")
 
 
-def described(
+def param_info_for(
     global_shape: tuple[int, ...],
     init: Init = _ZEROS,
     *,

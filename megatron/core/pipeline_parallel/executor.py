@@ -77,7 +77,7 @@ class StepTask:
 
 
 @dataclass
-class _Alive:
+class InFlightMicrobatch:
     """One micro-batch in one chunk between its forward and its last pass."""
 
     received: Tensor | None = None  # from the stage before; collects its gradient
@@ -108,7 +108,7 @@ class Executor:
         self.last_stage = placement.num_stages - 1
         self.losses = StepLosses()
         self.peak_alive = 0  # micro-batches between forward and backward, over all chunks
-        self._alive: dict[tuple[int, int], _Alive] = {}
+        self._alive: dict[tuple[int, int], InFlightMicrobatch] = {}
         self._passes: set[Work] = set()  # of this step that add to gradients
         self._final: set[Work] = set()  # last of their kind in their chunk
         self._last: dict[int, Work] = {}  # of all passes of a chunk that add to its gradients
@@ -177,7 +177,7 @@ class Executor:
 
     def _forward(self, work: Work) -> None:
         stage, model, task = self.stages[work.chunk], self.chunks[work.chunk], self.task
-        alive = _Alive()
+        alive = InFlightMicrobatch()
         if work._replace(kind="weight") in self._passes:
             alive.later = WeightGradQueue()
         if stage > 0:
@@ -231,10 +231,10 @@ class Executor:
         if alive.later is None:
             del self._alive[work.chunk, work.microbatch]
         else:
-            self._alive[work.chunk, work.microbatch] = _Alive(later=alive.later)
+            self._alive[work.chunk, work.microbatch] = InFlightMicrobatch(later=alive.later)
         self._count_pass(work)
 
-    def _collected(self, work: Work, alive: _Alive) -> AbstractContextManager[None]:
+    def _collected(self, work: Work, alive: InFlightMicrobatch) -> AbstractContextManager[None]:
         """Where weight gradients go that are not computed at once."""
         later = self._delayed if alive.later is None else alive.later
         if later is not None:

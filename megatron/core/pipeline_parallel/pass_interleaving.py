@@ -31,7 +31,7 @@ class _Turns:
         self.has_ended = [False, False]
         self.failure: BaseException | None = None
 
-    def give_way(self) -> None:
+    def yield_to_peer(self) -> None:
         me = self.running
         self.before_giving_way(me)
         if not self.has_ended[1 - me]:
@@ -88,9 +88,9 @@ def run_in_turns(
         raise turns.failure
 
 
-def give_way() -> None:
+def yield_to_peer() -> None:
     """Let the other pass compute, where there is one; called before waiting for a collective."""
     if torch._C._is_key_in_tls(_TURNS):
         turns = torch._C._get_obj_in_tls(_TURNS)
         if turns is not None:
-            turns.give_way()
+            turns.yield_to_peer()

@@ -24,7 +24,7 @@ from megatron.core.fusions.rms_norm import rms_norm
 from megatron.core.packed_seq_params import PackedSeqParams, sequence_index
 from megatron.core.parallel.context_parallel_partition import order_of_gathered, row_lengths
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.params.param_init import Init, described, new_parameter
+from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.ssm.causal_conv import causal_conv
 from megatron.core.ssm.mixer_shape import mixer_problems, mixer_shape
 from megatron.core.ssm.scan import chunked_scan
@@ -100,7 +100,7 @@ class MambaMixer(MegatronModule):
     def _sharded(self, shape: tuple[int, ...], init: Init, **info: Any) -> nn.Parameter:
         """A parameter whose first dimension is cut over the tensor-parallel ranks."""
         local = shape[0] // self.tp_group.size(), *shape[1:]
-        info = described(shape, init, over=self.tp_group, **info)
+        info = param_info_for(shape, init, over=self.tp_group, **info)
         return new_parameter(local, self.config.params_dtype, info)
 
     def forward(

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.params.param_info import info_of
-from megatron.core.params.param_init import Init, described, new_parameter
+from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.tensor_parallel.linear import linear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -48,7 +48,7 @@ class LayerConfig(Protocol):
     def sequence_parallel(self) -> bool: ...
 
 
-def share_of(size: int, group: ProcessGroup, what: str) -> int:
+def divide_over_group(size: int, group: ProcessGroup, what: str) -> int:
     """``size`` divided over ``group``; ``what`` names the size in the error."""
     if size % group.size():
         raise ConfigError(
@@ -111,7 +111,7 @@ class ColumnParallelLinear(Linear):
         del tp_comm_buffer_name
         blocks = blocks * stride
         sizes = [output_size * block // sum(blocks) for block in blocks]
-        local_size = sum(share_of(size, tp_group, "output size") for size in sizes)
+        local_size = sum(divide_over_group(size, tp_group, "output size") for size in sizes)
         self.tp_group = tp_group
         self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
@@ -123,7 +123,7 @@ class ColumnParallelLinear(Linear):
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         if not skip_weight_param_allocation:
-            info = described(
+            info = param_info_for(
                 (true_size, input_size),
                 init_method,
                 **cut,
@@ -132,7 +132,7 @@ class ColumnParallelLinear(Linear):
             )
             self.weight = new_parameter((local_size, input_size), config.params_dtype, info)
         if bias:
-            info = described((true_size,), **cut, is_expert=is_expert)
+            info = param_info_for((true_size,), **cut, is_expert=is_expert)
             self.bias = new_parameter((local_size,), config.params_dtype, info)
 
     def forward(
@@ -186,20 +186,20 @@ class RowParallelLinear(Linear):
     ) -> None:
         super().__init__()
         del tp_comm_buffer_name
-        local_size = share_of(input_size, tp_group, "input size")
+        local_size = divide_over_group(input_size, tp_group, "input size")
         self.tp_group = tp_group
         self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.is_expert = is_expert
         self.sequence_parallel = config.sequence_parallel and tp_group.size() > 1 and not is_expert
-        info = described(
+        info = param_info_for(
             (output_size, input_size), init_method, over=tp_group, dim=1, is_expert=is_expert
         )
         self.weight = new_parameter((output_size, local_size), config.params_dtype, info)
         self.bias: nn.Parameter | None = None
         if bias:
             # Added after the reduction: under SP each rank sees the gradient of its tokens only.
-            info = described(
+            info = param_info_for(
                 (output_size,), is_expert=is_expert, sequence_parallel=self.sequence_parallel
             )
             self.bias = new_parameter((output_size,), config.params_dtype, info)
@@ -248,13 +248,13 @@ class ReplicatedLinear(Linear):
         super().__init__()
         if has_partial_gradient is None:
             has_partial_gradient = config.sequence_parallel
-        info = described(
+        info = param_info_for(
             (output_size, input_size), init_method, sequence_parallel=has_partial_gradient
         )
         self.weight = new_parameter(info.global_shape, config.params_dtype, info)
         self.bias: nn.Parameter | None = None
         if bias:
-            info = described((output_size,), sequence_parallel=has_partial_gradient)
+            info = param_info_for((output_size,), sequence_parallel=has_partial_gradient)
             self.bias = new_parameter(info.global_shape, config.params_dtype, info)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -302,14 +302,14 @@ class VocabParallelEmbedding(nn.Module):
         self.tp_group = tp_group
         self.num_embeddings, self.num_tokens = num_embeddings, num_tokens or num_embeddings
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
-        self.local_size = share_of(num_embeddings, tp_group, "padded vocabulary size")
+        self.local_size = divide_over_group(num_embeddings, tp_group, "padded vocabulary size")
         shape = self.num_tokens, embedding_dim
-        info = described(shape, init_method, over=tp_group, is_embedding_or_output=True)
+        info = param_info_for(shape, init_method, over=tp_group, is_embedding_or_output=True)
         self.weight = new_parameter((self.local_size, embedding_dim), config.params_dtype, info)
-        self.is_lent = False  # to an output layer, by `lend`
+        self.is_lent = False  # to an output layer, by `tied_weight`
         self._table: Tensor | None = None
 
-    def lend(self) -> Tensor:
+    def tied_weight(self) -> Tensor:
         """The weight for a product, as the last lookup has read it."""
         table, self._table = self._table, None
         return self.weight if table is None else table

@@ -33,16 +33,16 @@ class _Away:
         self.num_bytes = self._here.numel()
         self._there: Tensor | None = None
         if not tensor.is_meta:  # a plan counts what the device holds
-            device.let_follow(stream)
+            device.wait_stream(stream)
             with device.on_stream(stream):
                 self._there = device.host_like(self._here, torch.uint8, pin=True)
                 self._there.copy_(self._here, non_blocking=True)
-                self._left = device.marker()
+                self._left = device.record_event()
 
     def leave(self) -> None:
         """Let the device's memory be used again, by what is queued from now on."""
         if self._there is not None:
-            device.follow(self._left)
+            device.wait_event(self._left)
         self._here = None
 
     def come_back(self) -> None:
@@ -52,16 +52,16 @@ class _Away:
         # Allocated on the stream that uses and frees it.
         here = torch.empty(self.num_bytes, dtype=torch.uint8, device=device.current())
         if self._there is not None:
-            device.let_follow(self._stream)
+            device.wait_stream(self._stream)
             with device.on_stream(self._stream):
                 here.copy_(self._there, non_blocking=True)
-                self._came = device.marker()
+                self._came = device.record_event()
         self._here = here
 
     def storage(self) -> torch.UntypedStorage:
         """Where the bytes are once the present stream is here."""
         self.come_back()
-        device.follow(self._came)
+        device.wait_event(self._came)
         assert self._here is not None, "it has come back"
         return self._here.untyped_storage()
 

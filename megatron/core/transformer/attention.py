@@ -19,7 +19,7 @@ from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, set_info
-from megatron.core.tensor_parallel.layers import share_of
+from megatron.core.tensor_parallel.layers import divide_over_group
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.module import MegatronModule
@@ -218,7 +218,7 @@ class CrossAttention(AttentionBase):
                 "it; use --context-parallel-size 1"
             )
         width, groups = config.kv_channels, config.num_query_groups
-        self.local_groups = share_of(groups, self.tp_group, "--num-query-groups")
+        self.local_groups = divide_over_group(groups, self.tp_group, "--num-query-groups")
         self.head_dim = width
         hidden, bias = config.hidden_size, config.add_bias_linear
         self.linear_q = self.projection(submodules.linear_q, hidden, self.value_width, bias=bias)
@@ -263,7 +263,9 @@ class SelfAttention(SelfAttentionBase):
         config = self.config
         self.head_dim: int = config.kv_channels
         query_width, key_width = self.value_width, config.num_query_groups * self.head_dim
-        self.local_groups = share_of(config.num_query_groups, self.tp_group, "--num-query-groups")
+        self.local_groups = divide_over_group(
+            config.num_query_groups, self.tp_group, "--num-query-groups"
+        )
         self.heads_per_group = config.num_attention_heads // config.num_query_groups
         self.has_rope = layer_has_rope(config, self.layer_number - 1)
         self.linear_qkv = self.projection(

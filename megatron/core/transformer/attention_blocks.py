@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron.core import device
 
 _aten: Any = torch.ops.aten
-Kept = tuple[Any, ...]  # what backward needs besides: of dropout
+SavedDropout = tuple[Any, ...]  # what backward needs besides: of dropout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,10 @@ class BlockKernel:
     ``backward(call, grad, out, lse, kept)`` -> gradients of q, k and v.
     """
 
-    forward: Callable[[BlockCall], tuple[Tensor, Tensor, Kept]]
-    backward: Callable[[BlockCall, Tensor, Tensor, Tensor, Kept], tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[[BlockCall], tuple[Tensor, Tensor, SavedDropout]]
+    backward: Callable[
+        [BlockCall, Tensor, Tensor, Tensor, SavedDropout], tuple[Tensor, Tensor, Tensor]
+    ]
 
 
 def block_kernel(name: str) -> BlockKernel:
@@ -94,14 +96,14 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
 
 
-def _weighted(probs: Tensor, v: Tensor, kept: Kept, dropout: float) -> Tensor:
+def _weighted(probs: Tensor, v: Tensor, kept: SavedDropout, dropout: float) -> Tensor:
     if kept:
         probs = probs * kept[0] * (1 / (1 - dropout))
     grouped = probs.to(v.dtype).unflatten(1, (v.shape[1], -1))
     return torch.matmul(grouped, v.unsqueeze(2)).flatten(1, 2)
 
 
-def _plain(call: BlockCall) -> tuple[Tensor, Tensor, Kept]:
+def _plain(call: BlockCall) -> tuple[Tensor, Tensor, SavedDropout]:
     scores, dropout = _scores(call, call.q, call.k), call.rule.dropout
     lse = torch.logsumexp(scores, -1)
     kept = (torch.rand_like(scores) >= dropout,) if dropout > 0 else ()
@@ -109,7 +111,7 @@ def _plain(call: BlockCall) -> tuple[Tensor, Tensor, Kept]:
 
 
 def _plain_backward(
-    call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: Kept
+    call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: SavedDropout
 ) -> tuple[Tensor, Tensor, Tensor]:
     along = (grad.to(wide(out)) * out.to(wide(out))).sum(-1)  # what all keys of a query share
     with torch.enable_grad():
@@ -125,14 +127,14 @@ def _plain_backward(
 # -- torch's kernels ------------------------------------------------------------------------
 
 
-def _flash_cpu(call: BlockCall) -> tuple[Tensor, Tensor, Kept]:
+def _flash_cpu(call: BlockCall) -> tuple[Tensor, Tensor, SavedDropout]:
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(call.q, call.k, call.v, 0.0, call.is_causal, scale=call.rule.scale)
     return out, lse, ()
 
 
 def _flash_cpu_backward(
-    call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: Kept
+    call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: SavedDropout
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel = _aten._scaled_dot_product_flash_attention_for_cpu_backward
     inputs = (grad, call.q, call.k, call.v, out, lse, 0.0, call.is_causal)
@@ -140,7 +142,7 @@ def _flash_cpu_backward(
     return dq, dk, dv
 
 
-def _flash(call: BlockCall) -> tuple[Tensor, Tensor, Kept]:
+def _flash(call: BlockCall) -> tuple[Tensor, Tensor, SavedDropout]:
     kernel = _aten._scaled_dot_product_flash_attention
     inputs = (call.q, call.k, call.v, call.rule.dropout, call.is_causal)
     out, lse, *kept = kernel(*inputs, False, scale=call.rule.scale)
@@ -148,7 +150,7 @@ def _flash(call: BlockCall) -> tuple[Tensor, Tensor, Kept]:
 
 
 def _flash_backward(
-    call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: Kept
+    call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: SavedDropout
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel = _aten._scaled_dot_product_flash_attention_backward
     inputs = (grad, call.q, call.k, call.v, out, lse)
@@ -163,7 +165,7 @@ def _for_each_query_head(call: BlockCall) -> tuple[Tensor, Tensor]:
     return call.k.repeat_interleave(times, 1), call.v.repeat_interleave(times, 1)
 
 
-def _efficient(call: BlockCall) -> tuple[Tensor, Tensor, Kept]:
+def _efficient(call: BlockCall) -> tuple[Tensor, Tensor, SavedDropout]:
     kernel = _aten._scaled_dot_product_efficient_attention
     inputs = (call.q, *_for_each_query_head(call), None, True, call.rule.dropout, call.is_causal)
     out, lse, *kept = kernel(*inputs, scale=call.rule.scale)
@@ -171,7 +173,7 @@ def _efficient(call: BlockCall) -> tuple[Tensor, Tensor, Kept]:
 
 
 def _efficient_backward(
-    call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: Kept
+    call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: SavedDropout
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel = _aten._scaled_dot_product_efficient_attention_backward
     lse = F.pad(lse, (0, -lse.shape[-1] % 32))  # forward gave rows of a multiple of 32

@@ -43,7 +43,7 @@ COMM_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Around:
+class AttentionContext:
     """What holds beside queries, keys and values."""
 
     is_causal: bool
@@ -57,11 +57,11 @@ class Around:
 class Core(Protocol):
     """An attention core, as an exchange uses it."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, around: Around) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, around: AttentionContext) -> Tensor:
         """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d] on this rank alone."""
 
     def attend_in_ring(
-        self, qkv: _QKV, around: Around, ring: Ring, lengths: tuple[int, ...]
+        self, qkv: _QKV, around: AttentionContext, ring: Ring, lengths: tuple[int, ...]
     ) -> Tensor:
         """The same with the keys and values of all ranks of the ring.  Collective."""
 
@@ -75,7 +75,7 @@ class Exchange:
     ring: ProcessGroup | None  # whose ranks pass keys and values on; neither: all is gathered
 
     def attend(
-        self, core: Core, query: Tensor, key: Tensor, value: Tensor, around: Around
+        self, core: Core, query: Tensor, key: Tensor, value: Tensor, around: AttentionContext
     ) -> Tensor:
         """[s, b, n, d], 2 x [s, b, g, d] -> [s, b, n d].  Collective over cp, also backward."""
         num_tokens = query.shape[0] * self.cp.size()
@@ -94,7 +94,7 @@ class Exchange:
         return tokens_for_heads(out, undo, self.heads)
 
     def _attend_to_all(
-        self, core: Core, qkv: _QKV, around: Around, lengths: tuple[int, ...]
+        self, core: Core, qkv: _QKV, around: AttentionContext, lengths: tuple[int, ...]
     ) -> Tensor:
         """Each chunk of queries against the keys of its sequence, as far as it sees them."""
         query, *both = qkv
@@ -105,7 +105,7 @@ class Exchange:
         for span in held_spans(lengths, rank, size):
             rows = slice(at, at + span.stop - span.start)
             keys = slice(span.first, span.stop if around.is_causal else span.last)
-            part = Around(
+            part = AttentionContext(
                 is_causal=around.is_causal,
                 hidden=None if around.hidden is None else around.hidden[..., rows, keys],
                 bias=None if around.bias is None else around.bias[..., rows, keys],
@@ -117,7 +117,9 @@ class Exchange:
         return torch.cat(outputs)
 
 
-def attend_alone(core: Core, query: Tensor, key: Tensor, value: Tensor, around: Around) -> Tensor:
+def attend_alone(
+    core: Core, query: Tensor, key: Tensor, value: Tensor, around: AttentionContext
+) -> Tensor:
     """`Exchange.attend` where all tokens lie here: a kernel whose sums can be told apart."""
     num_tokens = query.shape[0]
     lengths = row_lengths(around.packed and around.packed.lengths, num_tokens)
@@ -126,8 +128,12 @@ def attend_alone(core: Core, query: Tensor, key: Tensor, value: Tensor, around: 
 
 
 def _trade_heads(
-    heads: ProcessGroup, cp: ProcessGroup, qkv: _QKV, around: Around, lengths: tuple[int, ...]
-) -> tuple[Tensor, _QKV, Around]:
+    heads: ProcessGroup,
+    cp: ProcessGroup,
+    qkv: _QKV,
+    around: AttentionContext,
+    lengths: tuple[int, ...],
+) -> tuple[Tensor, _QKV, AttentionContext]:
     """The tokens of all ranks in global order with a share of the heads, and the way back."""
     query, key, value = qkv
     size, first = heads.size(), cp.rank() - heads.rank()  # neighbours trade
@@ -197,7 +203,7 @@ def exchange_of(
     return Exchange(cp=cp, heads=heads, ring=ring)
 
 
-def _with_own_rows(around: Around, num_rows: int, num_columns: int) -> Around:
+def _with_own_rows(around: AttentionContext, num_rows: int, num_columns: int) -> AttentionContext:
     """``around`` with a row for each query of this rank.
 
     Raises ConfigError where a mask has another shape, or a bias wants a gradient.

@@ -26,7 +26,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core.parallel.context_parallel_partition import Block, blocks_of, held_tokens
-from megatron.core.transformer.attention_blocks import BlockCall, BlockKernel, Kept, ScoreRule, wide
+from megatron.core.transformer.attention_blocks import (
+    BlockCall,
+    BlockKernel,
+    SavedDropout,
+    ScoreRule,
+    wide,
+)
 from megatron.core.transformer.attention_masks import Window, band_at
 
 _QUERIES = 128  # at a time under a narrower window
@@ -150,7 +156,7 @@ class _RingAttention(torch.autograd.Function):
         lse = out.new_full(out.shape[:-1], -math.inf)
         if sink is not None:
             lse.copy_(sink.unsqueeze(-1))
-        kept: list[Kept] = []
+        kept: list[SavedDropout] = []
         held = _packed(k, v)
         for step in range(plan.ring.size):
             is_last = step + 1 == plan.ring.size

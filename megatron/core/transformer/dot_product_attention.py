@@ -20,8 +20,8 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.causal_attention import causal_attention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.params.param_init import described, new_parameter
-from megatron.core.tensor_parallel.layers import share_of
+from megatron.core.params.param_init import new_parameter, param_info_for
+from megatron.core.tensor_parallel.layers import divide_over_group
 from megatron.core.tensor_parallel.random import fork_if
 from megatron.core.transformer.attention_backends import (
     BLOCKS,
@@ -37,7 +37,7 @@ from megatron.core.transformer.attention_masks import (
     visible_keys,
     window_of_layer,
 )
-from megatron.core.transformer.context_parallel import Around, attend_alone, exchange_of
+from megatron.core.transformer.context_parallel import AttentionContext, attend_alone, exchange_of
 from megatron.core.transformer.context_parallel_ring import Ring, RingPlan, ring_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -81,9 +81,9 @@ class DotProductAttention(MegatronModule):
     def _new_sink(self, tp_group: ProcessGroup | None) -> torch.nn.Parameter:
         """A score for each local head."""
         heads = self.config.num_attention_heads
-        info = described((heads,), self.config.init_method, over=tp_group)
+        info = param_info_for((heads,), self.config.init_method, over=tp_group)
         if tp_group is not None:
-            heads = share_of(heads, tp_group, "--num-attention-heads")
+            heads = divide_over_group(heads, tp_group, "--num-attention-heads")
         return new_parameter((heads,), self.config.params_dtype, info)
 
     def forward(
@@ -108,7 +108,7 @@ class DotProductAttention(MegatronModule):
         if packed_seq_params is not None and not is_causal:  # else it is in the future
             padding = packed_seq_params.is_padding(num_keys)
             attention_mask = _either(attention_mask, padding)
-        around = Around(
+        around = AttentionContext(
             is_causal=is_causal,
             hidden=attention_mask,
             bias=attention_bias,
@@ -127,7 +127,7 @@ class DotProductAttention(MegatronModule):
             return query.new_zeros(query.shape[2], dtype=wide(query))
         return self.softmax_offset.to(wide(query))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, around: Around) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, around: AttentionContext) -> Tensor:
         """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d] on this rank alone."""
         if around.sink is not None and _is_one_row(query, key, around):
             return attend_alone(self, query, key, value, around)
@@ -169,7 +169,7 @@ class DotProductAttention(MegatronModule):
     def attend_in_ring(
         self,
         qkv: tuple[Tensor, Tensor, Tensor],
-        around: Around,
+        around: AttentionContext,
         ring: Ring,
         lengths: tuple[int, ...],
     ) -> Tensor:
@@ -202,7 +202,7 @@ class DotProductAttention(MegatronModule):
         return self.dropout if self.training else 0.0
 
     def _choose(
-        self, query: Tensor, has_mask: bool, around: Around, **more: Any
+        self, query: Tensor, has_mask: bool, around: AttentionContext, **more: Any
     ) -> tuple[str, ...]:
         request = AttentionRequest(
             is_cuda=device.is_cuda(query.device),
@@ -241,7 +241,12 @@ class DotProductAttention(MegatronModule):
             return F.scaled_dot_product_attention(query, key, value, **options)
 
     def _plain(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, around: Around
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        around: AttentionContext,
     ) -> Tensor:
         key, value = _repeat_heads(query, key, value)
         scores = torch.matmul(query * (self.scale / self.depth_scale), key.transpose(-1, -2))
@@ -264,7 +269,7 @@ class DotProductAttention(MegatronModule):
         return torch.matmul(probs, value)
 
 
-def _is_one_row(query: Tensor, key: Tensor, around: Around) -> bool:
+def _is_one_row(query: Tensor, key: Tensor, around: AttentionContext) -> bool:
     """Whether queries and keys are the same tokens, and nothing but they has a gradient."""
     packed, num_tokens = around.packed, query.shape[0]
     is_filled = packed is None or sum(packed.lengths) == num_tokens

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
-from megatron.core.tensor_parallel.layers import ReplicatedLinear, share_of
+from megatron.core.tensor_parallel.layers import ReplicatedLinear, divide_over_group
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -61,7 +61,7 @@ class MLASelfAttention(SelfAttentionBase):
 
     def build_projections(self, submodules: MLASelfAttentionSubmodules) -> None:
         c, heads = self.config, self.config.num_attention_heads
-        self.local_heads = share_of(heads, self.tp_group, "--num-attention-heads")
+        self.local_heads = divide_over_group(heads, self.tp_group, "--num-attention-heads")
         self.is_sequence_cut = c.sequence_parallel and self.tp_group.size() > 1
 
         def up(input_size: int, width: int) -> Any:

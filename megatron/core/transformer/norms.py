@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core.fusions.rms_norm import layer_norm, rms_norm
-from megatron.core.params.param_init import Init, described, new_parameter
+from megatron.core.params.param_init import Init, new_parameter, param_info_for
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -43,8 +43,8 @@ class Norm(nn.Module):
             has_partial_gradient = config.sequence_parallel
         shape = (hidden_size,)
         init = Init("zeros" if self.is_zero_centered else "ones")
-        weight = described(shape, init, sequence_parallel=has_partial_gradient)
-        bias = described(shape, sequence_parallel=has_partial_gradient)
+        weight = param_info_for(shape, init, sequence_parallel=has_partial_gradient)
+        bias = param_info_for(shape, sequence_parallel=has_partial_gradient)
         self.weight = new_parameter(shape, config.params_dtype, weight)
         self.bias: nn.Parameter | None = None
         if not self.is_rms:
@@ -84,7 +84,7 @@ class HeadsWideRMSNorm(nn.Module):
         self.tp_group, self.hidden_size, self.eps = tp_group, hidden_size, eps
         self.is_zero_centered = config.layernorm_zero_centered_gamma
         init = Init("zeros" if self.is_zero_centered else "ones")
-        info = described((hidden_size,), init, over=tp_group)
+        info = param_info_for((hidden_size,), init, over=tp_group)
         shape = (hidden_size // tp_group.size(),)
         self.weight = new_parameter(shape, config.params_dtype, info)
 

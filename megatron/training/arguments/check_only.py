@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron.core.config.errors import ConfigError, MissingDependency
-from megatron.core.extensions.transformer_engine.engine import why_not
+from megatron.core.extensions.transformer_engine.engine import unsupported_reason
 from megatron.core.parallel.rank_grid import RankGrid
 from megatron.training import plan
 from megatron.training.arguments.input_files import missing_files, vocabulary_of
@@ -118,7 +118,7 @@ def report(run: RunConfig, planned: RunPlan, notes: Sequence[str] = ()) -> Itera
     yield ""
     yield from _batches(run)
     warnings = [*run.warnings, *notes]
-    if run.model.require_transformer_engine and (reason := why_not()) is not None:
+    if run.model.require_transformer_engine and (reason := unsupported_reason()) is not None:
         warnings.append(f"--require-transformer-engine: this machine cannot start it: {reason}")
     yield from _noted("warnings", warnings)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Need:
+class FlagRequirement:
     """What some flags need, in words, and whether a derived namespace has it.
 
     Words that are one flag, alone or with a value, are their own condition.
@@ -31,10 +31,10 @@ class Need:
 
 
 NEEDS_OF_LAYERS = (
-    Need("--moe-shared-expert-intermediate-size", "moe_shared_expert_overlap"),
-    Need("--moe-enable-deepep", "moe_deepep_num_sms"),
-    Need("--moe-use-upcycling", "moe_upcycling_granularity"),
-    Need(
+    FlagRequirement("--moe-shared-expert-intermediate-size", "moe_shared_expert_overlap"),
+    FlagRequirement("--moe-enable-deepep", "moe_deepep_num_sms"),
+    FlagRequirement("--moe-use-upcycling", "moe_upcycling_granularity"),
+    FlagRequirement(
         "--num-experts",
         "expert_tensor_parallel_size moe_aux_loss_coeff moe_apply_probs_on_input "
         "moe_enable_deepep moe_expert_capacity_factor moe_ffn_hidden_size moe_input_jitter_eps "
@@ -47,44 +47,44 @@ NEEDS_OF_LAYERS = (
         "moe_shared_expert_gate moe_shared_expert_intermediate_size moe_token_dispatcher_type "
         "moe_z_loss_coeff",
     ),
-    Need(
+    FlagRequirement(
         "another --moe-router-load-balancing-type than sinkhorn or none",
         "moe_aux_loss_coeff",
         lambda ns: not {"sinkhorn", "none"}.intersection(ns.moe_router_load_balancing_type),
     ),
-    Need("--moe-router-score-function softmax", "moe_router_pre_softmax"),
-    Need(
+    FlagRequirement("--moe-router-score-function softmax", "moe_router_pre_softmax"),
+    FlagRequirement(
         "another --moe-router-load-balancing-type than sinkhorn",
         "moe_router_pre_softmax",
         lambda ns: "sinkhorn" not in ns.moe_router_load_balancing_type,
     ),
-    Need(
+    FlagRequirement(
         "a choice by score, without --moe-router-force-load-balancing",
         "moe_router_enable_expert_bias moe_router_group_score_topk moe_router_group_topk "
         "moe_router_num_groups",
         lambda ns: not ns.moe_router_force_load_balancing,
     ),
-    Need(
+    FlagRequirement(
         "--swiglu, --geglu or --quick-geglu",
         "activation_func_clamp_value glu_linear_offset",
         lambda ns: ns.gated_linear_unit,
     ),
-    Need(
+    FlagRequirement(
         "--multi-latent-attention",
         "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim cache_mla_latents",
     ),
-    Need(
+    FlagRequirement(
         "--multi-latent-attention or --rope-type yarn",
         "rotary_scaling_factor mscale mscale_all_dim",
         lambda ns: ns.multi_latent_attention or ns.rope_type == "yarn",
     ),
-    Need(
+    FlagRequirement(
         "--rope-type yarn",
         "yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "
         "yarn_correction_range_round_to_int",
         lambda ns: ns.rope_type == "yarn" or (ns.multi_latent_attention and ns.rope_type is None),
     ),
-    Need(
+    FlagRequirement(
         "router logits in fp32: --moe-router-dtype fp32, or neither --bf16 nor --fp16",
         "moe_router_fusion",
         lambda ns: (
@@ -92,6 +92,6 @@ NEEDS_OF_LAYERS = (
             or (ns.moe_router_dtype is None and not (ns.bf16 or ns.fp16))
         ),
     ),
-    Need("--moe-expert-capacity-factor", "moe_token_drop_policy"),
-    Need("--moe-router-enable-expert-bias", "moe_router_bias_update_rate"),
+    FlagRequirement("--moe-expert-capacity-factor", "moe_token_drop_policy"),
+    FlagRequirement("--moe-router-enable-expert-bias", "moe_router_bias_update_rate"),
 )

@@ -8,7 +8,7 @@ from dataclasses import fields
 from megatron.core.device import CPU
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.training.arguments.needs import Need
+from megatron.training.arguments.needs import FlagRequirement
 
 
 def _rule_of_vectors(ns: Namespace) -> str:
@@ -16,7 +16,7 @@ def _rule_of_vectors(ns: Namespace) -> str:
     return str(rule)
 
 
-NEEDS_GPU = Need(
+NEEDS_GPU = FlagRequirement(
     "a GPU",
     "optimizer_cpu_offload enable_cuda_graph external_cuda_graph cpu_offloading moe_grouped_gemm "
     "record_memory_history high_priority_stream_groups nccl_communicator_config_path "
@@ -24,18 +24,18 @@ NEEDS_GPU = Need(
     lambda ns: ns.device != CPU,
 )
 NEEDS_OF_OPTIMIZER = (
-    Need("--optimizer sgd", "sgd_momentum"),
-    Need(
+    FlagRequirement("--optimizer sgd", "sgd_momentum"),
+    FlagRequirement(
         "--optimizer adam, or Muon beside it",
         "adam_beta1 adam_beta2 adam_eps",
         lambda ns: _rule_of_vectors(ns) == "adam",
     ),
-    Need(
+    FlagRequirement(
         "--optimizer lion, or Muon beside it",
         "lion_beta1 lion_beta2",
         lambda ns: _rule_of_vectors(ns) == "lion",
     ),
-    Need(
+    FlagRequirement(
         "--optimizer muon",
         " ".join(
             f.name
@@ -44,12 +44,12 @@ NEEDS_OF_OPTIMIZER = (
         ),
         lambda ns: "muon" in ns.optimizer,
     ),
-    Need(
+    FlagRequirement(
         "--optimizer muon and --tensor-model-parallel-size",
         "muon_tp_mode",
         lambda ns: "muon" in ns.optimizer and ns.tensor_model_parallel_size > 1,
     ),
-    Need(
+    FlagRequirement(
         "16 bits beside --bf16 weights to keep, or a format of fewer bits than fp32",
         "use_precision_aware_optimizer",
         lambda ns: (
@@ -58,13 +58,15 @@ NEEDS_OF_OPTIMIZER = (
             != {"fp32"}
         ),
     ),
-    Need(
+    FlagRequirement(
         "--fp16 without --loss-scale",
         "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
         lambda ns: ns.fp16 and ns.loss_scale is None,
     ),
-    Need("--lr-decay-style WSD", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples"),
-    Need(
+    FlagRequirement(
+        "--lr-decay-style WSD", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples"
+    ),
+    FlagRequirement(
         "--optimizer-cpu-offload",
         "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params",
     ),

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.core.config.errors import ConfigError
 from megatron.core.distributed.sharding import is_fully_sharded, shares_instances
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP, layer_pattern
-from megatron.training.arguments.needs import NEEDS_OF_LAYERS, Need
+from megatron.training.arguments.needs import NEEDS_OF_LAYERS, FlagRequirement
 from megatron.training.arguments.optimizer_needs import NEEDS_GPU, NEEDS_OF_OPTIMIZER
 
 
@@ -28,19 +28,19 @@ def _has_layer(ns: Namespace, letter: str) -> bool:
 
 
 NEEDS_OF_HYBRIDS = (
-    Need(
+    FlagRequirement(
         "an attention layer, * in --hybrid-override-pattern",
         "apply_query_key_layer_scaling attention_dropout attn_logit_softcapping "
         "group_query_attention no_rope_freq num_query_groups qk_layernorm rotary_base "
         "rotary_percent softmax_type window_attn_skip_freq window_size",
         lambda ns: _has_layer(ns, ATTENTION),
     ),
-    Need(
+    FlagRequirement(
         "an MLP layer, - or E in --hybrid-override-pattern",
         "ffn_hidden_size squared_relu swiglu",
         lambda ns: _has_layer(ns, MLP) or _has_layer(ns, EXPERTS),
     ),
-    Need(
+    FlagRequirement(
         "no --hybrid-override-pattern",
         "hybrid_attention_ratio hybrid_mlp_ratio",
         lambda ns: ns.model_kind != "mamba" or ns.hybrid_override_pattern is None,
@@ -49,32 +49,32 @@ NEEDS_OF_HYBRIDS = (
 
 NEEDS = (
     *NEEDS_OF_OPTIMIZER,
-    Need(
+    FlagRequirement(
         "--position-embedding-type rope",
         "rotary_base rotary_percent rotary_interleaved rope_type "
         "rotary_seq_len_interpolation_factor use_rope_scaling no_rope_freq",
     ),
-    Need("--position-embedding-type learned_absolute", "reset_position_ids"),
-    Need(
+    FlagRequirement("--position-embedding-type learned_absolute", "reset_position_ids"),
+    FlagRequirement(
         "--position-embedding-type relative",
         "relative_attention_num_buckets relative_attention_max_distance",
     ),
-    Need(
+    FlagRequirement(
         "pretrain_bert.py or pretrain_t5.py",
         "mask_prob short_seq_prob",
         lambda ns: ns.model_kind in ("bert", "t5"),
     ),
-    Need(
+    FlagRequirement(
         "pretrain_t5.py (--model-kind t5)",
         "decoder_num_layers decoder_seq_length encoder_pipeline_model_parallel_size",
         lambda ns: ns.model_kind == "t5",
     ),
-    Need(
+    FlagRequirement(
         "pretrain_bert.py (--model-kind bert)",
         "bert_binary_head",
         lambda ns: ns.model_kind == "bert",
     ),
-    Need(
+    FlagRequirement(
         "--tokenizer-type BertWordPiece..., SentencePieceTokenizer or HuggingFaceTokenizer",
         "vocab_extra_ids",
         lambda ns: (
@@ -82,91 +82,101 @@ NEEDS = (
             or ns.tokenizer_type in ("SentencePieceTokenizer", "HuggingFaceTokenizer")
         ),
     ),
-    Need("--mtp-num-layers", "mtp_loss_scaling_factor"),
-    Need("--overlap-moe-expert-parallel-comm", "delay_wgrad_compute"),
-    Need("--recompute-granularity adaptive", "memory_budget_fraction"),
-    Need("--fp8-format", "fp8_recipe keep_fp8_transpose_cache", lambda ns: ns.fp8 is not None),
-    Need(
+    FlagRequirement("--mtp-num-layers", "mtp_loss_scaling_factor"),
+    FlagRequirement("--overlap-moe-expert-parallel-comm", "delay_wgrad_compute"),
+    FlagRequirement("--recompute-granularity adaptive", "memory_budget_fraction"),
+    FlagRequirement(
+        "--fp8-format", "fp8_recipe keep_fp8_transpose_cache", lambda ns: ns.fp8 is not None
+    ),
+    FlagRequirement(
         "--fp8-format and --use-distributed-optimizer, whose ranks gather what they have updated",
         "fp8_param_gather",
         lambda ns: ns.fp8 is not None and ns.use_distributed_optimizer and not is_fully_sharded(ns),
     ),
-    Need(
+    FlagRequirement(
         "--fp8-recipe delayed or tensorwise, with one scale for a weight: the shares that ranks "
         "update cut the blocks of other recipes",
         "fp8_param_gather",
         lambda ns: ns.fp8 is None or ns.fp8_recipe not in ("blockwise", "mxfp8"),
     ),
-    Need(
+    FlagRequirement(
         "--fp8-format or --fp4-format",
         "fp8_wgrad first_last_layers_bf16",
         lambda ns: ns.fp8 is not None or ns.fp4 is not None,
     ),
-    Need(
+    FlagRequirement(
         "--fp8-format and --fp8-recipe delayed",
         "fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
         lambda ns: ns.fp8 is not None and ns.fp8_recipe == "delayed",
     ),
-    Need("--first-last-layers-bf16", "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
-    Need(
+    FlagRequirement(
+        "--first-last-layers-bf16", "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"
+    ),
+    FlagRequirement(
         "--model-kind mamba, which pretrain_mamba.py sets",
         "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads hybrid_attention_ratio "
         "hybrid_mlp_ratio hybrid_override_pattern",
         lambda ns: ns.model_kind == "mamba",
     ),
-    Need("--use-rope-scaling", "rope_scaling_factor"),
-    Need("--group-query-attention", "num_query_groups"),
-    Need(
+    FlagRequirement("--use-rope-scaling", "rope_scaling_factor"),
+    FlagRequirement("--group-query-attention", "num_query_groups"),
+    FlagRequirement(
         "--use-distributed-optimizer",
         "overlap_param_gather overlap_param_gather_with_optimizer_step "
         "num_distributed_optimizer_instances",
         lambda ns: ns.use_distributed_optimizer or is_fully_sharded(ns),
     ),
-    Need(
+    FlagRequirement(
         "--distributed-backend nccl",
         "high_priority_stream_groups nccl_communicator_config_path nccl_ub",
         lambda ns: ns.distributed_backend in (None, "nccl"),
     ),
-    Need(
+    FlagRequirement(
         "--log-straggler",
         "disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count",
     ),
-    Need("--cpu-offloading", "cpu_offloading_num_layers"),
-    Need(
+    FlagRequirement("--cpu-offloading", "cpu_offloading_num_layers"),
+    FlagRequirement(
         "--enable-cuda-graph or --external-cuda-graph",
         "cuda_graph_warmup_steps cuda_graph_scope",
         lambda ns: ns.enable_cuda_graph or ns.external_cuda_graph,
     ),
-    Need("--manual-gc", "manual_gc_interval manual_gc_eval"),
-    Need("--profile", "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"),
-    Need("training: no --skip-train", "rehearse_memory", lambda ns: not ns.skip_train),
-    Need("--record-memory-history", "memory_snapshot_path"),
-    Need(
+    FlagRequirement("--manual-gc", "manual_gc_interval manual_gc_eval"),
+    FlagRequirement(
+        "--profile", "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"
+    ),
+    FlagRequirement("training: no --skip-train", "rehearse_memory", lambda ns: not ns.skip_train),
+    FlagRequirement("--record-memory-history", "memory_snapshot_path"),
+    FlagRequirement(
         "--save",
         "save_interval save_retain_interval keep_last_checkpoints ckpt_max_failed_saves "
         "ckpt_incremental async_save no_save_optim no_save_rng",
     ),
-    Need("--non-persistent-ckpt-type global", "non_persistent_global_ckpt_dir"),
-    Need(
+    FlagRequirement("--non-persistent-ckpt-type global", "non_persistent_global_ckpt_dir"),
+    FlagRequirement(
         "--non-persistent-ckpt-type local",
         "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo",
     ),
-    Need("--replication", "replication_jump replication_factor"),
-    Need("--async-save", "async_save_when_busy"),
-    Need("--load", "no_load_optim no_load_rng use_checkpoint_opt_param_scheduler"),
-    Need("--use-checkpoint-args", "use_tokenizer_model_from_checkpoint_args"),
-    Need(
+    FlagRequirement("--replication", "replication_jump replication_factor"),
+    FlagRequirement("--async-save", "async_save_when_busy"),
+    FlagRequirement("--load", "no_load_optim no_load_rng use_checkpoint_opt_param_scheduler"),
+    FlagRequirement("--use-checkpoint-args", "use_tokenizer_model_from_checkpoint_args"),
+    FlagRequirement(
         "--tokenizer-type TikTokenizer",
         "tiktoken_pattern tiktoken_num_special_tokens tiktoken_special_tokens",
     ),
-    Need("--wandb-project", "wandb_exp_name wandb_save_dir", lambda ns: bool(ns.wandb_project)),
-    Need("--context-parallel-size", "cp_comm_type", lambda ns: ns.context_parallel_size > 1),
-    Need(
+    FlagRequirement(
+        "--wandb-project", "wandb_exp_name wandb_save_dir", lambda ns: bool(ns.wandb_project)
+    ),
+    FlagRequirement(
+        "--context-parallel-size", "cp_comm_type", lambda ns: ns.context_parallel_size > 1
+    ),
+    FlagRequirement(
         "--context-parallel-size and --cp-comm-type a2a+p2p",
         "hierarchical_context_parallel_sizes",
         lambda ns: ns.context_parallel_size > 1 and "a2a+p2p" in ns.cp_comm_type,
     ),
-    Need(
+    FlagRequirement(
         "--pipeline-model-parallel-size of 2 or more",
         "overlap_p2p_comm overlap_p2p_comm_warmup_flush align_grad_reduce pipeline_schedule "
         "pipeline_split encoder_pipeline_model_parallel_size "
@@ -174,32 +184,32 @@ NEEDS = (
         "defer_embedding_wgrad_compute",
         lambda ns: ns.pipeline_model_parallel_size > 1,
     ),
-    Need("--defer-embedding-wgrad-compute", "wgrad_deferral_limit"),
-    Need(
+    FlagRequirement("--defer-embedding-wgrad-compute", "wgrad_deferral_limit"),
+    FlagRequirement(
         "virtual stages of --pipeline-schedule interleaved",
         "microbatch_group_size_per_vp_stage",
         lambda ns: (
             ns.virtual_pipeline_model_parallel_size is not None and ns.pipeline_schedule != "zb-v"
         ),
     ),
-    Need("--use-torch-fsdp2", "torch_fsdp2_reshard_after_forward"),
-    Need("--use-megatron-fsdp", "data_parallel_sharding_strategy"),
-    Need(
+    FlagRequirement("--use-torch-fsdp2", "torch_fsdp2_reshard_after_forward"),
+    FlagRequirement("--use-megatron-fsdp", "data_parallel_sharding_strategy"),
+    FlagRequirement(
         "--use-megatron-fsdp, parameters that are sharded, --num-distributed-optimizer-instances 2",
         "enable_full_sharding_in_hsdp",
         shares_instances,
     ),
-    Need(
+    FlagRequirement(
         "parameters that are sharded (--use-torch-fsdp2, or --use-megatron-fsdp and a strategy)",
         "gradient_reduce_div_fusion init_model_with_meta_device fsdp_double_buffer",
         is_fully_sharded,
     ),
-    Need(
+    FlagRequirement(
         "replicas of whole weights",
         "check_weight_hash_across_dp_replicas_interval",
         lambda ns: not is_fully_sharded(ns),
     ),
-    Need(
+    FlagRequirement(
         "whole gradients; those of sharded parameters are reduced layer by layer in backward",
         "overlap_param_gather overlap_param_gather_with_optimizer_step overlap_grad_reduce "
         "ddp_num_buckets ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw "
@@ -207,7 +217,7 @@ NEEDS = (
         lambda ns: not is_fully_sharded(ns),
     ),
     *NEEDS_OF_LAYERS,
-    Need("--check-only", "check_world_size check_rank check_device_memory_gib"),
+    FlagRequirement("--check-only", "check_world_size check_rank check_device_memory_gib"),
 )
 
 
@@ -231,7 +241,9 @@ def without_effect_on_a_cpu(
     yield from _told(NEEDS_GPU, flags, given)
 
 
-def _told(need: Need, flags: dict[str, tuple[str, Any]], given: Mapping[str, Any]) -> Iterator[str]:
+def _told(
+    need: FlagRequirement, flags: dict[str, tuple[str, Any]], given: Mapping[str, Any]
+) -> Iterator[str]:
     for dest in need.flags:
         flag, default = flags[dest]
         if given.get(dest, default) != default:

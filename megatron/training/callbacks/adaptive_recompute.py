@@ -48,7 +48,7 @@ class AdaptiveRecompute(Callback):
         self._is_metered = not self._search.is_settled or following % self._interval == 0
         if not self._is_metered:
             return
-        device.forget_peak()
+        device.reset_peak_memory()
         if self._meter is not None:
             self._meter.start()
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.device.async_host_copy import LateRead
+from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.diagnostics.timers import TENSORBOARD, largest_s
 from megatron.training.callbacks.base import Callback, CheckpointEvent, EvalResult, PauseReason
 from megatron.training.callbacks.energy import EnergyMeter
@@ -55,7 +55,9 @@ class Metrics(Callback):
         self._memory_is_reported = False
         self._in_loop = False
         # A step, its losses and those of single layers.
-        self._late: tuple[StepRecord, dict[str, LateRead], dict[str, LateRead]] | None = None
+        self._late: tuple[StepRecord, dict[str, AsyncHostCopy], dict[str, AsyncHostCopy]] | None = (
+            None
+        )
         self._evaluated_at: dict[tuple[str, str], int] = {}  # split and suffix -> iteration
 
     def on_train_start(self, run: Runtime) -> None:
@@ -206,11 +208,11 @@ def _announced(peak: Peak) -> Peak | None:
     return peak
 
 
-def _late_reads(losses: Mapping[str, Tensor | float]) -> dict[str, LateRead]:
-    return {key: LateRead(torch.as_tensor(loss)) for key, loss in losses.items()}
+def _late_reads(losses: Mapping[str, Tensor | float]) -> dict[str, AsyncHostCopy]:
+    return {key: AsyncHostCopy(torch.as_tensor(loss)) for key, loss in losses.items()}
 
 
-def _values_of(reads: Mapping[str, LateRead]) -> dict[str, float]:
+def _values_of(reads: Mapping[str, AsyncHostCopy]) -> dict[str, float]:
     return {key: read.get() for key, read in reads.items()}
 
 

@@ -45,7 +45,7 @@ from megatron.training.checkpointing.paths import check_writable, find, is_same_
 from megatron.training.checkpointing.rng_state import set_rng_state
 from megatron.training.checkpointing.same_model import compare_models
 from megatron.training.checkpointing.save import layout_of
-from megatron.training.checkpointing.upcycling import as_dense, settle
+from megatron.training.checkpointing.upcycling import as_dense, finish_upcycling
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.rank_print import print_rank_0
 
@@ -63,7 +63,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class _Wanted:
+class _LoadRequest:
     """Which parts of a checkpoint this run takes."""
 
     root: str
@@ -137,7 +137,7 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
     if found is None:
         return None
     print_rank_0(f" loading local checkpoint from {root} at iteration {found.iteration}")
-    wanted = _Wanted(
+    wanted = _LoadRequest(
         root=root,
         counters=True,
         optimizer=parts.optimizer is not None and not config.no_load_optim,
@@ -176,7 +176,7 @@ def _decided_ns(config: CheckpointConfig) -> int:
 
 
 def _wanted_tensors(
-    config: CheckpointConfig, parts: RunParts, wanted: _Wanted
+    config: CheckpointConfig, parts: RunParts, wanted: _LoadRequest
 ) -> list[ShardedTensor]:
     tensors = model_tensors(parts)
     if config.moe_use_upcycling:
@@ -189,7 +189,7 @@ def _wanted_tensors(
     return tensors
 
 
-def _tell_loaded(parts: RunParts, wanted: _Wanted, iteration: int) -> None:
+def _tell_loaded(parts: RunParts, wanted: _LoadRequest, iteration: int) -> None:
     tp, pp = parts.groups.tp, parts.groups.pp
     print_rank_0(
         f"  successfully loaded checkpoint from {wanted.root} "
@@ -200,7 +200,7 @@ def _tell_loaded(parts: RunParts, wanted: _Wanted, iteration: int) -> None:
 
 def _choose(
     config: CheckpointConfig, parts: RunParts, world: ProcessGroup
-) -> tuple[_Wanted | None, list[str], str | None]:
+) -> tuple[_LoadRequest | None, list[str], str | None]:
     """What to take from where: the folders to try in order, and a note.  Same on all ranks."""
     where = f"--load {config.load} cannot be read"
     answer = _on_rank_0(partial(_choose_here, config), where, world)
@@ -208,7 +208,7 @@ def _choose(
         return None, [], None
     weights_only = answer["finetune"] or answer["release"]
     has_optimizer = parts.optimizer is not None
-    wanted = _Wanted(
+    wanted = _LoadRequest(
         root=answer["root"],
         counters=not weights_only,
         optimizer=has_optimizer and not weights_only and not config.no_load_optim,
@@ -275,7 +275,7 @@ def _answer(root: str, choice: Choice, finetune: bool) -> dict[str, Any]:
 
 
 def _load_folder(
-    config: CheckpointConfig, parts: RunParts, wanted: _Wanted, folder: Path
+    config: CheckpointConfig, parts: RunParts, wanted: _LoadRequest, folder: Path
 ) -> Loaded:
     """Load one folder: all of it, or an error on all ranks."""
     world = parts.groups.world
@@ -286,7 +286,9 @@ def _load_folder(
     print_rank_0(f" checkpoint version {common['checkpoint_version']}")
     differences = _load_tensors(config, parts, wanted, folder, explanation)
     if config.moe_use_upcycling:
-        settle(parts.model_chunks, parts.model_chunks[0].config, config.moe_upcycling_granularity)
+        finish_upcycling(
+            parts.model_chunks, parts.model_chunks[0].config, config.moe_upcycling_granularity
+        )
     states = _read_rng_states(folder, parts) if wanted.rng else None
     has_schedule = _take_over(config, parts, wanted, common)
     if states is not None:
@@ -306,7 +308,7 @@ def _load_folder(
 
 
 def _load_tensors(
-    config: CheckpointConfig, parts: RunParts, wanted: _Wanted, folder: Path, explanation: str
+    config: CheckpointConfig, parts: RunParts, wanted: _LoadRequest, folder: Path, explanation: str
 ) -> Differences:
     """Fill the tensors; an error that they do not fit ends with ``explanation``.  Collective."""
     try:
@@ -327,7 +329,9 @@ def _load_tensors(
         raise CheckpointError(f"{error}{explanation}") from None
 
 
-def _check_model(parts: RunParts, wanted: _Wanted, common: Mapping[str, Any], folder: Path) -> str:
+def _check_model(
+    parts: RunParts, wanted: _LoadRequest, common: Mapping[str, Any], folder: Path
+) -> str:
     """Refuse another model than the run's; what to add where the tensors do not fit.  Local."""
     check_kind(common["args"], parts.kind)
     if parts.asked is None:
@@ -348,7 +352,7 @@ def _on_rank_0(
     return told
 
 
-def _check_folder(folder: Path, wanted: _Wanted) -> dict[str, Any]:
+def _check_folder(folder: Path, wanted: _LoadRequest) -> dict[str, Any]:
     """Common values of a folder whose files all have the right size."""
     with open_reader(folder) as reader:
         reader.check_sizes()
@@ -386,7 +390,7 @@ def _read_rng_states(folder: Path, parts: RunParts) -> dict[str, Any] | None:
 
 
 def _take_over(
-    config: CheckpointConfig, parts: RunParts, wanted: _Wanted, common: Mapping[str, Any]
+    config: CheckpointConfig, parts: RunParts, wanted: _LoadRequest, common: Mapping[str, Any]
 ) -> bool:
     """Give optimizer and scheduler what is no tensor; whether there was anything for the latter."""
     if parts.optimizer is None:

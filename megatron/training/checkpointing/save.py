@@ -16,7 +16,13 @@ from megatron.core.dist_checkpointing.format import INCREMENTAL
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.local import Replication, save_local
 from megatron.core.dist_checkpointing.mapping import SavePlan
-from megatron.core.dist_checkpointing.serialization import Begun, Contents, Saved, begin, finish
+from megatron.core.dist_checkpointing.serialization import (
+    Contents,
+    PendingSave,
+    SaveResult,
+    begin,
+    finish,
+)
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing.checkpoint_tensors import (
     RunParts,
@@ -39,7 +45,7 @@ def save_run(
     asked: Mapping[str, Any],
     write_config: Callable[[Path], object] | None = None,
     plan: SavePlan | None = None,
-) -> Saved:
+) -> SaveResult:
     """Publish a checkpoint of ``counters["iteration"]`` in ``--save``.  Collective over all ranks.
 
     ``counters`` comes back from `load_run`; ``asked`` is the parsed command line, and
@@ -49,7 +55,7 @@ def save_run(
     """
     begun = begin_save(config, parts, counters, asked=asked, write_config=write_config, plan=plan)
     saved = finish(begun, parts.groups.world)
-    tell_saved(parts.groups, saved)
+    log_saved(parts.groups, saved)
     return saved
 
 
@@ -61,7 +67,7 @@ def begin_save(
     asked: Mapping[str, Any],
     write_config: Callable[[Path], object] | None = None,
     plan: SavePlan | None = None,
-) -> Begun:
+) -> PendingSave:
     """The first part of `save_run`: what is to be written, and a folder for it.  Collective."""
     root, iteration = _announce(config, counters)
     return begin(
@@ -83,7 +89,7 @@ def save_local_run(
     *,
     asked: Mapping[str, Any],
     write_config: Callable[[Path], object] | None = None,
-) -> Saved:
+) -> SaveResult:
     """As `save_run`, each rank's part into a directory of its node, and copies to its peers."""
     root, iteration = _announce(config, counters)
     copies = config.replication_factor - 1 if config.replication else 0
@@ -95,7 +101,7 @@ def save_local_run(
         share_work=config.non_persistent_local_ckpt_algo == "fully_parallel",
         replication=Replication(config.replication_jump or 1, copies),
     )
-    tell_saved(parts.groups, saved)
+    log_saved(parts.groups, saved)
     return saved
 
 
@@ -130,7 +136,7 @@ def _contents(
     )
 
 
-def tell_saved(groups: ProcessGroupCollection, saved: Saved) -> None:
+def log_saved(groups: ProcessGroupCollection, saved: SaveResult) -> None:
     """Print that a checkpoint is on disk, and what was deleted for it."""
     tp, pp, root = groups.tp, groups.pp, saved.folder.parent
     print_rank_0(

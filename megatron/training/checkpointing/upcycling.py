@@ -63,7 +63,9 @@ def _part_of_mlp(
 
 
 @torch.no_grad()
-def settle(chunks: Iterable[nn.Module], config: TransformerConfig, granularity: int) -> None:
+def finish_upcycling(
+    chunks: Iterable[nn.Module], config: TransformerConfig, granularity: int
+) -> None:
     """What makes the first logits those of the dense model, once its weights are loaded."""
     scaling = config.moe_router_topk_scaling_factor or 1.0
     for param in (p for chunk in chunks for p in chunk.parameters()):

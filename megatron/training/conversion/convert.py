@@ -65,7 +65,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ConversionRequest:
     """What the command line asks for."""
 
     source: Path
@@ -95,7 +95,7 @@ class Source:
     beside: Path | None = None  # a folder with Hugging Face's small files
 
 
-def convert(wanted: Wanted, say: Say = print) -> Path:
+def convert(wanted: ConversionRequest, say: Say = print) -> Path:
     """Write what ``wanted`` describes; the folder that was written.  Raises CheckpointError."""
     is_theirs = (wanted.source / hf_folder.CONFIG).exists()
     if not is_theirs and find(str(wanted.source), wanted.step) is None:
@@ -120,7 +120,7 @@ def convert(wanted: Wanted, say: Say = print) -> Path:
     return _to_ours(source, wanted, say)
 
 
-def _from_hf(wanted: Wanted, say: Say) -> Source:
+def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
     config = hf_folder.read_config(wanted.source)
     model = hf.import_model(config, hf_folder.read_weights(wanted.source))
     say(f"{wanted.source} is a {model.family.architecture} of {_count(model.tensors)} weights")
@@ -138,7 +138,7 @@ def _from_hf(wanted: Wanted, say: Say) -> Source:
     return Source(tensors=model.tensors, args=args, common={}, layout={}, beside=wanted.source)
 
 
-def read_source(wanted: Wanted) -> Source:
+def read_source(wanted: ConversionRequest) -> Source:
     """A checkpoint of ours; its tensors are read when they are made."""
     content = open_checkpoint(wanted.source, wanted.step)
     reader = open_reader(content.folder)
@@ -176,7 +176,7 @@ def _weights(source: Source) -> dict[str, LazyTensor]:
     return {k: t for k, t in source.tensors.items() if not k.startswith(OPTIMIZER_PREFIX)}
 
 
-def _to_hf(source: Source, wanted: Wanted, say: Say) -> Path:
+def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     weights = _weights(source)
     run = run_config(source.args)
     shape = shape_of(run, _vocab_size(source, wanted))
@@ -204,7 +204,7 @@ def _to_hf(source: Source, wanted: Wanted, say: Say) -> Path:
     return wanted.target
 
 
-def _refuse_two_kinds_of_state(source: Source, wanted: Wanted) -> None:
+def _refuse_two_kinds_of_state(source: Source, wanted: ConversionRequest) -> None:
     """Formats that number parameters have the same state of each.  Raises CheckpointError."""
     names: dict[str, set[str]] = {}
     for key in source.tensors:
@@ -218,7 +218,7 @@ def _refuse_two_kinds_of_state(source: Source, wanted: Wanted) -> None:
         )
 
 
-def _to_ours(source: Source, wanted: Wanted, say: Say) -> Path:
+def _to_ours(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     format = FORMATS[wanted.format]
     if wanted.format in ("torch", "torch_dcp"):
         _refuse_two_kinds_of_state(source, wanted)
@@ -343,7 +343,7 @@ def _describes(config: Mapping[str, Any], family: Family, shape: ModelShape) -> 
     return replace(family.shape(config), vocab_size=shape.vocab_size) == shape
 
 
-def _vocab_size(source: Source, wanted: Wanted) -> int:
+def _vocab_size(source: Source, wanted: ConversionRequest) -> int:
     """Rows of the embedding that are tokens: all of them, unless a rule of padding made some."""
     rows = source.tensors[_EMBEDDING].shape[0]
     if wanted.vocab_size is not None:
@@ -359,7 +359,7 @@ def _vocab_size(source: Source, wanted: Wanted) -> int:
     return tokens if padded_vocab_size(tokens, multiple, tp) == rows else rows
 
 
-def _tokenizer_args(wanted: Wanted, shape: ModelShape) -> dict[str, Any]:
+def _tokenizer_args(wanted: ConversionRequest, shape: ModelShape) -> dict[str, Any]:
     """The tokenizer that came with the model; rows of the embedding, where it has fewer tokens."""
     rows = shape.vocab_size
     if not hf_folder.has_tokenizer(wanted.source):

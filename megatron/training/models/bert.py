@@ -18,7 +18,13 @@ from megatron.core.models.bert.bert_layer_specs import (
 )
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.training.config.run import RunConfig
-from megatron.training.models.kind import Batch, BatchTable, Expected, ModelKind, language_arguments
+from megatron.training.models.kind import (
+    Batch,
+    BatchTable,
+    ModelKind,
+    TensorSpec,
+    language_arguments,
+)
 from megatron.training.runtime import Runtime
 
 
@@ -63,7 +69,7 @@ def bert_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     b, s = config.training.micro_batch_size, config.data.seq_length
     has_head = config.language_model.bert_binary_head
     is_first, is_last = stage == 0, stage == num_stages - 1
-    tokens, sequences = Expected(torch.int64, (b, s)), Expected(torch.int64, (b,))
+    tokens, sequences = TensorSpec(torch.int64, (b, s)), TensorSpec(torch.int64, (b,))
     return {
         "text": tokens if is_first else None,
         "types": tokens if is_first and has_head else None,

@@ -21,7 +21,13 @@ from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
 )
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.training.config.run import RunConfig
-from megatron.training.models.kind import Batch, BatchTable, Expected, ModelKind, language_arguments
+from megatron.training.models.kind import (
+    Batch,
+    BatchTable,
+    ModelKind,
+    TensorSpec,
+    language_arguments,
+)
 from megatron.training.runtime import Runtime
 
 
@@ -73,13 +79,13 @@ def gpt_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     b, s = config.training.micro_batch_size, config.data.seq_length
     has_mask = config.data.reset_attention_mask
     is_first, is_last = stage == 0, stage == num_stages - 1
-    ids, weights = Expected(torch.int64, (b, s)), Expected(torch.float32, (b, s))
+    ids, weights = TensorSpec(torch.int64, (b, s)), TensorSpec(torch.float32, (b, s))
     looks_ahead = is_last and config.model.mtp_num_layers is not None
     return {
         "tokens": ids if is_first or looks_ahead or has_mask else None,
         "labels": ids if is_last or has_mask else None,
         "loss_mask": weights if is_last or has_mask else None,
-        "attention_mask": Expected(torch.bool, (b, 1, s, s)) if has_mask else None,
+        "attention_mask": TensorSpec(torch.bool, (b, 1, s, s)) if has_mask else None,
         "position_ids": ids if is_first or has_mask else None,
     }
 

@@ -15,7 +15,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.training.config.run import RunConfig
 
 
-class Expected(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor of a micro-batch."""
 
     dtype: torch.dtype
@@ -23,7 +23,7 @@ class Expected(NamedTuple):
 
 
 # Every tensor that a batch may have, in the order in which ranks exchange them; None: not needed.
-BatchTable = dict[str, Expected | None]
+BatchTable = dict[str, TensorSpec | None]
 Batch = Mapping[str, Tensor | None]
 
 

@@ -21,7 +21,13 @@ from megatron.core.models.T5.t5_spec import (
     get_t5_encoder_with_transformer_engine_block_spec,
 )
 from megatron.training.config.run import RunConfig
-from megatron.training.models.kind import Batch, BatchTable, Expected, ModelKind, language_arguments
+from megatron.training.models.kind import (
+    Batch,
+    BatchTable,
+    ModelKind,
+    TensorSpec,
+    language_arguments,
+)
 from megatron.training.runtime import Runtime
 
 
@@ -75,8 +81,8 @@ def t5_batch(config: RunConfig, stage: int, num_stages: int) -> BatchTable:
     """
     data, b = config.data, config.training.micro_batch_size
     first_decoder = config.model.encoder_pipeline_model_parallel_size if num_stages > 1 else 0
-    source = Expected(torch.int64, (b, data.seq_length))
-    target = Expected(torch.int64, (b, data.decoder_seq_length))
+    source = TensorSpec(torch.int64, (b, data.seq_length))
+    target = TensorSpec(torch.int64, (b, data.decoder_seq_length))
     is_last = stage == num_stages - 1
     return {
         "text_enc": source if stage == 0 else None,

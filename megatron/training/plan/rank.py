@@ -95,7 +95,7 @@ def _imagined(config: RunConfig) -> Iterator[None]:
     """A device without memory: meta, or where FSDP2 does not take meta, what torch calls fake."""
     is_fake = is_fully_sharded(config.ddp)
     with (
-        device.imagining(config.distributed.device, without_memory=not is_fake),
+        device.simulate_device(config.distributed.device, without_memory=not is_fake),
         mock.patch.object(F, "scaled_dot_product_attention", attention_without_memory),
         mock.patch.object(token_dispatcher, "counts_of", partial(_even_counts, config.model)),
         _own_tables(),

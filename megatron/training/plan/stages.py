@@ -14,8 +14,8 @@ from megatron.training.arguments.model_layers import layers_of, layers_of_stages
 from megatron.training.arguments.parameter_count import padded_vocab_size
 from megatron.training.config.run import RunConfig
 from megatron.training.groups import grids_of
-from megatron.training.loss_chunks import chunk_line, settle_loss_chunks
-from megatron.training.pipeline_split import costs, settle_pipeline_split
+from megatron.training.loss_chunks import chunk_line, resolve_loss_chunks
+from megatron.training.pipeline_split import costs, resolve_pipeline_split
 from megatron.training.plan.communication import Volume, volumes
 from megatron.training.plan.cost import RankCost
 from megatron.training.plan.memory import activation_peak
@@ -83,9 +83,9 @@ def plan_run(
     tp = config.model.tensor_model_parallel_size
     rows = vocabulary or config.language_model.make_vocab_size_divisible_by * tp
     if config.model.pipeline_split == "auto":
-        config = settle_pipeline_split(config, rows)
+        config = resolve_pipeline_split(config, rows)
     if memory is not None:
-        config = settle_loss_chunks(config, rows, memory)
+        config = resolve_loss_chunks(config, rows, memory)
     model, batch = config.model, config.training.global_batch_size or 0
     num_ranks = model.pipeline_model_parallel_size
     num_chunks = model.virtual_pipeline_model_parallel_size or 1

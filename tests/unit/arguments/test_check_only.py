@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.extensions.transformer_engine.engine import why_not
+from megatron.core.extensions.transformer_engine.engine import unsupported_reason
 from megatron.training.arguments.check_only import check_only
 from megatron.training.arguments.input_files import vocabulary_of
 from megatron.training.arguments.parser import parse_args
@@ -52,7 +52,7 @@ def test_what_needs_transformer_engine_is_told_where_it_is_missing(
 ) -> None:
     """A plan is for another machine: what a flag requires is a warning, what it builds an error."""
     missing = "transformer_engine.pytorch is not installed"
-    if why_not() != missing:
+    if unsupported_reason() != missing:
         pytest.skip("Transformer Engine is installed")
     status, lines = report("--require-transformer-engine --bf16")
     told = f"  - --require-transformer-engine: this machine cannot start it: {missing}"

@@ -14,7 +14,7 @@ import torch
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.conversion.convert import BESIDE, HF, Wanted, convert, read_source
+from megatron.training.conversion.convert import BESIDE, HF, ConversionRequest, convert, read_source
 from megatron.training.conversion.families import FAMILIES
 from megatron.training.conversion.tensors import Rule
 from tests.reference_checkpoints import unpack
@@ -46,7 +46,9 @@ def copy(llama: Path, tmp_path: Path) -> Path:
 def quietly(source: Path, target: Path, format: str = OURS, **more: object) -> Path:
     said: list[str] = []
     more.setdefault("verify", False)
-    return convert(Wanted(source=source, target=target, format=format, **more), said.append)
+    return convert(
+        ConversionRequest(source=source, target=target, format=format, **more), said.append
+    )
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -251,7 +253,7 @@ def test_a_target_that_is_there_is_left_alone(llama: Path, tmp_path: Path) -> No
 def test_a_checkpoint_of_the_reference_goes_to_hugging_face(tmp_path: Path) -> None:
     source = unpack(tmp_path, "gpt_torch_dist")
     said: list[str] = []
-    wanted = Wanted(
+    wanted = ConversionRequest(
         source=source,
         target=tmp_path / "hf",
         format=HF,
@@ -267,7 +269,7 @@ def test_optimizer_and_counters_stay_between_our_formats(tmp_path: Path) -> None
     source = unpack(tmp_path, "gpt_torch_tp2pp2_distopt")
     quietly(source, tmp_path / "ours")
     before, after = (
-        read_source(Wanted(source=folder, target=tmp_path, format=OURS))
+        read_source(ConversionRequest(source=folder, target=tmp_path, format=OURS))
         for folder in (source, tmp_path / "ours")
     )
     assert before.tensors.keys() == after.tensors.keys()
@@ -288,7 +290,7 @@ def test_optimizer_and_random_states_go_between_formats_of_the_reference(
     source = unpack(tmp_path, "gpt_torch_tp2pp2_distopt")
     quietly(source, tmp_path / format, format)
     before, after = (
-        read_source(Wanted(source=folder, target=tmp_path, format=OURS))
+        read_source(ConversionRequest(source=folder, target=tmp_path, format=OURS))
         for folder in (source, tmp_path / format)
     )
     assert before.tensors.keys() == after.tensors.keys()
@@ -396,7 +398,7 @@ def test_without_transformers_the_comparison_says_so(
         "megatron.core.optional.why_missing", lambda package: f"{package} is not installed"
     )
     said: list[str] = []
-    convert(Wanted(source=llama, target=tmp_path / "ours", format=OURS), said.append)
+    convert(ConversionRequest(source=llama, target=tmp_path / "ours", format=OURS), said.append)
     assert "the logits were not compared: transformers is not installed" in said[1]
 
 

@@ -14,7 +14,7 @@ from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.conversion.convert import (
     BESIDE,
     HF,
-    Wanted,
+    ConversionRequest,
     convert,
     read_source,
     run_config,
@@ -42,7 +42,7 @@ def config_of(folder: Path) -> dict:
 def test_a_family_in_and_out(case: str, tmp_path: Path) -> None:
     theirs, ours, back, again = (tmp_path / name for name in ("theirs", "ours", "back", "again"))
     models.write(theirs, case)
-    convert(Wanted(source=theirs, target=ours, format=OURS, verify=False), quiet)
+    convert(ConversionRequest(source=theirs, target=ours, format=OURS, verify=False), quiet)
 
     # Built from nothing but the arguments in the checkpoint, it has their logits.
     ids = models.prompts()
@@ -50,17 +50,19 @@ def test_a_family_in_and_out(case: str, tmp_path: Path) -> None:
     content = open_checkpoint(ours)
     assert content.folder.name == "release"
     run = run_config(content.asked)
-    stored = read_source(Wanted(source=ours, target=back, format=HF))
+    stored = read_source(ConversionRequest(source=ours, target=back, format=HF))
     (found,) = our_logits(run, stored.tensors, models.VOCABULARY, ids)
     torch.testing.assert_close(found, expected, **tolerances.LOGITS)
 
     # With the config.json that it came with, and with one that is made from our arguments.
-    convert(Wanted(source=ours, target=back, format=HF, verify=False), quiet)
+    convert(ConversionRequest(source=ours, target=back, format=HF, verify=False), quiet)
     models.assert_same_weights(back, theirs)
     assert config_of(back) == config_of(theirs)
     shutil.rmtree(ours / BESIDE)
     kind = config_of(theirs)["model_type"]
-    convert(Wanted(source=ours, target=again, format=HF, family=kind, verify=False), quiet)
+    convert(
+        ConversionRequest(source=ours, target=again, format=HF, family=kind, verify=False), quiet
+    )
     models.assert_same_weights(again, theirs)
     assert config_of(again)["model_type"] == kind
     logits, heard = models.logits_of(again, ids)
@@ -82,8 +84,8 @@ def test_a_family_in_and_out(case: str, tmp_path: Path) -> None:
 def test_losses_and_gradients_are_theirs(case: str, tmp_path: Path) -> None:
     theirs, ours, gradients = (tmp_path / name for name in ("theirs", "ours", "gradients"))
     model = models.write(theirs, case)
-    convert(Wanted(source=theirs, target=ours, format=OURS, verify=False), quiet)
-    stored = read_source(Wanted(source=ours, target=ours, format=OURS))
+    convert(ConversionRequest(source=theirs, target=ours, format=OURS, verify=False), quiet)
+    stored = read_source(ConversionRequest(source=ours, target=ours, format=OURS))
     run = run_config(open_checkpoint(ours).asked)
     mine = our_model(run, stored.tensors, models.VOCABULARY)
     ids = models.prompts()

@@ -16,7 +16,7 @@ import torch
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.training.conversion import hf_folder
-from megatron.training.conversion.convert import Wanted, convert
+from megatron.training.conversion.convert import ConversionRequest, convert
 from megatron.training.conversion.families import FAMILIES
 from megatron.training.conversion.hf import export_model
 from megatron.training.conversion.tensors import size_of, tensors_of
@@ -286,7 +286,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 def read(folder: Path, target: Path) -> None:
     convert(
-        Wanted(source=folder, target=target, format="safetensors_dist", verify=False),
+        ConversionRequest(source=folder, target=target, format="safetensors_dist", verify=False),
         lambda line: None,
     )
 

@@ -16,7 +16,7 @@ from megatron.training.conversion import hf, hf_folder
 from megatron.training.conversion.convert import (
     BESIDE,
     HF,
-    Wanted,
+    ConversionRequest,
     convert,
     read_source,
     run_config,
@@ -39,7 +39,7 @@ def written(model: hf.HFModel) -> dict[str, torch.Tensor]:
 def quietly(source: Path, target: Path, format: str = "safetensors_dist", **more: Any) -> list[str]:
     said: list[str] = []
     more.setdefault("verify", False)
-    convert(Wanted(source=source, target=target, format=format, **more), said.append)
+    convert(ConversionRequest(source=source, target=target, format=format, **more), said.append)
     return said
 
 
@@ -59,7 +59,7 @@ def test_a_family_in_and_out(case: str, tmp_path: Path) -> None:
     quietly(theirs, ours)
     # Built from nothing but the arguments in the checkpoint, it computes what theirs does.
     run = run_config(open_checkpoint(ours).asked)
-    stored = read_source(Wanted(source=ours, target=back, format=HF))
+    stored = read_source(ConversionRequest(source=ours, target=back, format=HF))
     ids = models.prompts()
     with torch.no_grad():
         expected = models.outputs_of(model, run, ids)

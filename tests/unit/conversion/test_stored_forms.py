@@ -14,7 +14,13 @@ from torch import Tensor
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.conversion.convert import HF, Wanted, convert, read_source, run_config
+from megatron.training.conversion.convert import (
+    HF,
+    ConversionRequest,
+    convert,
+    read_source,
+    run_config,
+)
 from megatron.training.conversion.quantized import plain_numbers
 from megatron.training.conversion.verify import our_model
 from tests import tolerances
@@ -35,7 +41,7 @@ def rewritten(folder: Path, held: dict[str, Tensor], **changes: Any) -> None:
 
 def converted(source: Path, target: Path, format: str) -> list[str]:
     said: list[str] = []
-    convert(Wanted(source=source, target=target, format=format), said.append)
+    convert(ConversionRequest(source=source, target=target, format=format), said.append)
     return said
 
 
@@ -144,7 +150,7 @@ def test_layers_that_predict_ahead_compute_what_transformers_does(tmp_path: Path
     held[f"{last}shared_head.head.weight"] = held["lm_head.weight"].clone()
     rewritten(theirs, held)
     converted(theirs, ours, OURS)
-    stored = read_source(Wanted(source=ours, target=ours, format=OURS))
+    stored = read_source(ConversionRequest(source=ours, target=ours, format=OURS))
     assert open_checkpoint(ours).asked["mtp_num_layers"] == 1
     model = our_model(run_config(open_checkpoint(ours).asked), stored.tensors, models.VOCABULARY)
     embedded, hidden = torch.randn(2, 2, 20, 32)

@@ -238,10 +238,10 @@ def test_what_cannot_be_had_is_said_once_or_refused(caplog):
 
 def test_products_of_fp32_stay_whole():
     with installed():
-        assert te.why_not_matrices(tiny_config()) is None
+        assert te.unsupported_matrices_reason(tiny_config()) is None
         with mock.patch.object(engine, "DTYPES", (torch.bfloat16,)):
-            assert "all bits of torch.float32" in str(te.why_not_matrices(tiny_config()))
-            assert te.why_not_matrices(tiny_config(params_dtype=torch.bfloat16)) is None
+            assert "all bits of torch.float32" in str(te.unsupported_matrices_reason(tiny_config()))
+            assert te.unsupported_matrices_reason(tiny_config(params_dtype=torch.bfloat16)) is None
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_products_of_fp32_stay_whole():
 )
 def test_an_old_version_is_told_from_a_known_one(version, reason):
     with installed(version):
-        assert te.why_not() == reason
+        assert te.unsupported_reason() == reason
 
 
 def test_a_scripts_own_layers_compute_alone():

@@ -29,7 +29,7 @@ def on_a_gpu() -> Iterator[None]:
         pytest.skip("needs a GPU")
     device.choose("cuda")
     try:
-        if (reason := te.why_not()) is not None:
+        if (reason := te.unsupported_reason()) is not None:
             pytest.skip(reason)
         yield
     finally:

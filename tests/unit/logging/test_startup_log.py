@@ -84,8 +84,8 @@ def test_what_is_fused_and_what_is_missing_for_it_is_told(
 ) -> None:
     reasons = iter([None, "triton is not installed"])
     monkeypatch.setattr(kernels, "why_missing", lambda package: next(reasons))
-    why_not = iter([None, "not compiled"])
-    monkeypatch.setattr(cpu_kernels, "why_not", lambda dtype: next(why_not))
+    unsupported_reason = iter([None, "not compiled"])
+    monkeypatch.setattr(cpu_kernels, "unsupported_reason", lambda dtype: next(unsupported_reason))
     flags = "--no-rope-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion"
     flags += " --no-bias-dropout-fusion --bf16"
     config = run_of(f"--swiglu --position-embedding-type rope {flags}")
@@ -113,6 +113,6 @@ def test_what_is_fused_and_what_is_missing_for_it_is_told(
 
 def test_a_format_without_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernels, "compiled", lambda: object())
-    assert kernels.whose_kernels(torch.bfloat16) == "kernels in C++"
+    assert kernels.kernel_backend(torch.bfloat16) == "kernels in C++"
     expected = "PyTorch alone: there are none for torch.float16"
-    assert kernels.whose_kernels(torch.float16) == expected
+    assert kernels.kernel_backend(torch.float16) == expected

@@ -13,7 +13,7 @@ from megatron.core.device import cpu_kernels
 from megatron.core.fusions.adam_step import Step
 from megatron.core.fusions.cpu import adam
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.reduced_precision_state import Kept
+from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from tests import tolerances
 
@@ -34,7 +34,7 @@ def after_two_steps(flags: dict[str, Any], groups: ProcessGroupCollection) -> di
         model.weight.grad = torch.randn(model.weight.shape).bfloat16()
         optimizer.step()
     ((_, _, state),) = optimizer.named_state()
-    kept = {k: s.read() if isinstance(s, Kept) else s.detach() for k, s in state.items()}
+    kept = {k: s.read() if isinstance(s, StateStorage) else s.detach() for k, s in state.items()}
     return {"weight": model.weight.detach(), **kept}
 
 
@@ -104,7 +104,7 @@ def test_a_state_dict_does_not_depend_on_kernels(
     loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
     torch.testing.assert_close(second.weight, first.weight, **tolerances.of(torch.bfloat16))
     mains = [next(o.named_state())[2]["fp32_param"] for o in (saved, loaded)]
-    values = [m.read() if isinstance(m, Kept) else m for m in mains]
+    values = [m.read() if isinstance(m, StateStorage) else m for m in mains]
     assert torch.equal(*values)
 
 

@@ -12,7 +12,11 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.mapping import from_param
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.reduced_precision_state import Kept, Rounded, Split
+from megatron.core.optimizer.reduced_precision_state import (
+    QuantizedState,
+    SplitMaster,
+    StateStorage,
+)
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from tests import tolerances
 from tests.unit.distributed.alone import ModelConfig, TinyModel, mean_loss, token_batch
@@ -50,7 +54,7 @@ class Run:
 
     def state(self) -> dict[str, Tensor]:
         return {
-            f"{kind} of {name}": (s.read() if isinstance(s, Kept) else s).clone()
+            f"{kind} of {name}": (s.read() if isinstance(s, StateStorage) else s).clone()
             for name, _, state in self.optimizer.named_state()
             for kind, s in state.items()
         }
@@ -74,7 +78,7 @@ def test_every_fp32_number_is_a_weight_and_a_remainder():
     bits = torch.arange(2**16, dtype=torch.int32).repeat(4)
     upper = torch.tensor([0x3F80, 0x3F81, -0x4080, -0x407F], dtype=torch.int32)
     numbers = (upper.repeat_interleave(2**16) * 2**16 + bits).view(torch.float32)
-    split = Split(weight := torch.empty_like(numbers, dtype=torch.bfloat16))
+    split = SplitMaster(weight := torch.empty_like(numbers, dtype=torch.bfloat16))
     split.write(numbers)
     assert torch.equal(split.read(), numbers)
     is_tie = bits == 0x8000
@@ -95,7 +99,7 @@ def test_bytes_of_a_parameter_with_its_gradient(
     matrix.grad = torch.zeros_like(matrix)
     (main,) = (p.main for p in run.optimizer.params if p.model is matrix)
     state = run.optimizer.rule.state_of(main)
-    kept = [t for s in state.values() for t in (s.tensors if isinstance(s, Kept) else (s,))]
+    kept = [t for s in state.values() for t in (s.tensors if isinstance(s, StateStorage) else (s,))]
     tensors = {t.data_ptr(): t for t in (matrix, main, matrix.grad, *kept) if t.dim()}
     padded = -(-matrix.numel() // 128) * 128
     each = sum(t.element_size() * (t.numel() / len_of(t, padded, matrix)) for t in tensors.values())
@@ -115,7 +119,7 @@ def test_what_was_kept_comes_back_to_the_bit(dtype: torch.dtype):
     generator = torch.Generator().manual_seed(1)
     numbers = torch.randn(1000, generator=generator) * 10.0 ** -torch.arange(1000).div(100)
     for is_square in (False, True):
-        first, second = (Rounded(numbers, dtype, is_square=is_square) for _ in range(2))
+        first, second = (QuantizedState(numbers, dtype, is_square=is_square) for _ in range(2))
         first.put(0, numbers.abs() if is_square else numbers.clone(), chances(1000, 3))
         second.write(first.read())
         assert torch.equal(second.read(), first.read())
@@ -127,7 +131,7 @@ def test_what_was_kept_comes_back_to_the_bit(dtype: torch.dtype):
 def test_a_moment_shrinks_as_it_does_in_fp32(dtype: torch.dtype):
     """Rounding to nearest would leave it where it is, a third too large."""
     start = torch.rand(10_000, generator=torch.Generator().manual_seed(1)) + 1.0
-    kept = Rounded(start, dtype, is_square=True)
+    kept = QuantizedState(start, dtype, is_square=True)
     kept.write(start)
     for step in range(300):
         values = kept.stretch(0, len(start)) * 0.999
@@ -139,7 +143,7 @@ def test_a_moment_shrinks_as_it_does_in_fp32(dtype: torch.dtype):
 def test_small_numbers_of_a_second_moment_are_not_lost():
     numbers = torch.full((128,), 1e-12)
     numbers[0] = 1.0
-    kept = Rounded(numbers, torch.float8_e4m3fn, is_square=True)
+    kept = QuantizedState(numbers, torch.float8_e4m3fn, is_square=True)
     kept.put(0, numbers.clone(), chances(128, 1))
     assert (kept.read() > 0).all()
 

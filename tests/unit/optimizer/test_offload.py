@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core import device
 from megatron.core.optimizer.offload import batches, chosen
-from megatron.core.optimizer.reduced_precision_state import Kept
+from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from tests import tolerances
 from tests.unit.optimizer.test_optimizer import Run
@@ -40,7 +40,7 @@ def _host_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def state(run: Run) -> dict[str, Tensor]:
     return {
-        f"{kind} of {name}": (s.read() if isinstance(s, Kept) else s).clone()
+        f"{kind} of {name}": (s.read() if isinstance(s, StateStorage) else s).clone()
         for name, _, kinds in run.optimizer.named_state()
         for kind, s in kinds.items()
     }
@@ -79,7 +79,7 @@ def test_a_checkpoint_goes_on_on_the_host_and_off_it(alone: ProcessGroupCollecti
         for name, _, kinds in run.optimizer.named_state():
             for what, kept in kinds.items():
                 values = saved[f"{what} of {name}"]
-                kept.write(values) if isinstance(kept, Kept) else kept.copy_(values)
+                kept.write(values) if isinstance(kept, StateStorage) else kept.copy_(values)
         run.optimizer.load_scalar_state(first.optimizer.scalar_state())
         for seed in range(3, 6):
             run.step(seed)

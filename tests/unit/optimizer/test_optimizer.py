@@ -20,7 +20,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.param_groups import no_weight_decay_on_embeddings
-from megatron.core.optimizer.reduced_precision_state import Kept
+from megatron.core.optimizer.reduced_precision_state import StateStorage
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, set_info
 from tests import tolerances
@@ -316,8 +316,8 @@ def test_a_decoupled_rate_is_that_of_embeddings_and_output(alone: ProcessGroupCo
 # -- state ------------------------------------------------------------------------------------
 
 
-def read(state: dict[str, Tensor | Kept]) -> dict[str, Tensor]:
-    return {key: s.read() if isinstance(s, Kept) else s.clone() for key, s in state.items()}
+def read(state: dict[str, Tensor | StateStorage]) -> dict[str, Tensor]:
+    return {key: s.read() if isinstance(s, StateStorage) else s.clone() for key, s in state.items()}
 
 
 def tensors(run: Run) -> dict[str, dict[str, Tensor]]:
@@ -344,7 +344,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
         saved = tensors(first)
         for name, _, state in second.optimizer.named_state():
             for key, kept in state.items():
-                write = kept.write if isinstance(kept, Kept) else kept.copy_
+                write = kept.write if isinstance(kept, StateStorage) else kept.copy_
                 write(saved[name][key])
         second.optimizer.load_scalar_state(json.loads(json.dumps(first.optimizer.scalar_state())))
     else:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core import device
-from megatron.core.device.async_host_copy import LateRead
+from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.distributed.buckets import plan_buffer
 from megatron.core.distributed.param_buffer import ParamBuffer
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -77,10 +77,10 @@ def test_one_product_is_the_loop_in_values_and_gradients(counts, in_one_storage,
 def test_a_gpu_is_not_asked_how_many_rows_its_experts_have(monkeypatch):
     """Where no token leaves it or is dropped: forward has all rows, backward comes later."""
     expected, _ = layer_gradients(monkeypatch, True)
-    reads: list[LateRead] = []
-    read = LateRead.get
+    reads: list[AsyncHostCopy] = []
+    read = AsyncHostCopy.get
     monkeypatch.setattr(token_dispatcher, "is_in_a_gpu", lambda _: True)
-    monkeypatch.setattr(LateRead, "get", lambda late: (reads.append(late), read(late))[1])
+    monkeypatch.setattr(AsyncHostCopy, "get", lambda late: (reads.append(late), read(late))[1])
     monkeypatch.setattr(Tensor, "square", lambda y: (y * y, reads.append(None))[0])
     found, two = layer_gradients(monkeypatch, True)
     assert two == 2

@@ -77,14 +77,14 @@ def write_metadata(
     ``objects``: file, start, num_bytes.  ``paths``: where a key stands in nested dictionaries;
     ``unflattened``: see `torch_dist`, None for a plain checkpoint of torch.
     """
-    described: dict[str, Any] = {}
+    param_info_for: dict[str, Any] = {}
     places: dict[Any, Any] = {}
     for key, entry in tensors.items():
         chunks = [
             _new("ChunkStorageMetadata", offsets=Size(p["offset"]), sizes=Size(p["shape"]))
             for p in entry["pieces"]
         ]
-        described[key] = _new(
+        param_info_for[key] = _new(
             "TensorStorageMetadata",
             properties=_properties(getattr(torch, entry["dtype"])),
             size=Size(entry["shape"]),
@@ -94,11 +94,11 @@ def write_metadata(
             index = _new("MetadataIndex", fqn=key, offset=Size(piece["offset"]), index=None)
             places[index] = _place(piece)
     for key, place in objects.items():
-        described[key] = _CLASSES["BytesStorageMetadata"](state={})
+        param_info_for[key] = _CLASSES["BytesStorageMetadata"](state={})
         places[_new("MetadataIndex", fqn=key, offset=None, index=None)] = _place(place)
     metadata = _new(
         "Metadata",
-        state_dict_metadata=described,
+        state_dict_metadata=param_info_for,
         planner_data=paths,
         storage_data=places,
         storage_meta=_new(

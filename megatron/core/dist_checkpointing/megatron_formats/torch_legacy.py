@@ -49,7 +49,7 @@ _OLDER_GROUPED = re.compile(r"(.*\.experts)\.weight([12])$")
 Rank = tuple[int, int, int]  # tensor-parallel rank, pipeline stage, expert-parallel rank
 
 
-class TorchRanksReader(ForeignReader):
+class TorchLegacyReader(ForeignReader):
     """A folder of format torch."""
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
@@ -230,8 +230,8 @@ def ranks_of(asked: Mapping[str, Any]) -> list[Rank]:
             f"format torch has no files for --expert-tensor-parallel-size {expert_tp} with "
             f"--tensor-model-parallel-size {tp}: use torch_dist"
         )
-    together = range(lcm(tp, expert_tp * ep))
-    both = sorted({(rank % tp, rank // expert_tp % ep) for rank in together})
+    raise_on_all_ranks = range(lcm(tp, expert_tp * ep))
+    both = sorted({(rank % tp, rank // expert_tp % ep) for rank in raise_on_all_ranks})
     return [(t, stage, e) for stage in range(pp) for t, e in both]
 
 

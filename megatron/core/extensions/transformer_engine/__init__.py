@@ -15,7 +15,7 @@ from megatron.core.lazy import lazy_exports
 
 _NAMES = {
     "attention": "TEDotProductAttention",
-    "engine": "why_not why_not_matrices",
+    "engine": "unsupported_reason unsupported_matrices_reason",
     "layers": "TEColumnParallelGroupedLinear TEColumnParallelLinear TELinear TENorm "
     "TELayerNormColumnParallelLinear TERowParallelGroupedLinear TERowParallelLinear",
 }

@@ -42,7 +42,7 @@ def package() -> Any:
     return layers
 
 
-def why_not() -> str | None:
+def unsupported_reason() -> str | None:
     """Why its layers cannot run here; None where they can."""
     reason = optional.why_missing(_PYTORCH)
     if reason is None:
@@ -57,7 +57,7 @@ def _why_no_gpu() -> str | None:
     return None if device.launches_kernels(here) else f"it needs a GPU, and the device is {here}"
 
 
-def why_not_matrices(config: TransformerConfig) -> str | None:
+def unsupported_matrices_reason(config: TransformerConfig) -> str | None:
     """Why our own layers do the matrix products of this model; None where Transformer Engine may.
 
     It has to import here.
@@ -76,7 +76,7 @@ def why_not_matrices(config: TransformerConfig) -> str | None:
 
 def recipe_of(config: TransformerConfig) -> Any:
     """The package's recipe of this model's format.  Raises ConfigError where it has none."""
-    reason = why_not_matrices(config)
+    reason = unsupported_matrices_reason(config)
     if reason is not None:
         raise ConfigError(f"the spec of the layer names matrices of Transformer Engine: {reason}")
     recipes = optional.require(_RECIPE, WANTED_BY)

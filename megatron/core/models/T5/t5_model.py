@@ -109,7 +109,7 @@ class T5Model(LanguageModule):
             has_bias = share_embeddings_and_output_weights and config.add_bias_linear
             self.output_layer = self.build_output_layer(bias=has_bias)
         built = [name for name in ("encoder", "decoder") if getattr(self, name) is not None]
-        self.name_and_fill(*built, rename=_HEAD)
+        self.finalize_parameters(*built, rename=_HEAD)
 
     def _build_shared_embedding(self) -> nn.Module:
         """Of both sequences: the encoder's first stage has it, and the decoder's."""

@@ -91,7 +91,7 @@ class BertModel(LanguageModule):
         )
         if post_process:
             self._build_heads()
-        self.name_and_fill("encoder")
+        self.finalize_parameters("encoder")
 
     def _build_heads(self) -> None:
         config, h = self.config, self.config.hidden_size

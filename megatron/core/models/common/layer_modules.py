@@ -15,8 +15,8 @@ from megatron.core.extensions.transformer_engine import (
     TELayerNormColumnParallelLinear,
     TENorm,
     TERowParallelLinear,
-    why_not,
-    why_not_matrices,
+    unsupported_matrices_reason,
+    unsupported_reason,
 )
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -63,9 +63,9 @@ def transformer_engine_parts(config: TransformerConfig | None) -> LayerParts:
     # A plan is made for another machine.
     if device.is_cuda() and not device.launches_kernels(device.current()):
         return LOCAL
-    reason = why_not()
+    reason = unsupported_reason()
     if reason is None and config is not None:
-        reason = why_not_matrices(config)
+        reason = unsupported_matrices_reason(config)
         parts = replace(LOCAL, norm=TENorm, core_attention=TEDotProductAttention)
     else:
         parts = LOCAL

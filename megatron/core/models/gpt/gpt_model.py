@@ -103,7 +103,7 @@ class GPTModel(LanguageModule):
             self.mtp = MultiTokenPrediction(config, mtp_block_spec, pg_collection=groups)
         if post_process:
             self.output_layer = self.build_output_layer()
-        self.name_and_fill("decoder")
+        self.finalize_parameters("decoder")
 
     def build_decoder(
         self, spec: ModuleSpec | TransformerBlockSubmodules, **arguments: Any

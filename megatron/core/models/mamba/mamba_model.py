@@ -73,6 +73,6 @@ class MambaModel(GPTModel):
         stack: TransformerBlock = build_module(spec, config=self.config, **arguments)
         return stack
 
-    def name_and_fill(self, *stacks: str, rename: dict[str, str] | None = None) -> None:
+    def finalize_parameters(self, *stacks: str, rename: dict[str, str] | None = None) -> None:
         final = {"decoder.final_layernorm.": "decoder.final_norm."}
-        super().name_and_fill(*stacks, rename=final | (rename or {}))
+        super().finalize_parameters(*stacks, rename=final | (rename or {}))

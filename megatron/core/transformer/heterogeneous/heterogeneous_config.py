@@ -43,33 +43,43 @@ def layer_shapes(config: TransformerConfig) -> tuple[LayerShape, ...] | None:
     if not text and path is None:
         return None
     try:
-        described = json.loads(text or Path(path or "").read_text(encoding="utf-8"))
+        param_info_for = json.loads(text or Path(path or "").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{FLAG} {path or text} cannot be read: {error}") from error
-    if not isinstance(described, dict) or not isinstance(described.get("block_configs"), list):
+    if not isinstance(param_info_for, dict) or not isinstance(
+        param_info_for.get("block_configs"), list
+    ):
         raise ConfigError(f"{FLAG} {path or text} has no list block_configs")
-    problems = _contradictions(described, config)
+    problems = _contradictions(param_info_for, config)
     if problems:
         raise ConfigError("; ".join(problems))
-    return tuple(_layer(block, config.hidden_size) for block in described["block_configs"])
+    return tuple(_layer(block, config.hidden_size) for block in param_info_for["block_configs"])
 
 
-def _contradictions(described: Mapping[str, Any], config: TransformerConfig) -> list[str]:
+def _contradictions(param_info_for: Mapping[str, Any], config: TransformerConfig) -> list[str]:
     """What the file says otherwise than the command line."""
-    blocks = described["block_configs"]
+    blocks = param_info_for["block_configs"]
     sizes = {b["attention"].get("n_heads_in_group") for b in blocks if b.get("attention")} - {None}
     if len(sizes) > 1:
         return [f"{FLAG}: n_heads_in_group must be one number for all layers, not {sorted(sizes)}"]
-    heads = described.get("num_attention_heads", config.num_attention_heads)
+    heads = param_info_for.get("num_attention_heads", config.num_attention_heads)
     groups = heads // next(iter(sizes)) if sizes else config.num_query_groups
     is_swiglu = config.gated_linear_unit and config.activation_func is F.silu
     pairs = (
         ("--num-layers", len(blocks), config.num_layers),
-        ("--hidden-size", described.get("hidden_size", config.hidden_size), config.hidden_size),
+        (
+            "--hidden-size",
+            param_info_for.get("hidden_size", config.hidden_size),
+            config.hidden_size,
+        ),
         ("--num-attention-heads", heads, config.num_attention_heads),
         ("--num-query-groups", groups, config.num_query_groups),
         ("--normalization", "RMSNorm", config.normalization),
-        ("the activation", described.get("hidden_act", "silu"), "silu" if is_swiglu else "another"),
+        (
+            "the activation",
+            param_info_for.get("hidden_act", "silu"),
+            "silu" if is_swiglu else "another",
+        ),
     )
     return [
         f"{FLAG} describes {theirs} where {name} is {ours}: make them equal"

@@ -15,11 +15,11 @@ from torch.distributed import ProcessGroup
 from megatron.core.device import is_cuda
 from megatron.core.optional import require, why_missing
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.pipeline_parallel.pass_interleaving import give_way
+from megatron.core.pipeline_parallel.pass_interleaving import yield_to_peer
 from megatron.core.tensor_parallel.mappings import through
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.moe.token_dispatcher import (
-    Arrived,
+    DispatchedTokens,
     FlexDispatcher,
     Meanwhile,
     sorted_here,
@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 PACKAGE = "deep_ep"
 
 
-def why_not(config: TransformerConfig, device: torch.device) -> str | None:
+def unsupported_reason(config: TransformerConfig, device: torch.device) -> str | None:
     """None if tokens can travel by DeepEP, else the reason."""
     if not is_cuda(device):
         return "it needs a GPU"
@@ -45,7 +45,9 @@ class DeepEPDispatcher(FlexDispatcher):
         super().__init__(num_experts, groups)
         self.num_sms = num_sms
 
-    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
+    def dispatch(
+        self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
+    ) -> DispatchedTokens:
         if self.tp_ep.size() == 1:
             return super().dispatch(x, routing, meanwhile)
         buffer = _buffer_of(self.tp_ep, x.shape[1] * x.element_size(), self.num_sms)
@@ -70,7 +72,7 @@ class DeepEPDispatcher(FlexDispatcher):
         def back(results: Tensor) -> Tensor:
             return through(arrived.back(results), (buffer, handle), _combined, _dispatched)
 
-        return Arrived(arrived.rows, arrived.weights, arrived.counts, back)
+        return DispatchedTokens(arrived.rows, arrived.weights, arrived.counts, back)
 
 
 _buffers: dict[ProcessGroup, tuple[int, Any]] = {}  # with the bytes of a row that they are made for
@@ -91,7 +93,7 @@ def _buffer_of(group: ProcessGroup, row_bytes: int, num_sms: int) -> Any:
 
 def _wait(event: Any) -> None:
     """While rows travel another pass may compute."""
-    give_way()
+    yield_to_peer()
     event.current_stream_wait()
 
 

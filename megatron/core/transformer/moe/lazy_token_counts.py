@@ -8,7 +8,7 @@ from typing import overload
 
 from torch import Tensor
 
-from megatron.core.device.async_host_copy import LateRead
+from megatron.core.device.async_host_copy import AsyncHostCopy
 
 
 class LateCounts(Sequence[int]):
@@ -16,7 +16,7 @@ class LateCounts(Sequence[int]):
 
     def __init__(self, counts: Tensor) -> None:
         self.counts = counts
-        self._late = LateRead(counts)
+        self._late = AsyncHostCopy(counts)
 
     @cached_property
     def _numbers(self) -> list[int]:

@@ -14,7 +14,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.deep_ep import DeepEPDispatcher, why_not
+from megatron.core.transformer.moe.deep_ep import DeepEPDispatcher, unsupported_reason
 from megatron.core.transformer.moe.experts import Experts
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -94,6 +94,6 @@ def _dispatcher(
 ) -> TokenDispatcher:
     if groups.tp_ep.size() == 1:
         return LocalDispatcher(num_experts, groups)
-    if config.moe_enable_deepep and why_not(config, device.current()) is None:
+    if config.moe_enable_deepep and unsupported_reason(config, device.current()) is None:
         return DeepEPDispatcher(num_experts, groups, config.moe_deepep_num_sms)
     return DISPATCHERS[config.moe_token_dispatcher_type](num_experts, groups)

@@ -23,7 +23,7 @@ from megatron.core.aux_loss import AuxLosses
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.parallel.context_parallel_partition import held_tokens
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.params.param_init import described, new_parameter
+from megatron.core.params.param_init import new_parameter, param_info_for
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 from megatron.core.tensor_parallel.random import fork_for_tokens
 from megatron.core.transformer.module import MegatronModule
@@ -58,7 +58,7 @@ class TopKRouter(MegatronModule):
             scaling_factor=config.moe_router_topk_scaling_factor,
         )
         shape = self.num_experts, config.hidden_size
-        info = described(shape, config.init_method, sequence_parallel=self.is_sequence_cut)
+        info = param_info_for(shape, config.init_method, sequence_parallel=self.is_sequence_cut)
         self.weight = new_parameter(info.global_shape, config.params_dtype, info)
         self.bias: torch.nn.Parameter | None = None
         if config.add_bias_linear:

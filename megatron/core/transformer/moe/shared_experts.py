@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.params.param_init import described, new_parameter
+from megatron.core.params.param_init import new_parameter, param_info_for
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -27,7 +27,9 @@ class SharedExpertMLP(MLP):
         self.gate_weight: torch.nn.Parameter | None = None
         if config.moe_shared_expert_gate:
             is_cut = config.sequence_parallel and tp_group.size() > 1
-            info = described((1, config.hidden_size), config.init_method, sequence_parallel=is_cut)
+            info = param_info_for(
+                (1, config.hidden_size), config.init_method, sequence_parallel=is_cut
+            )
             self.gate_weight = new_parameter(info.global_shape, config.params_dtype, info)
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
-from megatron.core.pipeline_parallel.pass_interleaving import give_way
+from megatron.core.pipeline_parallel.pass_interleaving import yield_to_peer
 from megatron.core.tensor_parallel.mappings import (
     all_gather_first_dim,
     gather_from_sequence_parallel_region,
@@ -41,7 +41,7 @@ Meanwhile = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Arrived:
+class DispatchedTokens:
     """What the experts of a rank have to compute.
 
     ``rows`` [m, h] and ``weights`` [m], those of an expert behind each other, ``counts`` of each
@@ -53,14 +53,14 @@ class Arrived:
     counts: Sequence[int]
     back: Back
 
-    def padded(self, capacity: int) -> Arrived:
+    def padded(self, capacity: int) -> DispatchedTokens:
         """With rows of zeros behind those of each expert, ``capacity`` in all."""
         device, size = self.rows.device, len(self.counts) * capacity
         gaps = [0, *accumulate(capacity - count for count in self.counts[:-1])]
         place = torch.arange(len(self.rows), device=device) + _repeated(gaps, self.counts, device)
         rows = self.rows.new_zeros((size, self.rows.shape[1])).index_copy(0, place, self.rows)
         weights = self.weights.new_zeros(size).index_copy(0, place, self.weights)
-        return Arrived(
+        return DispatchedTokens(
             rows,
             weights,
             [capacity] * len(self.counts),
@@ -86,7 +86,9 @@ class TokenDispatcher(ABC):
             self.num_micro_batches += 1
 
     @abstractmethod
-    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
+    def dispatch(
+        self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
+    ) -> DispatchedTokens:
         """Send tokens [n, h] to their experts.
 
         ``meanwhile`` is called while they travel, if they do; in backward what it has computed is
@@ -97,7 +99,9 @@ class TokenDispatcher(ABC):
 class LocalDispatcher(TokenDispatcher):
     """All experts are on this rank, whose host asks for no number that it can do without."""
 
-    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
+    def dispatch(
+        self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
+    ) -> DispatchedTokens:
         if routing.capacity is None and is_in_a_gpu(x):
             return sorted_here(x, routing, LateCounts(routing.counts()), fuses=self.fuses)
         return sorted_here(x, routing, counts_of(routing, self.num_experts)[0], fuses=self.fuses)
@@ -106,7 +110,9 @@ class LocalDispatcher(TokenDispatcher):
 class AllGatherDispatcher(TokenDispatcher):
     """Every rank sees all tokens and picks those of its experts."""
 
-    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
+    def dispatch(
+        self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
+    ) -> DispatchedTokens:
         assert meanwhile is None, "the command line is refused"
         group = self.tp_ep
         x = gather_from_sequence_parallel_region(x, group=group)
@@ -121,13 +127,15 @@ class AllGatherDispatcher(TokenDispatcher):
         def back(rows: Tensor) -> Tensor:
             return reduce_scatter_to_sequence_parallel_region(arrived.back(rows), group)
 
-        return Arrived(arrived.rows, arrived.weights, arrived.counts, back)
+        return DispatchedTokens(arrived.rows, arrived.weights, arrived.counts, back)
 
 
 class AllToAllDispatcher(TokenDispatcher):
     """Rows go to the rank of their expert, and from there to the ranks with shares of it."""
 
-    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
+    def dispatch(
+        self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
+    ) -> DispatchedTokens:
         told = counts_of(routing, self.num_experts, self.tp_ep)
         arrived = sorted_here(x, routing, told[self.tp_ep.rank()], fuses=self.fuses)
         copies, mine = self.expt_tp.size(), self.local_experts
@@ -144,7 +152,9 @@ class AllToAllDispatcher(TokenDispatcher):
 class FlexDispatcher(TokenDispatcher):
     """Rows go to all ranks with shares of their expert at once."""
 
-    def dispatch(self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None) -> Arrived:
+    def dispatch(
+        self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
+    ) -> DispatchedTokens:
         told = counts_of(routing, self.num_experts, self.tp_ep)
         arrived = sorted_here(x, routing, told[self.tp_ep.rank()], fuses=self.fuses)
         return _sent(arrived, self.tp_ep, told, meanwhile, num_blocks=self.ep.size())
@@ -177,7 +187,7 @@ def is_in_a_gpu(x: Tensor) -> bool:
 
 def sorted_here(
     x: Tensor, routing: Routing, counts: Sequence[int], *, fuses: bool = False
-) -> Arrived:
+) -> DispatchedTokens:
     """Rows of the tokens at hand in the order of experts, without those that are dropped.
 
     With `LateCounts` none may be.
@@ -185,17 +195,17 @@ def sorted_here(
     num_rows = None if isinstance(counts, LateCounts) else sum(counts)
     order = by_expert(routing.experts, num_rows, highest=routing.num_experts if fuses else None)
     weights = routing.weights.flatten().index_select(0, order.visit)
-    return Arrived(expand(x, order), weights, counts, partial(combine, order=order))
+    return DispatchedTokens(expand(x, order), weights, counts, partial(combine, order=order))
 
 
 def _sent(
-    arrived: Arrived,
+    arrived: DispatchedTokens,
     group: ProcessGroup,
     told: list[list[int]],
     meanwhile: Meanwhile | None,
     *,
     num_blocks: int | None = None,
-) -> Arrived:
+) -> DispatchedTokens:
     """Rows, cut by expert into ``num_blocks`` blocks, sent to the ranks that compute the block.
 
     ``told``: counts of each rank of ``group``.  Without ``num_blocks`` each has a block.  With
@@ -234,7 +244,9 @@ def _sent(
         meanwhile()
         rows = through(rows, flight, _landed, _sent_off)
     counts = [sum(n) for n in zip(*coming, strict=True)]
-    return Arrived(expand(rows, sorting), expand(weights, sorting).squeeze(1), counts, back)
+    return DispatchedTokens(
+        expand(rows, sorting), expand(weights, sorting).squeeze(1), counts, back
+    )
 
 
 def _copies_of_blocks(sizes: list[int], copies: int, device: torch.device) -> Order | None:
@@ -276,7 +288,7 @@ def _exchanged(
     flights = [_Flight(sending, receiving, group) for _ in tensors]
     for flight, tensor in zip(flights, tensors, strict=True):
         flight.start(tensor)
-    give_way()
+    yield_to_peer()
     return tuple(flight.wait() for flight in flights)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megatron.core.params.param_init import described, new_parameter
+from megatron.core.params.param_init import new_parameter, param_info_for
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import slice_of_first_dim
 from megatron.core.tensor_parallel.random import fork_for_tokens
@@ -28,7 +28,7 @@ class PositionEmbedding(nn.Module):
         """``is_cut``: each tensor-parallel rank sees other tokens, so its gradient is partial."""
         super().__init__()
         shape = num_positions, config.hidden_size
-        info = described(shape, config.embedding_init_method, sequence_parallel=is_cut)
+        info = param_info_for(shape, config.embedding_init_method, sequence_parallel=is_cut)
         self.weight = new_parameter(info.global_shape, config.params_dtype, info)
 
     def forward(self, position_ids: Tensor) -> Tensor:

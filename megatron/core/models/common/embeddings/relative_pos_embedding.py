@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
-from megatron.core.params.param_init import Init, described, new_parameter
-from megatron.core.tensor_parallel.layers import share_of
+from megatron.core.params.param_init import Init, new_parameter, param_info_for
+from megatron.core.tensor_parallel.layers import divide_over_group
 
 
 def buckets_of(
@@ -56,9 +56,9 @@ class RelativePositionEmbedding(nn.Module):
         self.bidirectional = bidirectional
         self.num_buckets = relative_attention_num_buckets
         self.max_distance = relative_attention_max_distance
-        heads = share_of(num_attention_heads, tp_group, "--num-attention-heads")
+        heads = divide_over_group(num_attention_heads, tp_group, "--num-attention-heads")
         shape = self.num_buckets, num_attention_heads
-        info = described(shape, init_method, over=tp_group, dim=1)
+        info = param_info_for(shape, init_method, over=tp_group, dim=1)
         self.relative_attention_bias = nn.Embedding(self.num_buckets, heads, device="meta")
         self.relative_attention_bias.weight = new_parameter(
             (self.num_buckets, heads), params_dtype, info

@@ -34,7 +34,7 @@ from megatron.core.utils import PaddedSize
 class LanguageModule(MegatronModule):
     """Base of models that end in a vocabulary: one pipeline stage of such a model.
 
-    A model builds its parts and ends its construction with `name_and_fill`.
+    A model builds its parts and ends its construction with `finalize_parameters`.
     """
 
     embedding: LanguageModelEmbedding
@@ -145,7 +145,7 @@ class LanguageModule(MegatronModule):
             mark_as_shared_embedding(layer.weight, is_copy=True)
         return layer
 
-    def name_and_fill(self, *stacks: str, rename: dict[str, str] | None = None) -> None:
+    def finalize_parameters(self, *stacks: str, rename: dict[str, str] | None = None) -> None:
         """Write the global names, and the values that the default random seed gives them.
 
         ``stacks`` are the attributes that hold ``layers`` of a ``layer_range``; ``rename`` maps
@@ -173,7 +173,7 @@ class LanguageModule(MegatronModule):
         if not self.share_embeddings_and_output_weights:
             return None
         if self.has_embedding:
-            return self.embedding.word_embeddings.lend()
+            return self.embedding.word_embeddings.tied_weight()
         return self.shared_embedding_or_output_weight()
 
     # ---- positions -------------------------------------------------------------------------
