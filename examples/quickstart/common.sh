@@ -83,7 +83,7 @@ train_once() {
         --hidden-dropout 0
         --train-iters "$train_iters"
         --lr-decay-style cosine
-        --lr-warmup-iters 20
+        --lr-warmup-iters $((train_iters < 80 ? train_iters / 4 : 20))
         --weight-decay 0.1
         --adam-beta2 0.95
         --clip-grad 1.0

@@ -46,7 +46,14 @@ def main() -> int:
     print(f"validation loss of the trained model: {losses['lm']:.3f} nats a token")
     if "sop" in losses:
         print(f"order of sentences: {losses['sop']:.3f}; a coin has {math.log(2):.3f}")
-    return 0 if losses["lm"] < unigram - float(lead) else 1
+    if losses["lm"] < unigram - float(lead):
+        return 0
+    print(
+        f"the trained model is not {lead} nats better than the unigram model after "
+        f"{run.train_iters} iterations: train longer (TRAIN_ITERS, 400 or more)",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def asked_for(samples: Iterable[Mapping[str, Any]]) -> np.ndarray:

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,11 +41,15 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def commands(kind: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     """What the script runs, in order."""
-    folder = tmp_path_factory.mktemp("quickstart")
+    return recorded(kind, tmp_path_factory.mktemp("quickstart"))
+
+
+def recorded(kind: str, folder: Path, **variables: str) -> list[list[str]]:
+    """The commands of the script of ``kind`` with environment ``variables``."""
     record, recorder = folder / "record", folder / "python"
     recorder.write_text(RECORDER.format(python=sys.executable, record=str(record)))
     recorder.chmod(0o755)
-    env = {**os.environ, "PYTHON": str(recorder)}
+    env = {**os.environ, "PYTHON": str(recorder), **variables}
     script = ["bash", str(WAYS[kind]), str(folder / "out")]
     subprocess.run(script, check=True, env=env, capture_output=True)
     return [json.loads(line) for line in record.read_text().splitlines()]
@@ -52,6 +57,12 @@ def commands(kind: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[s
 
 def words_of(commands: list[list[str]], program: str) -> list[list[str]]:
     return [words[1:] for words in commands if words[0] == program]
+
+
+@pytest.mark.parametrize("iterations", ["4", "20"])
+def test_a_few_iterations_can_be_asked_for(iterations: str, tmp_path: Path):
+    first, _ = words_of(recorded("gpt", tmp_path, TRAIN_ITERS=iterations), "pretrain_gpt.py")
+    resolve(parse_args(argv=first, args_defaults=defaults_of("pretrain_gpt.py")), 1)
 
 
 def test_it_trains_halfway_and_goes_on_with_the_same_command(commands, kind):
