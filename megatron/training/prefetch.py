@@ -31,13 +31,13 @@ class ReadAhead:
     def __next__(self) -> Any:
         if not self._ahead:
             return next(self._batches)
-        device.follow(self._arrived)
+        device.wait_event(self._arrived)
         return self._ahead.pop(0)
 
     def first(self) -> Any:
         """What `next` will return, and still has to."""
         self.read()
-        device.follow(self._arrived)
+        device.wait_event(self._arrived)
         return self._ahead[0]
 
     def read(self, count: int = 1) -> None:
@@ -56,7 +56,7 @@ class ReadAhead:
         with device.on_stream(self._stream):
             for name, tensor in tensors.items():
                 sent[name].copy_(tensor, non_blocking=True)
-            self._arrived = device.marker()
+            self._arrived = device.record_event()
         return batch | sent
 
 

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import (
     load_archive,
 )
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
-from megatron.training.conversion.convert import Wanted, convert
+from megatron.training.conversion.convert import ConversionRequest, convert
 from tests.functional.runs import refusal, run_gpt, train_gpt
 from tests.functional.test_reference_run import FLAGS, GOLDEN, OURS, PP, TP
 from tests.ranks import run_ranks
@@ -161,7 +161,7 @@ def test_what_is_written_in_any_format_is_read_again_bit_for_bit(tmp_path: Path,
             flags.append("--use-distributed-optimizer")
         run_gpt(tmp_path / "run", *ROUND_TRIP, *flags, world_size=4)
     folders.append(tmp_path / "converted")
-    convert(Wanted(source=folders[0], target=folders[2], format=kind), [].append)
+    convert(ConversionRequest(source=folders[0], target=folders[2], format=kind), [].append)
     folders = [folder / "iter_0000002" for folder in folders]
     own, *others = map(all_tensors, folders)
     for other in others:
@@ -211,7 +211,7 @@ def test_experts_are_written_in_any_format_and_read_again(tmp_path: Path, more: 
     dist = ["--save", str(tmp_path / "torch_dist"), "--ckpt-format", "torch_dist"]
     run_gpt(tmp_path / "run", *flags, *dist, world_size=4)
     for kind in ("torch", "torch_dcp"):
-        convert(Wanted(source=own, target=tmp_path / kind, format=kind), [].append)
+        convert(ConversionRequest(source=own, target=tmp_path / kind, format=kind), [].append)
     for kind in ("torch_dist", "torch", "torch_dcp"):
         found = all_tensors(tmp_path / kind / "iter_0000001")
         assert found.keys() == expected.keys(), kind
@@ -277,7 +277,7 @@ def test_other_kinds_are_written_in_any_format_and_read_again(tmp_path: Path, mo
     run_gpt(tmp_path / "run", *flags, *dist, world_size=4)
     formats = ["torch_dist", "torch", "torch_dcp", "fsdp_dtensor"]
     for kind in formats[1:]:
-        convert(Wanted(source=own, target=tmp_path / kind, format=kind), [].append)
+        convert(ConversionRequest(source=own, target=tmp_path / kind, format=kind), [].append)
     for kind in formats:
         found = all_tensors(tmp_path / kind / "iter_0000001")
         assert found.keys() == expected.keys(), kind

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.training.conversion.convert import HF, Wanted, convert
+from megatron.training.conversion.convert import HF, ConversionRequest, convert
 from tests import tolerances
 from tests.distributed.layouts import Trace, compare, trace
 from tests.functional.runs import TINY, losses, refusal, run_gpt
@@ -104,7 +104,9 @@ def test_a_run_may_go_over_to_fp8_and_back(tmp_path: Path) -> None:
         if count == 2:  # other formats have no place for histories, and none is needed
             for form in ("torch", HF):
                 target = tmp_path / form
-                convert(Wanted(source=Path(root), target=target, format=form, verify=False))
+                convert(
+                    ConversionRequest(source=Path(root), target=target, format=form, verify=False)
+                )
 
 
 def test_a_width_that_no_check_knows_is_named() -> None:

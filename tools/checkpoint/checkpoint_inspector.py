@@ -28,7 +28,7 @@ from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.dist_checkpointing.formats import FORMATS, format_of, open_reader
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.conversion.convert import HF, Wanted, convert
+from megatron.training.conversion.convert import HF, ConversionRequest, convert
 from megatron.training.conversion.hf_folder import CONFIG, read_weights
 from megatron.training.preprocess.cli import run_tool
 
@@ -144,7 +144,7 @@ def modify(args: argparse.Namespace) -> None:
     if not done:
         raise ConfigError(f"--op {' '.join(args.op)} changes no key of {args.input_dir}")
     convert(
-        Wanted(
+        ConversionRequest(
             source=args.input_dir,
             target=args.output_dir,
             format=args.format,
@@ -172,7 +172,7 @@ def _operation(text: str) -> Callable[[str], str | None]:
 def convert_checkpoint(args: argparse.Namespace) -> None:
     """What convert.py does, with its plain options."""
     convert(
-        Wanted(
+        ConversionRequest(
             source=args.input_dir, target=args.output_dir, format=args.format, step=args.ckpt_step
         )
     )
@@ -188,7 +188,7 @@ def convert_to_fsdp(args: argparse.Namespace) -> None:
         if vars(args)[flag.removeprefix("--").replace("-", "_")]:
             print(f"note: {flag} is without effect: {why}")
     convert(
-        Wanted(
+        ConversionRequest(
             source=args.input_dir,
             target=args.output_dir,
             format="fsdp_dtensor",
