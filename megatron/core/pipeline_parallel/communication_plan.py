@@ -1,11 +1,15 @@
-"""Adds the transfers between ranks to an order of work.  Pure, the same on every rank.
+"""Add the sends and receives between pipeline ranks to an order of work.
 
-Sends are rendezvous: one may wait until its receive is posted, and transfers between two ranks
-are matched by their order alone.  So all work is laid out on one clock, every pass taking one
-unit, and all transfers that become possible at one moment form one wave.  On each rank a wave is
-one Exchange, after the work begun before that moment.  A wave needs only work begun earlier and
-precedes all work that needs it: executing work and waves in the order of time always advances,
-whether an Exchange is completed at once or when its tensors are used.
+Pure: every rank computes the plan of all ranks and takes its own.  Two properties of NCCL decide
+the construction: a send may block until its receive is posted, and the transfers between two ranks
+are matched by order, not by tag.  So all passes are placed on one global clock on which every pass
+takes one unit of time, and all transfers whose source finishes at the same time form one wave.  On
+each rank a wave is one Exchange (one batch of sends and receives), placed before the first pass
+that starts at or after that time.
+
+Why this cannot deadlock: a wave depends only on passes that end at or before its time, and every
+pass that needs the wave starts at or after it.  Ordered by time, the earliest unfinished item can
+always run, whether a rank waits for an Exchange at once or only when it uses the tensors.
 """
 
 from __future__ import annotations
@@ -35,15 +39,16 @@ def instructions(
     early: bool = False,
     in_pairs: bool = False,
 ) -> list[list[Instruction]]:
-    """What each rank does, of the work of all ranks (tuples: the result is cached).
+    """Return the instructions of each rank, given the ordered work of all ranks.
 
-    ``early`` posts receives one pass further ahead in warm-up and flush
-    (``--overlap-p2p-communication-warmup-flush``).  ``in_pairs``: no transfer comes between the
-    passes of a pair.
+    ``work`` consists of tuples, since the result is cached.  ``early`` posts receives one pass
+    earlier during warmup and flush (``--overlap-p2p-communication-warmup-flush``).  ``in_pairs``
+    places no transfer between the two passes of a pair.
     """
     clock = partial(_clock, work, placement, latency=int(early), in_pairs=in_pairs)
     times = clock(steady_latency=0)
-    # Time for transfers in the steady state costs nothing where the order has slack for it.
+    # In the steady state, leave one pass between a transfer and its use if the order of work has
+    # the slack: then the transfer overlaps with that pass.  Keep it only if no pass ends later.
     relaxed = clock(steady_latency=1)
     if max(map(max, relaxed)) == max(map(max, times)):
         times = relaxed
@@ -55,7 +60,7 @@ def instructions(
 
 
 def inputs(passed: Pass, num_stages: int) -> Pass | None:
-    """The pass whose output another virtual stage hands to this one."""
+    """Return the pass of the neighbouring virtual stage whose output is this pass's input."""
     kind, microbatch, stage = passed
     if kind == "forward" and stage > 0:
         return kind, microbatch, stage - 1
@@ -72,10 +77,11 @@ def _clock(
     steady_latency: int,
     in_pairs: bool,
 ) -> list[list[Times]]:
-    """When each pass starts and ends, if each takes one unit and each hand-over ``latency`` more.
+    """Return (start, end) of each pass, if a pass takes one unit and a transfer ``latency``.
 
-    ``steady_latency`` is that of the steady state, from the first backward to the last forward.
-    The passes of a pair start and end together, after two units.
+    ``steady_latency`` is the latency in the steady state, from the first backward pass to the last
+    forward pass.  The two passes of a pair start together and end together two units later.
+    Raises ValueError if the order of work deadlocks.
     """
     ends: dict[Pass, int] = {}
     times: list[list[Times]] = [[] for _ in work]
@@ -87,13 +93,15 @@ def _clock(
         now = times[rank][-1][1] if times[rank] else 0
         while (index := len(times[rank])) < len(work[rank]):
             together = work[rank][index : index + 2]
-            has_pairs = in_pairs and bool(steady[rank])  # else no forward is left for a backward
+            has_pairs = in_pairs and bool(steady[rank])  # an empty steady state has no pairs
             if not (has_pairs and len(together) == 2 and is_pair(*together)):
                 together = together[:1]
             passes = [(kind, m, placement.stage(rank, chunk)) for kind, m, chunk in together]
             needed = [s for p in passes if (s := inputs(p, placement.num_stages)) is not None]
             absent = [source for source in needed if source not in ends]
             if absent:
+                # This rank continues when that pass gets its times.  If a pair misses two inputs,
+                # the rank comes back here and waits for the second.
                 waiting[absent[0]] = rank
                 break
             ahead = steady_latency if index in steady[rank] else latency
@@ -124,7 +132,10 @@ Waves = list[dict[int, list[Transfer]]]  # of each rank: time -> transfers
 def _waves(
     work: Sequence[Sequence[Work]], placement: Placement, times: list[list[Times]]
 ) -> tuple[Waves, Waves]:
-    """Sends and receives of each rank by the moment when they become possible."""
+    """Return each rank's sends and receives, keyed by the time at which the source pass ends.
+
+    Sender and receiver use the same key, so both post a transfer in the same wave.
+    """
     rank_of = [placement.location(stage)[0] for stage in range(placement.num_stages)]
     sends: Waves = [defaultdict(list) for _ in work]
     receives: Waves = [defaultdict(list) for _ in work]
@@ -149,7 +160,7 @@ def _merge(
     sends: dict[int, list[Transfer]],
     receives: dict[int, list[Transfer]],
 ) -> list[Instruction]:
-    """Work and waves of one rank in the order of time; a wave comes before work of its moment."""
+    """Merge one rank's work and waves by time; a wave precedes the pass that starts at its time."""
     merged: list[Instruction] = []
     waves = iter(sorted(sends.keys() | receives.keys()))
     time = next(waves, None)
@@ -165,5 +176,5 @@ def _merge(
 
 
 def _ordered(waves: dict[int, list[Transfer]], time: int) -> tuple[Transfer, ...]:
-    """Both sides of a pair list the transfers of a wave alike."""
+    """Sort the transfers of a wave, so that both ends post them in the same order."""
     return tuple(sorted(waves.get(time, ())))

@@ -1,7 +1,12 @@
-"""Two passes in two threads that take turns: one computes while what the other sends travels.
+"""Interleave two micro-batch passes so that one computes while the other communicates.
 
-A pass that has begun a collective gives way before it waits for it.  One thread runs at a time and
-hands over at the same places every time, so that all ranks begin their collectives in one order.
+Each pass runs in a thread of its own, but only one thread runs at a time: a pass that has started
+an asynchronous collective calls `yield_to_peer` before it waits for it, which resumes the other.
+
+Order of collectives: the threads switch at these calls and at the end of a pass, never by
+preemption.  All ranks execute the same passes, so all ranks start the collectives of both passes in
+the same order.  Threads that ran freely would start them in an order of their own on each rank,
+and the ranks would deadlock.
 """
 
 from __future__ import annotations
@@ -15,19 +20,29 @@ import torch
 
 from megatron.core import device
 
-# Autograd hands this thread-local state on to the threads in which it computes.
+# Key of thread-local state.  Autograd copies such state to its device threads, so `yield_to_peer`
+# finds its `_Turns` also when called from a backward pass.
 _TURNS = "megatron turns"
 
 
 class _Stopped(BaseException):
-    """Unwinds a pass when the other one has failed."""
+    """Unwinds a pass when the other one has failed.
+
+    A BaseException, since a handler inside the pass may catch Exception.
+    """
 
 
 class _Turns:
+    """Which of two passes runs.
+
+    The fields need no lock: only the running pass reads or writes them, and the semaphores order
+    its writes before the reads of the other.
+    """
+
     def __init__(self, before_giving_way: Callable[[int], None]) -> None:
         self.before_giving_way = before_giving_way
-        self.turns = (threading.Semaphore(0), threading.Semaphore(0))
-        self.running = 0  # which of the two
+        self.turns = (threading.Semaphore(0), threading.Semaphore(0))  # released: may run
+        self.running = 0  # index of the running pass
         self.has_ended = [False, False]
         self.failure: BaseException | None = None
 
@@ -48,11 +63,12 @@ class _Turns:
         self.turns[self.running].release()
 
     def run(self, me: int, work: Callable[[], None]) -> None:
-        """All of one pass."""
+        """Run pass ``me`` to its end; its exception is stored in ``failure``, not raised."""
         torch._C._stash_obj_in_tls(_TURNS, self)
         with contextlib.ExitStack() as stack:
             stack.push(partial(self._end, me))
             if me == 1:
+                # A new thread starts on device 0, and with the default stream.
                 device.use_in_this_thread()
                 self.await_turn(me)
             work()
@@ -60,7 +76,10 @@ class _Turns:
     def _end(
         self, me: int, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> bool:
-        """Last words of a pass, as the exit of a context: its failure is kept here."""
+        """End a pass, as the exit of a context: store its failure, resume the other pass.
+
+        The other pass may have ended already; then nothing waits for the semaphore.
+        """
         del kind, trace
         torch._C._stash_obj_in_tls(_TURNS, None)
         if error is not None and not isinstance(error, _Stopped):
@@ -75,9 +94,11 @@ def run_in_turns(
     second: Callable[[], None],
     before_giving_way: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Do both, ``second`` in a thread of its own; ``first`` begins.
+    """Run ``first`` in this thread and ``second`` in a new one, one at a time; ``first`` starts.
 
-    ``before_giving_way`` is called in a pass, 0 or 1, that has begun a collective.
+    ``before_giving_way`` is called with 0 (``first``) or 1 (``second``) by the pass that has just
+    started a collective, before the other pass resumes.  Raises the first exception of either pass,
+    after both have ended.
     """
     turns = _Turns(before_giving_way)
     thread = threading.Thread(target=turns.run, args=(1, second), daemon=True)
@@ -89,7 +110,7 @@ def run_in_turns(
 
 
 def yield_to_peer() -> None:
-    """Let the other pass compute, where there is one; called before waiting for a collective."""
+    """Resume the other pass, if any; called between starting a collective and waiting for it."""
     if torch._C._is_key_in_tls(_TURNS):
         turns = torch._C._get_obj_in_tls(_TURNS)
         if turns is not None:

@@ -1,6 +1,7 @@
-"""The order of work of every pipeline rank, by the name of its schedule.  Pure.
+"""The order of forward, backward and weight passes of every pipeline rank, for each schedule.
 
-An order is a list of Work for each rank.  Each is proved free of deadlocks by `simulate`.
+Pure: no torch, no communication.  An order is one tuple of `Work` per rank.  `communication_plan`
+adds the transfers; the tests run the plans through `simulate`, which raises on deadlock.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ def schedule_of(
     forward_only: bool = False,
     in_pairs: bool = False,
 ) -> tuple[Placement, Orders]:
-    """Where the stages lie and what each rank does, for ``--pipeline-schedule name``.
+    """Return the placement of the virtual stages and the order of work of each rank.
 
-    ``group`` is the number of micro-batches that go through one chunk in a row (default: as many
-    as there are ranks).  None is 1f1b, or interleaved where a rank has several chunks.
-    ``in_pairs`` runs further ahead, so that a forward and the backward pass behind it can be one
-    (`is_pair`).
+    ``name`` is the value of --pipeline-schedule; None selects 1f1b, or interleaved if a rank has
+    several chunks.  ``group`` is the number of micro-batches that pass through one chunk before the
+    next chunk starts (default: the number of ranks).  ``in_pairs`` runs one more forward pass
+    during warmup, so that a forward pass and the backward pass after it are independent of each
+    other and can overlap (`is_pair`).
     """
     name = name or ("interleaved" if num_chunks > 1 else "1f1b")
     if sentence := wrong_chunks(name, num_chunks):
@@ -48,7 +50,7 @@ def schedule_of(
 
 
 def wrong_chunks(name: str, num_chunks: int) -> str | None:
-    """What is wrong about running this schedule with so many chunks on a rank."""
+    """Return the error message if this schedule cannot run ``num_chunks`` chunks per rank."""
     wanted = SCHEDULES[name]
     if num_chunks == wanted or (wanted is None and num_chunks > 1):
         return None
@@ -82,9 +84,11 @@ def _order(
 
 
 def _forward_v(placement: Placement, rank: int, num_microbatches: int) -> tuple[Work, ...]:
-    """Each micro-batch comes back for chunk 1 when later ones have begun with chunk 0."""
+    """Order the forward passes of a V placement (evaluation): chunk 0 first, then alternate."""
     down = [Work("forward", m, 0) for m in range(num_microbatches)]
     up = [Work("forward", m, 1) for m in range(num_microbatches)]
+    # Chunk 0 of this rank is stage `rank`, chunk 1 is stage 2 * num_ranks - 1 - rank.  The first
+    # micro-batch needs that difference in passes to return, and so many chunk-0 passes fill it.
     ahead = 2 * (placement.num_ranks - 1 - rank) + 1
     steps = zip_longest(up, down[ahead:])
     return (*down[:ahead], *(work for step in steps for work in step if work is not None))
@@ -93,12 +97,14 @@ def _forward_v(placement: Placement, rank: int, num_microbatches: int) -> tuple[
 def _alternate(
     placement: Placement, rank: int, passes: list[tuple[int, int]], first_group: int, in_pairs: bool
 ) -> tuple[Work, ...]:
-    """Warm up with forwards, alternate forward and backward, drain with backwards."""
+    """Warm up with forward passes, alternate forward and backward, drain with backward passes."""
     last_chunk = placement.num_chunks - 1
     forwards = [Work("forward", m, c) for m, c in passes]
     backwards = [Work("backward", m, last_chunk - c) for m, c in passes]
     behind = placement.num_ranks - 1 - rank
-    # With chunks a rank runs one more forward ahead, so that transfers overlap with work.
+    # 1F1B needs one forward pass in flight per later rank.  With several chunks, or in pairs, a
+    # rank runs two per later rank, so that a transfer overlaps with the pass before its use; the
+    # first group also has to pass through all chunks but the last before the first backward pass.
     is_ahead = last_chunk > 0 or in_pairs
     warmup = 2 * behind + last_chunk * first_group + in_pairs if is_ahead else behind
     steps = zip_longest(forwards[warmup:], backwards)
@@ -106,10 +112,12 @@ def _alternate(
 
 
 def _groups(placement: Placement, num_microbatches: int, group: int) -> list[int]:
-    """Sizes of the groups of micro-batches.
+    """Return the sizes of the groups of micro-batches that pass through one chunk in a row.
 
-    A last group smaller than the number of ranks would make the first rank wait for itself; its
-    micro-batches join the first group, which the warm-up is as long as.
+    With groups smaller than the number of ranks the order deadlocks: the first rank reaches the
+    second chunk of a group before the last rank has finished the first one.  A smaller last group
+    alone only leaves ranks idle; its micro-batches join the first group instead, since the length
+    of the warmup follows from the size of the first group.
     """
     if placement.num_chunks == 1:
         return [num_microbatches]
@@ -128,7 +136,7 @@ def _groups(placement: Placement, num_microbatches: int, group: int) -> list[int
 
 
 def _in_groups(sizes: list[int], num_chunks: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) in the order of forwards: each group through one chunk after another."""
+    """Return (micro-batch, chunk) of each forward pass: each group, chunk after chunk."""
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [
         (start + i, chunk)

@@ -1,4 +1,8 @@
-"""get_forward_backward_func: one step in the layout's pipeline schedule.
+"""Run one training or evaluation step in the pipeline schedule of the configuration.
+
+`get_forward_backward_func` returns the same function for every layout: one rank without pipeline is
+a pipeline of one stage.  The step is a plan (`schedule_order`, `communication_plan`) that an
+`Executor` follows.
 
 Order of collectives: those of `executor`; after the last backward pass those of
 ``hooks.finalize_model_grads_func``.
@@ -30,7 +34,7 @@ _NO_HOOKS = StepHooks()
 
 
 def get_forward_backward_func() -> Callable[..., list[Any]]:
-    """The schedule of this layout."""
+    """Return the function that runs one step; it reads the schedule from the model's config."""
     return forward_backward
 
 
@@ -51,12 +55,13 @@ def forward_backward(
     groups: ProcessGroupCollection | None = None,
     hooks: StepHooks = _NO_HOOKS,
 ) -> list[Any]:
-    """All micro-batches of a step through all stages.  Collective over the ranks of the model.
+    """Run all micro-batches of a step through all stages.  Collective over the ranks of the model.
 
-    ``model`` and ``data_iterator``: one for each model chunk of this rank, or one.  Gradients are
-    the step's when it returns, unless ``forward_only``.  Returns what the loss function reported,
-    one entry per micro-batch, on the ranks that hold the loss; nothing on the others.
-    ``first_val_step`` False means that weights have not changed since the last call.
+    ``model`` and ``data_iterator`` are one object, or a list with one per model chunk of this rank.
+    When it returns, the gradients of the step are complete, unless ``forward_only``.  Returns what
+    the loss function reported, one entry per micro-batch, on the ranks that compute the loss, and
+    an empty list on the others.  ``first_val_step=False``: weights have not changed since the last
+    call, so ``hooks.first_microbatch_func`` need not run in an evaluation step.
     """
     if adjust_tensor_shapes_fn is not None:
         raise ConfigError("adjust_tensor_shapes_fn: stages send hidden states alone; leave it out")
@@ -103,7 +108,7 @@ def forward_backward(
 
 
 def graphs_of(model: nn.Module) -> Iterator[Any]:
-    """The `LayerGraphs` of its stacks of layers."""
+    """Yield the CUDA graphs (`LayerGraphs`) of each stack of layers in ``model``."""
     for module in model.modules():
         if (graphs := module.__dict__.get("graphs")) is not None:
             yield graphs
@@ -117,7 +122,7 @@ def plan_of(
     *,
     forward_only: bool = False,
 ) -> tuple[Placement, list[list[Instruction]]]:
-    """Where the stages of ``config``'s schedule lie, and what each pipeline rank does in a step."""
+    """Return the placement of ``config``'s stages and each pipeline rank's instructions."""
     in_pairs = config.overlap_moe_expert_parallel_comm and not forward_only
     placement, orders = schedule_of(
         config.pipeline_schedule if num_ranks > 1 else None,
@@ -132,7 +137,7 @@ def plan_of(
     return placement, instructions(orders, placement, early=early, in_pairs=in_pairs)
 
 
-# The reference's names: the layout, not the caller, decides which schedule it is.
+# Names that Megatron-LM exports.  The layout, not the caller, decides which schedule runs.
 forward_backward_no_pipelining = forward_backward
 forward_backward_pipelining_without_interleaving = forward_backward
 forward_backward_pipelining_with_interleaving = forward_backward
@@ -145,7 +150,7 @@ def _mailbox(
     hooks: StepHooks,
     tokens: tuple[int, int, int],
 ) -> Mailbox | None:
-    """``tokens``: as of `messages_of`; None without stages."""
+    """Return the mailbox of a step, or None for a single stage; ``tokens``: see `messages_of`."""
     if placement.num_stages == 1:
         return None
     shapes, dtype = messages_of(config, groups, tokens, placement.num_stages)
@@ -162,10 +167,11 @@ def _mailbox(
 def messages_of(
     config: Any, groups: ProcessGroupCollection, tokens: tuple[int, int, int], num_stages: int
 ) -> tuple[list[tuple[int, int, int]], torch.dtype]:
-    """Shapes and dtype of what each stage but the last hands on.
+    """Return the shapes and the dtype of the tensors that each stage but the last sends.
 
-    ``tokens``: of a sequence, of a decoder's sequence, and sequences in a micro-batch.  Behind an
-    encoder its output travels along, in front of the decoder's hidden states.
+    ``tokens``: sequence length, decoder sequence length, sequences in a micro-batch.  The stages of
+    a decoder that has an encoder before it send the encoder's output and the decoder's hidden
+    states, concatenated in this order along the sequence.
     """
     seq_length, decoder_seq_length, micro_batch_size = tokens
     cut = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
@@ -185,5 +191,5 @@ def messages_of(
 
 
 def _listed(value: T | Sequence[T]) -> list[T]:
-    """A list of one, unless it is a list already."""
+    """Return ``value`` as a list: one element, unless it is a list or tuple already."""
     return list(value) if isinstance(value, list | tuple) else [value]  # type: ignore[list-item]

@@ -1,9 +1,10 @@
-"""Runs the instructions of all pipeline ranks against each other on a clock.  Pure.
+"""Simulate the instructions of all pipeline ranks: detect deadlocks, measure the pipeline bubble.
 
-The rules are NCCL's.  No buffer holds a tensor on its way: a transfer moves when both sides have
-begun their Exchange.  Transfers between two ranks are matched by order.  The Exchanges of a rank
-run one after the other, each after the work listed before it, and one is over when all of its
-transfers are.  Work waits for the tensors it needs, or (``blocking``) for every Exchange before it.
+Pure: no torch, no communication.  The rules are those of NCCL.  Nothing buffers a tensor in
+transit: a transfer starts when both ranks have begun the Exchange that contains it.  Transfers
+between two ranks are matched by order.  The Exchanges of a rank run one after another, each after
+the work listed before it, and an Exchange is complete when all of its transfers are.  Work waits
+for the tensors it needs, or (``blocking``) for every Exchange listed before it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from megatron.core.pipeline_parallel.plan import Exchange, Instruction, Placemen
 
 
 class DeadlockError(Exception):
-    """Some ranks wait for each other for ever, or would hand over the wrong tensor."""
+    """Some ranks wait for each other forever, or a receive is matched with the wrong send."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Time of one micro-batch in one virtual stage, and of a transfer.
+    """Time of each kind of pass of one micro-batch in one virtual stage, and of a transfer.
 
-    A backward without a "weight" of its own takes ``backward + weight``.
+    A backward pass whose weight gradients have no pass of their own takes ``backward + weight``.
     """
 
     forward: float = 1.0
@@ -36,7 +37,7 @@ class Durations:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
-    """What came out; tuples have one entry per rank."""
+    """Result of a simulation; the tuples have one entry per rank."""
 
     finish: float  # when the last rank ends
     busy: tuple[float, ...]
@@ -62,9 +63,9 @@ def simulate(
     *,
     blocking: bool = False,
 ) -> Simulated:
-    """Run ``plan``, the instructions of every rank, to its end.
+    """Run ``plan``, the instructions of every rank, to completion.
 
-    DeadlockError names the instruction in which each stuck rank waits.
+    Raises DeadlockError, which reports the instruction in which each blocked rank waits.
     """
     _check_order(plan, placement)
     run = _Run(plan, placement, durations or Durations(), blocking)
@@ -78,7 +79,7 @@ def simulate(
 
 
 def _check_order(plan: Sequence[Sequence[Instruction]], placement: Placement) -> None:
-    """Each receive must be the tensor that the other side sends at that place of the order."""
+    """Check that the n-th receive from a rank expects the tensor of that rank's n-th send."""
     sent: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     received: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     for rank, instructions in enumerate(plan):
@@ -138,7 +139,7 @@ class _Run:
             raise DeadlockError(f"the plan deadlocks:\n{lines}")
 
     def _next(self, rank: int) -> bool:
-        """Do the rank's next instruction; False if it must wait or there is none."""
+        """Execute the rank's next instruction; return False if it must wait or none is left."""
         state = self.ranks[rank]
         if state.position == len(state.instructions):
             return False
@@ -178,7 +179,7 @@ class _Run:
         return took if loads is None else took * loads[stage]
 
     def _exchange(self, rank: int) -> bool:
-        """Begin the first Exchange that is not over, and end it if its other sides have begun."""
+        """Begin the rank's oldest open Exchange; complete it if all its peers have begun theirs."""
         state = self.ranks[rank]
         if not state.posted:
             return False
@@ -189,6 +190,7 @@ class _Run:
             for transfer in transfers:
                 if (transfer, is_send) not in self.begun:
                     self.begun[transfer, is_send] = begin
+                    # The peer may have been blocked on this side only: try it again.
                     other = transfer.target if is_send else transfer.source
                     self.runnable.append(self.placement.location(other)[0])
                 other_begin = self.begun.get((transfer, not is_send))
@@ -204,7 +206,7 @@ class _Run:
 
 
 def _before(passed: Pass) -> Pass | None:
-    """What the same stage must have done with the micro-batch."""
+    """Return the pass of the same stage and micro-batch that must come first, or None."""
     kind, microbatch, stage = passed
     earlier = {"backward": "forward", "weight": "backward"}.get(kind)
     return None if earlier is None else (earlier, microbatch, stage)

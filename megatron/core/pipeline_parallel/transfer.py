@@ -1,10 +1,11 @@
-"""Activations and gradients on their way between pipeline stages.
+"""Send and receive activations and gradients between pipeline stages.
 
-A tensor is put into the mailbox by the stage that computes it and taken out by the stage that
-needs it.  Between stages of one rank that is all; between ranks it travels in an exchange.
+The stage that computes a tensor puts it into the mailbox, and the stage that needs it takes it out.
+Two stages on one rank share the mailbox and need no communication; between ranks an Exchange of
+the plan sends the tensor.
 
-Order of communication: the exchanges of a rank in the order of its plan, each one batched
-operation over pp.  Transfers between two ranks are matched by order, not by tag, as NCCL does it.
+Order of communication: the Exchanges of a rank in the order of its plan, each one
+``batch_isend_irecv`` over pp.  Transfers between two ranks are matched by order, not by tag.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ _WORDS = {"activation": "forward", "gradient": "backward"}
 
 
 class Mailbox:
-    """The tensors of one step between stages, all of one ``dtype``.
+    """The tensors that stages exchange in one step, all of one ``dtype``.
 
-    ``shapes[i]`` is what stage i and the next hand each other.
+    ``shapes[i]`` is the shape of the activation that stage i sends to stage i + 1, and of its
+    gradient.  ``waits_at_once`` waits for each Exchange where it is posted (no overlap).
     """
 
     def __init__(
@@ -43,13 +45,15 @@ class Mailbox:
     ) -> None:
         self.placement, self.pp_group, self.hooks = placement, pp_group, hooks
         self.shapes, self.dtype, self.waits_at_once = shapes, dtype, waits_at_once
-        self._tensors: dict[Transfer, Tensor] = {}  # to be sent, or arrived
-        self._arriving: dict[Transfer, Any] = {}  # what to wait for
-        self._leaving: list[Any] = []  # what to wait for before `_held` may go
+        self._tensors: dict[Transfer, Tensor] = {}  # put but not sent, or received but not taken
+        self._arriving: dict[Transfer, Any] = {}  # requests of receives that nobody waited for
+        # Requests of the last Exchange's sends, and the tensors that these sends read: the memory
+        # must not be reused before the requests are complete.
+        self._leaving: list[Any] = []
         self._held: list[Tensor] = []
 
     def put(self, transfer: Transfer, tensor: Tensor) -> None:
-        """Leave what ``transfer`` is to carry."""
+        """Store the tensor that ``transfer`` sends, or that another stage of this rank takes."""
         shape = self._shape(transfer)
         assert (tuple(tensor.shape), tensor.dtype) == (shape, self.dtype), (
             f"stage {transfer.source} made {tuple(tensor.shape)} of {tensor.dtype}, "
@@ -58,8 +62,12 @@ class Mailbox:
         self._tensors[transfer] = tensor.detach()
 
     def post(self, exchange: Exchange) -> None:
-        """Start all transfers of ``exchange``; the ranks at their other ends post theirs."""
+        """Start all transfers of ``exchange``; each peer posts the matching Exchange.
+
+        Collective over the ranks at the other ends of the transfers.
+        """
         with self.hooks.timed(_name(exchange)):
+            # At most one Exchange of sends is open: this bounds the memory that sends hold.
             _wait(self._leaving)
             sent = [self._tensors.pop(transfer).contiguous() for transfer in exchange.sends]
             received = [
@@ -76,7 +84,7 @@ class Mailbox:
                     *self._operations(dist.irecv, received, (t.source for t in exchange.receives)),
                 ]
             )
-            if len(works) == 1:  # of the whole batch (NCCL)
+            if len(works) == 1:  # NCCL returns one request for the whole batch
                 works *= len(sent) + len(received)
             self._leaving, self._held = [], []
             self._tensors.update(zip(exchange.receives, received, strict=True))
@@ -87,14 +95,14 @@ class Mailbox:
                 self._arriving.update(zip(exchange.receives, works[len(sent) :], strict=True))
 
     def take(self, transfer: Transfer) -> Tensor:
-        """What ``transfer`` carried, once it is here."""
+        """Return the tensor of ``transfer``, after waiting for its receive."""
         with self.hooks.timed(f"{_WORDS[transfer.kind]}-recv"):
             if transfer in self._arriving:
                 self._arriving.pop(transfer).wait()
         return self._tensors.pop(transfer)
 
     def close(self) -> None:
-        """Wait until everything sent has left."""
+        """End the step: wait for the sends; every tensor must have been taken."""
         _wait(self._leaving)
         self._held = []
         assert not self._tensors, f"never taken: {', '.join(map(str, self._tensors))}"
@@ -119,7 +127,7 @@ def _wait(works: Iterable[Any]) -> None:
 
 
 def _name(exchange: Exchange) -> str:
-    """The timer of an exchange: forward-send-backward-recv and the like."""
+    """Return the timer name of an Exchange, for example forward-send-backward-recv."""
     parts = []
     for transfers, verb in ((exchange.sends, "send"), (exchange.receives, "recv")):
         kinds = sorted({transfer.kind for transfer in transfers})
