@@ -1,7 +1,8 @@
-"""Which parameter lies where in a gradient buffer, and which stretch is reduced at once.
+"""Lay out a gradient buffer: the span of each parameter, and the bounds of each bucket.
 
-Pure arithmetic in elements.  Parameters are given in the order of the model; they are laid out
-backwards, so that the first bucket is the first that a backward pass completes.
+Pure arithmetic in elements.  Parameters are given in the order of the model and laid out in reverse
+order.  A backward pass finishes the last layers first, so it completes the first bucket first, and
+the reduction of that bucket overlaps with the rest of the pass.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from math import lcm
 
 PARAM_ALIGNMENT = 64  # a parameter starts on a 128-byte line, also in 16 bits
-BUCKET_ALIGNMENT = 128  # of every rank's share of a bucket; a multiple of the one above
+BUCKET_ALIGNMENT = 128  # of every rank's share of a bucket; a multiple of PARAM_ALIGNMENT
 HIGH_BUS_BANDWIDTH_ALIGNMENT = 2**16  # collectives run fastest on multiples of this
 
 
@@ -26,14 +27,14 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """``spans[i]`` holds parameter i; what no span covers is padding."""
+    """``spans[i]`` is (start, stop) of parameter i; elements outside all spans are padding."""
 
     spans: tuple[tuple[int, int], ...]
     buckets: tuple[Bucket, ...]
 
     @property
     def numel(self) -> int:
-        """Length of the buffer with its padding."""
+        """Number of elements of the buffer, including padding."""
         return self.buckets[-1].stop if self.buckets else 0
 
 
@@ -45,10 +46,10 @@ def plan_buffer(
     bucket_multiple: int = 1,
     alone: Container[int] = (),
 ) -> BufferLayout:
-    """Lay out parameters of ``numels`` elements and close a bucket at ``bucket_size`` or more.
+    """Lay out parameters of ``numels`` elements; close a bucket at ``bucket_size`` or more.
 
-    None is one bucket.  A parameter is never cut; a bucket's length is a multiple of
-    ``bucket_multiple``.  Parameters in ``alone`` have a bucket each.
+    ``bucket_size=None`` makes one bucket.  A parameter lies in one bucket entirely, and a bucket's
+    length is a multiple of ``bucket_multiple``.  Each parameter in ``alone`` has its own bucket.
 
     >>> plan_buffer([4, 3, 5], 6).buckets
     (Bucket(start=0, stop=8, params=(2, 1)), Bucket(start=8, stop=12, params=(0,)))
@@ -72,7 +73,7 @@ def plan_buffer(
 
 
 def bucket_multiple(group_size: int, *, for_high_bus_bandwidth: bool) -> int:
-    """What a bucket's length divides by, so that ``group_size`` ranks can share it evenly."""
+    """Return the divisor of every bucket length, so that ``group_size`` ranks get equal shares."""
     unit = group_size * BUCKET_ALIGNMENT
     return lcm(unit, HIGH_BUS_BANDWIDTH_ALIGNMENT) if for_high_bus_bandwidth else unit
 
@@ -85,10 +86,10 @@ def target_bucket_size(
     group_size: int,
     is_overlapped: bool,
 ) -> int | None:
-    """Elements at which a bucket closes; None: one bucket holds everything.
+    """Return the number of elements at which a bucket closes; None means one bucket.
 
-    Without overlap there is nothing to gain from several.  By default a bucket grows with the
-    group, since a ring's latency does.
+    Without overlap several buckets only add latency.  The default grows with the group, since the
+    latency of a ring collective is proportional to the number of ranks.
     """
     if not is_overlapped:
         return None

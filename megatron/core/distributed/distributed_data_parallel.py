@@ -1,19 +1,19 @@
-"""The data-parallel wrapper: gradients of replicas become one, sharded parameters become whole.
+"""DistributedDataParallel: reduce gradients and all-gather updated parameters, in buckets.
 
-Collectives, all over ``dp_cp`` (experts: ``expt_dp``): one reduction per bucket and step, always
-in the order of `DistributedDataParallel.buckets`, so that ranks whose backward passes finish
-parameters in different orders still meet in the same collective.  With overlap they start inside
-backward, else in `start_grad_sync`.
+Collectives over ``dp_cp`` (experts: ``expt_dp``): one reduction per bucket and step, always in the
+order of `DistributedDataParallel.buckets`.  The backward passes of two ranks may finish parameters
+in different orders, so a complete bucket waits until all buckets before it are started.  With
+overlap, reductions start inside backward, else in `start_grad_sync`.
 
-Under a distributed optimizer each rank of an instance (``intra_dp_cp``, experts:
-``intra_expt_dp``) ends with the sums of its share of every bucket, summed over the instances
+With a distributed optimizer, each rank of an instance (``intra_dp_cp``, experts:
+``intra_expt_dp``) ends with the sums of its share of every bucket, added over the instances
 (``inter_dist_opt``).  After the update `start_param_sync` gathers the parameters, one all-gather
-per bucket; with overlap they start one by one as a forward pass comes to the modules that hold
-them.  What reads parameters in another way calls `finish_param_sync` first.  All gathers have
-started before a step's first reduction does.
+per bucket; with overlap, each starts as the forward pass reaches the modules before those that need
+it.  Code that reads parameters without calling their module calls `finish_param_sync` first.  All
+gathers start before the step's first reduction, which fixes the order of both on every rank.
 
-A parameter whose gradient needs no reduction, no scaling and no other dtype keeps it in
-``param.grad`` and costs nothing here.
+A gradient that needs no reduction, no scaling and no other dtype stays in ``param.grad``, without a
+buffer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from megatron.core.params.param_info import info_of
 
 
 class DistributedDataParallel(DataParallelBase):
-    """Whole replicas, their gradients reduced in buckets."""
+    """Data parallelism with complete parameters on every rank and gradients reduced in buckets."""
 
     def __init__(
         self,
@@ -77,17 +77,17 @@ class DistributedDataParallel(DataParallelBase):
             disable_bucketing=disable_bucketing,
         )
         buffered = {i for plan in plans for i in plan.members}
-        # Gradients that stay in param.grad.
+        # Parameters whose gradients stay in param.grad.
         self.direct = [param for i, (_, param) in enumerate(params) if i not in buffered]
         self.grad_buffers: dict[BufferKey, GradBuffer] = {}
         self.param_buffers: dict[BufferKey, ParamBuffer] = {}
-        # Kept as long as the buffers: it holds the pool that their memory comes from.
+        # Lives as long as the buffers: it owns the memory pool that they are allocated from.
         self._memory = self._buffer_memory()
         with self._memory:
             for plan in plans:
                 self._make_buffers(plan, [params[i] for i in plan.members])
         self.buckets = self._in_launch_order()
-        self._next = 0  # the first bucket that is not under way
+        self._next = 0  # index of the first bucket whose reduction has not started
         self.param_gather = self._in_gather_order()
         self._listen()
         if config.gradient_accumulation_fusion:
@@ -125,9 +125,9 @@ class DistributedDataParallel(DataParallelBase):
             torch._foreach_mul_(grads, factor)
 
     def owned_parts(self) -> Iterator[tuple[nn.Parameter, int, int]]:
-        """The parts of sharded parameters that this rank updates: elements start to stop of each.
+        """Yield (parameter, start, stop): the elements that this rank's optimizer updates.
 
-        Flattened row by row, at most one part of a parameter.
+        The range is of the parameter flattened row by row; at most one range per parameter.
         """
         for buffer in self.grad_buffers.values():
             reduction = buffer.reduction
@@ -155,9 +155,9 @@ class DistributedDataParallel(DataParallelBase):
             yield param, grad.view(-1)[start:stop]
 
     def start_param_sync(self) -> None:
-        """This rank has updated its shares: gather everybody's.
+        """All-gather the parameters, after this rank has updated its shares.
 
-        Collective over data-parallel ranks.  With overlap only the first bucket is begun.
+        Collective over data-parallel ranks.  With overlap, start only the first bucket.
         """
         self.param_gather.begin()
         if self.ddp_config.overlap_param_gather:
@@ -166,9 +166,9 @@ class DistributedDataParallel(DataParallelBase):
             self.param_gather.finish()
 
     def start_param_sync_by_bucket(self) -> Iterator[ParamBucket]:
-        """Yield each bucket for the update of this rank's share, then start to gather it.
+        """Yield each bucket, so that the caller updates this rank's share, then start its gather.
 
-        In the order in which a forward pass needs them.  Collective over data-parallel ranks.
+        The order is that of the forward pass.  Collective over data-parallel ranks.
         """
         self.param_gather.begin()
         for count, bucket in enumerate(self.param_gather.buckets, start=1):
@@ -221,22 +221,22 @@ class DistributedDataParallel(DataParallelBase):
             )
 
     def _buffer_memory(self) -> AbstractContextManager[None]:
-        """Where buffers are allocated: under --use-nccl-ub, memory that is registered with NCCL."""
+        """Return the context in which buffers are allocated: with --use-nccl-ub, NCCL memory."""
         if not self.ddp_config.nccl_ub:
             return nullcontext()
         groups = [self._group(is_expert) for is_expert in (False, True)]
         return registered_memory([*groups, self.groups.inter_dist_opt])
 
     def _group(self, is_expert: bool) -> ProcessGroup:
-        """Ranks that share the buckets' sums, or all replicas."""
+        """Return the ranks of one optimizer instance if sharded, else all data-parallel ranks."""
         groups = self.groups
         if self._is_sharded:
             return groups.intra_expt_dp if is_expert else groups.intra_dp_cp
         return groups.expt_dp if is_expert else groups.dp_cp
 
     def _reduction(self, group: ProcessGroup) -> Reduction:
-        # Experts see the tokens of all expert-parallel ranks: their sum over fewer ranks is
-        # divided by the same number of replicas.
+        # An expert's gradient already contains the tokens of all expert-parallel ranks.  It is
+        # added over expt_dp, which has fewer ranks, but divided by the size of dp_cp all the same.
         is_mean = not self.config.calculate_per_token_loss
         return Reduction(
             group=group,
@@ -249,14 +249,18 @@ class DistributedDataParallel(DataParallelBase):
         )
 
     def _in_launch_order(self) -> list[GradBucket]:
-        """Buckets in the order in which a backward pass completes them, the same on all ranks."""
+        """Return the buckets in the order in which a backward pass completes them.
+
+        The order follows from parameter positions alone, so it is the same on all ranks.
+        """
         buckets = [b for buffer in self.grad_buffers.values() for b in buffer.buckets]
         return sorted(buckets, key=lambda b: -min(self._position[slot.param] for slot in b.slots))
 
     def _in_gather_order(self) -> ParamGather:
-        """Sharded parameters in the order in which a forward pass meets their modules.
+        """Return the gather of sharded parameters, in the order in which forward needs them.
 
-        A shared embedding comes first: the output layer uses it without calling its module.
+        A shared embedding comes first: the output layer uses it without calling its module, so no
+        forward pre-hook of that module would wait for it.
         """
         buckets = [b for buffer in self.param_buffers.values() for b in buffer.buckets]
         return ParamGather(
@@ -279,9 +283,9 @@ class DistributedDataParallel(DataParallelBase):
             self._wait_in_forward()
 
     def _wait_in_forward(self) -> None:
-        """Let every module wait for the parameters that it holds itself.
+        """Register forward pre-hooks that wait for the parameters each module holds directly.
 
-        Who reads parameters of a module without calling it runs its forward pre-hooks first.
+        Code that reads a module's parameters without calling it runs these hooks first.
         """
         needed = {
             param: count
@@ -299,7 +303,8 @@ class DistributedDataParallel(DataParallelBase):
         self.param_gather.finish(count)
 
     def _open_to_layers(self) -> None:
-        """Let layers add weight gradients to the buffers themselves, where that is faster."""
+        """Let layers accumulate weight gradients in the buffers themselves, if that is faster."""
+        # A parameter with two uses must go through autograd, which adds both gradients.
         uses = Counter(p for _, p in self.module.named_parameters(remove_duplicate=False))
         for key, buffer in self.grad_buffers.items():
             for slot in buffer.slots:
@@ -315,6 +320,8 @@ class DistributedDataParallel(DataParallelBase):
                 self._start_next()
 
     def _start_next(self) -> None:
-        self.param_gather.finish()  # what no forward pass has needed
+        # Gather also what no forward pass has needed: every rank must issue all gathers before the
+        # first reduction, or ranks would order the two kinds of collectives differently.
+        self.param_gather.finish()
         self.buckets[self._next].start()
         self._next += 1

@@ -1,21 +1,25 @@
-"""Contiguous gradients, reduced over data-parallel ranks bucket by bucket.
+"""Contiguous gradient buffers, reduced over data-parallel ranks bucket by bucket.
 
-``param.main_grad`` is a view of the buffer.  A gradient arrives there in one of two ways:
+``param.main_grad`` is a view of the buffer.  A gradient reaches it in one of two ways:
 
-- through autograd: `GradSlot.take` copies the first one of a step (so the buffer needs no
-  zeroing) and adds later ones;
-- straight from a layer that adds its weight gradient to ``param.main_grad`` and then sets
-  ``param.grad_added_to_main_grad``.  Such a layer returns a tensor of any content as the gradient,
-  which tells autograd that the parameter is done; the tensor is dropped.  A parameter with a
-  second use (a tied embedding) must not come this way.  Where ``param.overwrite_main_grad`` is
-  True the numbers in the buffer are no gradients yet: a layer that knows of this writes its first
-  product of the step over them and sets it to False; the buffer is zeroed for a layer that does
-  not.  Our own layers come this way where the attribute is present (`GradSlot.open_to_layers`).
+- Through autograd: `GradSlot.take` copies the first gradient of a step (so the buffer needs no
+  zeroing) and adds later ones.
+- Fused into the layer: the layer adds its weight gradient to ``param.main_grad`` and then sets
+  ``param.grad_added_to_main_grad``.  The layer still returns a tensor of the weight's shape to
+  autograd, with arbitrary content, so that autograd runs the parameter's hook; `GradSlot.take`
+  drops that tensor.  A parameter used twice (a tied embedding) must not use this path: autograd
+  would add the arbitrary tensor to the real gradient of the other use.
 
-Collectives, started by the wrapper: per bucket one all-reduce over the bucket's group.  Where
-every rank keeps its share alone it is one reduce-scatter, and an all-reduce of the share over the
-optimizer's other instances; where sums are to be those of the sharded run, one reduce-scatter and
-one all-gather.
+``param.overwrite_main_grad`` exists on parameters whose layer may use the fused path
+(`GradSlot.open_to_layers`); our own layers use it if and only if the attribute exists.  True means
+that the buffer still holds values of the last step: the layer writes its first weight gradient of
+the step instead of adding it, then sets False.  For a layer that sets only
+``grad_added_to_main_grad``, `GradSlot.reset` zeroes the buffer.
+
+Collectives, started by the data-parallel wrapper: one all-reduce per bucket over the bucket's
+group.  With a distributed optimizer, one reduce-scatter, then an all-reduce of this rank's share
+over the other optimizer instances.  In deterministic mode without a distributed optimizer, one
+reduce-scatter and one all-gather, which add in the same order as the distributed optimizer does.
 """
 
 from __future__ import annotations
@@ -38,13 +42,13 @@ from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.parallel.collectives import all_gather_single, reduce_scatter_single
 from megatron.core.params.param_info import local_part
 
-# Elements converted at a time when a 16-bit gradient is added to a 32-bit sum on the CPU: torch's
-# mixed addition takes 7 times as long as a conversion and an addition that stay in the cache.
+# Elements per chunk when a 16-bit gradient is added to an fp32 sum on the CPU.  torch's addition of
+# mixed dtypes takes 7 times as long as converting and adding chunks that fit into the cache.
 _CHUNK = 2**18
 
 
 def gradient_of(param: nn.Parameter) -> Tensor | None:
-    """Where the gradient of ``param``, or of this rank's part of it, is summed up; or None."""
+    """Return ``param.main_grad``, else this rank's part of ``param.grad``; None without either."""
     main_grad = getattr(param, "main_grad", None)
     if main_grad is None and param.grad is not None:
         return local_part(param.grad)
@@ -53,49 +57,50 @@ def gradient_of(param: nn.Parameter) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """What happens to a bucket: multiplied by ``factor``, then summed over ``group``."""
+    """How a bucket is reduced: multiplied by ``factor``, then summed over ``group``."""
 
     group: ProcessGroup
     factor: float
     average_in_collective: bool  # the collective divides by the number of ranks
     check_for_nan: bool
-    is_sharded: bool = False  # a rank keeps the sum of its share of the bucket alone
-    outer: ProcessGroup | None = None  # ranks with the same share, whose sums are summed again
-    in_fixed_order: bool = False  # every sum is that of the sharded reduction, to the bit
+    is_sharded: bool = False  # each rank keeps only the sum of its own share of the bucket
+    outer: ProcessGroup | None = None  # ranks of other instances that own the same share
+    in_fixed_order: bool = False  # sums are bitwise identical to those of the sharded reduction
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that are summed over."""
+        """Number of ranks whose gradients are added."""
         return self.group.size() * (1 if self.outer is None else self.outer.size())
 
     @property
     def op(self) -> Any:
-        """What the collectives do."""
+        """The operation of the collectives."""
         return dist.ReduceOp.AVG if self.average_in_collective else dist.ReduceOp.SUM
 
 
 class GradSlot:
-    """The place of one parameter's gradient."""
+    """One parameter's view of the gradient buffer, and the state of its gradient in this step."""
 
     def __init__(self, param: nn.Parameter, name: str, main_grad: Tensor) -> None:
         self.param = param
         self.name = name
         self.main_grad = main_grad
-        self.is_stale = False  # main_grad holds the last step's numbers
+        self.is_stale = False  # main_grad still holds the last step's values
         self._came_through_autograd = False
-        self._is_overwritten = False  # by a layer, at its first product of a step
-        # The contract with layers and the optimizer: attributes of the parameter itself.
+        self._is_overwritten = False  # the layer writes its first weight gradient of a step
+        # Megatron-LM's contract with layers and the optimizer: attributes of the parameter.
         param.main_grad = main_grad  # type: ignore[attr-defined]
         param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def open_to_layers(self) -> None:
-        """Let the layer of this parameter add its gradient to ``main_grad``, now zero, itself."""
+        """Let the layer of this parameter write its gradient to ``main_grad`` itself."""
         self.param.overwrite_main_grad = True  # type: ignore[attr-defined]
 
     def take(self) -> bool:
-        """Account for the gradient that autograd has just finished; whether there was one.
+        """Move the gradient that autograd has just finished into ``main_grad``.
 
-        There is none where a layer has left it to a queue: it will come with another pass.
+        Returns False if there is no gradient yet: the layer has put it into a `WeightGradQueue`,
+        and a later pass computes it and calls this hook again.
         """
         param: Any = self.param
         if param.grad_added_to_main_grad:
@@ -116,7 +121,11 @@ class GradSlot:
         return True
 
     def reset(self) -> None:
-        """Begin a step.  Only layers that add to ``main_grad`` and never write need zeros."""
+        """Begin a step.
+
+        Zeroing reads and writes the whole buffer, so it is done only for a layer that always adds
+        to ``main_grad``.  The others overwrite the stale values with their first gradient.
+        """
         param: Any = self.param
         param.grad = None
         param.grad_added_to_main_grad = False
@@ -128,14 +137,14 @@ class GradSlot:
             self.main_grad.zero_()
 
     def fill(self) -> None:
-        """A parameter without a gradient in this step counts as zero."""
+        """Zero the stale values of a parameter that received no gradient in this step."""
         if self.is_stale:
             self.main_grad.zero_()
             self.is_stale = False
 
 
 class GradBucket:
-    """A stretch of the buffer that is reduced by one collective."""
+    """A contiguous range of the buffer that one collective reduces."""
 
     def __init__(self, data: Tensor, slots: Sequence[GradSlot], reduction: Reduction) -> None:
         self.data = data
@@ -144,12 +153,12 @@ class GradBucket:
         group = reduction.group
         self._share = data.view(group.size(), -1)[group.rank()]
         self.is_started = self.is_finished = False
-        self._missing = set(self.slots)  # not yet finished by this step's last backward pass
+        self._missing = set(self.slots)  # gradients that the last backward pass has not finished
         self._work: Any = None
         self._is_finite: AsyncHostCopy | None = None
 
     def mark_ready(self, slot: GradSlot) -> bool:
-        """Backward is done with a parameter; whether it was the last."""
+        """Record that backward has finished a parameter; return whether all are finished."""
         self._missing.discard(slot)
         return self.is_ready
 
@@ -160,21 +169,27 @@ class GradBucket:
 
     @property
     def owned(self) -> Tensor:
-        """Where this rank finds sums once the bucket is finished."""
+        """The part of ``data`` that holds reduced gradients on this rank after `finish`."""
         return self._share if self.reduction.is_sharded else self.data
 
     def start(self) -> None:
-        """Scale, and start the reduction without waiting for it."""
+        """Scale the gradients and start the reduction asynchronously.
+
+        From here to `finish` the collective owns ``data``: nothing may read or write it.  All
+        ranks of the group must start their buckets in the same order.
+        """
         assert not self.is_started, "a bucket is reduced once a step"
         self.is_started = True
         for slot in self.slots:
             slot.fill()
         reduction, group = self.reduction, self.reduction.group
         if reduction.check_for_nan and reduction.num_ranks > 1 and not self.data.is_meta:
-            # `finish` looks at it once the collective is under way.
+            # A sum is not finite if any value is not.  Reading the result at once would block the
+            # host until backward has caught up, so `finish` reads it.
             self._is_finite = AsyncHostCopy(torch.isfinite(self.data.sum(dtype=torch.float32)))
         factor = reduction.factor
         if reduction.average_in_collective:
+            # ReduceOp.AVG divides by this number already.
             factor *= reduction.num_ranks
         if factor != 1.0:
             self.data.mul_(factor)
@@ -188,9 +203,10 @@ class GradBucket:
             self._work = dist.all_reduce(self.data, op=reduction.op, group=group, async_op=True)
 
     def finish(self) -> None:
-        """Wait for the sums.  Raises NonFiniteError when this rank put in a NaN.
+        """Wait for the reduction.  Raises NonFiniteError if this rank contributed inf or NaN.
 
-        Collective over the optimizer's instances, or the bucket's group in fixed order.
+        Collective over the optimizer instances, and with ``in_fixed_order`` over the bucket's
+        group: called for every bucket in the order of `start`.
         """
         if self.is_finished:
             return
@@ -205,11 +221,11 @@ class GradBucket:
             all_gather_single(self.data, self._share, group=group)
         if self._is_finite is not None and not self._is_finite.get():
             culprits = non_finite_gradients((s.name, s.main_grad) for s in self.slots)
-            if culprits is not None:  # else only their sum has overflowed
+            if culprits is not None:  # None: every value is finite, only their sum overflowed
                 raise NonFiniteError(f"{culprits}, met before reducing over data-parallel ranks")
 
     def reset(self) -> None:
-        """Begin a step."""
+        """Begin a step: expect a gradient of every parameter again."""
         self.is_started = self.is_finished = False
         self._missing = set(self.slots)
         self._is_finite = None
@@ -218,7 +234,7 @@ class GradBucket:
 
 
 class GradBuffer:
-    """The gradients of ``params`` in one tensor, cut into ``buckets``.  Starts at zero."""
+    """The gradients of ``params`` in one tensor, split into ``buckets``.  Initially zero."""
 
     def __init__(
         self,
@@ -241,9 +257,9 @@ class GradBuffer:
 
 
 def takes_products(param: nn.Parameter, grad_dtype: torch.dtype) -> bool:
-    """Whether adding a matrix product straight to the gradient of ``param`` is the faster way.
+    """Whether a GEMM that accumulates into the main gradient of ``param`` is faster than autograd.
 
-    On a CPU it is for equal dtypes only: benchmarks/weight_gradient.md.
+    On a CPU only if both have the same dtype; measured in benchmarks/weight_gradient.md.
     """
     if param.dim() != 2:
         return False
@@ -255,7 +271,7 @@ def takes_products(param: nn.Parameter, grad_dtype: torch.dtype) -> bool:
 
 
 def add_into(total: Tensor, grad: Tensor) -> None:
-    """``total += grad`` for equal shapes and any two dtypes; ``total`` is contiguous."""
+    """Add ``grad`` to ``total`` in place: equal shapes, any two dtypes, ``total`` contiguous."""
     if total.dtype == grad.dtype or device.is_cuda(total.device):
         total.add_(grad)
         return

@@ -1,12 +1,12 @@
-"""Contiguous parameters, gathered from the ranks that update them bucket by bucket.
+"""Contiguous parameter buffers of the distributed optimizer, all-gathered bucket by bucket.
 
-``param.data`` becomes a view of the buffer.  After an update a rank's buffer is new in the shares
-that the rank owns, and old elsewhere until `ParamGather` has run.
+``param.data`` becomes a view of the buffer.  After an update, a rank's buffer holds new values only
+in the shares that this rank owns; the rest is stale until `ParamGather` has gathered it.
 
 Collectives: one all-gather per bucket over the bucket's group, always in the order of
-`ParamGather.buckets`, whatever a rank's forward pass needs first.  Where weights are stored as
-8-bit codes, all-reduces of each one's largest value come before: over the bucket's group, and over
-the tensor-parallel ranks that hold the rest of the weight.
+`ParamGather.buckets`, whichever bucket a rank's forward pass needs first.  For weights stored as
+8-bit codes, each all-gather follows all-reduces (MAX) of the weights' largest magnitudes: over the
+bucket's group, then over the tensor-parallel ranks that hold the other shards of the same weight.
 """
 
 from __future__ import annotations
@@ -28,49 +28,56 @@ from megatron.core.params.param_info import info_of
 
 @dataclass(frozen=True)
 class GatheredCodes:
-    """A weight as its layer multiplies it, valid as long as the weight has this version."""
+    """The e4m3 codes that a layer passes to its GEMM; valid while the weight has this version."""
 
     scaled: Scaled
     version: int
 
 
 class ParamBucket:
-    """A stretch of the buffer that one collective gathers."""
+    """A contiguous range of the buffer that one all-gather completes."""
 
     def __init__(self, data: Tensor, params: Sequence[nn.Parameter], group: ProcessGroup) -> None:
         self.data = data
         self.params = tuple(params)
         self.group = group
-        self.keeps_values = True  # in memory, also where codes are stored
+        self.keeps_values = True  # False (codes only): values are freed between updates
         self._work: Any = None
 
     def start(self) -> None:
-        """Start the all-gather of everybody's share."""
+        """Start the all-gather of the ranks' shares.  Collective over the bucket's group."""
         size = self.group.size()
         if size > 1:
+            # In place: the input is this rank's slice of the output.
             share = self.data.view(size, -1)[self.group.rank()]
             self._work = all_gather_single(self.data, share, group=self.group, async_op=True)
 
     def finish(self) -> None:
-        """Wait until all shares are here; copies that are made of weights go by their versions."""
+        """Wait for the all-gather and mark the parameters as changed."""
         if self._work is not None:
             self._work.wait()
             self._work = None
+        # The collective writes without autograd's knowledge.  Caches derived from a weight (for
+        # example its fp8 copy) compare the version to notice the change.
         torch.autograd.graph.increment_version(self.params)
 
     def prepare_update(self) -> None:
-        """Make room for values of this rank's share."""
+        """Allocate memory for the values, before the optimizer writes this rank's share."""
 
     def restore_values(self) -> None:
-        """Let ``data`` hold the values of all parameters, for what reads them beside layers."""
+        """Make ``data`` hold the values of all parameters, for readers other than layers."""
 
 
 class CodesBucket(ParamBucket):
-    """Weights that are stored as e4m3 codes, a byte each, and multiplied by layers as such.
+    """Weights stored as e4m3 codes, one byte each, which layers pass to their GEMMs unconverted.
 
-    A weight has one scale, a power of two.  Values exist while this rank writes its share, and from
-    `restore_values` to the next update; with ``keeps_values`` always.  Without them a parameter is
-    NaN everywhere, in no memory.  Codes keep their addresses.  ``spans``: where parameters lie.
+    Each weight has one scale, a power of two.  ``spans`` are the parameters' ranges in the bucket.
+
+    Lifetime: memory for values exists from `prepare_update` to `start`, while this rank writes its
+    share, and from `restore_values` to the next `start`; with ``keeps_values`` always.  Else, a
+    parameter is an expanded NaN scalar that takes no memory, so that a reader that forgot
+    `restore_values` computes NaN instead of stale numbers.  Codes are overwritten in place and keep
+    their addresses.
     """
 
     def __init__(
@@ -106,6 +113,8 @@ class CodesBucket(ParamBucket):
         none = self.data[:0]
         parts = [self.data[a:b] if a < b else none for a, b in mine]
         amax = torch.stack([largest(part) for part in parts])
+        # A weight lies on several ranks: over the bucket's group in shares, over the weight group
+        # in tensor-parallel shards.  All of them must use the same scale.
         for group in (self.group, self.weight_group):
             if group.size() > 1:
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
@@ -150,9 +159,10 @@ class CodesBucket(ParamBucket):
 
 
 class ParamBuffer:
-    """``params`` in ``buckets``, which are one tensor unless they hold codes; padding is zero.
+    """``params`` in ``buckets`` of one common tensor; padding is zero.
 
-    ``weight_group``: the ranks that hold the other parts of a weight that is stored as codes.
+    Buckets of codes have one tensor each, so that the values of each can be freed by itself.
+    ``weight_group``: the tensor-parallel ranks that hold the other shards of such a weight.
     """
 
     @torch.no_grad()
@@ -184,25 +194,29 @@ class ParamBuffer:
 
 
 class ParamGather:
-    """Gathers buckets in the order in which a forward pass meets them, one ahead of the need."""
+    """All-gather buckets in the order in which a forward pass needs them, prefetching one.
+
+    ``_started`` and ``_finished`` count buckets from the front.  Every rank starts the buckets in
+    list order, so the collectives match even if ranks need them in different orders.
+    """
 
     def __init__(self, buckets: Sequence[ParamBucket]) -> None:
         self.buckets = tuple(buckets)
         self._started = self._finished = len(self.buckets)
 
     def begin(self) -> None:
-        """This rank has updated its shares: whatever was gathered is old."""
+        """Mark all gathered values as stale: this rank has updated its shares."""
         assert self._finished == len(self.buckets), "parameters are updated while they are gathered"
         self._started = self._finished = 0
 
     def start(self, count: int) -> None:
-        """See to it that the first ``count`` buckets are under way."""
+        """Start the all-gathers of the first ``count`` buckets that are not started yet."""
         while self._started < min(count, len(self.buckets)):
             self.buckets[self._started].start()
             self._started += 1
 
     def finish(self, count: int | None = None) -> None:
-        """Wait for the first ``count`` buckets (None: for all), with the one after them begun."""
+        """Wait for the first ``count`` buckets (None: all), and prefetch the one after them."""
         count = len(self.buckets) if count is None else count
         if self._finished >= count:
             return
