@@ -1,13 +1,13 @@
-"""Norms and zero counts over a model that is spread over ranks.
+"""Global norms and zero counts of a model that is sharded over ranks.
 
-A parameter counts once: not where it is a copy, and on the first tensor-parallel rank alone where
-all of them hold the same values.  Squares are summed in blocks in fp32 and over blocks in fp64,
-so that a norm does not depend on how parameters are cut (one running fp32 sum over the 19 M
-numbers of a small embedding is off by 1e-3).
+Each parameter counts once: copies are skipped, and a parameter that all tensor-parallel ranks hold
+counts on the first of them.  Squares are added in fp32 within a block and in fp64 over blocks, so
+that a norm hardly depends on the sharding (one running fp32 sum over the 19 M values of a small
+embedding is off by 1e-3).
 
-Collectives: one all-reduce over mp, and one over tp_ep_pp where experts are spread otherwise.
-Where replicas hold different parts of the tensors (``is_sharded``) it is one over intra_dist_opt.
-Every rank must reach them, also a rank without parameters.
+Collectives: one all-reduce over mp, and one over tp_ep_pp if experts have other groups.  If
+data-parallel ranks hold different parts (``is_sharded``), one over intra_dist_opt instead.  Every
+rank must call them, also a rank without parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BLOCK, _PIECE = 2**12, 2**14
 
 
 def counts_here(info: ParamInfo, groups: ProcessGroupCollection) -> bool:
-    """Whether this rank is the one that counts a parameter."""
+    """Whether this rank counts the parameter (exactly one rank of its copies does)."""
     tp_group = groups.expt_tp if info.is_expert else groups.tp
     return not info.is_duplicate and (not info.counts_once_per_tp_group or tp_group.rank() == 0)
 
@@ -41,12 +41,13 @@ def global_norm(
     *,
     is_sharded: bool = False,
 ) -> float:
-    """L2 norm over all parameters of the model.  Collective over the model's ranks.
+    """Return the L2 norm over all parameters of the model.  Collective over the model's ranks.
 
-    Not finite when any number anywhere is not, also in a parameter that counts elsewhere.
+    The result is not finite if any value on any rank is not, counted there or not.
     """
     dense, expert, elsewhere = _sorted_by_counting(tensors, groups)
     squares = torch.stack([sum_of_squares(dense), sum_of_squares(expert)])
+    # 0 * inf and 0 * NaN are NaN: this adds nothing unless a copy that does not count is broken.
     squares = squares + 0.0 * sum_of_squares(elsewhere)
     return math.sqrt(float(_sum_over_model(squares, groups, is_sharded)))
 
@@ -57,7 +58,10 @@ def count_zeros(
     *,
     is_sharded: bool = False,
 ) -> int:
-    """How many numbers are exactly zero, without vocabulary padding.  Collective as above."""
+    """Count values that are exactly zero, without vocabulary padding.
+
+    Collective over the same ranks as `global_norm`.
+    """
     counts = torch.zeros(2, dtype=torch.int64, device=device.current())
     for info, tensor in tensors:
         if counts_here(info, groups):
@@ -67,9 +71,9 @@ def count_zeros(
 
 
 def calc_params_l2_norm(model_chunks: Sequence[nn.Module], groups: ProcessGroupCollection) -> float:
-    """L2 norm of the model's parameters, as layers see them.
+    """Return the L2 norm of the model's parameters in the dtype in which layers compute.
 
-    Collective as above, and over data-parallel ranks.
+    Collective over the same ranks as `global_norm`, and over data-parallel ranks.
     """
     for chunk in model_chunks:
         if isinstance(chunk, DataParallelBase):
@@ -83,13 +87,13 @@ def calc_params_l2_norm(model_chunks: Sequence[nn.Module], groups: ProcessGroupC
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What gradients of ``norm`` are multiplied by; a ``max_norm`` of 0 does not clip."""
+    """Return min(1, max_norm / (norm + 1e-6)), the factor of gradients; ``max_norm`` 0: 1."""
     return min(1.0, max_norm / (norm + 1.0e-6)) if max_norm > 0.0 else 1.0
 
 
 @torch.no_grad()
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Over all numbers, as an fp64 scalar on the device."""
+    """Return the sum of squares over all tensors, as an fp64 scalar on the device."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device.current())
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
@@ -109,7 +113,7 @@ def _sum_of_squared(norms: Tensor) -> Tensor:
 
 
 def _squares_of_pieces(tensor: Tensor) -> Tensor:
-    """Sums of squares in fp64, of pieces in one read."""
+    """Return fp64 sums of squares of pieces of ``tensor``; the kernel reads it once."""
     sums = tensor.new_empty(-(-tensor.numel() // _PIECE), dtype=torch.float64)
     cpu_kernels.run(
         "sums_of_squares",
@@ -126,7 +130,7 @@ def _norms_of_blocks(tensor: Tensor, dtype: torch.dtype) -> list[Tensor]:
     flat = tensor.reshape(-1)
     rest = flat.numel() % _BLOCK
     whole = flat[: flat.numel() - rest]
-    # What is converted stays in the cache.
+    # Convert a few blocks at a time, so that the fp32 copies stay in the cache.
     parts = [whole] if flat.dtype == dtype else list(whole.split(32 * _BLOCK))
     parts += [flat[flat.numel() - rest :]] if rest else []
     rows = (part.to(dtype).view(-1, min(_BLOCK, part.numel())) for part in parts)
@@ -136,7 +140,7 @@ def _norms_of_blocks(tensor: Tensor, dtype: torch.dtype) -> list[Tensor]:
 def _sorted_by_counting(
     tensors: Iterable[tuple[ParamInfo, Tensor]], groups: ProcessGroupCollection
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """What this rank counts, dense and expert, and what another rank does."""
+    """Split tensors into dense and expert ones that this rank counts, and the uncounted ones."""
     dense: list[Tensor] = []
     expert: list[Tensor] = []
     elsewhere: list[Tensor] = []
@@ -149,7 +153,7 @@ def _sorted_by_counting(
 
 
 def _sum_over_model(pair: Tensor, groups: ProcessGroupCollection, is_sharded: bool) -> Tensor:
-    """Total of a pair (dense, expert) over the ranks that hold the model."""
+    """Add up a pair (dense, expert) over the ranks that hold the model."""
     dense_group = groups.intra_dist_opt if is_sharded else groups.mp
     expert_group = groups.intra_dist_opt if is_sharded else groups.tp_ep_pp
     if dense_group is expert_group:

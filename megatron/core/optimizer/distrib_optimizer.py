@@ -1,16 +1,17 @@
-"""The optimizer divided over replicas (ZeRO-1): each rank updates its share of every bucket.
+"""Distributed optimizer (ZeRO-1): each data-parallel rank updates its share of every bucket.
 
-Main parameters and the rule's state exist for the share alone.  The wrapper leaves the summed
-gradients of the share in its buffers, and gathers the updated parameters (`start_param_sync`).
-Instances of a model that is sharded itself may also divide what they hold alike (HSDP): then the
-share is a piece of a part, and all ranks are one instance of the optimizer.
+A rank holds main parameters and optimizer state for its share only.  The data-parallel wrapper
+leaves the reduced gradients of the share in its buffers, and all-gathers the updated parameters
+(`start_param_sync`).  With HSDP, where the model itself is sharded, instances may also divide what
+they hold in common: then the share is a piece of the rank's shard, and all ranks form one instance
+of the optimizer.
 
-With --overlap-param-gather-with-optimizer-step a bucket's gather is begun as soon as the bucket is
-updated, while the next one is.
+With --overlap-param-gather-with-optimizer-step the all-gather of a bucket starts as soon as the
+bucket is updated, and overlaps with the update of the next one.
 
-Collectives of a step: those of `MegatronOptimizer.step` with every sum taken over all ranks of an
-optimizer instance (``intra_dist_opt``), since a replica holds only a part of each; then the
-all-gathers of the wrapper, chunk by chunk.
+Collectives of a step: those of `MegatronOptimizer.step`, with every sum over all ranks of an
+optimizer instance (``intra_dist_opt``), since each rank holds only a share of the gradients; then
+the all-gathers of the wrapper, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class DistributedOptimizer(MegatronOptimizer):
         )
         if not all(p.has_main for p in self.params if p.info.travels_as_codes):
             for chunk in self.model_chunks:
-                chunk.keep_values()  # an update starts from them
+                # An update in place reads the old values, which codes would have freed.
+                chunk.keep_values()
 
     def _update(self, divisor: float) -> None:
         self._prepare()

@@ -1,7 +1,8 @@
-"""What the optimizer updates: fp32 main parameters beside 16-bit ones, others directly.
+"""Main parameters: fp32 copies that the optimizer updates in place of 16-bit model parameters.
 
-Under --use-precision-aware-optimizer 16-bit ones are updated directly too, and so are bf16 ones by
-Adam's kernel on a CPU: what makes them whole is part of the update rule's state (`kept_state`).
+fp32 model parameters are their own main parameters.  So are 16-bit ones under
+--use-precision-aware-optimizer, and bf16 ones that Adam's CPU kernel updates: the bits that the
+model parameter lacks are then part of the optimizer state (`reduced_precision_state`).
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Part(NamedTuple):
-    """Elements ``start`` to ``stop`` of what this rank holds of a parameter, flattened."""
+    """The elements ``start`` to ``stop`` of this rank's shard of a parameter, flattened."""
 
     start: int
     stop: int
-    copy: int  # this rank's number among the ranks that update the same part
+    copy: int  # this rank's index among the ranks that update the same part
     num_copies: int
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizedParam:
-    """A parameter of the model and the tensor that is updated for it, often the same memory.
+    """A model parameter and its main parameter, which often share memory.
 
-    ``part``: what is updated here, while other ranks update the rest; ``main``, its gradient and
-    its state are then flat, and ``info`` says where they lie.  None: all of it.  ``host``: where
-    main lies, if in host memory.
+    ``part``: the elements that this rank updates (None: all); ``main``, its gradient and its state
+    are then flat, and ``info.part`` gives their position.  ``host``: the host buffers of an
+    offloaded main parameter.
     """
 
     name: str
@@ -50,23 +51,25 @@ class OptimizedParam:
 
     @property
     def has_main(self) -> bool:
-        """Whether a main parameter in another format stands beside the model's."""
+        """Whether the main parameter has another dtype than the model parameter."""
         return self.main.dtype != self.model.dtype
 
     @property
     def is_saved_apart(self) -> bool:
-        """Whether a checkpoint has more bits of it than the weights that layers see."""
+        """Whether a checkpoint stores this parameter in more bits than the layers compute with."""
         return self.has_main or self.info.dtype is not None
 
     @property
     def model_values(self) -> Tensor:
-        """Where the model holds what ``main`` is the master of."""
+        """The elements of the model parameter that ``main`` is the master copy of (a view)."""
         return _part_of(local_part(self.model.detach()), self.part)
 
     def bind_main_grad(self) -> Tensor:
-        """Make the summed gradient ``main.grad``; returns it, as it lies on the device.
+        """Bind the reduced gradient to ``main.grad``, without a copy; return it.
 
-        No gradient counts as zero: whether a parameter decays must not depend on the layout.
+        An offloaded parameter gets a copy on the host; the returned tensor is on the device.  A
+        missing gradient counts as zero: a parameter without one would skip weight decay, and
+        whether it has one depends on the layout.
         """
         grad = gradient_of(self.model)
         grad = torch.zeros_like(local_part(self.model)) if grad is None else grad
@@ -84,9 +87,9 @@ def optimized_params(
     config: OptimizerConfig,
     parts: Mapping[nn.Parameter, Part] | None = None,
 ) -> tuple[list[OptimizedParam], list[dict[str, Any]]]:
-    """One record per parameter, and ``groups`` with what is updated in place of the parameters.
+    """Return one record per parameter, and ``groups`` with main parameters in place of the model's.
 
-    ``parts``: what this rank updates, and nothing of parameters that are not among them.
+    ``parts``: the part of each parameter that this rank updates; other parameters are left out.
     """
     mine = [[p for p in g["params"] if parts is None or p in parts] for g in groups]
     every = [p for members in mine for p in members]
@@ -120,7 +123,7 @@ def _record(
         is_same = part is None and local is param and not is_half
         main = param if is_same else nn.Parameter(values)
     if main is not param:
-        main.grad_dtype = None  # gradients come in the buffer's format
+        main.grad_dtype = None  # the gradient has the buffer's dtype, not the parameter's
     if part is not None:
         held = info.part.start if info.part else 0
         whole, start = tuple(param.shape), held + part.start
@@ -129,12 +132,13 @@ def _record(
 
 
 def _directly(config: OptimizerConfig, info: ParamInfo, values: Tensor) -> tuple[torch.dtype, ...]:
-    """16-bit formats of parameters that have no fp32 main parameter beside them."""
-    is_whole = config.main_params_dtype == "fp32"  # 16 bits beside 16 of bf16; not of fp16
-    # What was gathered as codes is no longer the upper half of anything.
+    """Return the 16-bit dtypes of model parameters that are their own main parameters."""
+    # An fp32 master is a bf16 weight and a 16-bit remainder; fp16 is not the upper half of fp32.
+    is_whole = config.main_params_dtype == "fp32"
+    # A weight gathered as 8-bit codes is no longer the upper half of its fp32 master.
     if (is_whole and info.travels_as_codes) or not values.is_contiguous():
         return ()
-    # Adam's kernel on a CPU is as fast on 16 and 16 bits as on fp32: a third copy has no use.
+    # Adam's CPU kernel is as fast on weight and remainder as on fp32: save the separate copy.
     if config.use_precision_aware_optimizer or (
         config.optimizer == "adam" and cpu_kernels.take(values)
     ):
@@ -143,7 +147,7 @@ def _directly(config: OptimizerConfig, info: ParamInfo, values: Tensor) -> tuple
 
 
 def _part_of(tensor: Tensor, part: Part | None) -> Tensor:
-    """A flat view; all of ``tensor`` as it is for None."""
+    """Return a flat view of ``part`` of ``tensor``; for None, ``tensor`` itself."""
     return tensor if part is None else tensor.view(-1)[part.start : part.stop]
 
 
@@ -157,7 +161,7 @@ def copy_main_to_model(params: Sequence[OptimizedParam]) -> None:
 
 @torch.no_grad()
 def copy_model_to_main(params: Sequence[OptimizedParam]) -> None:
-    """Start the main parameters from the model's, after a checkpoint without optimizer state."""
+    """Copy model parameters to main parameters, after loading a checkpoint without their state."""
     pairs = [(p.model_values, p.main) for p in params if p.has_main or p.host]
     if pairs:
         torch._foreach_copy_([main for _, main in pairs], [model for model, _ in pairs])

@@ -1,16 +1,17 @@
-"""Muon: matrices move along the orthogonal matrix nearest to the mean of their gradients.
+"""Muon: update each matrix along the orthogonal matrix nearest to its momentum.
 
-Embeddings, the output layer, norms and biases are updated by another rule.
+Embeddings, the output layer, norms and biases use the rule of --muon-scalar-optimizer.
 
-A matrix is orthogonalised whole, however it is cut.  Over tensor-parallel ranks:
-`newton_schulz.orthogonalize_share`.  Over replicas (the distributed optimizer, FSDP) one of the
-ranks that hold a part of it becomes its owner: the one with the least to compute so far.  The
-others send it their parts of the mean and get back their parts of the result, so that no number
-travels more than once each way, and a matrix that lies on one rank not at all.
+The complete matrix is orthogonalised, whatever the sharding.  Tensor-parallel shards:
+`newton_schulz.orthogonalize_share`.  Shards of the distributed optimizer or FSDP: one of the ranks
+that hold a part of the matrix is its owner, chosen so that the work is balanced.  The other ranks
+send their parts of the momentum to the owner and receive their parts of the result, so that each
+value is sent at most once in each direction, and a matrix that lies on one rank is not sent.
 
-Collectives of a step, for batches of matrices in the order of the model: where a matrix lies on
-several ranks an all-to-all over those that share an optimizer, what the tensor-parallel mode needs,
-another all-to-all.
+Collectives of a step, for each batch of matrices in the order of the model: an all-to-all over the
+ranks that share an optimizer instance, the collectives of --muon-tp-mode, an all-to-all back.  The
+all-to-alls are left out for batches in which every matrix lies on one rank.  All ranks build the
+same batches from the spans of all ranks, and take part also where they hold none of the matrices.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, info_of
 
 Span = tuple[int, int]
-# Elements of matrices, over all ranks that share them, that are on their way at a time.
+# Elements per batch and sharing rank: bounds the memory of the all-to-all buffers.
 _BATCH_PER_RANK = 2**26
 
 
 def owners_of(shapes: Sequence[tuple[int, int]], spans: Sequence[Sequence[Span]]) -> list[int]:
-    """Which rank orthogonalises each matrix: of those that hold some of it the least busy one.
+    """Return the rank that orthogonalises each matrix: of its holders, the one with least work.
 
-    ``spans``: by matrix and rank, elements start to stop.
+    ``spans[i][rank]``: elements (start, stop) of matrix i on that rank.  Work counts as
+    rows * columns * min(rows, columns), the cost of a Newton-Schulz iteration.
 
     >>> owners_of([(4, 2), (4, 4), (4, 2)], [[(0, 8), (8, 8)], [(0, 8), (8, 16)], [(0, 2), (2, 8)]])
     [0, 1, 0]
@@ -64,17 +66,17 @@ def owners_of(shapes: Sequence[tuple[int, int]], spans: Sequence[Sequence[Span]]
 
 @dataclass(frozen=True, eq=False)
 class _Matrix:
-    """A matrix of the model; ``param`` is None on a rank that holds nothing of it."""
+    """A matrix of the model; ``param`` is None on a rank that holds no part of it."""
 
     info: ParamInfo
-    shape: torch.Size  # of the tensor-parallel share
+    shape: torch.Size  # of the tensor-parallel shard
     param: OptimizedParam | None
     spans: Sequence[Span]  # by rank
     owner: int
 
 
 class Muon(UpdateRule):
-    """``scalar`` updates what is no matrix; groups of matrices are marked "is_matrix"."""
+    """Muon for groups marked "is_matrix"; ``scalar`` updates the other parameters."""
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class Muon(UpdateRule):
         spans: Mapping[nn.Parameter, Sequence[Span]],
         process_groups: ProcessGroupCollection,
     ) -> None:
-        """``spans``: of parameters that are cut over replicas, what each rank of them holds."""
+        """``spans``: of sharded parameters, the elements that each sharing rank holds."""
         others = iter(scalar.param_groups)
         super().__init__([g if g["is_matrix"] else next(others) for g in groups], config)
         self.scalar, self._groups = scalar, process_groups
@@ -155,7 +157,10 @@ class Muon(UpdateRule):
         )
 
     def _mean(self, param: nn.Parameter, divisor: float) -> Tensor:
-        """Account for the gradient; the mean to be followed, flat."""
+        """Update the momentum and return the matrix to orthogonalise, flat.
+
+        m = mu m + (1 - mu) g; the result is m, or with Nesterov mu m + (1 - mu) g of the new m.
+        """
         assert param.grad is not None, "a parameter is updated without a gradient"
         buffer, momentum = self.state_of(param)["momentum_buffer"], self.config.muon_momentum
         assert isinstance(buffer, Tensor)
@@ -179,7 +184,7 @@ def _batches(
     mine: Mapping[nn.Parameter, OptimizedParam],
     spans: Mapping[nn.Parameter, Sequence[Span]],
 ) -> Iterator[list[_Matrix]]:
-    """The same on all ranks that share the matrices."""
+    """Yield the batches of matrices, the same on all ranks that share the matrices."""
     infos = [info_of(m) for m in models]
     shapes = [
         i.part.shape if i.part else tuple(m.shape) for i, m in zip(infos, models, strict=True)
@@ -198,7 +203,7 @@ def _batches(
 
 
 def _sharers(groups: ProcessGroupCollection, is_expert: bool) -> ProcessGroup:
-    """Ranks that hold a part each of the same parameters."""
+    """Return the ranks that hold different parts of the same parameters."""
     if groups.intra_dist_opt.size() == groups.world.size():  # instances share, or there is one
         return groups.expt_dp if is_expert else groups.dp_cp
     return groups.intra_expt_dp if is_expert else groups.intra_dp_cp
@@ -211,7 +216,11 @@ def _tensor_ranks(groups: ProcessGroupCollection, is_expert: bool) -> ProcessGro
 def _to_owners(
     batch: Sequence[_Matrix], means: Sequence[Tensor | None], rank: int, group: ProcessGroup
 ) -> list[Tensor | None]:
-    """Whole tensor-parallel shares of what this rank owns."""
+    """Return the assembled tensor-parallel shards of the matrices that this rank owns.
+
+    A matrix that lies on this rank alone is returned as it is, possibly the momentum buffer itself:
+    the caller must not write to it.
+    """
     wholes: list[Tensor | None] = [None] * len(batch)
     received = _exchange(batch, lambda n, _: means[n], rank, group, is_to_owner=True)
     for number, matrix in enumerate(batch):
@@ -231,7 +240,7 @@ def _to_owners(
 def _from_owners(
     batch: Sequence[_Matrix], results: Sequence[Tensor | None], rank: int, group: ProcessGroup
 ) -> list[Tensor | None]:
-    """This rank's part of each matrix that it holds some of, flat."""
+    """Return this rank's part of each result, flat; None for matrices it holds no part of."""
 
     def part(number: int, holder: int) -> Tensor | None:
         result = results[number]
@@ -249,7 +258,11 @@ def _exchange(
     *,
     is_to_owner: bool,
 ) -> dict[tuple[int, int], Tensor]:
-    """``part`` of a matrix and a holder that does not own it, from one to the other."""
+    """Send parts between holders and owners; return them by (matrix, holder).
+
+    ``part(matrix, holder)`` is called for what this rank sends.  Collective over ``group``; every
+    rank computes the counts from the spans, so no sizes are communicated.
+    """
     pairs = [
         (number, holder)
         for number, matrix in enumerate(batch)

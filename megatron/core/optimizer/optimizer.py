@@ -1,10 +1,12 @@
-"""One update of all parameters: norm, overflow, clipping, step, copies into the model.
+"""The optimizer step: gradient norm, overflow check, clipping, update, copy into the model.
 
-A gradient that is not finite never reaches a parameter.  Under a loss scale it skips the step;
-otherwise it raises NonFiniteError if the run checks for it, and skips the step if not.
+Inf or NaN in any gradient makes the norm non-finite, on every rank alike, since the norm is reduced
+over all of them: no separate collective decides whether to skip.  Such a step updates no parameter.
+With a loss scale it is skipped and the scale shrinks; without one it raises NonFiniteError if the
+run checks for NaN, else it is skipped.
 
-Order of collectives: the norm, then the count of zeros where it is logged (`clip_grads`); before
-an error over all ranks, what each has found.
+Order of collectives: the norm, then the count of zeros if it is logged (`clip_grads`); before
+NonFiniteError, one all-gather over all ranks of what each has found.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ from megatron.core.params.param_info import ParamInfo
 class MegatronOptimizer:
     """Updates the parameters of all model chunks of this rank.
 
-    ``parts``: what is updated here of parameters that are divided over ranks; ``spans``: what on
-    each of them.
+    ``parts``: the part of each sharded parameter that this rank updates; ``spans``: the element
+    ranges of every rank that shares the parameter (Muon needs them to assemble a matrix).
     """
 
-    is_sharded = False  # whether replicas hold different parts of norms and counts
+    is_sharded = False  # data-parallel ranks hold different gradients, so norms add over them
 
     def __init__(
         self,
@@ -70,14 +72,14 @@ class MegatronOptimizer:
         if any(p.info.part is not None for p in self.params):
             self.is_sharded = True
         self.rule = self._make_rule(main_groups, spans or {})
-        self._copies: Any = None  # the stream along which parameters on the host travel
+        self._copies: Any = None  # stream of the copies between device and offloaded parameters
 
     def _make_rule(
         self,
         groups: Sequence[dict[str, Any]],
         spans: Mapping[nn.Parameter, Sequence[tuple[int, int]]],
     ) -> UpdateRule:
-        """The rule that --optimizer names."""
+        """Build the update rule that --optimizer selects."""
         config = self.config
         if not config.has_muon:
             return RULES[config.optimizer](groups, config)
@@ -93,7 +95,7 @@ class MegatronOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of what is updated; a scheduler writes ``lr`` and ``weight_decay`` here."""
+        """Groups of main parameters; the scheduler writes ``lr`` and ``weight_decay`` here."""
         return self.rule.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -107,14 +109,14 @@ class MegatronOptimizer:
         return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
 
     def get_loss_scale(self) -> Tensor:
-        """The present factor of `scale_loss`."""
+        """The current loss scale, 1 without a gradient scaler."""
         return torch.tensor(1.0 if self.grad_scaler is None else self.grad_scaler.scale)
 
     def step(self) -> tuple[bool, float | None, int | None]:
-        """Update from the gradients: (whether it was done, their norm, how many are zero).
+        """Update the parameters; return (whether updated, gradient norm, number of zeros).
 
-        Collective over the ranks of the model.  The norm is that before clipping; None for the
-        rest of a skipped step.
+        Collective over the ranks of the model.  The norm is the one before clipping, of unscaled
+        gradients.  A skipped step returns (False, None, None).
         """
         with self._timed("optimizer-copy-to-main-grad"):
             if self.config.overlap_cpu_optimizer_d2h_h2d and any(p.host for p in self.params):
@@ -123,6 +125,7 @@ class MegatronOptimizer:
                 grads = [(p.info, p.bind_main_grad()) for p in self.params]
         with self._timed("optimizer-clip-main-grad"):
             scaled_norm = global_norm(grads, self.groups, is_sharded=self.is_sharded)
+        # The norm is a Python float: the host has waited for the device to compute it.
         found_inf = not math.isfinite(scaled_norm)
         scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale
         if self.grad_scaler is not None:
@@ -137,12 +140,14 @@ class MegatronOptimizer:
             with self._timed("optimizer-count-zeros"):
                 num_zeros = count_zeros(grads, self.groups, is_sharded=self.is_sharded)
         self.rule.begin_step()
+        # Unscaling and clipping are one division, which the update kernels apply as they read the
+        # gradients: the buffers themselves stay scaled.
         self._update(divisor=scale / clip_coefficient(norm, self.config.clip_grad))
         self._drop_gradients()
         return True, norm, num_zeros
 
     def reload_model_params(self) -> None:
-        """Start from the model's parameters, where a checkpoint brought no optimizer state."""
+        """Copy the model's parameters to the main parameters, after loading weights alone."""
         copy_model_to_main(self.params)
         for p in self.params:
             main = self.rule.state_of(p.main).get("main")
@@ -152,14 +157,13 @@ class MegatronOptimizer:
     def named_state(
         self, *, every_main: bool = False
     ) -> Iterator[tuple[str, ParamInfo, dict[str, Tensor | StateStorage]]]:
-        """Each parameter's layout-free name, its record and its state: live, writable tensors.
+        """Yield each parameter's layout-independent name, its record and its state.
 
-        Or what reads and writes like one, in fp32, where the state is kept in less.
-
-        "fp32_param" where layers see another dtype than is updated (``every_main``: of every
-        parameter), and the update rule's
-        tensors, all of the parameter's local shape, or flat as ``info.part`` says; zero before
-        the first update.  After writing them call `load_scalar_state`.
+        The state consists of the update rule's tensors (zero before the first update), and of
+        "fp32_param" if the model's dtype differs from the main parameter's (``every_main``: of
+        every parameter).  Tensors are the live, writable ones; state in reduced precision is a
+        `StateStorage`, which is read and written in fp32.  Shapes are the parameter's local shape,
+        or flat as described by ``info.part``.  After writing, call `load_scalar_state`.
         """
         for p in self.params:
             state = {k: kept for k, kept in self.rule.state_of(p.main).items() if k != "step"}
@@ -169,15 +173,21 @@ class MegatronOptimizer:
             yield p.name, p.info, state if main is None else {"fp32_param": main, **state}
 
     def _update(self, divisor: float) -> None:
-        """Step by the gradients over ``divisor``, and let the model have the result."""
+        """Update by the gradients divided by ``divisor``, and copy the result into the model."""
         with self._timed("optimizer-inner-step"):
             self._step(self.params, divisor)
         with self._timed("optimizer-copy-main-to-model-params"):
+            # A fused kernel removes the weights that it has rounded itself; copy the others.
             left = self.rule.weights
             self._publish([p for p in self.params if p.main in left and not p.host])
 
     def _step(self, params: Sequence[OptimizedParam], divisor: float) -> None:
-        """Update ``params``; those on the host are on their way to the model afterwards."""
+        """Update ``params``; offloaded ones are copied back to the device here too.
+
+        Device parameters go first: their kernels run while gradients of offloaded parameters are
+        still being copied to the host.  Then each batch of offloaded parameters waits for its
+        gradients, is updated on the CPU, and is copied back while the next batch is updated.
+        """
         places = [p.host for p in params if p.host]
         is_all = not places and params is self.params
         self.rule.weights = {
@@ -194,28 +204,34 @@ class MegatronOptimizer:
                 for place in batch:
                     is_rounded = place.main not in self.rule.weights
                     place.give_back(values[place], is_rounded=is_rounded)
+        # Later work on the main stream, such as the next forward pass, must see the copies.
         device.join_stream(self._copies)
 
     def _publish(self, left: Sequence[OptimizedParam]) -> None:
-        """Let the model have what was updated, ``left`` of it still in main parameters.
+        """Copy the main parameters ``left`` into the model, and mark all parameters as changed.
 
-        Collective where parameters are divided.
+        Collective if parameters are sharded (the all-gather of `DistributedOptimizer`).
         """
         copy_main_to_model(left)
-        # An update in place by a fused kernel leaves the version, which copies of weights go by.
+        # A fused kernel that updates in place does not change the version.  Cached copies of
+        # weights, for example in fp8, compare the version to notice an update.
         torch.autograd.graph.increment_version([p.model for p in self.params])
 
     def _publish_loaded(self) -> None:
-        """Let the model have what was loaded.  Weights that are main themselves are the model's."""
+        """Copy loaded main parameters into the model.
+
+        An offloaded parameter without an fp32 main copy is saved as the model's weight alone, so
+        it is copied the other way.
+        """
         on_host = [p for p in self.params if p.host]
         copy_main_to_model([p for p in on_host if p.is_saved_apart])
         copy_model_to_main([p for p in on_host if not p.is_saved_apart])
         self._publish([p for p in self.params if not p.host])
 
     def scalar_state(self) -> dict[str, Any]:
-        """What is one value for all ranks, as JSON: updates done, the loss scale, the groups.
+        """Return the JSON state that is the same on all ranks: step count, loss scale, groups.
 
-        The groups are for other programs: a run takes its own from the command line.
+        The groups are saved for other programs; a run takes its own from the command line.
         """
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         state: dict[str, Any] = {"step": self.rule.steps_done, "param_groups": groups}
@@ -224,16 +240,16 @@ class MegatronOptimizer:
         return state
 
     def load_scalar_state(self, state: Mapping[str, Any]) -> None:
-        """Take over `scalar_state`, once the tensors of `named_state` were written.
+        """Restore `scalar_state`, after the tensors of `named_state` were written.
 
-        Collective where parameters are divided over ranks.
+        Collective if parameters are sharded.
         """
         self.rule.steps_done = state["step"]
         self.load_scaler_state(state.get("grad_scaler"))
         self._publish_loaded()
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, for a run in the same layout.  Main parameters are in fp32."""
+        """Return this rank's state, for a run in the same layout.  Main parameters are in fp32."""
         state: dict[str, Any] = {"optimizer": self.rule.state_dict()}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
@@ -246,7 +262,7 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; the groups keep this run's numbers, not the saved ones."""
+        """Restore `state_dict`; groups keep this run's hyperparameters, not the saved ones."""
         self.rule.load_state_dict(state_dict["optimizer"])
         self.load_scaler_state(state_dict.get("grad_scaler"))
         if "fp32_from_fp16_params" in state_dict:
@@ -259,7 +275,7 @@ class MegatronOptimizer:
         self._publish_loaded()
 
     def _mains(self) -> list[list[Tensor | StateStorage]]:
-        """By group, what is updated in place of weights of fewer bits."""
+        """Return the main parameters of 16-bit weights, one list per group."""
         beside = {p.main: p.main for p in self.params if p.has_main}
         mains = [
             [self.rule.state_of(main).get("main", beside.get(main)) for main in group["params"]]
@@ -268,28 +284,32 @@ class MegatronOptimizer:
         return [[main for main in group if main is not None] for group in mains]
 
     def load_scaler_state(self, state_dict: dict[str, Any] | None) -> None:
-        """Continue the loss scale, where the run has one and the checkpoint brought one."""
+        """Restore the loss scale, if both the run and the checkpoint have one."""
         if self.grad_scaler is not None and state_dict is not None:
             self.grad_scaler.load_state_dict(state_dict)
 
     def _refuse_if_checked(self) -> None:
         if self.check_for_nan and not isinstance(self.grad_scaler, DynamicGradScaler):
             named = ((p.name, p.main.grad) for p in self.params if p.main.grad is not None)
-            # Where a rank has raised already, before its replicas took over its NaN, the others
-            # wait here and leave it to that one to say what happened.
+            # A rank that found its NaN before the reduction has already raised.  The others then
+            # wait in this collective until they are stopped: the first rank's message, which names
+            # the parameter, is the one that the user sees.
             found = all_gather_json(non_finite_gradients(named), self.groups.world)
             sentences = (sentence for sentence in found if sentence is not None)
             raise NonFiniteError(next(sentences, "the norm of finite gradients overflows"))
 
     def _drop_gradients(self) -> None:
-        """Leave no second name for a buffer: autograd would add to it behind the wrapper's back."""
+        """Drop ``main.grad``, which aliases the gradient buffer.
+
+        Autograd would accumulate into it in the next backward pass, without the wrapper's hook.
+        """
         for p in self.params:
             p.main.grad = None
         device.join_stream(self._copies)
         self._copies = None
 
     def state_tensors(self, *, on_host: bool) -> list[Tensor]:
-        """Main parameters and the state made so far, in the device's or in host memory."""
+        """Return main parameters and the state allocated so far, on the device or on the host."""
         mains = [p.main for p in self.params if bool(p.host) == on_host]
         copies = [
             t for p in self.params if p.host and on_host for t in (p.host.grad, p.host.result)
@@ -297,7 +317,7 @@ class MegatronOptimizer:
         return [*mains, *self.rule.tensors(mains), *copies]
 
     def tensors_by_kind(self) -> Iterator[tuple[str, Tensor]]:
-        """Main parameters and the state made so far, each with the name of its kind."""
+        """Yield main parameters and the state allocated so far, each with the name of its kind."""
         for p in self.params:
             yield "main parameters", p.main
             for kind, kept in self.rule.state.get(p.main, {}).items():

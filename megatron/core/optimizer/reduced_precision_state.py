@@ -1,13 +1,14 @@
-"""Optimizer state in fewer bytes than fp32, and updates of it a stretch at a time.
+"""Optimizer state in fewer bytes than fp32, updated one chunk of elements at a time.
 
-`QuantizedState` keeps values in 16 or 8 bits.  fp16 and fp8 have too little range: every
-128 numbers share a power of two.  An update rounds stochastically, since rounding to nearest would
-leave a second moment that shrinks by a thousandth a step where it is for ever.  The noise is a
-hash of the step, the upper half of the parameter and the number that was kept before: what all
-layouts share.
+`QuantizedState` stores values in 16 or 8 bits.  The range of fp16 and fp8 is too small for moments,
+so each block of 128 values shares a power of two as its scale.  An update rounds stochastically:
+with rounding to nearest, a second moment that shrinks by 0.1 % a step would never change, since
+the change is less than half a unit of the last place.  The noise is a hash of the step, the upper
+half of the parameter and the previously stored bits, which are the same in every layout: results do
+not depend on how parameters are sharded, and no random number generator has to be saved.
 
-`SplitMaster` is an fp32 value whose upper half is the bf16 weight of the layers: rounded to
-nearest, ties away from zero.  The 16 bits of the remainder make it whole, to the bit.
+`SplitMaster` stores an fp32 main parameter as the model's bf16 weight (rounded to nearest, ties
+away from zero) and a signed 16-bit remainder; the sum of their bits is the fp32 value, exactly.
 """
 
 from __future__ import annotations
@@ -29,46 +30,50 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp8": torch.float8_e4m3fn,
 }
-_BLOCK = 128  # numbers that share an exponent
+_BLOCK = 128  # values that share an exponent
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10, torch.float8_e4m3fn: 3}
-# Exponent that the largest number of a block is brought to: one below the format's own.
+# Exponent of a block's largest value after scaling: one below the format's largest exponent.
 _TOP = {torch.float16: 14, torch.float8_e4m3fn: 7}
 _SMALLEST = {torch.float16: 2.0**-24, torch.float8_e4m3fn: 2.0**-9}
 _BITS = {1: torch.int8, 2: torch.int16}
-# Elements updated at a time: what is made of them in fp32 stays in a CPU's cache.
+# Elements updated at a time: their temporary fp32 copies stay in a CPU's cache.
 _STRETCH_CPU = 2**17
 _STRETCH_GPU = 2**26
 
 
 class StateStorage(ABC):
-    """Numbers of ``shape`` that count as fp32; ``tensors``: what they are kept in."""
+    """Values of ``shape`` that are read and written as fp32; ``tensors`` are their storage."""
 
     def __init__(self, shape: torch.Size, tensors: Sequence[Tensor]) -> None:
         self.shape = shape
         self.tensors = tuple(tensors)
 
     def read(self) -> Tensor:
-        """All numbers, in fp32."""
+        """Return all values, in fp32."""
         return self.stretch(0, prod(self.shape)).view(self.shape)
 
     def write(self, values: Tensor) -> None:
-        """Replace all, rounding to nearest; what was read comes back to the bit."""
+        """Replace all values, rounding to nearest; writing the result of `read` changes nothing."""
         self.put(0, values.detach().reshape(-1))
 
     @abstractmethod
     def stretch(self, start: int, stop: int) -> Tensor:
-        """Elements ``start`` (a multiple of 128) to ``stop``, flat."""
+        """Return the elements ``start`` (a multiple of 128) to ``stop``, flat, in fp32."""
 
     @abstractmethod
     def put(self, start: int, values: Tensor, chance: Tensor | None = None) -> None:
-        """Replace the elements from ``start`` on, rounding up or down by ``chance`` (int32).
+        """Replace the elements from ``start`` on.
 
-        ``values`` are of no use afterwards.
+        With ``chance`` (int32 hashes, one per element) round stochastically, else to nearest.
+        Overwrites ``values`` as scratch memory.
         """
 
 
 class QuantizedState(StateStorage):
-    """Numbers in 16 or 8 bits.  ``is_square``: the root is kept, which spans half the range."""
+    """Values in 16 or 8 bits.
+
+    ``is_square``: store the square root, whose exponents span half the range (second moments).
+    """
 
     def __init__(self, like: Tensor, dtype: torch.dtype, *, is_square: bool = False) -> None:
         self.is_square = is_square and dtype in _TOP
@@ -98,12 +103,13 @@ class QuantizedState(StateStorage):
             values = self._scaled(start, values.sqrt() if self.is_square else values)
         if chance is not None:
             values = _with_noise(values, kept, chance)
-        if above_zero is not None:  # a moment of 0 makes an update as long as 1 / eps
+        # A second moment that rounds to 0 would make Adam divide by eps alone: a huge update.
+        if above_zero is not None:
             values = torch.where(above_zero, values.clamp(min=_SMALLEST[dtype]), values)
         kept.copy_(values)
 
     def _scaled(self, start: int, values: Tensor) -> Tensor:
-        """``values`` over the powers of two of their blocks, which are written."""
+        """Store the blocks' exponents, and return ``values`` divided by these powers of two."""
         dtype, count = self.values.dtype, len(values)
         blocks = torch.zeros(_padded(count), device=values.device)
         blocks[:count] = values
@@ -111,7 +117,8 @@ class QuantizedState(StateStorage):
         largest = blocks.abs().amax(1)
         exponents = ((largest.view(torch.int32) >> 23) - 127 - top).clamp_(-126, 126 - top)
         self._exponents(start, blocks.numel()).copy_(exponents)
-        # What rounds up to the next power of two would have another exponent when read again.
+        # A value that rounded up to the next power of two would give the block another exponent
+        # when it is written again, and the same values would then round differently.
         limit = (2.0 - 2.0 ** -_MANTISSA_BITS[dtype]) * 2.0**top
         blocks.mul_(_power_of_2(-exponents)[:, None]).clamp_(-limit, limit)
         return blocks.view(-1)[:count]
@@ -122,7 +129,7 @@ class QuantizedState(StateStorage):
 
 
 class SplitMaster(StateStorage):
-    """Main parameters in fp32: a bf16 weight and 16 bits beside it."""
+    """fp32 main parameters: the model's bf16 weight, and the 16-bit remainder in ``lower``."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight.view(-1)
@@ -136,13 +143,15 @@ class SplitMaster(StateStorage):
 
     def put(self, start: int, values: Tensor, chance: Tensor | None = None) -> None:
         bits, stop = values.contiguous().view(torch.int32), start + len(values)
+        # Adding half a unit rounds the magnitude to nearest.  `lower` takes the low 16 bits as a
+        # signed number: negative exactly where the upper half was rounded up by one.
         upper = (bits + 0x8000).bitwise_right_shift_(16)
         self.weight[start:stop].view(torch.int16).copy_(upper)
         self.lower[start:stop].copy_(bits)
 
 
 class SideMaster(StateStorage):
-    """Main parameters of fewer bits beside the 16-bit weight, which is what they round to."""
+    """Main parameters in a `QuantizedState`; each update also writes the rounded 16-bit weight."""
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.weight, self.main = weight.view(-1), QuantizedState(weight, dtype)
@@ -160,7 +169,7 @@ class SideMaster(StateStorage):
 
 @dataclass
 class StateChunk:
-    """Numbers of one or many parameters that are updated at once, in the precision of the step."""
+    """Elements of one or more parameters that one kernel call updates, in the update's dtype."""
 
     values: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -175,12 +184,14 @@ class StateChunk:
         span: slice,
         step: Tensor,
     ) -> None:
-        """Take the elements ``span`` of a parameter, for the update number ``step``."""
+        """Convert and add the elements ``span`` of a parameter, for update number ``step``."""
         flat = {key: kept for key, kept in state.items() if key != "step"}
         parts = {key: _part_of(kept, span) for key, kept in {"main": param, **flat}.items()}
         main = parts.pop("main")
         changed = {key: kept for key, kept in flat.items() if isinstance(kept, StateStorage)}
         chance = None
+        # The factors are odd constants of an integer hash.  Only the upper half of the parameter
+        # enters, which a bf16 weight and its fp32 master have in common.
         if any(not isinstance(kept, SplitMaster) for kept in changed.values()):
             chance = (main.view(torch.int32) >> 16).add_(step.int() * 0x2545F491).mul_(0x165667B1)
         taken = {"main": main, **parts}
@@ -190,13 +201,13 @@ class StateChunk:
         self.states.append({"step": step, **parts})
 
     def put_back(self) -> None:
-        """Keep what was updated."""
+        """Store the updated values in reduced precision."""
         for kept, start, values, chance in self._read:
             kept.put(start, values, chance)
 
 
 def is_all_plain(param: Tensor, grad: Tensor, state: Mapping[str, Tensor | StateStorage]) -> bool:
-    """Whether nothing has to be converted."""
+    """Whether the update kernel can use parameter, gradient and state without conversion."""
     return grad.dtype == param.dtype and not any(
         isinstance(s, StateStorage) for s in state.values()
     )
@@ -208,9 +219,10 @@ def stretches(
     states: Sequence[Mapping[str, Tensor | StateStorage]],
     step: Tensor,
 ) -> Iterator[StateChunk]:
-    """All elements, cut where state has to be converted, so that little is there in fp32 at once.
+    """Yield all elements in chunks; chunking bounds the memory of temporary fp32 copies.
 
-    Whoever takes a stretch puts it back before the next.
+    The caller updates a chunk and calls `StateChunk.put_back` before it takes the next one.  State
+    that needs no conversion is not split.
     """
     length = _STRETCH_GPU if device.is_cuda(params[0].device) else _STRETCH_CPU
     are_plain = [is_all_plain(*each) for each in zip(params, grads, states, strict=True)]
@@ -249,8 +261,13 @@ def _power_of_2(exponents: Tensor) -> Tensor:
 
 
 def _with_noise(values: Tensor, before: Tensor, chance: Tensor) -> Tensor:
-    """fp32 ``values`` cut to the bits of what was kept ``before``, up or down by ``chance``."""
-    kept_bits = _MANTISSA_BITS[before.dtype] + 9
+    """Round fp32 ``values`` stochastically to the mantissa of ``before``'s dtype.
+
+    Adds uniform noise below the last mantissa bit that is stored, then truncates: the value rounds
+    up with a probability equal to the fraction that is cut off.  ``before`` is the stored value
+    that ``values`` replace.
+    """
+    kept_bits = _MANTISSA_BITS[before.dtype] + 9  # sign, 8 bits of exponent, mantissa
     noise = before.view(_BITS[before.dtype.itemsize]).int().mul_(0x9E3779B)
     noise.bitwise_xor_(chance).mul_(0x27D4EB2F).bitwise_right_shift_(kept_bits)
     noise.bitwise_and_((1 << (32 - kept_bits)) - 1)

@@ -1,7 +1,8 @@
-"""AdamW and SGD as calls of torch's fused kernels, one per group and device.
+"""The update rules AdamW, SGD and Lion, each one kernel call per group, device and dtype.
 
-The kernels are those of ``torch.optim`` with ``fused=True`` and give its bits; its classes are not
-used because making one imports the compiler, which takes longer than the rest of a start.
+AdamW and SGD call the kernels of ``torch.optim`` with ``fused=True``, so their results are bitwise
+identical to it.  The classes of ``torch.optim`` are not used, since constructing one imports
+torch's compiler, which takes longer than the rest of the start of a run.
 """
 
 from __future__ import annotations
@@ -31,24 +32,25 @@ State = dict[str, Tensor | StateStorage]
 
 
 class UpdateRule(ABC):
-    """Parameters in groups, and the state that belongs to each.
+    """Main parameters in groups, and the optimizer state of each.
 
-    A 16-bit parameter is updated through "main" of its state.
+    A 16-bit parameter that is its own main parameter has the missing bits in ``state["main"]``.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
         self.config = config
         self.param_groups = list(groups)
         self.state: dict[nn.Parameter, State] = {}
-        # Model weights that main parameters round to; an update that writes one takes it out.
+        # Main parameter -> 16-bit model weight to be written after the update.  A kernel that
+        # writes the weight itself removes the entry; the optimizer copies those that are left.
         self.weights: dict[nn.Parameter, Tensor] = {}
-        # Steps that all parameters of a device have taken.
+        # One step count per device, shared by the state of all parameters on it.
         devices = {param.device for param in self._params()}
         self._steps = {d: torch.zeros((), dtype=torch.float32, device=d) for d in devices}
 
     @abstractmethod
     def new_state(self, param: nn.Parameter) -> State:
-        """State before the first update."""
+        """Return the state of ``param`` before its first update."""
 
     def update_at_once(
         self,
@@ -58,7 +60,7 @@ class UpdateRule(ABC):
         group: dict[str, Any],
         divisor: float,
     ) -> Sequence[nn.Parameter]:
-        """Step those that a kernel takes as they are kept; the others."""
+        """Update the parameters whose stored state a fused kernel reads; return the others."""
         return params
 
     @abstractmethod
@@ -71,10 +73,10 @@ class UpdateRule(ABC):
         group: dict[str, Any],
         grad_scale: Tensor | None,
     ) -> None:
-        """Step ``params`` of one device and dtype by ``grads`` over ``grad_scale``."""
+        """Update ``params`` of one device and dtype by ``grads`` divided by ``grad_scale``."""
 
     def state_of(self, param: nn.Parameter) -> State:
-        """State of ``param``, made if its first update is still to come."""
+        """Return the state of ``param``, allocated at the first call."""
         if param not in self.state:
             self.state[param] = self.new_state(param)
             if param.dtype is torch.bfloat16 and self.config.main_params_dtype == "fp32":
@@ -85,14 +87,14 @@ class UpdateRule(ABC):
         return self.state[param]
 
     def tensors(self, params: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-        """Everything that the state of ``params`` made so far is kept in."""
+        """Yield the storage of the state of ``params`` that is allocated so far."""
         for param in params:
             for kept in self.state.get(param, {}).values():
                 yield from (kept,) if isinstance(kept, Tensor) else kept.tensors
 
     @property
     def steps_done(self) -> float:
-        """Updates so far."""
+        """Number of updates so far."""
         return max((float(steps) for steps in self._steps.values()), default=0.0)
 
     @steps_done.setter
@@ -101,15 +103,15 @@ class UpdateRule(ABC):
             steps.fill_(count)
 
     def begin_step(self) -> None:
-        """Count a step, before all or some parameters are updated."""
+        """Increment the step count: called once per step, before the first call of `step`."""
         for steps in self._steps.values():
             steps.add_(1.0)
 
     @torch.no_grad()
     def step(self, divisor: float = 1.0, only: Container[nn.Parameter] | None = None) -> None:
-        """Update every parameter from its ``grad``, divided by ``divisor`` on the way.
+        """Update every parameter by its ``grad`` divided by ``divisor``.
 
-        A step may be made in parts, ``only`` some parameters at a time, after one `begin_step`.
+        A step may be several calls after one `begin_step`, each with some parameters in ``only``.
         """
         for group in self.param_groups:
             for alike in _alike(p for p in group["params"] if only is None or p in only):
@@ -119,16 +121,16 @@ class UpdateRule(ABC):
                     continue
                 states = [self.state_of(param) for param in params]
                 where = params[0].device
-                # filled on the device: a copy from the host would wait for it
+                # torch.full runs on the device; a copy from the host would synchronise with it.
                 scale = torch.full((), divisor, device=where) if divisor != 1.0 else None
                 for part in stretches(params, _gradients(params), states, self._steps[where]):
                     self.update(part.values, part.grads, part.states, group=group, grad_scale=scale)
                     part.put_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim writes it: parameters are numbered through the groups.
+        """Return the state in the form of torch.optim: parameters are numbered over all groups.
 
-        Without main parameters.
+        Main parameters are not part of it.
         """
         index = {param: i for i, param in enumerate(self._params())}
         return {
@@ -149,9 +151,9 @@ class UpdateRule(ABC):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; the groups keep their own numbers.
+        """Restore `state_dict`; the groups keep this run's hyperparameters.
 
-        Raises CheckpointError when the groups hold other numbers of parameters.
+        Raises CheckpointError if the groups have other numbers of parameters.
         """
         found = [len(group["params"]) for group in state_dict["param_groups"]]
         wanted = [len(group["params"]) for group in self.param_groups]
@@ -163,7 +165,7 @@ class UpdateRule(ABC):
         params = list(self._params())
         for index, saved in state_dict["state"].items():
             for key, kept in self.state_of(params[index]).items():
-                if key == "main" and key not in saved:  # main parameters are saved apart
+                if key == "main" and key not in saved:  # main parameters are saved separately
                     continue
                 if key not in saved:
                     raise CheckpointError(f"the checkpoint's optimizer state has no entry {key!r}")
@@ -247,7 +249,7 @@ class AdamW(UpdateRule):
 
 
 class SGD(UpdateRule):
-    """Gradient descent with momentum; weight decay is part of the gradient."""
+    """SGD with momentum; weight decay is added to the gradient."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
         super().__init__([{"momentum": config.sgd_momentum, **group} for group in groups], config)
@@ -275,13 +277,13 @@ class SGD(UpdateRule):
             dampening=0.0,
             nesterov=False,
             maximize=False,
-            is_first_step=False,  # the buffer starts at zero, which is the same
+            is_first_step=False,  # without dampening, a buffer of zeros gives the same first step
             grad_scale=grad_scale,
         )
 
 
 class Lion(UpdateRule):
-    """The sign of a mean of gradients, with decoupled weight decay (arXiv 2302.06675)."""
+    """Lion (arXiv 2302.06675): the sign of interpolated momentum, with decoupled weight decay."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
         betas = {"betas": (config.lion_beta1, config.lion_beta2)}
@@ -310,14 +312,14 @@ class Lion(UpdateRule):
 
 
 def _zeros(param: Tensor, dtype: str = "fp32", *, is_square: bool = False) -> Tensor | StateStorage:
-    """State like ``param``, in its own format or in fewer bits."""
+    """Return state of zeros like ``param``: fp32 or wider, or quantized to ``dtype``."""
     if dtype != "fp32":
         return QuantizedState(param, DTYPES[dtype], is_square=is_square)
     return torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32))
 
 
 def _as_kept(kept: Tensor | StateStorage) -> tuple[Tensor, Tensor | None, bool]:
-    """Values, exponents of blocks, and whether they are roots."""
+    """Return the stored values, the exponents of blocks, and whether values are square roots."""
     if isinstance(kept, QuantizedState):
         return kept.values, kept.exponents, kept.is_square
     assert isinstance(kept, Tensor), "a moment is no main parameter"
@@ -336,7 +338,7 @@ def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _alike(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """``params`` in lists that one kernel can take."""
+    """Split ``params`` by device and dtype: one kernel call takes one list."""
     lists: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
     for param in params:
         lists.setdefault((param.device, param.dtype), []).append(param)
