@@ -22,18 +22,18 @@ _HERE = "megatron.core.dist_checkpointing"
 FORMATS: Mapping[str, Format] = LazyTable(
     {
         FORMAT: f"{_HERE}.format.SAFETENSORS_DIST",
-        "torch_dist": f"{_HERE}.foreign.torch_dist_writer.TORCH_DIST",
-        "torch": f"{_HERE}.foreign.torch_ranks_writer.TORCH",
-        "torch_dcp": f"{_HERE}.foreign.torch_dcp_writer.TORCH_DCP",
-        "fsdp_dtensor": f"{_HERE}.foreign.torch_dcp_writer.FSDP_DTENSOR",
+        "torch_dist": f"{_HERE}.megatron_formats.torch_dist_writer.TORCH_DIST",
+        "torch": f"{_HERE}.megatron_formats.torch_legacy_writer.TORCH",
+        "torch_dcp": f"{_HERE}.megatron_formats.torch_dcp_writer.TORCH_DCP",
+        "fsdp_dtensor": f"{_HERE}.megatron_formats.torch_dcp_writer.FSDP_DTENSOR",
     }
 )
 _READERS: Mapping[str, type[CheckpointReader]] = LazyTable(
     {
         FORMAT: f"{_HERE}.reader.CheckpointReader",
-        "torch_dist": f"{_HERE}.foreign.torch_dist.TorchDistReader",
-        "torch": f"{_HERE}.foreign.torch_ranks.TorchRanksReader",
-        "torch_dcp": f"{_HERE}.foreign.torch_dcp.TorchDcpReader",
+        "torch_dist": f"{_HERE}.megatron_formats.torch_dist.TorchDistReader",
+        "torch": f"{_HERE}.megatron_formats.torch_legacy.TorchLegacyReader",
+        "torch_dcp": f"{_HERE}.megatron_formats.torch_dcp.TorchDcpReader",
     }
 )
 

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.training.initialize import configure
 from tests.unit.dist_checkpointing.tiny import publish_model, read_all
 
-MEGATRON = Path(module.__file__).parent.parent
+MEGATRON = Path(module.__file__).parents[2]
 
 
 @pytest.fixture

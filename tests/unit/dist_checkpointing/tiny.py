@@ -99,7 +99,8 @@ def publish_ranks(root: Path, iteration: int, ranks: Sequence[Sequence[ShardedTe
         for rank, tensors in enumerate(ranks)
     ]
     files = {name: FileEntry(**entry) for report in reports for name, entry in report.files.items()}
-    files |= complete(pending.folder, reports, {"iteration": iteration, "args": {}})
+    common = {"iteration": iteration, "args": {}, "checkpoint_version": 3.0, "counters": {}}
+    files |= complete(pending.folder, reports, common)
     return commit.publish(pending, {"world_size": len(ranks)}, files)
 
 
