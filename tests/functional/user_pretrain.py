@@ -10,14 +10,13 @@ from functools import partial
 
 import torch
 
-from megatron.core import mpu, tensor_parallel
+from megatron.core import mpu, parallel_state, tensor_parallel
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.parallel import parallel_state
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
 from megatron.training import utils as helpers
 from megatron.training.arguments import core_transformer_config_from_args

@@ -43,11 +43,11 @@ ALSO_WANTED = [
     ("megatron.core.optimizer_param_scheduler", "OptimizerParamScheduler"),
     ("megatron.core.packed_seq_params", "PackedSeqParams"),
     ("megatron.core.pipeline_parallel", "get_forward_backward_func"),
-    ("megatron.core.parallel.process_groups_config", "ProcessGroupCollection"),
+    ("megatron.core.process_groups_config", "ProcessGroupCollection"),
     ("megatron.core.tensor_parallel", "vocab_parallel_cross_entropy"),
     ("megatron.core.tensor_parallel.layers", "ColumnParallelLinear"),
     ("megatron.core.tensor_parallel.random", "model_parallel_cuda_manual_seed"),
-    ("megatron.core.diagnostics.timers", "Timers"),
+    ("megatron.core.timers", "Timers"),
     ("megatron.core.transformer", "ModuleSpec"),
     ("megatron.core.transformer.attention", "SelfAttention"),
     ("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
@@ -113,3 +113,16 @@ def test_other_names_that_scripts_import_are_here(module, name):
 def test_paths_for_scripts_hold_no_logic(source):
     nodes = [n for n in source.tree.body[1:] if not isinstance(n, ast.Import | ast.ImportFrom)]
     assert all(ast.unparse(node).startswith("__getattr__ = lazy_exports(") for node in nodes)
+
+
+@pytest.mark.parametrize(
+    ("alias", "home"),
+    [
+        ("megatron.core.parallel_state", "megatron.core.parallel.parallel_state"),
+        ("megatron.core.process_groups_config", "megatron.core.parallel.process_groups_config"),
+        ("megatron.core.hyper_comm_grid", "megatron.core.parallel.hyper_comm_grid"),
+        ("megatron.core.timers", "megatron.core.diagnostics.timers"),
+    ],
+)
+def test_import_paths_of_megatron_lm_name_the_same_module(alias, home):
+    assert importlib.import_module(alias) is importlib.import_module(home)
