@@ -70,7 +70,7 @@ def test_a_precision_that_somebody_has_set_stays() -> None:
 
 def test_a_cpu_without_bf16_instructions_is_known():
     """torch and oneDNN can be told to do without what the CPU has, in a process of its own."""
-    asked = "from megatron.core import cpu_tuning; print(cpu_tuning.multiplies_bf16())"
+    asked = "from megatron.core.device import cpu_tuning; print(cpu_tuning.multiplies_bf16())"
     environ = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     if platform.machine() != "x86_64":
         pytest.skip("AVX2 is of x86")

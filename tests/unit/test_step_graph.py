@@ -16,7 +16,7 @@ from tests.graph_stand_in import graphs_on_cpu
 class Model(nn.Linear):
     """Its gradients lie in no buffer."""
 
-    def finish_param_sync(self) -> None:
+    def finish_param_sync(self, *, values: bool = True) -> None:
         """Nothing is gathered."""
 
 
