@@ -89,7 +89,7 @@ def test_a_yaml_file_gives_the_config_that_the_arguments_give():
 def test_conversations_are_refused_by_name():
     config = GPTDatasetConfig(random_seed=1, sequence_length=8)
     builder = BlendedMegatronDatasetBuilder(SFTDataset, [1, 0, 0], lambda: True, config)
-    with pytest.raises(ConfigError, match="SFTDataset: fine-tuning on conversations is not available"):
+    with pytest.raises(ConfigError, match="SFTDataset: fine-tuning on conversations is not avail"):
         builder.build()
     with pytest.raises(ConfigError, match="SFTDataset: fine-tuning"):
         SFTDataset.numel_low_level_dataset(None)

@@ -150,11 +150,13 @@ def test_experts_in_a_buffer_of_parameters_are_not_copied():
     layer = layer_of_experts(moe_grouped_gemm=True)
     params = [p for name, p in layer.named_parameters() if ".local_experts." in name]
     layout = plan_buffer([p.numel() for p in params], None)
-    buffer = ParamBuffer(params, layout, one_rank(), one_rank())
+    whole = layout.numel * params[0].element_size()
+    ParamBuffer(params, layout, one_rank(), one_rank())
+    assert params[0].untyped_storage().nbytes() == whole
     for name in ("linear_fc1", "linear_fc2"):
         weights = [getattr(e, name).weight for e in layer.experts._in_order]
         view = stacked(weights)
-        assert view.untyped_storage().data_ptr() == buffer.data.untyped_storage().data_ptr()
+        assert view.untyped_storage().data_ptr() == params[0].untyped_storage().data_ptr()
         for mine, weight in zip(view, weights, strict=True):
             assert torch.equal(mine, weight)
 
