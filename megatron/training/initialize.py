@@ -123,7 +123,7 @@ def _check_kind(namespace: argparse.Namespace, defaults: Mapping[str, Any]) -> N
     if namespace.model_kind != kind:
         raise ConfigError(
             f"--model-kind {namespace.model_kind}: this program trains {kind}; use "
-            f"pretrain_{namespace.model_kind}.py, or leave the flag out"
+            f"pretrain_{namespace.model_kind}.py for that kind"
         )
 
 
@@ -163,8 +163,9 @@ def connect(config: RunConfig) -> None:
         if config.model.params_dtype == torch.bfloat16 and not cpu_tuning.multiplies_bf16():
             print_rank_0(
                 "WARNING: --bf16: this CPU has no instructions for bf16 matmuls (avx512_bf16, "
-                "amx_bf16), which can be 40 times slower than in fp32; leave --bf16 out to train "
-                "in fp32"
+                "amx_bf16), which can be 40 times slower than in fp32; on this CPU fp32, the "
+                "default, "
+                "is faster"
             )
         cpu_tuning.keep_freed_memory()
         cpu_tuning.choose_float32_products(config.model.hidden_size)
@@ -240,7 +241,7 @@ def initialize_megatron(
     if skip_mpu_initialization:
         raise ConfigError(
             "initialize_megatron(skip_mpu_initialization=True): the process groups are always "
-            "made; leave the argument out"
+            "created by this function; pass False, the default"
         )
     config = configure(
         extra_args_provider,

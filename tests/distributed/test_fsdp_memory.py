@@ -156,7 +156,9 @@ def wrap_buffers(rank: int, world_size: int) -> None:
         model = nn.BatchNorm1d(4)
     groups = create_process_groups(*make_grids(world_size))
     config = DistributedDataParallelConfig(use_torch_fsdp2=True)
-    with pytest.raises(ConfigError, match="what values running_mean starts from; drop the flag"):
+    with pytest.raises(
+        ConfigError, match="no record of the initial values of running_mean; create it"
+    ):
         FullyShardedDataParallel(ModelConfig(), config, model, pg_collection=groups)
 
 

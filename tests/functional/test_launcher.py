@@ -11,9 +11,9 @@ from tests.functional.runs import TINY
 from tests.ranks import ROOT
 
 CONFLICTS = {
-    "--tensor-model-parallel-size 3": "--num-attention-heads 4 cannot be dealt out to",
+    "--tensor-model-parallel-size 3": "--num-attention-heads 4 cannot be split over",
     "--context-parallel-size 3": "--seq-length 32 is not a multiple of 2 x --context-parallel-",
-    "--pipeline-model-parallel-size 2": "3 ranks cannot be cut into replicas",
+    "--pipeline-model-parallel-size 2": "3 ranks cannot be divided into",
     "--pipeline-model-parallel-layout Et|L": "has 1 layers and --num-layers is 2: write a t for",
     "--use-torch-fsdp2": "--use-torch-fsdp2 with --pipeline-model-parallel-size 2",
     "--ffn-hidden-size 96": "ConfigError: this run cannot start:",  # the report itself

@@ -114,7 +114,7 @@ def test_a_width_that_no_check_knows_is_named() -> None:
     widths = "--moe-ffn-hidden-size 32 --ffn-hidden-size 72"
     (said,) = run_ranks(refusal, 1, [*SHORT, *flags.split(), *widths.split()])
     assert "a rank's weight of" in said
-    assert "is no multiple of 16 in both directions, as --fp8-format hybrid" in said
+    assert "is not a multiple of 16 in both dimensions, as --fp8-format hybrid" in said
 
 
 STORED = {

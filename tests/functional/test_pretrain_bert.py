@@ -83,4 +83,4 @@ def test_text_is_learned_and_goes_on_in_another_layout(tmp_path: Path, text: lis
 
 def test_sequences_are_not_divided() -> None:
     (said,) = run_ranks(refusal, 1, [*BERT, "--context-parallel-size", "2"])
-    assert "--context-parallel-size 2 with BERT: sequences are not divided, use 1" in said
+    assert "--context-parallel-size 2 with BERT: BERT does not support context parallelism" in said

@@ -38,7 +38,7 @@ def test_virtual_ranks_print_the_losses_of_real_ones(tmp_path: Path, layout: str
     ("flags", "sentence"),
     [
         ("--virtual-ranks 2 --device cuda", "--virtual-ranks 2 compute on the CPU"),
-        ("--virtual-ranks 3 --tensor-model-parallel-size 2", "3 ranks cannot be cut"),
+        ("--virtual-ranks 3 --tensor-model-parallel-size 2", "3 ranks cannot be divided"),
     ],
 )
 def test_what_cannot_be_is_said(flags: str, sentence: str) -> None:

@@ -183,7 +183,10 @@ def convert_to_fsdp(args: argparse.Namespace) -> None:
     for flag, default in _PREFIXES.items():
         found = vars(args)[flag.removeprefix("--").replace("-", "_")]
         if found not in (None, default):
-            raise ConfigError(f"{flag} {found}: keys begin with {default}, leave it out")
+            raise ConfigError(
+                f"{flag} {found}: the written keys always begin with {default}; give {flag} "
+                f"{default}"
+            )
     for flag, why in _WITHOUT_EFFECT.items():
         if vars(args)[flag.removeprefix("--").replace("-", "_")]:
             print(f"note: {flag} is without effect: {why}")

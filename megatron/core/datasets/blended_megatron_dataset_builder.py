@@ -107,8 +107,8 @@ class BlendedMegatronDatasetBuilder:
         """Samples of one dataset of a blend; the surplus is for the greedy order of blending."""
         if None in asked:
             raise ConfigError(
-                "--full-validation reads every set once, which leaves no room for weights: "
-                "leave them out, or give validation data of its own with --valid-data-path"
+                "--full-validation reads every data set once and cannot apply blend weights: give "
+                "the paths without weights, or separate validation data with --valid-data-path"
             )
         surplus = self.config.mid_level_dataset_surplus
         return [ceil(ceil(size * weight) * (1 + surplus)) for size in asked if size is not None]

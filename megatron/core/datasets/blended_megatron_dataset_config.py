@@ -85,7 +85,8 @@ class BlendedMegatronDatasetConfig:
         blend = per_split[Split.valid.value] if per_split else self.blend
         if blend is not None and blend[1] is not None:
             raise ConfigError(
-                f"--multiple-validation-sets keeps the sets apart: leave out the weights {blend[1]}"
+                f"--multiple-validation-sets evaluates each set by itself and cannot apply the "
+                f"weights {blend[1]}: give the paths without weights"
             )
 
 
@@ -98,7 +99,8 @@ def _check_blend(blend: Blend) -> None:
     for prefix, weight in zip(prefixes, weights, strict=True):
         if not (isfinite(weight) and weight > 0):
             raise ConfigError(
-                f"the weight of {prefix} is {weight:g}: weights are above 0; leave the path out"
+                f"the weight of {prefix} is {weight:g}: give it a weight above 0, or remove the "
+                "path"
             )
 
 

@@ -31,7 +31,7 @@ def init() -> None:
         if "expandable_segments:True" in os.environ.get(name, ""):
             raise ConfigError(
                 f"--use-nccl-ub: {name} has expandable_segments:True, and NCCL cannot register "
-                "such memory; drop the flag, or expandable_segments from the variable"
+                "expandable segments; set expandable_segments:False"
             )
     os.environ.update(_ENVIRONMENT)
 

@@ -289,8 +289,9 @@ def _give_memory(module: nn.Module, records: dict[str, ParamInfo]) -> None:
     lost += [name for name, record in records.items() if not record.name or record.init == "own"]
     if lost:
         raise ConfigError(
-            f"--init-model-with-meta-device: nothing says what values {lost[0]} starts from; "
-            "drop the flag, or make it a parameter with a record (param_init.new_parameter)"
+            f"--init-model-with-meta-device: no record of the initial values of {lost[0]}; "
+            "create it with param_init.new_parameter, or initialise the model in device memory, "
+            "which is the default"
         )
     module.to_empty(device=device.current())
 

@@ -54,6 +54,6 @@ def _require_compiler(regions: str) -> None:
     missing += [] if header.exists() else [f"Python's header {header}"]
     if missing:
         raise MissingDependency(
-            f"--compile {regions}: {' and '.join(missing)} is not there; install g++ and the "
-            "headers of Python, let CXX name another compiler, or drop the flag"
+            f"--compile {regions}: {' and '.join(missing)} is missing; install g++ and the "
+            "headers of Python, or set CXX to another compiler"
         )

@@ -37,8 +37,9 @@ def quantize_layer(
             if any(size % multiple for size in linear.weight.shape):
                 raise ConfigError(
                     f"layer {layer_index} {name}: a rank's weight of {tuple(linear.weight.shape)} "
-                    f"is no multiple of {multiple} in both directions, as --{config.format_flag} "
-                    "needs: change the widths, --tensor-model-parallel-size, or drop the flag"
+                    f"is not a multiple of {multiple} in both dimensions, as "
+                    f"--{config.format_flag} needs: change the widths or "
+                    "--tensor-model-parallel-size"
                 )
             info = info_of(linear.weight)
             if config.stores_codes:

@@ -86,20 +86,21 @@ class TransformerConfig(
         It begins with the flag that asks for it.
         """
         if self.delay_wgrad_compute:
-            return "--delay-wgrad-compute: weight gradients wait in a queue of our own layers"
+            return "--delay-wgrad-compute: this program's own layers queue weight gradients"
         if (self.pipeline_schedule or "").startswith("zb"):
             schedule = f"--pipeline-schedule {self.pipeline_schedule}"
-            return f"{schedule}: weight gradients wait in a queue of our own layers"
+            return f"{schedule}: this program's own layers queue weight gradients"
         if not self.is_quantized:
             return None
         if self.stores_codes:
-            return "--fp8-param-gather: our own layers quantise weights that travel as fp8"
+            return "--fp8-param-gather: this program's own layers gather weights in fp8"
         if not self.fp8_wgrad:
-            return "--no-fp8-wgrad: our own layers keep inputs in the higher precision"
+            return "--no-fp8-wgrad: this program's own layers save inputs in the higher precision"
         if self.fp4 is None and self.fp8_recipe == "delayed":
             return (
-                "--fp8-recipe delayed: histories that resume in every layout are kept by our own "
-                "layers; the other recipes need none"
+                "--fp8-recipe delayed: this program's own layers keep amax histories that resume "
+                "in "
+                "every layout; the other recipes have none"
             )
         return None
 

@@ -19,7 +19,7 @@ def problem_of_type(value: Any, opt: Option) -> str | None:
     """Why no flag takes ``value``, which may be a sequence; None if there is no reason."""
     for part in value if isinstance(value, list | tuple) else (value,):
         if isinstance(part, str) and not part.strip():
-            return "a value is needed; if a variable of the script is unset, leave the flag out"
+            return "the value is empty; check that the shell variable behind it is set"
         if isinstance(part, float) and not isfinite(part) and (isnan(part) or not opt.infinite):
             return "a finite number is needed"
         if isinstance(part, int) and abs(part) > INT64_MAX:

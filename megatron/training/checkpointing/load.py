@@ -252,8 +252,8 @@ def _choose_here(config: CheckpointConfig) -> dict[str, Any]:
         raise CheckpointError(f"--exit-on-missing-checkpoint: {config.load} holds no checkpoint")
     if not is_same_directory(config.load, config.save):
         raise CheckpointError(
-            f"--load {config.load} holds no checkpoint: correct the path, or drop --load to start "
-            "from random weights (a new run may name its own --save directory)"
+            f"--load {config.load} holds no checkpoint: correct the path; to start from "
+            "random weights and resume later, give --load and --save the same directory"
         )
     print(
         f"WARNING: could not find the metadata file {Path(config.load) / TRACKER}\n"

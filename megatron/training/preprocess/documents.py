@@ -130,7 +130,7 @@ def check_one_kind(paths: Sequence[str], record_format: RecordFormat) -> None:
         )
     if kinds.get(True) and (wrong := next(filter(is_parquet, paths), None)):
         raise ConfigError(
-            f"--input {wrong} is Parquet: leave out --input-format text, and give it a name that "
+            f"--input {wrong} is Parquet, not text: use --input-format jsonl and a file name that "
             "does not end in .txt"
         )
 

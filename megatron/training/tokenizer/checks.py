@@ -37,7 +37,8 @@ def check_vocab(tokenizer: MegatronTokenizer, padded_vocab_size: int) -> None:
     if needed > padded_vocab_size:
         raise ConfigError(
             f"--padded-vocab-size {padded_vocab_size} is fewer than the {needed} ids of "
-            f"{tokenizer.name}; raise it to at least {needed}, or leave it out"
+            f"{tokenizer.name}; raise it to at least {needed}; without the flag it follows from "
+            "the tokenizer"
         )
 
 

@@ -51,9 +51,9 @@ def test_every_mistake_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -
         ("--window-size", f"{2**64},0", f"--window-size {2**64},0: a whole number of at most 64"),
         ("--moe-layer-freq", "[1]*9999999999", "--moe-layer-freq [1]*9999999999: a layer pattern "),
         ("--moe-layer-freq", "(" * 5000, f"--moe-layer-freq {'(' * 100}... (5000 characters): "),
-        ("--save", "", "--save '': a value is needed; if a variable of the script is unset"),
-        ("--data-path", " \t", "--data-path ' \\t': a value is needed"),
-        ("--optimizer", "", "--optimizer '': a value is needed"),
+        ("--save", "", "--save '': the value is empty; check that the shell variable"),
+        ("--data-path", " \t", "--data-path ' \\t': the value is empty"),
+        ("--optimizer", "", "--optimizer '': the value is empty"),
     ],
 )  # fmt: skip
 def test_a_value_that_no_flag_takes_is_refused(

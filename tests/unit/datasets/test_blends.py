@@ -139,7 +139,7 @@ class TestConfig:
         [
             ({"split": None}, "--data-path needs --split"),
             ({"blend": (["p", "q"], [1.0])}, "2 data paths has 1 weights"),
-            ({"blend": (["p", "q"], [1.0, 0.0])}, "the weight of q is 0: weights are above 0"),
+            ({"blend": (["p", "q"], [1.0, 0.0])}, "the weight of q is 0: give it a weight above 0"),
             ({"blend": (["p"], [float("nan")])}, "the weight of p is nan"),
             ({"blend_per_split": [(["p"], None)]}, r"three \(train, valid, test\), not 1"),
             (
@@ -157,7 +157,7 @@ class TestConfig:
                     "full_validation": True,
                     "blend": (["p", "q"], [1.0, 2.0]),
                 },
-                "keeps the sets apart",
+                "evaluates each set by itself",
             ),
         ],
     )
@@ -306,7 +306,7 @@ class TestBuilder:
         assert [d.num_samples for d in valid.datasets] == [None] * 3
 
     def test_full_validation_of_a_weighted_blend_is_refused(self, prefixes: list[str]) -> None:
-        with pytest.raises(ConfigError, match="leaves no room for weights"):
+        with pytest.raises(ConfigError, match="cannot apply blend weights"):
             build([1, 1, 0], blend=(prefixes, [1, 1, 1]), split="5,5,0", full_validation=True)
 
     @pytest.mark.feature("Data: full validation passes, several validation sets side by side")

@@ -231,7 +231,7 @@ def test_what_cannot_be_had_is_said_once_or_refused(caplog):
             transformer_engine_parts(replace(config, require_transformer_engine=True))
     assert (parts.norm, parts.column) == (te.TENorm, LOCAL.column)
     (said,) = [r.message for r in caplog.records]
-    assert "engine falls back to local for matrices: --fp8-recipe delayed: histories" in said
+    assert "engine falls back to local for matrices: --fp8-recipe delayed: this program's" in said
     with pytest.raises(MissingDependency, match="--require-transformer-engine: transformer_en"):
         transformer_engine_parts(tiny_config(require_transformer_engine=True))
 

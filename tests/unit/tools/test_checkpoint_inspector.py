@@ -88,7 +88,9 @@ def test_what_is_not_served_is_said(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = ["convert-torch-dist-to-fsdp-dtensor", str(folder), str(tmp_path / "x")]
-    with pytest.raises(ConfigError, match="prefix mine: keys begin with model.module"):
+    with pytest.raises(
+        ConfigError, match="prefix mine: the written keys always begin with model.module"
+    ):
         main([*there, "--output-model-weight-prefix", "mine"])
     without_effect = ("--oom-traceback", "--distributed-timeout-minutes", "5")
     with pytest.raises(ConfigError, match="--num-layers is required"):  # of the tiny model

@@ -150,7 +150,9 @@ def test_rows_that_cannot_be_used_are_named(tmp_path, parquet):
 
 def test_parquet_is_not_read_as_plain_text(tmp_path, parquet):
     path = parquet("in.parquet")
-    with pytest.raises(ConfigError, match="in.parquet is Parquet: leave out --input-format text"):
+    with pytest.raises(
+        ConfigError, match="in.parquet is Parquet, not text: use --input-format jsonl"
+    ):
         preprocess(path, tmp_path / "out", "--input-format", "text")
     with pytest.raises(ConfigError, match="in.txt is Parquet"):
         list(read_documents(parquet("in.txt"), RecordFormat()))

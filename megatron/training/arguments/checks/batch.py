@@ -16,13 +16,14 @@ def batch_is_dealt_out_evenly(run: RunConfig) -> Iterator[str]:
     share = micro * dp
     if batch < share:
         yield (
-            f"--global-batch-size {batch} is less than one micro-batch on each replica: "
-            f"--micro-batch-size {micro} x {dp} replicas = {share}"
+            f"--global-batch-size {batch} is less than --micro-batch-size {micro} x {dp} "
+            f"data-parallel ranks = {share}: raise it to {share}"
         )
     elif batch % share and not t.decrease_batch_size_if_needed:
         yield (
             f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro} x "
-            f"{dp} replicas = {share}: change one, or add --decrease-batch-size-if-needed"
+            f"{dp} data-parallel ranks = {share}: use a multiple of {share}, or add "
+            "--decrease-batch-size-if-needed"
         )
 
 
@@ -33,7 +34,7 @@ def rampup_reaches_the_batch(run: RunConfig) -> Iterator[str]:
         return
     shown = "--rampup-batch-size " + " ".join(str(n) for n in t.rampup_batch_size)
     if len(t.rampup_batch_size) != 3:
-        yield f"{shown}: START, INCREMENT and SAMPLES are needed"
+        yield f"{shown}: give three numbers, START INCREMENT SAMPLES"
         return
     start, increment, samples = t.rampup_batch_size
     if start < 1 or increment < 1 or samples < 0:
@@ -58,5 +59,7 @@ def rampup_is_dealt_out_evenly(run: RunConfig) -> Iterator[str]:
         if value > 0 and value % share:
             yield (
                 f"--rampup-batch-size {name} {value} is not a multiple of --micro-batch-size "
-                f"{t.micro_batch_size} x {run.data_parallel_size} replicas = {share}"
+                f"{t.micro_batch_size} x {run.data_parallel_size} data-parallel ranks = {share}: "
+                "use "
+                f"a multiple of {share}"
             )

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from megatron.training.config.run import RunConfig
 
-_NO_PART = "BERT has no such part; use pretrain_gpt.py for a model that has it"
-_NO_DOCUMENTS = "a sample of BERT has one document; use pretrain_gpt.py for packed documents"
+_NO_FEATURE = "the BERT model does not have this feature; use pretrain_gpt.py for it"
+_NO_DOCUMENTS = "a BERT sample comes from one document; use pretrain_gpt.py for packed documents"
 
 
 def bert_is_asked_what_it_has(run: RunConfig) -> Iterator[str]:
@@ -17,18 +17,31 @@ def bert_is_asked_what_it_has(run: RunConfig) -> Iterator[str]:
         return
     cp, kind = m.context_parallel_size, lm.position_embedding_type
     for flag, is_on, why in (
-        (f"--context-parallel-size {cp}", cp > 1, "sequences are not divided, use 1"),
+        (
+            f"--context-parallel-size {cp}",
+            cp > 1,
+            "BERT does not support context parallelism; for long sequences use "
+            "--tensor-model-parallel-size with --sequence-parallel",
+        ),
         (
             f"--position-embedding-type {kind}",
             kind not in ("learned_absolute", "rope", "none"),
-            "use learned_absolute, rope or none",
+            "BERT does not support it; use learned_absolute, rope or none",
         ),
-        ("--num-experts", m.num_moe_experts, _NO_PART),
-        ("--multi-latent-attention", m.multi_latent_attention, _NO_PART),
-        ("--mtp-num-layers", m.mtp_num_layers, _NO_PART),
-        ("--heterogeneous-layers-config-path", m.heterogeneous_layers_config_path, _NO_PART),
-        ("--spec", lm.spec and lm.spec[0] != "local", "its layers are its own, drop the flag"),
-        ("--use-rope-scaling", lm.use_rope_scaling, "drop the flag"),
+        (f"--num-experts {m.num_moe_experts}", m.num_moe_experts, _NO_FEATURE),
+        ("--multi-latent-attention", m.multi_latent_attention, _NO_FEATURE),
+        (f"--mtp-num-layers {m.mtp_num_layers}", m.mtp_num_layers, _NO_FEATURE),
+        ("--heterogeneous-layers-config-path", m.heterogeneous_layers_config_path, _NO_FEATURE),
+        (
+            f"--spec {' '.join(lm.spec or ())}",
+            lm.spec and lm.spec[0] != "local",
+            "BERT builds its own layers; use pretrain_gpt.py for layers from a spec",
+        ),
+        (
+            "--use-rope-scaling",
+            lm.use_rope_scaling,
+            "BERT does not support Llama's scaling; use --rotary-seq-len-interpolation-factor",
+        ),
         ("--reset-attention-mask", d.reset_attention_mask, _NO_DOCUMENTS),
         ("--reset-position-ids", d.reset_position_ids, _NO_DOCUMENTS),
         ("--eod-mask-loss", d.eod_mask_loss, _NO_DOCUMENTS),
@@ -41,6 +54,6 @@ def shares_of_masked_data_are_shares(run: RunConfig) -> Iterator[str]:
     """Something is hidden, and something is not."""
     hidden, short = run.data.mask_prob, run.data.short_seq_prob
     if not 0 < hidden < 1:
-        yield f"--mask-prob {hidden}: more than 0 and less than 1 is needed"
+        yield f"--mask-prob {hidden}: use a share greater than 0 and less than 1"
     if not 0 <= short <= 1:
-        yield f"--short-seq-prob {short}: a share from 0 to 1 is needed"
+        yield f"--short-seq-prob {short}: use a share from 0 to 1"

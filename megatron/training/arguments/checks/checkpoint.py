@@ -44,7 +44,9 @@ def main_params_come_from_one_place(run: RunConfig) -> Iterator[str]:
     """A loaded optimizer brings main parameters of its own."""
     c = run.checkpoint
     if c.load_main_params_from_ckpt and not c.no_load_optim:
-        yield "--load-main-params-from-ckpt needs --no-load-optim: the optimizer brings its own"
+        yield (
+            "--load-main-params-from-ckpt needs --no-load-optim: a loaded optimizer has main params"
+        )
 
 
 def parallel_sizes_come_with_the_rest(run: RunConfig) -> Iterator[str]:
@@ -60,7 +62,10 @@ def older_grouped_experts_are_only_read(run: RunConfig) -> Iterator[str]:
     if m.num_moe_experts is None or not m.moe_use_legacy_grouped_gemm:
         return
     for asked in _without_folders(c):
-        yield f"{asked} with --moe-use-legacy-grouped-gemm: use torch_dist"
+        yield (
+            f"{asked} with --moe-use-legacy-grouped-gemm is not available in this program: use "
+            "torch_dist"
+        )
 
 
 def tokens_ahead_have_a_place(run: RunConfig) -> Iterator[str]:
@@ -70,7 +75,7 @@ def tokens_ahead_have_a_place(run: RunConfig) -> Iterator[str]:
         for asked in _without_folders(run.checkpoint):
             yield (
                 f"{asked} with --mtp-num-layers and --pipeline-model-parallel-size {stages} is not "
-                "in this version: use torch_dist"
+                "available in this program: use torch_dist"
             )
 
 
@@ -79,7 +84,7 @@ def histories_have_a_place(run: RunConfig) -> Iterator[str]:
     if run.model.fp8 is not None and run.model.fp8_recipe == "delayed":
         for asked in _without_folders(run.checkpoint):
             yield (
-                f"{asked} with --fp8-recipe delayed has no place for its histories: use "
+                f"{asked} with --fp8-recipe delayed cannot store its amax histories: use "
                 "torch_dist, or --fp8-recipe tensorwise"
             )
 
@@ -95,7 +100,9 @@ def converting_knows_where(run: RunConfig) -> Iterator[str]:
     c = run.checkpoint
     if c.ckpt_convert_format is None:
         if c.ckpt_convert_save is not None:
-            yield "--ckpt-convert-save needs --ckpt-convert-format: which format?"
+            yield (
+                "--ckpt-convert-save needs --ckpt-convert-format: add it, with the format to write"
+            )
         return
     for flag, given in (("--ckpt-convert-save", c.ckpt_convert_save), ("--load", c.load)):
         if given is None:
@@ -121,8 +128,8 @@ def links_need_files_of_our_own(run: RunConfig) -> Iterator[str]:
     c = run.checkpoint
     if c.ckpt_incremental and c.ckpt_format != "safetensors_dist":
         yield (
-            f"--ckpt-incremental does not link files of --ckpt-format {c.ckpt_format}: drop one of "
-            "them"
+            f"--ckpt-incremental does not support --ckpt-format {c.ckpt_format}, which stores no "
+            "hashes of tensors: use --ckpt-format safetensors_dist"
         )
 
 
@@ -134,8 +141,9 @@ def local_checkpoints_have_a_place_and_peers(run: RunConfig) -> Iterator[str]:
             yield "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir"
         if run.distributed.virtual_ranks is not None:
             yield (
-                "--non-persistent-ckpt-type local needs a process for each rank: drop "
-                f"--virtual-ranks {run.distributed.virtual_ranks}, or use global"
+                "--non-persistent-ckpt-type local needs one process per rank: use "
+                f"torchrun instead of --virtual-ranks {run.distributed.virtual_ranks}, or use "
+                "--non-persistent-ckpt-type global"
             )
     elif c.replication:
         yield "--replication copies local checkpoints: add --non-persistent-ckpt-type local"
@@ -150,6 +158,6 @@ def local_checkpoints_have_a_place_and_peers(run: RunConfig) -> Iterator[str]:
         yield (
             f"--replication-factor {c.replication_factor} with --replication-jump "
             f"{c.replication_jump} needs more than "
-            f"{(c.replication_factor - 1) * c.replication_jump} ranks, there are {run.world_size}: "
-            "lower one of them"
+            f"{(c.replication_factor - 1) * c.replication_jump} ranks, and the run has "
+            f"{run.world_size}: lower one of them"
         )

@@ -14,30 +14,42 @@ def compiled_layers_are_plain(run: RunConfig) -> Iterator[str]:
     m = run.model
     if m.compile == "none":
         return
-    needs = {
-        "layers without dropout: give --hidden-dropout 0 --attention-dropout 0": (
-            m.hidden_dropout == 0 and m.attention_dropout == 0
+    excluded = {
+        "dropout: give --hidden-dropout 0 --attention-dropout 0": (
+            m.hidden_dropout > 0 or m.attention_dropout > 0
         ),
-        "layers that keep all or nothing: give --recompute-granularity full or none at all": (
-            m.recompute_granularity in (None, "full")
+        f"--recompute-granularity {m.recompute_granularity}: use --compile layer with "
+        "--recompute-granularity full": m.recompute_granularity not in (None, "full"),
+        f"--model-kind {kind_of(run)}: use pretrain_gpt.py, or train this model with --compile "
+        "none": kind_of(run) != "gpt",
+        f"--num-experts {m.num_moe_experts}: use --compile none; on a GPU --moe-grouped-gemm and "
+        "--moe-permute-fusion speed experts up": m.num_moe_experts is not None,
+        f"--virtual-ranks {run.distributed.virtual_ranks}: use torchrun, with one process per "
+        "rank": run.distributed.virtual_ranks is not None,
+        f"--{m.format_flag}: keep --compile for bf16 and fp32 GEMMs, or use --compile none for "
+        "quantized ones": m.is_quantized,
+        "fully sharded parameters: use --use-distributed-optimizer instead of FSDP": (
+            is_fully_sharded(run.ddp)
         ),
-        "--model-kind gpt: give that": kind_of(run) == "gpt",
-        "dense layers: leave --num-experts out": m.num_moe_experts is None,
-        "processes: leave --virtual-ranks out": run.distributed.virtual_ranks is None,
-        "16 and 32 bits: leave --fp8-format and --fp4-format out": not m.is_quantized,
-        "whole weights: use --use-distributed-optimizer for FSDP": not is_fully_sharded(run.ddp),
-        "whole sequences: leave --context-parallel-size out": m.context_parallel_size == 1,
-        "plain attention: leave --multi-latent-attention out": not m.multi_latent_attention,
-        "activations on the device: leave --cpu-offloading and --enable-cuda-graph out": (
-            not m.cpu_offloading and not m.uses_graphs
+        f"--context-parallel-size {m.context_parallel_size}: for long sequences use --compile "
+        "layer with --tensor-model-parallel-size and --sequence-parallel": (
+            m.context_parallel_size > 1
         ),
-        "gradients at once: leave --pipeline-schedule and --defer-embedding-wgrad-compute out": (
-            m.pipeline_schedule is None and not m.defer_embedding_wgrad_compute
+        "--multi-latent-attention: use --compile none for it, or keep --compile with "
+        "--group-query-attention": m.multi_latent_attention,
+        "--cpu-offloading: to save memory use --compile layer with --recompute-granularity "
+        "full": m.cpu_offloading,
+        "CUDA graphs: keep --compile to fuse operations, or --enable-cuda-graph with --compile "
+        "none to reduce launch overhead": m.uses_graphs,
+        f"--pipeline-schedule {m.pipeline_schedule}: use the default schedule, which is 1F1B, or "
+        "interleaved with --num-virtual-stages-per-pipeline-rank": m.pipeline_schedule is not None,
+        "--defer-embedding-wgrad-compute: use --compile none to defer weight gradients": (
+            m.defer_embedding_wgrad_compute
         ),
     }
-    for words, is_met in needs.items():
-        if not is_met:
-            yield f"--compile {m.compile} is for {words}, or drop it"
+    for words, is_asked in excluded.items():
+        if is_asked:
+            yield f"--compile {m.compile} does not support {words}"
 
 
 def one_region_holds_no_collectives(run: RunConfig) -> Iterator[str]:
@@ -46,6 +58,7 @@ def one_region_holds_no_collectives(run: RunConfig) -> Iterator[str]:
     comes_between = m.recompute_granularity == "full" or run.ddp.overlap_param_gather
     if m.compile == "model" and (comes_between or m.tensor_model_parallel_size > 1):
         yield (
-            "--compile model leaves no layers to recompute, nothing to wait for and no products "
-            "to divide: give --compile layer"
+            "--compile model compiles all layers as one region and does not support "
+            "--recompute-granularity full, --overlap-param-gather or tensor parallelism: use "
+            "--compile layer"
         )

@@ -20,13 +20,13 @@ def sequence_fits_context_parallel(run: RunConfig) -> Iterator[str]:
     if seq % (2 * cp):
         yield (
             f"--seq-length {seq} is not a multiple of 2 x --context-parallel-size {cp} = "
-            f"{2 * cp}: change one of them"
+            f"{2 * cp}: use a multiple of {2 * cp}"
         )
     elif seq % needed:
         yield (
             f"--seq-length {seq} leaves {seq // cp} tokens to each of --context-parallel-size "
             f"{cp} ranks, which --sequence-parallel cannot divide by --tensor-model-parallel-size "
-            f"{tp}: use a multiple of {needed} or drop --sequence-parallel"
+            f"{tp}: use a multiple of {needed}"
         )
 
 
@@ -36,20 +36,20 @@ def context_levels_multiply(run: RunConfig) -> Iterator[str]:
     if levels is None:
         if cp > 1 and "a2a+p2p" in run.model.cp_comm_type:
             yield (
-                "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes: ranks that "
-                f"trade heads, and sets of them in a ring, whose product is {cp}"
+                "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes: the "
+                f"all-to-all size and the ring size, whose product is {cp}"
             )
         return
     product = " x ".join(str(n) for n in levels)
     if len(levels) != 2:
         yield (
-            f"--hierarchical-context-parallel-sizes {product}: two sizes are needed, ranks that "
-            "trade heads and sets of them in a ring"
+            f"--hierarchical-context-parallel-sizes {product}: give two sizes, of the "
+            "all-to-all and of the ring"
         )
     elif prod(levels) != cp:
         yield (
             f"--hierarchical-context-parallel-sizes {product} = {prod(levels)} differs from "
-            f"--context-parallel-size {cp}"
+            f"--context-parallel-size {cp}: give two sizes whose product is {cp}"
         )
 
 
@@ -58,7 +58,7 @@ def exchange_types_are_known(run: RunConfig) -> Iterator[str]:
     types, layers = run.model.cp_comm_type, run.model.num_layers
     for kind in dict.fromkeys(types):
         if kind not in COMM_TYPES:
-            yield f"--cp-comm-type {kind}: one of {', '.join(COMM_TYPES)} is needed"
+            yield f"--cp-comm-type {kind}: use one of {', '.join(COMM_TYPES)}"
     if len(types) not in (1, layers):
         yield (
             f"--cp-comm-type has {len(types)} entries and --num-layers is {layers}: give one for "
@@ -77,8 +77,8 @@ def heads_fit_the_exchange(run: RunConfig) -> Iterator[str]:
     for kind, traders in (("a2a", cp), ("a2a+p2p", levels[0])):
         if kind in m.cp_comm_type and traders >= 1 and heads % traders:
             yield (
-                f"--cp-comm-type {kind} deals {heads} heads (--num-attention-heads "
-                f"{m.num_attention_heads} over --tensor-model-parallel-size {tp}) out to {traders} "
+                f"--cp-comm-type {kind} cannot split {heads} heads (--num-attention-heads "
+                f"{m.num_attention_heads} over --tensor-model-parallel-size {tp}) over {traders} "
                 "ranks: use p2p or allgather, or a2a+p2p with a first "
                 "--hierarchical-context-parallel-sizes that divides them"
             )

@@ -11,7 +11,7 @@ def graphs_are_captured_after_warmup(run: RunConfig) -> Iterator[str]:
     """Capture once, and only after a step that ran eagerly."""
     m = run.model
     if m.enable_cuda_graph and m.external_cuda_graph:
-        yield "--enable-cuda-graph and --external-cuda-graph do the same here: give one of them"
+        yield "--enable-cuda-graph and --external-cuda-graph enable the same CUDA graphs: keep one"
     if m.uses_graphs and m.cuda_graph_warmup_steps < 1:
         yield (
             f"--cuda-graph-warmup-steps {m.cuda_graph_warmup_steps}: use 1 or more; communicators "
@@ -24,6 +24,7 @@ def a_captured_step_has_no_check_for_nan(run: RunConfig) -> Iterator[str]:
     m = run.model
     if m.uses_graphs and not m.records_layers and run.ddp.check_for_nan_in_grad:
         yield (
-            "--cuda-graph-scope full_iteration leaves no moment to check each loss for NaN: give "
+            "--cuda-graph-scope full_iteration cannot check each loss for NaN inside the graph: "
+            "give "
             "--no-check-for-nan-in-loss-and-grad, or use --cuda-graph-scope full"
         )

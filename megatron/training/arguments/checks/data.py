@@ -29,7 +29,7 @@ def one_source_of_data(run: RunConfig) -> Iterator[str]:
         if value
     ]
     if len(given) > 1:
-        yield f"{' and '.join(given)} each name the data: keep one"
+        yield f"{' and '.join(given)} each set the training data: keep one"
 
 
 def split_is_three_shares(run: RunConfig) -> Iterator[str]:
@@ -42,7 +42,11 @@ def split_is_three_shares(run: RunConfig) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
     if d.train_data_path or d.valid_data_path or d.test_data_path or d.per_split_data_args_path:
-        yield f"--split {d.split!r} cuts --data-path, and each set has data of its own: drop it"
+        yield (
+            f"--split {d.split!r} divides the data of --data-path or --data-args-path, and each "
+            "split has data of its own: keep --split with --data-path to divide one data set, or "
+            "the paths of the splits alone"
+        )
 
 
 def sets_are_evaluated_whole(run: RunConfig) -> Iterator[str]:
@@ -57,6 +61,7 @@ def documents_are_kept_apart_by_a_mask(run: RunConfig) -> Iterator[str]:
     d = run.data
     if d.reset_attention_mask and not d.create_attention_mask_in_dataloader:
         yield (
-            "--reset-attention-mask needs masks, which --no-create-attention-mask-in-dataloader "
-            "turns off: drop one of them"
+            "--reset-attention-mask and --no-create-attention-mask-in-dataloader exclude each "
+            "other: keep the first to mask attention between documents, the second to build no "
+            "masks for causal attention"
         )

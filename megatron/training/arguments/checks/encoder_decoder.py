@@ -6,10 +6,13 @@ from collections.abc import Iterator
 
 from megatron.training.config.run import RunConfig
 
-_DEALT_OUT = "layers are dealt out evenly to the stages of each half, drop the flag"
-_NO_PART = "T5 has no such part; use pretrain_gpt.py for a model that has it"
-_ONE_STACK = "a list names layers of one stack, drop the flag"
-_NO_DOCUMENTS = "a sample of T5 has one document; use pretrain_gpt.py for packed documents"
+_EVEN_STAGES = (
+    "encoder and decoder each split their layers evenly; use "
+    "--encoder-pipeline-model-parallel-size to set how many stages are the encoder's"
+)
+_NO_FEATURE = "the T5 model does not have this feature; use pretrain_gpt.py for it"
+_ONE_STACK = "a list has an entry for each layer of one stack; give a number, for every Nth layer"
+_NO_DOCUMENTS = "a T5 sample comes from one document; use pretrain_gpt.py for packed documents"
 
 
 def halves_have_stages_of_their_own(run: RunConfig) -> Iterator[str]:
@@ -20,8 +23,9 @@ def halves_have_stages_of_their_own(run: RunConfig) -> Iterator[str]:
     first = m.encoder_pipeline_model_parallel_size
     if not 0 < first < pp:
         yield (
-            f"--pipeline-model-parallel-size {pp}: some stages of T5 hold the encoder and some the "
-            f"decoder, and --encoder-pipeline-model-parallel-size is {first}: give 1 to {pp - 1}"
+            f"--pipeline-model-parallel-size {pp}: T5 has separate stages for encoder and "
+            "decoder, and "
+            f"--encoder-pipeline-model-parallel-size is {first}: use 1 to {pp - 1}"
         )
         return
     depths = m.num_layers, run.language_model.decoder_num_layers or 0
@@ -30,7 +34,7 @@ def halves_have_stages_of_their_own(run: RunConfig) -> Iterator[str]:
     ):
         if depth < stages:
             yield (
-                f"{flag} {depth} layers cannot be dealt out to {stages} pipeline stages: change "
+                f"{flag} {depth} layers cannot be split over {stages} pipeline stages: change "
                 "--encoder-pipeline-model-parallel-size or use fewer stages"
             )
 
@@ -41,49 +45,52 @@ def encoder_decoder_is_asked_what_it_has(run: RunConfig) -> Iterator[str]:
     if lm.model_kind != "t5":
         if lm.position_embedding_type == "relative":
             yield (
-                "--position-embedding-type relative: T5 alone has such a bias, use "
-                "pretrain_t5.py, or alibi"
+                "--position-embedding-type relative: only T5 has the relative position bias; use "
+                "rope, or pretrain_t5.py"
             )
         return
     for flag, is_on, why in (
         (
             f"--context-parallel-size {m.context_parallel_size}", m.context_parallel_size > 1,
-            "attention to the encoder's output needs all of it, use 1",
+            "T5 does not support context parallelism; for long sequences use "
+            "--tensor-model-parallel-size with --sequence-parallel",
         ),
         (
             "virtual pipeline stages", m.virtual_pipeline_model_parallel_size is not None,
-            "a rank has one stage, drop the flags that make more",
+            "a rank has one stage; for a smaller pipeline bubble use --pipeline-schedule zb-h1",
         ),
-        ("--pipeline-model-parallel-layout", m.pipeline_model_parallel_layout, _DEALT_OUT),
-        ("--pipeline-split auto", m.pipeline_split == "auto", _DEALT_OUT),
+        ("--pipeline-model-parallel-layout", m.pipeline_model_parallel_layout, _EVEN_STAGES),
+        ("--pipeline-split auto", m.pipeline_split == "auto", _EVEN_STAGES),
         (
-            "--decoder-first-pipeline-num-layers", m.decoder_first_pipeline_num_layers, _DEALT_OUT,
+            "--decoder-first-pipeline-num-layers", m.decoder_first_pipeline_num_layers,
+            _EVEN_STAGES,
         ),
-        ("--decoder-last-pipeline-num-layers", m.decoder_last_pipeline_num_layers, _DEALT_OUT),
+        ("--decoder-last-pipeline-num-layers", m.decoder_last_pipeline_num_layers, _EVEN_STAGES),
         (
             "--account-for-embedding-in-pipeline-split",
-            m.account_for_embedding_in_pipeline_split, _DEALT_OUT,
+            m.account_for_embedding_in_pipeline_split, _EVEN_STAGES,
         ),
         (
             "--account-for-loss-in-pipeline-split", m.account_for_loss_in_pipeline_split,
-            _DEALT_OUT,
+            _EVEN_STAGES,
         ),
         (
             "--ckpt-format torch", m.pipeline_model_parallel_size > 1 and run.checkpoint.save
             and run.checkpoint.ckpt_format == "torch",
-            "it has no files for stages of an encoder, use torch_dist or safetensors_dist",
+            "it cannot store encoder stages; use torch_dist or safetensors_dist",
         ),
-        ("--num-experts", m.num_moe_experts, _NO_PART),
-        ("--multi-latent-attention", m.multi_latent_attention, _NO_PART),
-        ("--mtp-num-layers", m.mtp_num_layers, _NO_PART),
-        ("--heterogeneous-layers-config-path", m.heterogeneous_layers_config_path, _NO_PART),
-        ("--spec", lm.spec and lm.spec[0] != "local", _NO_PART),
+        (f"--num-experts {m.num_moe_experts}", m.num_moe_experts, _NO_FEATURE),
+        ("--multi-latent-attention", m.multi_latent_attention, _NO_FEATURE),
+        (f"--mtp-num-layers {m.mtp_num_layers}", m.mtp_num_layers, _NO_FEATURE),
+        ("--heterogeneous-layers-config-path", m.heterogeneous_layers_config_path, _NO_FEATURE),
+        ("--spec", lm.spec and lm.spec[0] != "local", _NO_FEATURE),
         (
-            "--layer-norm-placement", m.layer_norm_placement != "pre",
-            "its norms stand in front of each part, drop the flag",
+            f"--layer-norm-placement {m.layer_norm_placement}", m.layer_norm_placement != "pre",
+            "T5 normalises before attention and MLP (pre); use pretrain_gpt.py for other "
+            "placements",
         ),
-        ("--qk-layernorm", m.qk_layernorm, _NO_PART),
-        ("--qk-l2-norm", m.qk_l2_norm, _NO_PART),
+        ("--qk-layernorm", m.qk_layernorm, _NO_FEATURE),
+        ("--qk-l2-norm", m.qk_l2_norm, _NO_FEATURE),
         ("--no-rope-freq", isinstance(m.no_rope_freq, tuple), _ONE_STACK),
         (
             "--window-attn-skip-freq", isinstance(m.window_attn_skip_freq, tuple),
@@ -91,7 +98,7 @@ def encoder_decoder_is_asked_what_it_has(run: RunConfig) -> Iterator[str]:
         ),
         (
             "--position-embedding-type alibi", lm.position_embedding_type == "alibi",
-            "use relative, learned_absolute, rope or none",
+            "T5 does not support it; use relative, learned_absolute, rope or none",
         ),
         ("--reset-attention-mask", d.reset_attention_mask, _NO_DOCUMENTS),
         ("--reset-position-ids", d.reset_position_ids, _NO_DOCUMENTS),
@@ -108,7 +115,7 @@ def both_sequences_fit_sequence_parallel(run: RunConfig) -> Iterator[str]:
     if run.language_model.model_kind == "t5" and m.sequence_parallel and tp > 0 and length % tp:
         yield (
             f"--decoder-seq-length {length} is not a multiple of --tensor-model-parallel-size "
-            f"{tp}, as --sequence-parallel needs: change one of them or drop --sequence-parallel"
+            f"{tp}, as --sequence-parallel needs: use a multiple of {tp}"
         )
 
 
@@ -119,9 +126,9 @@ def distances_fill_their_buckets(run: RunConfig) -> Iterator[str]:
         return
     buckets, farthest = m.relative_attention_num_buckets, m.relative_attention_max_distance
     if buckets < 4:
-        yield f"--relative-attention-num-buckets {buckets}: at least 4 are needed"
+        yield f"--relative-attention-num-buckets {buckets}: use 4 or more"
     elif farthest <= buckets // 2:
         yield (
-            f"--relative-attention-max-distance {farthest}: {buckets // 2} buckets hold near "
-            "distances alone, give more than that or fewer --relative-attention-num-buckets"
+            f"--relative-attention-max-distance {farthest}: it must exceed the {buckets // 2} "
+            "buckets of small distances; raise it or lower --relative-attention-num-buckets"
         )

@@ -16,7 +16,7 @@ def experts_are_dealt_out(run: RunConfig) -> Iterator[str]:
         if ep > 1:
             yield (
                 f"--expert-model-parallel-size {ep} needs --num-experts: a dense model has no "
-                "experts to deal out"
+                "experts to split over ranks"
             )
         return
     if ep >= 1 and m.num_moe_experts % ep:
@@ -58,7 +58,10 @@ def layers_with_experts_are_named(run: RunConfig) -> Iterator[str]:
         )
     lm = run.language_model
     if m.num_moe_experts is not None and lm.spec and lm.model_kind != "mamba":
-        yield "--num-experts with --spec: the spec says which layers have experts, drop one of them"
+        yield (
+            f"--num-experts {m.num_moe_experts} and --spec {' '.join(lm.spec)} exclude each other: "
+            "keep --num-experts for the built-in MoE layers, --spec for layers that code describes"
+        )
 
 
 def choice_can_be_made(run: RunConfig) -> Iterator[str]:
@@ -74,7 +77,7 @@ def choice_can_be_made(run: RunConfig) -> Iterator[str]:
     if k == 1 and is_softmax and not m.moe_router_pre_softmax and not even:
         yield (
             "--moe-router-topk 1 needs --moe-router-pre-softmax: the softmax over one expert is "
-            "always 1, and nothing would teach the router"
+            "always 1, so the router would have no gradient"
         )
     if m.moe_router_enable_expert_bias and is_softmax:
         yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: add it"
@@ -169,13 +172,14 @@ def dispatcher_suits_the_load(run: RunConfig) -> Iterator[str]:
         yield "--moe-enable-deepep needs --moe-token-dispatcher-type flex"
     if m.moe_enable_deepep and m.moe_shared_expert_overlap:
         yield (
-            "--moe-enable-deepep and --moe-shared-expert-overlap exclude each other: one exchange "
-            "has no place for both; drop one of them"
+            "--moe-enable-deepep and --moe-shared-expert-overlap exclude each other: keep the "
+            "first for DeepEP's fused dispatch, the second to compute shared experts during the "
+            "all-to-all of --moe-token-dispatcher-type alltoall"
         )
     if m.moe_shared_expert_overlap and m.moe_token_dispatcher_type == "allgather":
         yield (
-            "--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall or flex: all "
-            "tokens are gathered at once"
+            "--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall or flex: "
+            "allgather has no all-to-all to overlap"
         )
     if m.moe_pad_expert_input_to_capacity and m.moe_expert_capacity_factor is None:
         yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"
@@ -187,13 +191,23 @@ def tokens_can_travel_beside_work(run: RunConfig) -> Iterator[str]:
     if not m.overlap_moe_expert_parallel_comm:
         return
     if m.num_moe_experts is None or m.expert_model_parallel_size < 2:
-        yield f"{flag} needs --expert-model-parallel-size above 1: else no token travels"
+        yield (
+            f"{flag} needs --expert-model-parallel-size above 1: with 1 there is no all-to-all to "
+            "overlap"
+        )
     if m.moe_token_dispatcher_type == "allgather":
         yield f"{flag} needs --moe-token-dispatcher-type alltoall or flex, not allgather"
     if m.recompute_granularity in ("full", "adaptive") or "moe" in m.modules_to_recompute:
-        yield f"{flag} excludes recomputing whole layers of experts: choose --recompute-modules"
+        yield (
+            f"{flag} does not support recomputing complete MoE layers: use --recompute-granularity "
+            "selective with --recompute-modules core_attn or moe_act"
+        )
     if (m.pipeline_schedule or "").startswith("zb"):
-        yield f"{flag} and --pipeline-schedule {m.pipeline_schedule} exclude each other"
+        yield (
+            f"{flag} and --pipeline-schedule {m.pipeline_schedule} exclude each other: keep the "
+            "first, with the default schedule, to hide the all-to-all, the second for a smaller "
+            "pipeline bubble"
+        )
     if is_fully_sharded(run.ddp):
         yield (
             f"{flag} and fully sharded parameters exclude each other: a layer is gathered for one "
@@ -201,13 +215,20 @@ def tokens_can_travel_beside_work(run: RunConfig) -> Iterator[str]:
         )
     if run.distributed.virtual_ranks is not None:
         ranks = run.distributed.virtual_ranks
-        yield f"{flag} needs a process for each rank: drop --virtual-ranks {ranks}, use torchrun"
-    for other, is_given in (
-        ("--mtp-num-layers", m.mtp_num_layers is not None),
-        ("--defer-embedding-wgrad-compute", m.defer_embedding_wgrad_compute),
+        yield f"{flag} needs one process per rank: use torchrun instead of --virtual-ranks {ranks}"
+    for other, is_given, purpose in (
+        ("--mtp-num-layers", m.mtp_num_layers is not None, "for multi-token prediction"),
+        (
+            "--defer-embedding-wgrad-compute",
+            m.defer_embedding_wgrad_compute,
+            "to defer the embedding's weight gradient alone",
+        ),
     ):
         if m.delay_wgrad_compute and is_given:
-            yield f"--delay-wgrad-compute and {other} exclude each other: drop one of them"
+            yield (
+                f"--delay-wgrad-compute and {other} exclude each other: keep the first to overlap "
+                f"weight gradients with the all-to-all, the second {purpose}"
+            )
 
 
 def experts_can_be_made_of_an_mlp(run: RunConfig) -> Iterator[str]:
@@ -227,8 +248,9 @@ def experts_can_be_made_of_an_mlp(run: RunConfig) -> Iterator[str]:
     even = m.moe_router_load_balancing_type == ("sinkhorn",)
     if even or (k == 1 if is_sigmoid else m.moe_router_pre_softmax):
         yield (
-            f"{flag}: the weights of a token's experts would not add up to 1; drop "
-            "--moe-router-pre-softmax, a choice by sinkhorn, or sigmoid scores of one expert"
+            f"{flag}: the weights of a token's experts would not add up to 1; use "
+            "--moe-router-topk 2 or more with sigmoid scores, or with softmax scores without "
+            "--moe-router-pre-softmax, and another load balancing than sinkhorn"
         )
     width, dense = m.moe_ffn_hidden_size or 0, m.ffn_hidden_size
     if parts > 0 and m.num_moe_experts is not None:
@@ -242,6 +264,6 @@ def experts_can_be_made_of_an_mlp(run: RunConfig) -> Iterator[str]:
             )
     if parts > 1 and is_fully_sharded(run.ddp):
         yield (
-            f"--moe-upcycling-granularity {parts} with fully sharded parameters: start with "
-            "--use-distributed-optimizer, save, and go on from there"
+            f"--moe-upcycling-granularity {parts} does not support fully sharded parameters: "
+            "upcycle and save with --use-distributed-optimizer, then load that checkpoint"
         )

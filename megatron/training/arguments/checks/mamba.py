@@ -44,9 +44,9 @@ def mamba_sizes_fit(run: RunConfig) -> Iterator[str]:
         rows = sum(mixer_shape(m).projected) // m.tensor_model_parallel_size
         if m.fp8 is not None and not problems and rows % 16:
             yield (
-                f"--fp8-format {m.fp8}: the first matrix of a Mamba layer has {rows} rows on each "
-                "tensor-parallel rank, no multiple of 16; change --mamba-num-heads or "
-                "--mamba-state-dim, or drop the flag"
+                f"--fp8-format {m.fp8}: the input projection of a Mamba layer has {rows} rows on "
+                "each tensor-parallel rank, not a multiple of 16; change --mamba-num-heads or "
+                "--mamba-state-dim"
             )
 
 
@@ -57,14 +57,18 @@ def hybrid_pattern_names_the_layers_of_experts(run: RunConfig) -> Iterator[str]:
         return
     has_letter = EXPERTS in pattern
     if has_letter and m.num_moe_experts is None:
-        yield f"--hybrid-override-pattern {pattern} has layers of experts, E: give --num-experts"
+        yield f"--hybrid-override-pattern {pattern} has MoE layers, E: add --num-experts"
     if m.num_moe_experts is not None and not has_letter:
         yield (
-            f"--num-experts {m.num_moe_experts}: the layers {pattern} have no experts; give "
-            "--hybrid-override-pattern with an E for each layer of experts, or drop the flag"
+            f"--num-experts {m.num_moe_experts}: no layer of the pattern {pattern} has experts; "
+            "give "
+            "--hybrid-override-pattern with an E for each MoE layer"
         )
     if run.asked["moe_layer_freq"] != 1:
-        yield "--moe-layer-freq: --hybrid-override-pattern says which layers have experts; drop it"
+        yield (
+            f"--moe-layer-freq {run.asked['moe_layer_freq']} is not available for hybrid models: "
+            "put an E into --hybrid-override-pattern for each MoE layer"
+        )
 
 
 def mamba_layers_can_do_what_is_asked(run: RunConfig) -> Iterator[str]:
@@ -73,21 +77,26 @@ def mamba_layers_can_do_what_is_asked(run: RunConfig) -> Iterator[str]:
     if lm.model_kind != "mamba":
         if m.is_hybrid_model:
             yield (
-                "--is-hybrid-model: this program trains no hybrid model; use pretrain_mamba.py "
-                "(--model-kind mamba), or drop the flag"
+                "--is-hybrid-model: this program does not train hybrid models; use "
+                "pretrain_mamba.py (--model-kind mamba)"
             )
         return
     for flag, is_asked, cure in (
-        (f"--mtp-num-layers {m.mtp_num_layers}", m.mtp_num_layers is not None, "drop it"),
+        (
+            f"--mtp-num-layers {m.mtp_num_layers}",
+            m.mtp_num_layers is not None,
+            "use pretrain_gpt.py for multi-token prediction",
+        ),
         (
             f"--layer-norm-placement {m.layer_norm_placement}",
             m.layer_norm_placement != "pre",
-            "drop it: their norm is before the mixer",
+            "a Mamba layer normalises before its mixer (pre); use pretrain_gpt.py for other "
+            "placements",
         ),
         (
             "--heterogeneous-layers-config-path",
             m.heterogeneous_layers_config_path is not None,
-            "describe the layers by --hybrid-override-pattern",
+            "use --hybrid-override-pattern to choose the layers",
         ),
         (
             "--recompute-granularity adaptive",
@@ -97,8 +106,9 @@ def mamba_layers_can_do_what_is_asked(run: RunConfig) -> Iterator[str]:
         (
             "--reset-attention-mask",
             run.data.reset_attention_mask,
-            "drop it: their state goes on over the end of a document",
+            "a Mamba layer carries its state across the end of a document; use pretrain_gpt.py to "
+            "separate documents",
         ),
     ):
         if is_asked:
-            yield f"{flag} is not for Mamba and hybrid models: {cure}"
+            yield f"{flag} is not available for Mamba and hybrid models: {cure}"

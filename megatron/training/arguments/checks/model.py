@@ -38,7 +38,7 @@ def one_activation(run: RunConfig) -> Iterator[str]:
     chosen += [flag for flag in ("--squared-relu", "--relu") if a[flag[2:].replace("-", "_")]]
     chosen += ["--openai-gelu"] if a["openai_gelu"] and chosen != ["--geglu"] else []
     if len(chosen) > 1:
-        yield f"{' and '.join(chosen)} exclude each other: keep one"
+        yield f"{' and '.join(chosen)} exclude each other: keep the model's activation"
 
 
 def clamps_leave_something(run: RunConfig) -> Iterator[str]:
@@ -65,14 +65,18 @@ def softcaps_are_positive(run: RunConfig) -> Iterator[str]:
         ("--final-logit-softcapping", run.model.final_logit_softcapping),
     ):
         if value is not None and value <= 0:
-            yield f"{flag} {value}: a number greater than 0 is needed; drop the flag for no cap"
+            yield f"{flag} {value}: use a cap greater than 0; the default is no cap"
 
 
 def one_query_key_norm(run: RunConfig) -> Iterator[str]:
     """Queries and keys are normalised in one way."""
     m = run.model
     if m.qk_layernorm and m.qk_l2_norm:
-        yield "--qk-layernorm and --qk-l2-norm exclude each other: keep one"
+        yield (
+            "--qk-layernorm and --qk-l2-norm exclude each other: keep --qk-layernorm for a norm "
+            "with "
+            "learned weights, --qk-l2-norm for one without"
+        )
     if m.qk_layernorm_full_width and not m.qk_layernorm:
         yield "--qk-layernorm-full-width widens --qk-layernorm, which is not given: add it"
 
@@ -134,14 +138,14 @@ def tokens_ahead_have_what_they_need(run: RunConfig) -> Iterator[str]:
     given = f"--mtp-num-layers {m.mtp_num_layers}"
     if lm.position_embedding_type == "learned_absolute":
         yield (
-            f"{given}: tokens ahead have no learned positions, use --position-embedding-type rope "
-            "(or alibi or none)"
+            f"{given}: multi-token prediction (MTP) does not support learned positions; use "
+            "--position-embedding-type rope (or alibi or none)"
         )
     if m.defer_embedding_wgrad_compute and not lm.untie_embeddings_and_output_weights:
         yield (
             f"{given} and --defer-embedding-wgrad-compute need "
-            "--untie-embeddings-and-output-weights: the embedding of tokens ahead adds to the "
-            "gradient of the weight it is tied to"
+            "--untie-embeddings-and-output-weights: the MTP layers' embedding adds to the "
+            "gradient of a tied weight"
         )
 
 
@@ -151,9 +155,18 @@ def transformer_impl_is_possible(run: RunConfig) -> Iterator[str]:
     if not m.require_transformer_engine:
         return
     if m.transformer_impl == "local":
-        yield f"{given} and --transformer-impl local exclude each other"
+        yield (
+            f"{given} and --transformer-impl local exclude each other: keep the first for "
+            "Transformer Engine's layers, the second for PyTorch's"
+        )
         return
     if run.distributed.device == CPU:
-        yield f"{given} and --device cpu exclude each other: Transformer Engine needs a GPU"
+        yield (
+            f"{given} and --device cpu exclude each other: Transformer Engine needs a GPU, "
+            "which --device cuda selects"
+        )
     if m.why_own_matrices is not None:
-        yield f"{given}: {m.why_own_matrices}; drop one of these flags"
+        yield (
+            f"{given}: {m.why_own_matrices}; keep --require-transformer-engine for Transformer "
+            "Engine's GEMMs, or the other flag, which runs without it"
+        )

@@ -63,8 +63,8 @@ def weight_decay_follows_its_style(run: RunConfig) -> Iterator[str]:
         for flag, value in (("--start-weight-decay", start), ("--end-weight-decay", end)):
             if value is not None:
                 yield (
-                    f"{flag} {value} needs --weight-decay-incr-style linear or cosine: under "
-                    "constant, --weight-decay says it"
+                    f"{flag} {value} needs --weight-decay-incr-style linear or cosine: for "
+                    "constant use --weight-decay"
                 )
     elif start is None or end is None:
         yield (
@@ -82,8 +82,8 @@ def muon_updates_matrices_at_once(run: RunConfig) -> Iterator[str]:
     o = run.optimizer
     if o.has_muon and o.overlap_param_gather_with_optimizer_step:
         yield (
-            f"--overlap-param-gather-with-optimizer-step and --optimizer {o.optimizer}: a step "
-            "needs whole matrices, not buckets; drop the flag, --overlap-param-gather stays"
+            f"--overlap-param-gather-with-optimizer-step and --optimizer {o.optimizer}: a Muon "
+            "step needs complete matrices, not buckets; use --overlap-param-gather alone"
         )
 
 
@@ -92,8 +92,8 @@ def the_format_has_room_for_the_optimizer(run: RunConfig) -> Iterator[str]:
     o, formats = run.optimizer, ("torch", "torch_dcp")
     if o.has_muon and run.checkpoint.save and run.checkpoint.ckpt_format in formats:
         yield (
-            f"--ckpt-format {run.checkpoint.ckpt_format} has no room for two kinds of state, which "
-            f"--optimizer {o.optimizer} has: use safetensors_dist or torch_dist"
+            f"--ckpt-format {run.checkpoint.ckpt_format} cannot store the two kinds of state of "
+            f"--optimizer {o.optimizer}: use safetensors_dist or torch_dist"
         )
 
 
@@ -107,6 +107,8 @@ def host_memory_holds_what_it_can(run: RunConfig) -> Iterator[str]:
         )
     if o.optimizer_cpu_offload and o.has_muon:
         yield (
-            f"--optimizer-cpu-offload and --optimizer {o.optimizer}: the products of a matrix are "
-            "for the GPU; drop one of them"
+            f"--optimizer-cpu-offload and --optimizer {o.optimizer} exclude each other: Muon's "
+            "matmuls "
+            "run on the GPU; keep the first with --optimizer adam, or use --optimizer dist_muon "
+            "alone, which shards its state over data-parallel ranks"
         )

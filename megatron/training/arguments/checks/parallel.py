@@ -22,7 +22,7 @@ def degrees_fit_the_world(run: RunConfig) -> Iterator[str]:
     replica = tp * pp * cp
     if min(tp, pp, cp) >= 1 and run.world_size % replica:
         yield (
-            f"{run.world_size} ranks cannot be cut into replicas of --tensor-model-parallel-size "
+            f"{run.world_size} ranks cannot be divided into --tensor-model-parallel-size "
             f"{tp} x --pipeline-model-parallel-size {pp} x --context-parallel-size {cp} = "
             f"{replica}: start a multiple of {replica} ranks"
         )
@@ -39,9 +39,9 @@ def expert_degrees_fit_the_world(run: RunConfig) -> Iterator[str]:
     is_apart = ep > 1 or etp != m.tensor_model_parallel_size  # else the ranks are cut as above
     if is_apart and min(etp, ep, pp) >= 1 and run.world_size % (etp * ep * pp):
         yield (
-            f"{run.world_size} ranks cannot be cut into --expert-tensor-parallel-size {etp} x "
+            f"{run.world_size} ranks cannot be divided into --expert-tensor-parallel-size {etp} x "
             f"--expert-model-parallel-size {ep} x --pipeline-model-parallel-size {pp} = "
-            f"{etp * ep * pp}"
+            f"{etp * ep * pp}: start a multiple of {etp * ep * pp} ranks"
         )
 
 
@@ -55,8 +55,8 @@ def heads_fit_tensor_parallel(run: RunConfig) -> Iterator[str]:
     ):
         if tp >= 1 and count % tp:
             yield (
-                f"{flag} {count} cannot be dealt out to --tensor-model-parallel-size {tp}: use a "
-                "divisor of it"
+                f"{flag} {count} cannot be split over --tensor-model-parallel-size {tp}: use a "
+                f"tensor-parallel size that divides {count}"
             )
 
 
@@ -77,7 +77,7 @@ def sequence_fits_sequence_parallel(run: RunConfig) -> Iterator[str]:
     if m.sequence_parallel and m.context_parallel_size == 1 and tp >= 1 and seq % tp:
         yield (
             f"--seq-length {seq} is not a multiple of --tensor-model-parallel-size {tp}, as "
-            "--sequence-parallel needs: change one of them or drop --sequence-parallel"
+            f"--sequence-parallel needs: use a multiple of {tp}"
         )
 
 
@@ -96,12 +96,12 @@ def virtual_stages_suit_the_pipeline(run: RunConfig) -> Iterator[str]:
     if size is not None and chunks is not None:
         yield (
             f"--num-layers-per-virtual-pipeline-stage {size} and "
-            f"--num-virtual-stages-per-pipeline-rank {chunks} name the same thing: give one of them"
+            f"--num-virtual-stages-per-pipeline-rank {chunks} set the same value: keep one"
         )
     if pp == 1 and m.virtual_pipeline_model_parallel_size is not None:
         yield (
             f"{m.virtual_pipeline_model_parallel_size} virtual stages a rank need "
-            "--pipeline-model-parallel-size of 2 or more: raise it, or drop the flag"
+            "--pipeline-model-parallel-size of 2 or more: raise it; one rank has no pipeline bubble"
         )
     ends = (m.decoder_first_pipeline_num_layers, m.decoder_last_pipeline_num_layers)
     if size is not None and any(end is not None for end in ends):
@@ -120,13 +120,15 @@ def virtual_stages_suit_the_pipeline(run: RunConfig) -> Iterator[str]:
             )
     if size is not None and m.pipeline_split == "auto":
         yield (
-            "--num-layers-per-virtual-pipeline-stage says what --pipeline-split auto is to find: "
-            "use --num-virtual-stages-per-pipeline-rank"
+            "--num-layers-per-virtual-pipeline-stage fixes the sizes that --pipeline-split auto "
+            "chooses: use --num-virtual-stages-per-pipeline-rank"
         )
     if m.pipeline_model_parallel_layout is not None and (size is not None or chunks is not None):
         yield (
-            "--pipeline-model-parallel-layout says itself how many virtual stages there are: drop "
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
+            "--pipeline-model-parallel-layout already sets the number of virtual stages: keep it "
+            "to "
+            "place layers by hand, or --num-layers-per-virtual-pipeline-stage or "
+            "--num-virtual-stages-per-pipeline-rank for equal stages"
         )
 
 
@@ -161,8 +163,12 @@ def rank_order_suits_experts(run: RunConfig) -> Iterator[str]:
     apart = m.expert_model_parallel_size > 1 or expert_dp != dp * m.context_parallel_size
     if run.distributed.use_tp_pp_dp_mapping and pp > 1 and apart and expert_dp != dp:
         yield (
-            f"--use-tp-pp-dp-mapping needs as many replicas of experts ({expert_dp}) as of the "
-            f"other layers ({dp}): drop it or change --expert-model-parallel-size"
+            f"--use-tp-pp-dp-mapping needs as many data-parallel ranks for experts ({expert_dp}) "
+            "as "
+            f"for the other layers ({dp}): make --expert-tensor-parallel-size x "
+            "--expert-model-parallel-size equal --tensor-model-parallel-size x "
+            f"--context-parallel-size = {m.tensor_model_parallel_size * m.context_parallel_size}, "
+            "or use the default rank order"
         )
 
 
@@ -174,7 +180,7 @@ def optimizer_instances_divide_the_replicas(run: RunConfig) -> Iterator[str]:
     counts = {"ranks that hold the same parameters": replicas}
     if m.expert_model_parallel_size > 1 or m.num_moe_experts is not None:
         cut = (m.expert_tensor_parallel_size or 1) * m.expert_model_parallel_size
-        counts["replicas of the experts"] = run.world_size // max(
+        counts["data-parallel ranks of the experts"] = run.world_size // max(
             1, cut * m.pipeline_model_parallel_size
         )
     for what, count in counts.items():
@@ -199,7 +205,7 @@ def backend_suits_the_device(run: RunConfig) -> Iterator[str]:
     if not backend_serves(d.device, d.distributed_backend):
         yield (
             f"--distributed-backend {d.distributed_backend} needs GPUs and --device is "
-            f"{d.device}: use gloo, or leave --distributed-backend out"
+            f"{d.device}: use gloo, or --device cuda on a machine with GPUs"
         )
 
 
@@ -210,8 +216,12 @@ def virtual_ranks_are_alone(run: RunConfig) -> Iterator[str]:
         return
     if run.world_size != ranks:
         yield (
-            f"--virtual-ranks {ranks} live in one process, but {run.world_size} were started: use "
-            "python instead of torchrun, or drop --virtual-ranks"
+            f"--virtual-ranks {ranks} are threads of one process, but {run.world_size} processes "
+            "were "
+            "started: use python for virtual ranks, or torchrun alone for one process per rank"
         )
     if device != CPU:
-        yield f"--virtual-ranks {ranks} compute on the CPU: drop --device {device}"
+        yield (
+            f"--virtual-ranks {ranks} compute on the CPU: use --device cpu instead of --device "
+            f"{device}"
+        )

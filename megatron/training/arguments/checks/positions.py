@@ -57,7 +57,7 @@ def one_rotary_scaling(run: RunConfig) -> Iterator[str]:
         if on
     ]
     if len(chosen) > 1:
-        yield f"{' and '.join(chosen)} exclude each other: keep one"
+        yield f"{' and '.join(chosen)} exclude each other: keep the model's scaling"
 
 
 def yarn_stretches(run: RunConfig) -> Iterator[str]:
@@ -66,7 +66,7 @@ def yarn_stretches(run: RunConfig) -> Iterator[str]:
     fast, slow = m.yarn_beta_fast, m.yarn_beta_slow
     fast, slow = 32.0 if fast is None else fast, 1.0 if slow is None else slow
     if not fast > slow > 0:
-        yield f"--yarn-beta-fast {fast} and --yarn-beta-slow {slow}: the first has to be larger"
+        yield f"--yarn-beta-fast {fast} and --yarn-beta-slow {slow}: make the first the larger one"
 
 
 def longrope_is_complete(run: RunConfig) -> Iterator[str]:
@@ -107,16 +107,23 @@ def latent_attention_has_its_own_rotation(run: RunConfig) -> Iterator[str]:
             f"{lm.position_embedding_type}"
         )
     if m.rotary_interleaved:
-        yield "--rotary-interleaved and --multi-latent-attention exclude each other: drop the first"
+        yield (
+            "--rotary-interleaved and --multi-latent-attention exclude each other: use "
+            "--multi-latent-attention alone, which always rotates neighbouring channels"
+        )
     if run.asked["group_query_attention"]:
         yield (
-            "--group-query-attention and --multi-latent-attention exclude each other: latent "
-            "vectors are shared by all heads, drop the first"
+            "--group-query-attention and --multi-latent-attention exclude each other: keep the "
+            "first to share key and value heads, the second to compress them to a latent vector"
         )
     if m.qk_pos_emb_head_dim % 2:
-        yield f"--qk-pos-emb-head-dim {m.qk_pos_emb_head_dim} is odd: channels turn in pairs"
+        yield (
+            f"--qk-pos-emb-head-dim {m.qk_pos_emb_head_dim} is odd: channels rotate in pairs; use "
+            "an even number"
+        )
     if m.v_head_dim > m.qk_head_dim + m.qk_pos_emb_head_dim:
         yield (
-            f"--v-head-dim {m.v_head_dim} is wider than --qk-head-dim and --qk-pos-emb-head-dim "
-            f"together, {m.qk_head_dim + m.qk_pos_emb_head_dim}"
+            f"--v-head-dim {m.v_head_dim} is greater than --qk-head-dim plus "
+            "--qk-pos-emb-head-dim, "
+            f"{m.qk_head_dim + m.qk_pos_emb_head_dim}: lower it"
         )

@@ -11,25 +11,36 @@ from megatron.training.config.run import RunConfig
 def one_half_precision(run: RunConfig) -> Iterator[str]:
     """Parameters have one format."""
     if run.model.bf16 and run.model.fp16:
-        yield "--bf16 and --fp16 exclude each other: keep one"
+        yield (
+            "--bf16 and --fp16 exclude each other: keep --bf16 on hardware with bf16 matmuls, "
+            "--fp16, with its loss scaling, on older GPUs"
+        )
 
 
 def fp16_loss_needs_fp16(run: RunConfig) -> Iterator[str]:
     """There are no float16 logits otherwise."""
     if run.language_model.fp16_lm_cross_entropy and not run.model.fp16:
-        yield "--fp16-lm-cross-entropy needs --fp16: add it, or drop the flag for a loss in fp32"
+        yield (
+            "--fp16-lm-cross-entropy needs --fp16: add it, or reduce the memory of fp32 logits "
+            "with --loss-chunk-size"
+        )
 
 
 def fp32_residual_needs_half_precision(run: RunConfig) -> Iterator[str]:
     """In fp32 the residual stream is fp32 anyway."""
     if run.model.fp32_residual_connection and not (run.model.fp16 or run.model.bf16):
-        yield "--fp32-residual-connection needs --bf16 or --fp16: without them all is fp32"
+        yield (
+            "--fp32-residual-connection needs --bf16 or --fp16: without them hidden states are fp32"
+        )
 
 
 def bf16_reduction_needs_bf16(run: RunConfig) -> Iterator[str]:
     """Gradients of other formats would lose range or precision without a word."""
     if run.ddp.grad_reduce_in_bf16 and not run.model.bf16:
-        yield "--grad-reduce-in-bf16 needs --bf16: add it or drop the flag"
+        yield (
+            "--grad-reduce-in-bf16 needs --bf16: add it; gradients of fp16 and fp32 parameters "
+            "cannot be reduced in bf16"
+        )
 
 
 def state_formats_have_their_optimizer(run: RunConfig) -> Iterator[str]:
@@ -45,27 +56,31 @@ def state_formats_have_their_optimizer(run: RunConfig) -> Iterator[str]:
         if dtype != "fp32" and not o.use_precision_aware_optimizer:
             yield f"{flag} {dtype} needs --use-precision-aware-optimizer: add it"
     rule = o.muon_scalar_optimizer if o.has_muon else o.optimizer
+    chosen = "--muon-scalar-optimizer" if o.has_muon else "--optimizer"
     for flag, dtype in moments.items():
         if dtype != "fp32" and (rule == "sgd" or (rule == "lion" and flag == "--exp-avg-sq-dtype")):
-            yield f"{flag} {dtype} is of --optimizer adam: {rule} has no such state, drop it"
+            yield f"{flag} {dtype}: {chosen} {rule} has no such state; use {chosen} adam"
 
 
 def main_formats_fit_the_weights(run: RunConfig) -> Iterator[str]:
     """There are main parameters beside 16-bit weights, and bf16 gradients of bf16 weights."""
     o, main = run.optimizer, run.optimizer.main_params_dtype
     if main != "fp32" and not (run.model.bf16 or run.model.fp16):
-        yield f"--main-params-dtype {main} needs --bf16 or --fp16: fp32 weights are all there is"
+        yield (
+            f"--main-params-dtype {main} needs --bf16 or --fp16: fp32 parameters have no separate "
+            "main parameters"
+        )
     if main != "fp32" and is_fully_sharded(run.ddp):
         yield (
-            f"--main-params-dtype {main}: parameters that are sharded are kept in fp32 alone; "
-            "drop the flag"
+            f"--main-params-dtype {main}: fully sharded parameters have fp32 main parameters "
+            "only; use --use-distributed-optimizer instead of FSDP"
         )
     if o.main_grads_dtype != "fp32" and not run.model.bf16:
-        yield f"--main-grads-dtype {o.main_grads_dtype} needs --bf16: add it or drop the flag"
+        yield f"--main-grads-dtype {o.main_grads_dtype} needs --bf16: add it"
     if o.main_grads_dtype != "fp32" and run.ddp.grad_reduce_in_fp32:
         yield (
             f"--main-grads-dtype {o.main_grads_dtype} and --accumulate-allreduce-grads-in-fp32 "
-            "exclude each other: keep one"
+            "exclude each other: keep the first to save memory, the second for fp32 gradient sums"
         )
 
 
@@ -84,7 +99,10 @@ def loss_scale_can_work(run: RunConfig) -> Iterator[str]:
 def one_quantised_format(run: RunConfig) -> Iterator[str]:
     """A product has one format."""
     if run.model.fp8 is not None and run.model.fp4 is not None:
-        yield "--fp8-format and --fp4-format exclude each other: keep one"
+        yield (
+            "--fp8-format and --fp4-format exclude each other: keep --fp8-format for the smaller "
+            "rounding error, --fp4-format for the smaller operands"
+        )
 
 
 def quantised_widths_fit_kernels(run: RunConfig) -> Iterator[str]:
@@ -119,7 +137,8 @@ def quantised_widths_fit_kernels(run: RunConfig) -> Iterator[str]:
         if width % (m.width_multiple * ranks):
             yield (
                 f"--{m.format_flag}: {name} {width} on {ranks} tensor-parallel ranks is not a "
-                f"multiple of {m.width_multiple} on each: change it or the ranks, or drop the flag"
+                f"multiple of {m.width_multiple} on each: use a width that is a multiple of "
+                f"{m.width_multiple * ranks}"
             )
 
 
@@ -138,10 +157,11 @@ def sequence_ranks_hold_whole_blocks(run: RunConfig) -> Iterator[str]:
         tokens = (length or 0) * (run.training.micro_batch_size or 0)
         if tokens % (ranks * size):
             yield (
-                f"{flag} {length} times --micro-batch-size {run.training.micro_batch_size}, on the "
-                f"{ranks} ranks of a sequence under --sequence-parallel, is no multiple of {size}, "
-                f"of which each {size} share a scale in --{m.format_flag}: change one of them, or "
-                "use --fp8-recipe tensorwise"
+                f"{flag} {length} times --micro-batch-size {run.training.micro_batch_size}, split "
+                "over "
+                f"{ranks} ranks by --sequence-parallel, is not a multiple of the {size} values "
+                f"that share a scale in --{m.format_flag}: change one of them, or use --fp8-format "
+                "with --fp8-recipe tensorwise"
             )
 
 
@@ -150,8 +170,8 @@ def stored_codes_have_main_parameters(run: RunConfig) -> Iterator[str]:
     m = run.model
     if m.fp8 is not None and m.fp8_param and not (m.bf16 or m.fp16):
         yield (
-            "--fp8-param-gather needs --bf16 or --fp16: in fp32 the weights that are updated "
-            "would themselves be rounded"
+            "--fp8-param-gather needs --bf16 or --fp16: fp32 weights have no main parameters "
+            "apart, so the update itself would be rounded"
         )
 
 
@@ -162,5 +182,5 @@ def some_layer_is_quantised(run: RunConfig) -> Iterator[str]:
     if m.is_quantized and m.first_last_layers_bf16 and first + last >= m.num_layers:
         yield (
             f"--num-layers-at-start-in-bf16 {first} and --num-layers-at-end-in-bf16 {last} leave "
-            f"none of --num-layers {m.num_layers} to --{m.format_flag}: lower them, or drop it"
+            f"none of --num-layers {m.num_layers} to --{m.format_flag}: lower them"
         )

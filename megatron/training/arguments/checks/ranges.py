@@ -46,4 +46,4 @@ def one_way_to_count_buckets(run: RunConfig) -> Iterator[str]:
     """The number of buckets follows from their size."""
     d = run.ddp
     if d.ddp_num_buckets is not None and d.bucket_size is not None:
-        yield "--ddp-num-buckets and --ddp-bucket-size exclude each other: keep one"
+        yield "--ddp-num-buckets and --ddp-bucket-size both set the bucket size: keep one"

@@ -38,10 +38,13 @@ def selective_recompute_knows_its_modules(run: RunConfig) -> Iterator[str]:
         ("mla_up_proj", "--multi-latent-attention", m.multi_latent_attention),
     ):
         if name in (m.recompute_modules or ()) and not is_there:
-            yield f"--recompute-modules {name} needs {flag}: add it, or drop {name}"
+            yield (
+                f"--recompute-modules {name} needs {flag}: add it; core_attn and layernorm are "
+                "in every transformer layer"
+            )
     unknown = [name for name in m.recompute_modules or () if name not in MODULES]
     if unknown:
-        yield f"--recompute-modules {' '.join(unknown)}: known are {', '.join(MODULES)}"
+        yield f"--recompute-modules {' '.join(unknown)}: use {', '.join(MODULES)}"
     if m.recompute_modules == ():
         yield f"--recompute-modules names no module: give some of {', '.join(MODULES)}"
     if m.recompute_modules is not None and m.recompute_granularity != "selective":
@@ -60,8 +63,8 @@ def saved_activations_are_cut_by_tensor_parallel(run: RunConfig) -> Iterator[str
         )
     if m.sequence_parallel:
         yield (
-            "--distribute-saved-activations and --sequence-parallel exclude each other: the "
-            "sequence is cut already"
+            "--distribute-saved-activations and --sequence-parallel exclude each other: keep "
+            "--sequence-parallel, which already shards hidden states over the same ranks"
         )
 
 
@@ -69,8 +72,8 @@ def the_budget_is_a_share(run: RunConfig) -> Iterator[str]:
     """Of the device's memory."""
     if not 0 < run.model.memory_budget_fraction <= 1:
         yield (
-            f"--memory-budget-fraction {run.model.memory_budget_fraction}: a share of the "
-            "memory is more than 0 and at most 1"
+            f"--memory-budget-fraction {run.model.memory_budget_fraction}: use a share "
+            "greater than 0 and at most 1"
         )
 
 
@@ -80,7 +83,8 @@ def chunks_of_the_loss_defer_nothing(run: RunConfig) -> Iterator[str]:
     if m.loss_chunk_size and m.defer_embedding_wgrad_compute:
         yield (
             f"--loss-chunk-size {m.loss_chunk_size} and --defer-embedding-wgrad-compute exclude "
-            "each other: what is deferred keeps the logits whole; drop one"
+            "each other: keep the first to save the memory of the logits, the second to defer the "
+            "output layer's weight gradient into the pipeline bubble"
         )
 
 
@@ -92,13 +96,24 @@ def offloaded_layers_are_some(run: RunConfig) -> Iterator[str]:
     if not 0 < m.cpu_offloading_num_layers < max(2, m.num_layers):
         yield (
             f"--cpu-offloading-num-layers {m.cpu_offloading_num_layers} of --num-layers "
-            f"{m.num_layers}: with --cpu-offloading it is 1 or more, and fewer than all"
+            f"{m.num_layers}: with --cpu-offloading use 1 or more, but not all layers"
         )
-    for flag, is_on in (
-        ("--recompute-granularity", m.recompute_granularity is not None),
-        ("--enable-cuda-graph", m.uses_graphs),
-        ("--overlap-moe-expert-parallel-comm", m.overlap_moe_expert_parallel_comm),
-        ("parameters that are sharded", is_fully_sharded(run.ddp)),
+    for other, is_on, purpose in (
+        (
+            f"--recompute-granularity {m.recompute_granularity}",
+            m.recompute_granularity is not None,
+            "to compute them again in backward",
+        ),
+        ("--enable-cuda-graph", m.uses_graphs, "to reduce launch overhead"),
+        (
+            "--overlap-moe-expert-parallel-comm",
+            m.overlap_moe_expert_parallel_comm,
+            "to overlap the experts' all-to-all",
+        ),
+        ("fully sharded parameters (FSDP)", is_fully_sharded(run.ddp), "to shard parameters"),
     ):
         if is_on:
-            yield f"--cpu-offloading and {flag} exclude each other: drop one of them"
+            yield (
+                f"--cpu-offloading and {other} exclude each other: keep the first to move "
+                f"activations to host memory, the second {purpose}"
+            )

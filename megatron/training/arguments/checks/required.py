@@ -62,4 +62,6 @@ def one_number_for_each_size(run: RunConfig) -> Iterator[str]:
         size, other = run.asked[name], run.asked[f"encoder_{name}"]
         if size is not None and other is not None and size != other:
             flag = name.replace("_", "-")
-            yield f"--{flag} {size} and --encoder-{flag} {other} are one number: keep one of them"
+            yield (
+                f"--{flag} {size} and --encoder-{flag} {other} set the same value: keep one of them"
+            )

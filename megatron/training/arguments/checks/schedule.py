@@ -42,7 +42,7 @@ def warmup_is_said_once(run: RunConfig) -> Iterator[str]:
         ("--lr-warmup-samples", s.lr_warmup_samples),
     ):
         if value:
-            yield f"--lr-warmup-fraction and {flag} {value} both give the warm-up: keep one"
+            yield f"--lr-warmup-fraction and {flag} {value} both set the warmup: keep one"
 
 
 def warmup_ends_before_decay(run: RunConfig) -> Iterator[str]:
@@ -88,5 +88,7 @@ def one_source_of_the_schedule(run: RunConfig) -> Iterator[str]:
     if s.override_opt_param_scheduler and s.use_checkpoint_opt_param_scheduler:
         yield (
             "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude "
-            "each other: keep one"
+            "each other: keep the first for the values of the command line, the second for those "
+            "of "
+            "the checkpoint"
         )

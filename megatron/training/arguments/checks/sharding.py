@@ -20,8 +20,8 @@ def sharded_parameters_have_one_stage(run: RunConfig) -> Iterator[str]:
     pp = run.model.pipeline_model_parallel_size
     if is_fully_sharded(run.ddp) and pp > 1:
         yield (
-            f"{_flags(run)} with --pipeline-model-parallel-size {pp}: layers would be gathered "
-            "for every micro-batch of every stage; set it to 1, or use --use-distributed-optimizer"
+            f"{_flags(run)} with --pipeline-model-parallel-size {pp}: every stage would gather "
+            "its layers for every micro-batch; set it to 1, or use --use-distributed-optimizer"
         )
 
 
@@ -29,8 +29,8 @@ def sharded_parameters_have_processes(run: RunConfig) -> Iterator[str]:
     """FSDP2 keeps state per process, and asks torch's own groups."""
     if is_fully_sharded(run.ddp) and run.distributed.virtual_ranks is not None:
         yield (
-            f"{_flags(run)} needs a process for each rank: drop --virtual-ranks "
-            f"{run.distributed.virtual_ranks} and use torchrun"
+            f"{_flags(run)} needs one process per rank: use torchrun instead of --virtual-ranks "
+            f"{run.distributed.virtual_ranks}, or --use-distributed-optimizer instead of FSDP"
         )
 
 
@@ -40,11 +40,12 @@ def one_way_to_shard(run: RunConfig) -> Iterator[str]:
         return
     if run.ddp.use_megatron_fsdp:
         yield (
-            "--use-torch-fsdp2 and --use-megatron-fsdp exclude each other: keep one; the second "
-            "with --data-parallel-sharding-strategy optim_grads_params does what the first does"
+            "--use-torch-fsdp2 and --use-megatron-fsdp exclude each other: keep the first for "
+            "full sharding, the second to choose it by --data-parallel-sharding-strategy"
         )
     if run.optimizer.use_distributed_optimizer:
         yield (
-            "--use-torch-fsdp2 and --use-distributed-optimizer exclude each other: the first cuts "
-            "the optimizer too, keep one"
+            "--use-torch-fsdp2 and --use-distributed-optimizer exclude each other: keep the "
+            "first to "
+            "shard parameters, gradients and optimizer state, the second for optimizer state alone"
         )
