@@ -1,9 +1,10 @@
-"""Attention of some queries over some keys, so that the parts of a whole can be put together.
+"""Attention kernels for one block of queries and keys, whose results can be merged over blocks.
 
 ``q`` queries, ``k`` keys, ``b`` sequences, ``n`` heads, ``g`` key/value heads, ``d`` head width.
-Besides its output a block gives the log-sum-exp of its scores [b, n, q]: the weight of the block in
-the whole.  Backward takes output and log-sum-exp of the whole, and gives the block's part of the
-gradients.
+Forward returns the output of a block and the log-sum-exp of its scores [b, n, q], which weighs the
+block when outputs are merged.  Backward takes the output and the log-sum-exp of all blocks
+together, and returns this block's terms of the gradients: with them, each block's probabilities
+and softmax gradients are those of the complete attention (FlashAttention, arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from torch import Tensor
 from megatron.core import device
 
 _aten: Any = torch.ops.aten
-SavedDropout = tuple[Any, ...]  # what backward needs besides: of dropout
+SavedDropout = tuple[Any, ...]  # dropout state from forward that backward needs; may be empty
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRule:
-    """From products of queries and keys to probabilities."""
+    """How scores and probabilities follow from the products of queries and keys."""
 
     scale: float
-    depth_scale: int = 1  # divides before the softmax, multiplies inside it
+    depth_scale: int = 1  # divides q k^T and multiplies the fp32 scores: avoids fp16 overflow
     softcap: float | None = None
     dropout: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCall:
-    """One block.  Only the plain formula takes a mask or a bias."""
+    """The inputs of one block.  Only the plain kernel supports a mask or a bias."""
 
     q: Tensor  # [b, n, q, d]
     k: Tensor  # [b, g, k, d]
     v: Tensor  # [b, g, k, d]
     rule: ScoreRule
-    is_causal: bool = False  # query i meets keys 0 .. i
-    visible: Tensor | None = None  # bool, to [b, n, q, k]: what it does not show is hidden
+    is_causal: bool = False  # query i attends to keys 0 .. i of the block
+    visible: Tensor | None = None  # bool, broadcast to [b, n, q, k]: False hides the key
     bias: Tensor | None = None  # added to the scores
 
 
@@ -60,14 +61,14 @@ class BlockKernel:
 
 
 def block_kernel(name: str) -> BlockKernel:
-    """``flash``, ``efficient`` or ``plain`` on this process's device."""
+    """Return the kernel ``flash``, ``efficient`` or ``plain`` for this process's device."""
     if name == "flash" and not device.is_cuda():
         name = "flash without dropout"
     return _KERNELS[name]
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """The dtype of sums over blocks: float32, or float64 for float64."""
+    """Return the dtype of sums over blocks: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -75,7 +76,7 @@ def wide(x: Tensor) -> torch.dtype:
 
 
 def _scores(call: BlockCall, q: Tensor, k: Tensor) -> Tensor:
-    """[b, n, q, k], -inf where a key is hidden."""
+    """Return scores [b, n, q, k], -inf for hidden keys."""
     rule = call.rule
     grouped = q.unflatten(1, (k.shape[1], -1)) * (rule.scale / rule.depth_scale)
     scores = torch.matmul(grouped, k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2).to(wide(q))
@@ -92,7 +93,7 @@ def _scores(call: BlockCall, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), 0 in a row that sees no key."""
+    """Return exp(scores - lse), 0 in a row without visible keys."""
     return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1))
 
 
@@ -113,7 +114,10 @@ def _plain(call: BlockCall) -> tuple[Tensor, Tensor, SavedDropout]:
 def _plain_backward(
     call: BlockCall, grad: Tensor, out: Tensor, lse: Tensor, kept: SavedDropout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    along = (grad.to(wide(out)) * out.to(wide(out))).sum(-1)  # what all keys of a query share
+    # The softmax gradient is P * (dP - D) with D = sum(dO * O) over the complete attention.  Here
+    # P = exp(scores - lse) with lse constant, so the second output, whose gradient is -D, yields
+    # the term -P * D.
+    along = (grad.to(wide(out)) * out.to(wide(out))).sum(-1)
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (call.q, call.k, call.v))
         probs = _probabilities(_scores(call, q, k), lse)
@@ -160,7 +164,7 @@ def _flash_backward(
 
 
 def _for_each_query_head(call: BlockCall) -> tuple[Tensor, Tensor]:
-    """Keys and values with as many heads as the queries have."""
+    """Repeat key and value heads to the number of query heads."""
     times = call.q.shape[1] // call.k.shape[1]
     return call.k.repeat_interleave(times, 1), call.v.repeat_interleave(times, 1)
 

@@ -1,14 +1,16 @@
-"""How ranks that share a sequence exchange keys and values around an attention core.
+"""Context parallelism: the communication of --cp-comm-type around an attention core.
 
-``s`` local tokens, ``c`` ranks, ``b`` sequences, ``n`` query heads, ``g`` key/value heads, ``d``
-head width, all after tensor parallelism.
+``s`` local tokens, ``c`` context-parallel ranks, ``b`` sequences, ``n`` query heads, ``g``
+key/value heads, ``d`` head width, all after tensor parallelism.
 
-    p2p        keys and values go round a ring (context_parallel_ring.py)
-    a2a        heads are scattered, tokens gathered: [s, b, n, d] -> [s c, b, n/c, d] and back
-    allgather  keys and values are gathered; their gradients are reduce-scattered
-    a2a+p2p    a2a among neighbours, a ring over groups of them
+    p2p        each rank sends its keys and values around a ring (context_parallel_ring.py)
+    a2a        all-to-all from tokens to heads: [s, b, n, d] -> [s c, b, n/c, d], and back
+    allgather  keys and values are all-gathered; their gradients are reduce-scattered
+    a2a+p2p    all-to-all within groups of neighbouring ranks, a ring across these groups
 
-Masks and biases have the rows of this rank's queries and columns for all keys in global order.
+Ranks hold two chunks each of a causal sequence, so the tokens of gathered tensors are not in global
+order; `order_of_gathered` restores it.  Masks and biases have one row per local query and one
+column per key of the complete sequence, in global order.
 """
 
 from __future__ import annotations
@@ -44,18 +46,18 @@ COMM_TYPES = ("p2p", "a2a", "allgather", "a2a+p2p")
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionContext:
-    """What holds beside queries, keys and values."""
+    """The inputs of attention other than queries, keys and values."""
 
     is_causal: bool
     hidden: Tensor | None = None  # True where a key is hidden: [b or 1, n or 1, q or 1, k]
     bias: Tensor | None = None  # added to the scores: [1, n, q, k]
     packed: PackedSeqParams | None = None
-    first_query: int | None = None  # its place among the keys; None: the last stands at the last
-    sink: Tensor | None = None  # [n]: score of a key of value 0 that every query sees
+    first_query: int | None = None  # its key position; None: the last query is at the last key
+    sink: Tensor | None = None  # [n]: score of an extra key with value 0 that all queries attend to
 
 
 class Core(Protocol):
-    """An attention core, as an exchange uses it."""
+    """The interface of an attention core that `Exchange` calls."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, around: AttentionContext) -> Tensor:
         """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d] on this rank alone."""
@@ -63,16 +65,16 @@ class Core(Protocol):
     def attend_in_ring(
         self, qkv: _QKV, around: AttentionContext, ring: Ring, lengths: tuple[int, ...]
     ) -> Tensor:
-        """The same with the keys and values of all ranks of the ring.  Collective."""
+        """As `attend`, over the keys and values of all ranks of the ring.  Collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """One type of exchange, among the ranks of its groups."""
+    """The context-parallel communication of one layer; without ``heads`` and ``ring`` allgather."""
 
     cp: ProcessGroup
-    heads: ProcessGroup | None  # whose ranks trade heads for tokens
-    ring: ProcessGroup | None  # whose ranks pass keys and values on; neither: all is gathered
+    heads: ProcessGroup | None  # group of the all-to-all between tokens and heads
+    ring: ProcessGroup | None  # group of the ring of keys and values
 
     def attend(
         self, core: Core, query: Tensor, key: Tensor, value: Tensor, around: AttentionContext
@@ -96,7 +98,10 @@ class Exchange:
     def _attend_to_all(
         self, core: Core, qkv: _QKV, around: AttentionContext, lengths: tuple[int, ...]
     ) -> Tensor:
-        """Each chunk of queries against the keys of its sequence, as far as it sees them."""
+        """All-gather keys and values, then run attention for each contiguous chunk of queries.
+
+        Each chunk gets only the keys of its own sequence, up to its last query if causal.
+        """
         query, *both = qkv
         rank, size, device = self.cp.rank(), self.cp.size(), query.device
         order, _ = order_of_gathered(lengths, tuple(range(size)), size, device)
@@ -120,7 +125,10 @@ class Exchange:
 def attend_alone(
     core: Core, query: Tensor, key: Tensor, value: Tensor, around: AttentionContext
 ) -> Tensor:
-    """`Exchange.attend` where all tokens lie here: a kernel whose sums can be told apart."""
+    """Run the ring of one rank on the complete sequence.
+
+    Attention with a sink uses it: only block kernels return the log-sum-exp that a sink changes.
+    """
     num_tokens = query.shape[0]
     lengths = row_lengths(around.packed and around.packed.lengths, num_tokens)
     around = _with_own_rows(around, num_tokens, num_tokens)
@@ -134,12 +142,18 @@ def _trade_heads(
     around: AttentionContext,
     lengths: tuple[int, ...],
 ) -> tuple[Tensor, _QKV, AttentionContext]:
-    """The tokens of all ranks in global order with a share of the heads, and the way back."""
+    """All-to-all from local tokens of all heads to all tokens of a part of the heads.
+
+    Returns the permutation that `tokens_for_heads` needs to undo it, then queries, keys and values
+    in global token order, and ``around`` for them.  Collective over ``heads``.
+    """
     query, key, value = qkv
-    size, first = heads.size(), cp.rank() - heads.rank()  # neighbours trade
+    size, first = heads.size(), cp.rank() - heads.rank()  # the group is of consecutive cp ranks
     ranks = tuple(range(first, first + size))
     order, undo = order_of_gathered(lengths, ranks, cp.size(), query.device)
-    times = size // gcd(key.shape[2], size)  # so that every rank has the keys of its queries
+    # Grouped-query attention may have fewer key heads than ranks: repeat them until they divide
+    # evenly, so that every rank receives the key heads of its query heads.
+    times = size // gcd(key.shape[2], size)
     if times > 1:
         key, value = key.repeat_interleave(times, 2), value.repeat_interleave(times, 2)
     query, key, value = heads_for_tokens((query, key, value), order, heads)
@@ -162,9 +176,10 @@ def _trade_heads(
 def heads_for_tokens(
     tensors: Sequence[Tensor], order: Tensor, heads: ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """[s, b, n, d] each -> the tokens of all ranks, sorted by ``order``, of a share of the heads.
+    """All-to-all of several [s, b, n, d] -> [s c, b, n/c, d], tokens permuted by ``order``.
 
-    Widths and numbers of heads may differ: [s c, b, n/c, d].  Collective, also backward.
+    The tensors may differ in n and d; they are concatenated, so that one all-to-all sends all of
+    them.  Collective over ``heads``, also backward.
     """
     parts = [x.unflatten(2, (heads.size(), -1)).movedim(2, 0) for x in tensors]
     traded = all_to_all_first_dim(torch.cat([x.flatten(3) for x in parts], -1), heads)
@@ -174,15 +189,15 @@ def heads_for_tokens(
 
 
 def tokens_for_heads(x: Tensor, undo: Tensor, heads: ProcessGroup) -> Tensor:
-    """The way back: [s c, b, n/c d] -> [s, b, n d].  Collective, also backward."""
+    """Undo `heads_for_tokens`: [s c, b, n/c d] -> [s, b, n d].  Collective, also backward."""
     traded = all_to_all_first_dim(x[undo].unflatten(0, (heads.size(), -1)), heads)
     return traded.movedim(0, 2).flatten(2)
 
 
 def comm_type_of_layer(config: ModelParallelConfig, layer_index: int) -> str:
-    """--cp-comm-type of layer ``layer_index`` (from 0): one for all, or one for each."""
+    """Return --cp-comm-type of layer ``layer_index`` (from 0): one for all layers, or one each."""
     types = config.cp_comm_type
-    if isinstance(types, str):  # as scripts may write it
+    if isinstance(types, str):  # a script may set a string instead of a list
         return types
     return types[layer_index] if len(types) > 1 else types[0]
 
@@ -190,7 +205,7 @@ def comm_type_of_layer(config: ModelParallelConfig, layer_index: int) -> str:
 def exchange_of(
     config: ModelParallelConfig, layer_index: int, groups: ProcessGroupCollection | None
 ) -> Exchange | None:
-    """How layer ``layer_index`` (from 0) exchanges; None where a sequence lies on one rank."""
+    """Return the communication of layer ``layer_index`` (from 0); None if cp has one rank."""
     if groups is None or groups.cp.size() == 1:
         return None
     kind, cp = comm_type_of_layer(config, layer_index), groups.cp
@@ -204,9 +219,9 @@ def exchange_of(
 
 
 def _with_own_rows(around: AttentionContext, num_rows: int, num_columns: int) -> AttentionContext:
-    """``around`` with a row for each query of this rank.
+    """Return ``around`` with one mask row for each query of this rank.
 
-    Raises ConfigError where a mask has another shape, or a bias wants a gradient.
+    Raises ConfigError if a mask has another shape, or a bias requires a gradient.
     """
     hidden, bias = around.hidden, around.bias
     if bias is not None and bias.requires_grad:

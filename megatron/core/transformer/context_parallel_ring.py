@@ -1,15 +1,21 @@
-"""Attention over a ring of ranks: keys and values travel, queries stay.
+"""Ring attention: keys and values rotate around the ranks, queries stay (arXiv 2310.01889).
 
 ``s`` local tokens, ``b`` sequences, ``n`` query heads, ``g`` key/value heads, ``d`` head width.
 
-Collectives, in order, of a ring of ``r`` ranks.  Forward: r - 1 shifts of keys and values, each
-posted before attention to the block in hand is computed.  Backward: the same shifts, and after each
-block a shift of the gradients of its keys and values, which gather one term on every rank and come
-home with the r-th; they are waited for after the next block.  Every shift is one batch of a send to
-the next and a receive from the previous rank, the same on all ranks.
+In step t, rank i holds the keys and values of rank i - t (modulo r, the number of ranks).
 
-Sums over blocks are in float32 (float64 for float64), in the order in which blocks come by.  A sink
-[n] is a key of this score and of value 0 that every query sees: the first block.
+Order of communication.  Every shift is one batch of a send to the next rank and a receive from the
+previous one, in the same order on all ranks.
+
+- Forward: r - 1 shifts of keys and values, each posted before the attention of the current step.
+- Backward, in each step: post the shift of keys and values (but in the last step); compute the
+  block gradients; wait for the partial gradients that the previous rank posted one step earlier,
+  which belong to the same keys, and add them; post the shift of the sum; wait for keys and values.
+  With the r-th shift the complete gradients arrive at the rank that owns the keys.
+
+Sums over blocks are in float32 (float64 for float64), in the order of the steps, which differs from
+rank to rank.  A sink [n] is the score of an extra key with value 0 that every query attends to; it
+counts as the first block.
 """
 
 from __future__ import annotations
@@ -35,20 +41,20 @@ from megatron.core.transformer.attention_blocks import (
 )
 from megatron.core.transformer.attention_masks import Window, band_at
 
-_QUERIES = 128  # at a time under a narrower window
+_QUERIES = 128  # least number of queries of a block under a sliding window
 
 
 class Ring:
-    """The ranks of a group, each sending to the next; None: this rank alone."""
+    """A ring over the ranks of a group; None is a ring of this rank alone."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.group = group
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
 
     def shift(self, x: Tensor) -> _Shift:
-        """Begin to send ``x`` to the next rank and to receive its like from the previous one.
+        """Start to send ``x`` to the next rank and to receive the same shape from the previous one.
 
-        ``x`` is contiguous and stays as it is until `wait`.
+        ``x`` is contiguous; it may be read but not written before `_Shift.wait`.
         """
         if self.group is None:
             return _Shift([], x, x)
@@ -65,12 +71,14 @@ class Ring:
 
 @dataclass(frozen=True)
 class _Shift:
+    """A shift in progress.  It refers to both buffers: the memory must not be reused before."""
+
     works: list[dist.Work]
-    received: Tensor
-    sent: Tensor  # alive until it is sent
+    received: Tensor  # undefined before `wait`
+    sent: Tensor
 
     def wait(self) -> Tensor:
-        """What the previous rank has sent."""
+        """Wait for the send and the receive; return the received tensor."""
         for work in self.works:
             work.wait()
         return self.received
@@ -78,21 +86,24 @@ class _Shift:
 
 @dataclass(frozen=True, kw_only=True)
 class RingPlan:
-    """What a ring computes.  ``hidden`` and ``bias`` have local rows and global columns."""
+    """The attention that a ring computes.  ``hidden`` and ``bias``: local rows, global columns."""
 
     ring: Ring
     lengths: tuple[int, ...]  # of the sequences in a row, over all ranks of the ring
     is_causal: bool
     kernel: BlockKernel
     rule: ScoreRule
-    window: Window | None = None  # whose right side says what causality says
+    window: Window | None = None  # if causal, its right side is 0
     hidden: Tensor | None = None  # bool [.., s, s r]
     bias: Tensor | None = None  # [.., n, s, s r]
 
     def calls(
         self, q: Tensor, k: Tensor, v: Tensor, step: int
     ) -> Iterator[tuple[Block, BlockCall]]:
-        """The blocks of a step, heads first: q [b, n, s, d], k and v [b, g, s, d]."""
+        """Yield the blocks of a step; layouts q [b, n, s, d], k and v [b, g, s, d].
+
+        Blocks in which no query attends to a key are left out.
+        """
         rank, size = self.ring.rank, self.ring.size
         source = (rank - step) % size
         blocks = blocks_of(self.lengths, rank, source, size, self.is_causal)
@@ -115,7 +126,7 @@ class RingPlan:
             )
 
     def _visible(self, block: Block, keys: Tensor) -> Tensor | None:
-        """What window and mask leave of a block."""
+        """Return the keys of a block that window and mask leave visible; None: all."""
         visible = None
         if self.window is not None:
             mine = held_tokens(self.lengths, self.ring.rank, self.ring.size, keys.device)
@@ -130,7 +141,11 @@ class RingPlan:
 def _in_window(
     where: tuple[tuple[int, ...], int, int, int], is_causal: bool, window: Window, at_once: int
 ) -> tuple[Block, ...]:
-    """`blocks_of` in parts: some queries at a time, with the keys that one of them may see."""
+    """Split `blocks_of` into blocks of queries with the range of keys inside their window.
+
+    A block has as many queries as the window has keys, but at least ``at_once``: shorter blocks
+    would read the same keys more often, longer ones compute more scores outside the window.
+    """
     (lengths, rank, source, size), (left, right), parts = where, window, []
     for block in blocks_of(lengths, rank, source, size, is_causal):
         start, first = block.queries.start, block.keys.start
@@ -147,6 +162,8 @@ def _in_window(
 
 
 class _RingAttention(torch.autograd.Function):
+    """Saves local keys and values only; backward rotates them again instead of keeping all."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: RingPlan
@@ -214,27 +231,31 @@ def ring_attention(
 
 
 def _grad_of_sink(sink: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """Its probability takes from what all keys give: [b, n, s, d] twice, [b, n, s] -> [n]."""
+    """Return the gradient of the sink: [b, n, s, d] twice, [b, n, s] -> [n].
+
+    With p = exp(sink - lse), its probability, the softmax gradient is p * (0 - sum(grad * out)):
+    the value of the sink is 0.
+    """
     along = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     return -(torch.exp(sink.unsqueeze(-1) - lse) * along).sum((0, 2)).to(sink.dtype)
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add a block to what is there: outputs in proportion to the sums of their exponentials."""
+    """Add a block's output in place, each side weighted by exp(own lse - common lse)."""
     total = torch.logaddexp(lse, part_lse.to(lse.dtype))
-    safe = total.masked_fill(total == -math.inf, 0.0)  # rows that have seen no key yet
+    safe = total.masked_fill(total == -math.inf, 0.0)  # no key yet: -inf - -inf would be NaN
     out.mul_(torch.exp(lse - safe).unsqueeze(-1))
     out.add_(part * torch.exp(part_lse - safe).unsqueeze(-1))
     lse.copy_(total)
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values as one message."""
+    """Concatenate keys and values, so that one send carries both; always a copy."""
     return torch.cat((k.reshape(-1), v.reshape(-1)))
 
 
 def _unpacked(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a message in the shapes of ``k`` and ``v``."""
+    """Return views of ``message`` in the shapes of ``k`` and ``v``."""
     first, second = message.split((k.numel(), v.numel()))
     return first.view(k.shape), second.view(v.shape)
 

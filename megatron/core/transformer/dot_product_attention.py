@@ -1,4 +1,4 @@
-"""softmax(q k^T / sqrt(d)) v: the plain formula, and torch's kernels for it.
+"""Dot-product attention, softmax(q k^T / sqrt(d)) v: the plain formula, and torch's kernels.
 
 ``q`` queries, ``k`` keys, ``b`` sequences, ``n`` local heads, ``g`` local key/value heads
 (n a multiple of g), ``d`` head width.  Inputs [q or k, b, n or g, d], output [q, b, n d].
@@ -46,7 +46,7 @@ CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class DotProductAttention(MegatronModule):
-    """The attention core.  Which implementation runs is chosen for each kind of call."""
+    """The attention core; `attention_backends.choose` selects a kernel for each kind of call."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class DotProductAttention(MegatronModule):
         *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """``layer_number`` counts from 1.  Without groups a sequence lies on one rank."""
+        """``layer_number`` counts from 1.  Without groups there is no context parallelism."""
         super().__init__(config)
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softcap = config.attn_logit_softcapping
-        is_cross = attention_type == "cross"  # places in two sequences have no distance
+        is_cross = attention_type == "cross"  # a window needs positions in one sequence
         self.window = None if is_cross else window_of_layer(config, layer_number - 1)
         self.exchange = exchange_of(config, layer_number - 1, pg_collection)
         scale = config.softmax_scale if softmax_scale is None else softmax_scale
@@ -79,7 +79,7 @@ class DotProductAttention(MegatronModule):
             )
 
     def _new_sink(self, tp_group: ProcessGroup | None) -> torch.nn.Parameter:
-        """A score for each local head."""
+        """Create the learnable sink: one score for each local head."""
         heads = self.config.num_attention_heads
         info = param_info_for((heads,), self.config.init_method, over=tp_group)
         if tp_group is not None:
@@ -99,13 +99,14 @@ class DotProductAttention(MegatronModule):
         """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d].
 
         ``attention_mask`` is True where a key is hidden; ``attention_bias`` [1, n, q, k] is added
-        to the scores.  Both hold beside causality.  With context parallelism q and k are this
-        rank's tokens, masks and biases have columns for those of all ranks, and the call is
-        collective over cp.
+        to the scores.  Both apply in addition to the causal mask.  With context parallelism, q and
+        k are this rank's tokens, masks and biases have columns for the tokens of all ranks, and the
+        call is collective over cp, also backward.
         """
         is_causal = (attn_mask_type or self.attn_mask_type) in CAUSAL
         num_keys = key.shape[0] * (1 if self.exchange is None else self.exchange.cp.size())
-        if packed_seq_params is not None and not is_causal:  # else it is in the future
+        # Padding comes after the last sequence: a causal mask hides it already.
+        if packed_seq_params is not None and not is_causal:
             padding = packed_seq_params.is_padding(num_keys)
             attention_mask = _either(attention_mask, padding)
         around = AttentionContext(
@@ -120,7 +121,7 @@ class DotProductAttention(MegatronModule):
         return self.exchange.attend(self, query, key, value, around)
 
     def _sink(self, query: Tensor) -> Tensor | None:
-        """[n] in the dtype of scores."""
+        """Return the score of the sink per head [n] in the dtype of scores, None without a sink."""
         if self.config.softmax_type == "vanilla":
             return None
         if self.softmax_offset is None:
@@ -141,9 +142,11 @@ class DotProductAttention(MegatronModule):
             first_query=around.first_query,
         )
         if mask is not None and self.window is not None and not around.is_causal:
-            mask = mask | ~mask.any(-1, keepdim=True)  # padding among padding: nothing is no mean
+            # A row of padding may see no key, and a softmax over none is NaN: let it see all.
+            mask = mask | ~mask.any(-1, keepdim=True)
         dropout = self._dropout()
-        # Not by grad mode: a recomputed pass has to draw the same dropout.
+        # Decided by training mode, not by grad mode: the forward pass without gradients and its
+        # recomputation must choose the same kernel, or they would sample different dropout.
         causal_tokens = query.shape[0] if is_causal and self.training else 0
         names: tuple[str, ...] = (PLAIN,)
         if around.sink is None:
@@ -173,7 +176,7 @@ class DotProductAttention(MegatronModule):
         ring: Ring,
         lengths: tuple[int, ...],
     ) -> Tensor:
-        """The same with the keys and values of all ranks of the ring.  Collective."""
+        """As `attend`, over the keys and values of all ranks of the ring.  Collective."""
         has_mask = self.window is not None or around.hidden is not None
         names = self._choose(qkv[0], has_mask, around, by_blocks=True)
         rule = ScoreRule(
@@ -234,7 +237,7 @@ class DotProductAttention(MegatronModule):
         }
         if not device.is_cuda(query.device):
             return F.scaled_dot_product_attention(query, key, value, **options)
-        if options["enable_gqa"] and "flash" not in names:  # the others want as many heads
+        if options["enable_gqa"] and "flash" not in names:  # only flash supports fewer key heads
             key, value = _repeat_heads(query, key, value)
             options["enable_gqa"] = False
         with sdpa_kernel([KERNELS[name] for name in names]):
@@ -270,7 +273,7 @@ class DotProductAttention(MegatronModule):
 
 
 def _is_one_row(query: Tensor, key: Tensor, around: AttentionContext) -> bool:
-    """Whether queries and keys are the same tokens, and nothing but they has a gradient."""
+    """Whether this is self-attention without padding or a bias that requires a gradient."""
     packed, num_tokens = around.packed, query.shape[0]
     is_filled = packed is None or sum(packed.lengths) == num_tokens
     has_gradient = around.bias is not None and around.bias.requires_grad
@@ -279,14 +282,14 @@ def _is_one_row(query: Tensor, key: Tensor, around: AttentionContext) -> bool:
 
 
 def _either(mask: Tensor | None, hidden_keys: Tensor | None) -> Tensor | None:
-    """A mask and hidden keys [k] in one mask."""
+    """Combine a mask and hidden keys [k] into one mask."""
     if mask is None or hidden_keys is None:
         return mask if hidden_keys is None else hidden_keys[None, None, None]
     return mask | hidden_keys
 
 
 def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [b, g, k, d] -> [b, n, k, d], one head for each query head."""
+    """Repeat keys and values [b, g, k, d] -> [b, n, k, d], one head for each query head."""
     times = query.shape[1] // key.shape[1]
     if times == 1:
         return key, value

@@ -1,4 +1,4 @@
-"""Layers as CUDA graphs: recorded once, then replayed without Python."""
+"""CUDA graphs of transformer layers: captured once, then replayed without Python."""
 
 from megatron.core.transformer.cuda_graphs.replay import LayerGraphs
 

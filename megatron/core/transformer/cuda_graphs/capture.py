@@ -1,14 +1,17 @@
-"""Records the layers of a stack, forward and backward, for one micro-batch in flight.
+"""CUDA graph capture of a stack of layers, forward and backward, for one micro-batch in flight.
 
-A recording is the layers forward and then backward, the last one first, each a graph of its own:
-between them Python runs what must not be in a graph (hooks that wait for gathered parameters or
-start to reduce gradients).  Its graphs share a pool of memory, so that activations and temporary
-memory take the room they take eagerly.  That is right because one micro-batch passes them in the
-order in which they were recorded.  Two micro-batches in flight pass theirs in any order, as the
-schedule has it: each has a recording, and a pool, of its own.
+Each layer has one graph for forward and one for backward.  They are separate because Python must
+run between them: hooks that wait for gathered parameters or start gradient reductions cannot be
+captured.
 
-Recording computes nothing on a GPU, so it changes no gradient and draws no random number.
-Collectives inside are recorded like anything else: all ranks of a group record alike.
+Lifetime of memory: all graphs of one recording share a memory pool, so that a graph may reuse the
+temporary memory of an earlier one, as in eager mode.  This is valid only if the graphs are replayed
+in the order of capture: layers forward, then backward from the last layer to the first.  One
+micro-batch does so.  Two micro-batches in flight interleave in the order of the schedule, so each
+has a recording and a pool of its own.
+
+Capture executes nothing on the GPU: it changes no gradient and advances no random number generator.
+Collectives inside layers are captured too, so all ranks of a group must capture in the same order.
 """
 
 from __future__ import annotations
@@ -26,16 +29,17 @@ from megatron.core.tensor_parallel.random import get_rng_tracker
 from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
 
 HIDDEN = "hidden_states"
-Run = Callable[..., Tensor]  # hidden states and what the layers of a stack share -> hidden states
+Run = Callable[..., Tensor]  # (hidden states, inputs that all layers share) -> hidden states
 
 
 @dataclass
 class Part:
-    """One layer, or its attention.  All tensors but the parameters lie where the graphs use them.
+    """The captured graphs of one layer, or of its attention, and their static tensors.
 
-    ``inputs``: hidden states, then what the layers share; ``grad_inputs`` and ``grad_params`` are
-    None where there is no gradient.  ``adding``: parameters whose gradient is added to
-    ``main_grad`` by the graph itself.
+    Each replay reads and overwrites the same tensors (inputs, output, gradients).  ``inputs``:
+    hidden states, then the inputs that all layers share.  ``grad_inputs`` and ``grad_params`` are
+    None for tensors without a gradient.  ``adding``: parameters whose gradient the graph itself
+    adds to ``main_grad``.
     """
 
     forward: device.Graph
@@ -43,7 +47,7 @@ class Part:
     inputs: list[Tensor]
     output: Tensor
     params: list[nn.Parameter]
-    hooked: list[nn.Module]  # modules that wait before a forward pass
+    hooked: list[nn.Module]  # modules with forward pre-hooks, which run before each replay
     grad_output: Tensor | None = None
     grad_inputs: Sequence[Tensor | None] = ()
     grad_params: Sequence[Tensor | None] = ()
@@ -51,7 +55,7 @@ class Part:
 
 
 def tensors_of(hidden: Tensor, shared: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What a stack of layers is given, tensor by tensor; hidden states first."""
+    """Return the tensor inputs of a stack of layers by name; hidden states first."""
     found = {HIDDEN: hidden}
     for name, value in shared.items():
         if isinstance(value, RotaryTable):
@@ -62,7 +66,7 @@ def tensors_of(hidden: Tensor, shared: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def without_memory(hidden: Tensor, shared: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """Shapes and dtypes of both, for `record`."""
+    """Return ``hidden`` and ``shared`` with meta tensors, the description that `record` takes."""
     found = tensors_of(hidden, shared)
     metas = {
         n: torch.empty_like(t, device="meta", requires_grad=t.requires_grad)
@@ -72,7 +76,7 @@ def without_memory(hidden: Tensor, shared: Mapping[str, Any]) -> tuple[Tensor, d
 
 
 def _with_tensors(shared: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """``shared`` with other tensors in the same places."""
+    """Return ``shared`` with its tensors replaced by those in ``tensors``."""
     result = dict(shared)
     for name, value in shared.items():
         if isinstance(value, RotaryTable):
@@ -122,15 +126,17 @@ def record(
 
 
 def _fixed(tensor: Tensor) -> Tensor:
-    """Memory for what is copied in before each replay."""
+    """Allocate a static input, which is overwritten before each replay."""
     wants = tensor.requires_grad
     return torch.zeros_like(tensor, device=device.current(), requires_grad=wants)
 
 
 def _record_backward(part: Part, output: Tensor, grad: Tensor) -> Tensor | None:
-    """Record the gradients of a part; returns that of its hidden states.
+    """Capture the backward pass of a part; return the gradient of its hidden states.
 
-    Layers that add to ``main_grad`` themselves are recorded adding, never overwriting.
+    Layers that accumulate into ``main_grad`` are captured in the form that adds, never in the form
+    that overwrites: a graph cannot branch, and only the first micro-batch of a step overwrites.
+    `replay` zeroes ``main_grad`` before that micro-batch instead.
     """
     told = {p: p.overwrite_main_grad for p in part.params if adds_to_main_grad(p)}
     for param in told:

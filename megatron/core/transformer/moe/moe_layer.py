@@ -1,4 +1,4 @@
-"""The MLP of a layer of experts: route, dispatch, experts, combine."""
+"""Mixture-of-experts layer: route tokens, dispatch them to experts, compute, combine."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class MoESubmodules:
-    """Slots of the layer: the matrices of an expert, and the experts that all tokens visit."""
+    """Submodules of the layer: the linear layers of an expert, and the shared experts."""
 
     experts: MLPSubmodules
     shared_experts: Any = None
 
 
 class MoELayer(MegatronModule):
-    """Each token visits a few of many experts."""
+    """Mixture of experts: each token is computed by --moe-router-topk of --num-experts experts."""
 
     def __init__(
         self,
@@ -62,9 +62,14 @@ class MoELayer(MegatronModule):
             )
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """[s, b, h] -> [s, b, h], and no bias that is still to be added."""
+        """[s, b, h] -> ([s, b, h], None); the None is the bias that an MLP may leave unadded.
+
+        Collective over tp_ep (the dispatcher), and over tp_cp where the router counts tokens.
+        """
         routing = self.router(hidden)
-        shared: list[Tensor] = []  # of the experts that all tokens visit, once it is computed
+        # Output of the shared experts.  With overlap the dispatcher computes it during its
+        # all-to-all, otherwise it is computed after the routed experts.
+        shared: list[Tensor] = []
         compute = partial(self._add_shared, hidden, shared)
         meanwhile = compute if self.config.moe_shared_expert_overlap else None
         arrived = self.dispatcher.dispatch(hidden.flatten(0, 1), routing, meanwhile)

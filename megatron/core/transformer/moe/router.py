@@ -1,11 +1,12 @@
-"""The router of a layer of experts: logits, choice, losses that balance the load.
+"""The router of a mixture-of-experts layer: logits, top-k choice, load-balancing losses.
 
-Tokens of a micro-batch are spread over the ranks of tp_cp (sequence and context parallelism); what
-counts tokens counts those of all of them, so that the choice and the losses are those of one rank.
+The tokens of a micro-batch are sharded over the ranks of tp_cp (sequence and context parallelism).
+Capacity, Sinkhorn and balance losses depend on all of these tokens, so they use collectives; choice
+and losses are then the same as on one rank.
 
-Collectives of a forward pass, over tp_cp, each where it is asked for: an all-gather of weights
-(capacity) or logits (Sinkhorn); an all-reduce of counts for each balance loss.  Over dp, for
-global_aux_loss: an all-gather of counts.
+Collectives of a forward pass over tp_cp, each only if configured, in this order: all-gather of
+logits (Sinkhorn); for each balance loss an all-reduce of counts, for global_aux_loss also an
+all-gather of counts over dp; all-gather of weights (capacity).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class TopKRouter(MegatronModule):
         self.layer_number, self.groups = layer_number, pg_collection
         self.num_experts = config.num_moe_experts
         self.is_sequence_cut = config.sequence_parallel and pg_collection.tp.size() > 1
-        # The ranks that the tokens of a micro-batch are spread over.
+        # The ranks over which the tokens of a micro-batch are sharded.
         self.sharers = pg_collection.tp_cp if self.is_sequence_cut else pg_collection.cp
         self.choice = Choice(
             k=config.moe_router_topk,
@@ -77,7 +78,7 @@ class TopKRouter(MegatronModule):
         )
 
     def forward(self, hidden: Tensor) -> Routing:
-        """[s, b, h] of this rank -> the routing of its s*b tokens."""
+        """[s, b, h] of this rank -> routing of its s*b tokens.  Collective as described above."""
         logits = self.logits(self._jittered(hidden)).flatten(0, 1)
         logits = self._with_z_loss(logits)
         if self.config.moe_router_load_balancing_type == ("sinkhorn",):
@@ -96,7 +97,7 @@ class TopKRouter(MegatronModule):
         return routing
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[.., h] -> [.., E].  Raises NonFiniteError for what is not a number."""
+        """[.., h] -> [.., E].  Raises NonFiniteError on NaN; on a GPU a device-side assertion."""
         dtype = self.dtype or hidden.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
@@ -119,7 +120,7 @@ class TopKRouter(MegatronModule):
     # -- what tokens of other ranks have a part in -----------------------------------------
 
     def _places(self, hidden: Tensor) -> Tensor:
-        """Of each token of every sharer in the order of one rank: [sharers, s*b]."""
+        """Return the index of each rank's tokens in the order of a single rank: [sharers, s*b]."""
         s, b = hidden.shape[:2]
         cp, device_ = self.groups.cp.size(), hidden.device
         tp = self.sharers.size() // cp
@@ -130,7 +131,11 @@ class TopKRouter(MegatronModule):
     def _of_all_tokens(
         self, x: Tensor, hidden: Tensor, decide: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """``decide`` [N, ..] -> [N, ..] on the rows of all sharers; this rank's of the result."""
+        """Apply ``decide`` [N, ..] -> [N, ..] to the tokens of all ranks; return this rank's rows.
+
+        Every rank computes the same decision from the all-gathered ``x``, in the token order of a
+        single rank, so that ties are broken alike.  No gradient passes.  Collective.
+        """
         if self.sharers.size() == 1:
             return decide(x)
         places = self._places(hidden)
@@ -159,7 +164,7 @@ class TopKRouter(MegatronModule):
         return arithmetic.drop(routing, kept, capacity)
 
     def _sinkhorn(self, logits: Tensor, hidden: Tensor) -> Routing:
-        """Choice by an assignment that is even over all tokens; weights by plain scores."""
+        """Choose experts by Sinkhorn's balanced assignment of all tokens; weigh by plain scores."""
         k = self.choice.k
         experts = self._of_all_tokens(
             logits, hidden, lambda every: arithmetic.best(arithmetic.sinkhorn(every), k)
@@ -168,7 +173,7 @@ class TopKRouter(MegatronModule):
         return Routing(experts, scores.gather(1, experts), self.num_experts)
 
     def _dealt_out(self, logits: Tensor, hidden: Tensor) -> Routing:
-        """Experts in turn, whatever the scores: equal load, to measure speed."""
+        """Assign experts round-robin, ignoring the scores: equal load for speed measurements."""
         first = self._places(hidden)[self.sharers.rank()] * self.choice.k + self.layer_number
         visits = torch.arange(self.choice.k, device=first.device)
         experts = (first.unsqueeze(1) + visits) % self.num_experts
@@ -178,12 +183,13 @@ class TopKRouter(MegatronModule):
     # -- losses ----------------------------------------------------------------------------
 
     def _mean_so_far(self, counts: Tensor) -> Tensor:
-        """[E] of this micro-batch -> the mean over those of the step up to it, as one rank has it.
+        """Return the mean counts [E] over the step's micro-batches up to this one.
 
-        One rank has the micro-batches that replicas take at the same time one after the other.
+        A single rank would run the micro-batches that data-parallel ranks run at the same time one
+        after another, so this rank's mean includes those of lower dp ranks.  Collective over dp.
         """
         losses, dp = self.aux_losses, self.groups.dp
-        if not torch.is_grad_enabled():  # the pass is computed again, and counts then
+        if not torch.is_grad_enabled():  # recomputation will run this pass again and count it then
             return counts
         of_replicas = all_gather_first_dim(counts.unsqueeze(0), dp)
         before = torch.zeros_like(counts) if losses.counted is None else losses.counted
@@ -194,7 +200,7 @@ class TopKRouter(MegatronModule):
         return mean
 
     def _loss_weight(self, num_tokens: int) -> float:
-        """A loss per token is summed over tokens here, and divided by all of them later."""
+        """Return the loss factor: with per-token loss, sums over tokens are divided later."""
         return float(num_tokens) if self.config.calculate_per_token_loss else 1.0
 
     def _with_z_loss(self, logits: Tensor) -> Tensor:
@@ -238,12 +244,12 @@ class TopKRouter(MegatronModule):
 
 
 def loss_name(kind: str) -> str:
-    """What the log calls a kind of balance loss."""
+    """Return the name of a balance loss in the log."""
     return kind.replace("aux", "load_balancing")
 
 
 def balance_terms(config: TransformerConfig) -> list[tuple[str, float]]:
-    """Kinds of balance loss with coefficients that count."""
+    """Return (kind, coefficient) of the balance losses whose coefficient is not 0."""
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     return [
         (kind, coefficient)

@@ -1,7 +1,8 @@
-"""Which experts a token visits and with what weight.  Pure arithmetic, no communication.
+"""Routing arithmetic: top-k experts of each token, weights, balance losses, capacity.
 
-``n`` tokens, ``E`` experts, ``k`` experts a token.  Ties go to the expert with the lower number,
-and among tokens to the one that comes first, so that every layout decides alike.
+Pure arithmetic, no communication.  ``n`` tokens, ``E`` experts, ``k`` experts per token.  Ties go
+to the expert with the lower number, and among tokens to the first, so that every layout decides
+alike.
 
 Sources: arXiv 2101.03961 (balance loss), 2202.08906 (z-loss), 2405.04434 (groups of experts),
 2412.19437 (sigmoid scores, balancing bias, loss per sequence), 2202.01169 (Sinkhorn).
@@ -14,14 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-_TIE = 2.0**-12  # between weights of visits, when some have to be dropped
+_TIE = 2.0**-12  # weights closer than this are equal when visits have to be dropped
 
 
 @dataclass(frozen=True)
 class Routing:
-    """``experts`` [n, k] are expert numbers, E where a visit is dropped; ``weights`` [n, k].
+    """``experts`` [n, k] are expert numbers, E for a dropped visit; ``weights`` [n, k].
 
-    ``capacity``: most tokens that an expert takes of a micro-batch, where there is a limit.
+    ``capacity``: maximum number of tokens of a micro-batch per expert, None without a limit.
     """
 
     experts: Tensor
@@ -48,7 +49,10 @@ class Choice:
 
 
 def tally(numbers: Tensor, size: int) -> Tensor:
-    """How often each number below ``size`` occurs: [size].  Does not wait for the device."""
+    """Count each number below ``size``: [size].
+
+    Unlike torch.bincount it does not synchronise with the device.
+    """
     flat = numbers.flatten()
     return torch.zeros(size, dtype=flat.dtype, device=flat.device).scatter_add_(
         0, flat, torch.ones_like(flat)
@@ -56,7 +60,7 @@ def tally(numbers: Tensor, size: int) -> Tensor:
 
 
 def route(logits: Tensor, choice: Choice, bias: Tensor | None = None) -> Routing:
-    """Choose by score plus ``bias`` [E]; weigh by score.  ``logits``: [n, E]."""
+    """Choose experts by score plus ``bias`` [E], weigh by score alone.  ``logits``: [n, E]."""
     is_sigmoid = choice.score_function == "sigmoid"
     scores = scores_of(logits, choice) if is_sigmoid or choice.pre_softmax else logits
     ranked = scores.detach() if bias is None else scores.detach() + bias
@@ -67,7 +71,7 @@ def route(logits: Tensor, choice: Choice, bias: Tensor | None = None) -> Routing
 
 
 def weights_of(logits: Tensor, experts: Tensor, choice: Choice) -> Tensor:
-    """Weights of given experts: [n, k]."""
+    """Return the weights of the given experts: [n, k]."""
     if choice.score_function == "sigmoid":
         weights = scores_of(logits, choice).gather(-1, experts)
         if choice.k > 1:
@@ -80,19 +84,22 @@ def weights_of(logits: Tensor, experts: Tensor, choice: Choice) -> Tensor:
 
 
 def scores_of(logits: Tensor, choice: Choice) -> Tensor:
-    """Score of every expert: [n, E]."""
+    """Return the score of every expert: [n, E]."""
     if choice.score_function == "sigmoid":
         return torch.sigmoid(_at_least_fp32(logits)).to(logits.dtype)
     return _softmax(logits)
 
 
 def best(scores: Tensor, k: int) -> Tensor:
-    """The ``k`` experts with the highest scores: [n, k]."""
+    """Return the ``k`` experts with the highest scores: [n, k].
+
+    A stable sort, since torch.topk does not define the order of ties.
+    """
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 def _within_best_groups(scores: Tensor, choice: Choice) -> Tensor:
-    """-inf outside the groups whose best experts have the highest sum of scores."""
+    """Mask scores with -inf outside the groups with the highest sums of best scores."""
     assert choice.num_groups, "called only with groups"
     assert choice.group_topk, "checked at start"
     groups = scores.unflatten(-1, (choice.num_groups, -1))
@@ -107,7 +114,7 @@ def _within_best_groups(scores: Tensor, choice: Choice) -> Tensor:
 
 
 def balance_scores(logits: Tensor, choice: Choice) -> Tensor:
-    """Scores that sum to 1 over the experts: [n, E]."""
+    """Return scores that sum to 1 over the experts: [n, E]."""
     scores = scores_of(_at_least_fp32(logits), choice)
     if choice.score_function == "softmax":
         return scores
@@ -115,19 +122,19 @@ def balance_scores(logits: Tensor, choice: Choice) -> Tensor:
 
 
 def balance_loss(scores: Tensor, counts: Tensor, *, k: int, num_tokens: int) -> Tensor:
-    """E times the sum over experts of (share of visits) times (mean score).
+    """Return E times the sum over experts of (fraction of visits) times (mean score).
 
-    ``scores`` [n, E] of the tokens at hand, ``counts`` [E] of all ``num_tokens``: over the ranks
-    that hold them the results add up to the loss.  1 where visits are even.
+    ``scores`` [n, E] of local tokens, ``counts`` [E] of all ``num_tokens``: the results of all
+    ranks add up to the loss, which is 1 for equal load.
     """
     share = counts.to(scores.dtype) / (k * num_tokens)
     return scores.shape[-1] * (scores.sum(0) * share).sum() / num_tokens
 
 
 def sequence_balance_loss(scores: Tensor, counts: Tensor, *, k: int, seq_length: int) -> Tensor:
-    """Mean over sequences of each one's balance loss.
+    """Return the mean over sequences of their balance losses.
 
-    ``scores`` [s, b, E] of the tokens at hand, ``counts`` [b, E] of whole sequences.
+    ``scores`` [s, b, E] of local tokens, ``counts`` [b, E] of complete sequences.
     """
     share = counts.to(scores.dtype) / (k * seq_length)
     per_sequence = (scores.sum(0) * share).sum(-1) * (scores.shape[-1] / seq_length)
@@ -135,18 +142,19 @@ def sequence_balance_loss(scores: Tensor, counts: Tensor, *, k: int, seq_length:
 
 
 def z_loss(logits: Tensor, *, num_tokens: int) -> Tensor:
-    """Mean square of the logarithm of the softmax's denominator, over ``num_tokens``."""
+    """Return the mean over ``num_tokens`` of the squared log-sum-exp of the logits."""
     return torch.logsumexp(_at_least_fp32(logits), dim=-1).square().sum() / num_tokens
 
 
 @torch.no_grad()
 def sinkhorn(logits: Tensor, tolerance: float = 1e-4) -> Tensor:
-    """Positive matrix of even row and column sums: [n, E].
+    """Return a positive matrix with equal row sums and equal column sums: [n, E].
 
-    Even to ``tolerance``, or as far as 100 rounds come.  Waits for the device every tenth round.
+    Iterates to ``tolerance``, at most 100 rounds; synchronises with the device every tenth round.
     """
     logits = _at_least_fp32(logits)
-    # A factor of a row is of no account; bounds on both sides keep every sum finite.
+    # Subtracting the maximum scales a row, which the iteration undoes; with it and the lower bound
+    # every sum is finite and positive.
     cost = torch.exp(logits - logits.amax(1, keepdim=True)).clamp_min(1e-30)
     num_rows, num_columns = cost.shape
     of_column = torch.ones(num_columns, dtype=cost.dtype, device=cost.device)
@@ -155,7 +163,7 @@ def sinkhorn(logits: Tensor, tolerance: float = 1e-4) -> Tensor:
         of_row = 1 / (num_rows * (of_column * cost).sum(1))
         of_column = 1 / (num_columns * (of_row.unsqueeze(1) * cost).sum(0))
         if turn % 10 == 0:
-            moved = of_column / before  # all alike: only the scale, which is free
+            moved = of_column / before  # if all are equal only the overall scale changed
             if moved.max() <= moved.min() * (1 + tolerance):
                 break
     return of_column * cost * of_row.unsqueeze(1)
@@ -165,17 +173,17 @@ def sinkhorn(logits: Tensor, tolerance: float = 1e-4) -> Tensor:
 
 
 def capacity_of(num_tokens: int, num_experts: int, k: int, factor: float) -> int:
-    """Tokens that an expert takes."""
+    """Return the maximum number of tokens per expert, ceil(factor * n * k / E)."""
     return -int(-num_tokens * k * factor // num_experts)
 
 
 def fits(visits: Tensor, capacity: int, policy: str) -> Tensor:
-    """Which visits are kept: [n, E] bool, at most ``capacity`` an expert.
+    """Return which visits are kept: [n, E] bool, at most ``capacity`` per expert.
 
-    ``visits`` [n, E]: the weight of each visit, -inf where there is none; tokens in an order that
-    is the same in every layout.  Policy "probs" keeps the largest weights, "position" the first.
-    Weights that differ by less than `_TIE` count as equal, and of those the first is kept: equal
-    tokens, such as padding, have weights that no layout rounds alike.
+    ``visits`` [n, E]: the weight of each visit, -inf for experts that the token does not visit;
+    tokens in an order that is the same in every layout.  Policy "probs" keeps the largest weights,
+    "position" the first.  Weights are rounded to multiples of `_TIE` before they are compared:
+    equal tokens, such as padding, have weights whose last bits differ between layouts.
     """
     is_visit = visits > float("-inf")
     if policy == "position":
@@ -188,7 +196,7 @@ def fits(visits: Tensor, capacity: int, policy: str) -> Tensor:
 
 
 def dense_visits(routing: Routing) -> Tensor:
-    """The weight of each visit, -inf where there is none: [n, E]."""
+    """Return the weight of each visit, -inf for experts that are not visited: [n, E]."""
     table = torch.full(
         (len(routing.experts), routing.num_experts),
         float("-inf"),
@@ -199,7 +207,7 @@ def dense_visits(routing: Routing) -> Tensor:
 
 
 def drop(routing: Routing, kept: Tensor, capacity: int) -> Routing:
-    """``routing`` without the visits beyond ``capacity``, which ``kept`` [n, E] rules out."""
+    """Return ``routing`` with visits dropped where ``kept`` [n, E] is False."""
     is_kept = kept.gather(1, routing.experts)
     return replace(
         routing,

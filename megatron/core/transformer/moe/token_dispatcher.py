@@ -1,12 +1,16 @@
-"""Brings tokens to their experts and results back.
+"""Token dispatchers: send tokens to the ranks of their experts, and return the results.
 
-Ranks of an ``ep`` group hold E/ep experts each; those of an ``expt_tp`` group hold shares of the
-same experts, and each needs all their tokens.  ``n`` tokens of width ``h`` on this rank, ``m`` rows
-for its experts.  Gradients travel the same way back.
+Ranks of an ``ep`` group hold E/ep experts each; ranks of an ``expt_tp`` group hold shards of the
+same experts, and each needs all tokens of these experts.  ``n`` tokens of width ``h`` on this rank,
+``m`` rows (one per token and chosen expert) for its experts.
 
-    allgather  one all-gather over tp_ep of all tokens; one reduce-scatter of all results
-    alltoall   rows over ep, then over expt_tp; results back, their shares summed
-    flex       rows over tp_ep at once; results back, their shares summed
+    allgather  all-gather of all tokens over tp_ep; reduce-scatter of all results
+    alltoall   all-to-all over ep, then over expt_tp; back in reverse, adding the shards' results
+    flex       one all-to-all over tp_ep; one back, adding the shards' results
+
+Order of collectives: all dispatchers first all-gather the row counts over tp_ep if they need them
+(the host waits for this once per layer, since all-to-all sizes are host integers).  An all-to-all
+sends weights before rows.  Backward runs the reverse collectives in reverse order.
 """
 
 from __future__ import annotations
@@ -42,10 +46,10 @@ Meanwhile = Callable[[], None]
 
 @dataclass(frozen=True)
 class DispatchedTokens:
-    """What the experts of a rank have to compute.
+    """The input of a rank's experts.
 
-    ``rows`` [m, h] and ``weights`` [m], those of an expert behind each other, ``counts`` of each
-    expert.  ``back`` takes results [m, h] to the ranks and tokens they belong to: [n, h].
+    ``rows`` [m, h] and ``weights`` [m], sorted by expert, ``counts`` rows per expert.  ``back``
+    returns results [m, h] to the ranks and tokens they belong to, summed per token: [n, h].
     """
 
     rows: Tensor
@@ -54,7 +58,7 @@ class DispatchedTokens:
     back: Back
 
     def padded(self, capacity: int) -> DispatchedTokens:
-        """With rows of zeros behind those of each expert, ``capacity`` in all."""
+        """Pad the rows of each expert with zeros to ``capacity``."""
         device, size = self.rows.device, len(self.counts) * capacity
         gaps = [0, *accumulate(capacity - count for count in self.counts[:-1])]
         place = torch.arange(len(self.rows), device=device) + _repeated(gaps, self.counts, device)
@@ -69,9 +73,9 @@ class DispatchedTokens:
 
 
 class TokenDispatcher(ABC):
-    """Collective over tp_ep: all its ranks dispatch, and take back, equally often."""
+    """Interface of dispatchers.  Collective over tp_ep: all its ranks make the same calls."""
 
-    fuses = False  # the order of rows is computed by one kernel, where a GPU has it
+    fuses = False  # compute the order of rows with a fused GPU kernel, if there is one
 
     def __init__(self, num_experts: int, groups: ProcessGroupCollection) -> None:
         self.num_experts = num_experts
@@ -79,25 +83,26 @@ class TokenDispatcher(ABC):
         self.num_local = num_experts // self.ep.size()
         first = self.ep.rank() * self.num_local
         self.local_experts = range(first, first + self.num_local)
-        # Micro-batches that ranks of tp_ep have tokens of: each is spread over a tp_cp.
+        # Number of micro-batches whose tokens the ranks of tp_ep hold; each is sharded over a
+        # tp_cp group.
         here, spread = self.tp_ep.size(), groups.tp_cp.size()
         self.num_micro_batches = -(-here // spread)
-        if here % spread and spread % here:  # ranks at both ends of micro-batches
+        if here % spread and spread % here:  # tp_ep may begin and end inside a micro-batch
             self.num_micro_batches += 1
 
     @abstractmethod
     def dispatch(
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
-        """Send tokens [n, h] to their experts.
+        """Send tokens [n, h] to the ranks of their experts.
 
-        ``meanwhile`` is called while they travel, if they do; in backward what it has computed is
-        differentiated while gradients travel.
+        ``meanwhile`` is called between starting and waiting for the all-to-all of the rows, if
+        there is one; in backward its operations run while the gradients of the rows are sent.
         """
 
 
 class LocalDispatcher(TokenDispatcher):
-    """All experts are on this rank, whose host asks for no number that it can do without."""
+    """All experts are on this rank; on a GPU without capacity the host does not read the counts."""
 
     def dispatch(
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
@@ -108,7 +113,7 @@ class LocalDispatcher(TokenDispatcher):
 
 
 class AllGatherDispatcher(TokenDispatcher):
-    """Every rank sees all tokens and picks those of its experts."""
+    """All-gather all tokens; every rank selects those of its experts."""
 
     def dispatch(
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
@@ -131,7 +136,7 @@ class AllGatherDispatcher(TokenDispatcher):
 
 
 class AllToAllDispatcher(TokenDispatcher):
-    """Rows go to the rank of their expert, and from there to the ranks with shares of it."""
+    """All-to-all over ep to one rank per expert, then over expt_tp to the expert's other shards."""
 
     def dispatch(
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
@@ -150,7 +155,7 @@ class AllToAllDispatcher(TokenDispatcher):
 
 
 class FlexDispatcher(TokenDispatcher):
-    """Rows go to all ranks with shares of their expert at once."""
+    """One all-to-all over tp_ep to all ranks with shards of the expert."""
 
     def dispatch(
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
@@ -170,27 +175,28 @@ DISPATCHERS: dict[str, type[TokenDispatcher]] = {
 def counts_of(
     routing: Routing, num_experts: int, group: ProcessGroup | None = None
 ) -> list[list[int]]:
-    """Rows of each expert of ``routing`` on each rank of ``group``; without one, on this rank.
+    """Return [rank][expert] row counts of ``routing``; without ``group``, of this rank alone.
 
-    ``routing`` may name some of ``num_experts``.  Waits for the device, once.  Collective.
+    ``routing`` may cover some of ``num_experts``.  Waits for the device once.  Collective over
+    ``group``.
     """
-    del num_experts  # the planner, which has no numbers, takes its share
+    del num_experts  # used by the memory planner, which replaces this function
     counts = routing.counts().unsqueeze(0)
     rows: list[list[int]] = (all_gather_first_dim(counts, group) if group else counts).tolist()
     return rows
 
 
 def is_in_a_gpu(x: Tensor) -> bool:
-    """Whether the host would wait for numbers of ``x``."""
+    """Whether reading values of ``x`` would make the host wait for the device."""
     return device.launches_kernels(x.device)
 
 
 def sorted_here(
     x: Tensor, routing: Routing, counts: Sequence[int], *, fuses: bool = False
 ) -> DispatchedTokens:
-    """Rows of the tokens at hand in the order of experts, without those that are dropped.
+    """Return the local tokens' rows sorted by expert, without dropped ones.
 
-    With `LateCounts` none may be.
+    With `LateCounts` no token may be dropped: the number of rows must be known without the counts.
     """
     num_rows = None if isinstance(counts, LateCounts) else sum(counts)
     order = by_expert(routing.experts, num_rows, highest=routing.num_experts if fuses else None)
@@ -206,10 +212,10 @@ def _sent(
     *,
     num_blocks: int | None = None,
 ) -> DispatchedTokens:
-    """Rows, cut by expert into ``num_blocks`` blocks, sent to the ranks that compute the block.
+    """Split rows by expert into ``num_blocks`` blocks; all-to-all each to the ranks computing it.
 
-    ``told``: counts of each rank of ``group``.  Without ``num_blocks`` each has a block.  With
-    fewer blocks than ranks, neighbours share a block: each of them gets its rows.
+    ``told``: row counts of each rank of ``group``.  The default is one block per rank.  With fewer
+    blocks than ranks, consecutive ranks compute the same block, and each receives all its rows.
     """
     size, counts, device = group.size(), arrived.counts, arrived.rows.device
     if size == 1:
@@ -222,7 +228,7 @@ def _sent(
     sending = [rows for rows in blocks for _ in range(copies)]
     receiving = [sum(row) for row in coming]
     doubled = _copies_of_blocks(blocks, copies, device)
-    # What comes in lies by rank, then by expert; the experts want it by expert.
+    # Received rows are sorted by source rank, then by expert; sort them by expert alone.
     experts = [number for _ in range(size) for number in range(num_local)]
     sorting = by_expert(_repeated(experts, [n for row in coming for n in row], device).unsqueeze(1))
 
@@ -238,8 +244,8 @@ def _sent(
     else:
         (weights,) = _Exchange.apply(sending, receiving, group, weights)
         flight = _Flight(sending, receiving, group)
-        # Backward takes the nodes that were made last first: those of `meanwhile` come when the
-        # second one here has sent the gradient off, and before the first one waits for it.
+        # Autograd runs the nodes created last first: the second node below starts the all-to-all of
+        # the gradients, then the nodes of `meanwhile` run, then the first node waits.
         rows = through(rows, flight, lambda x, f: f.start(x), lambda _, f: f.wait())
         meanwhile()
         rows = through(rows, flight, _landed, _sent_off)
@@ -250,7 +256,7 @@ def _sent(
 
 
 def _copies_of_blocks(sizes: list[int], copies: int, device: torch.device) -> Order | None:
-    """Each block of rows ``copies`` times behind itself; None where once is enough."""
+    """Return the order that repeats each block of rows ``copies`` times; None for one copy."""
     if copies == 1:
         return None
     block = _repeated(range(len(sizes)), sizes, device)
@@ -260,7 +266,7 @@ def _copies_of_blocks(sizes: list[int], copies: int, device: torch.device) -> Or
 
 
 def _repeated(numbers: Sequence[int], times: Sequence[int], device: torch.device) -> Tensor:
-    """Each number so many times: [sum of ``times``]."""
+    """Return each number repeated its number of ``times``: [sum of ``times``]."""
     numbers_, times_ = torch.tensor([numbers, times], device=device)
     return numbers_.repeat_interleave(times_, output_size=sum(times))
 
@@ -284,7 +290,7 @@ class _Exchange(torch.autograd.Function):
 def _exchanged(
     sending: list[int], receiving: list[int], group: ProcessGroup, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """While they travel another pass may compute."""
+    """Run the all-to-alls; between start and wait an interleaved pass may compute."""
     flights = [_Flight(sending, receiving, group) for _ in tensors]
     for flight, tensor in zip(flights, tensors, strict=True):
         flight.start(tensor)
@@ -293,15 +299,18 @@ def _exchanged(
 
 
 class _Flight:
-    """All-to-all of rows that is under way from ``start`` to ``wait``; the next one goes back."""
+    """An asynchronous all-to-all of rows from ``start`` to ``wait``.
+
+    ``start`` swaps the sizes, so that the next ``start`` (of the gradients) runs it in reverse.
+    """
 
     def __init__(self, sending: list[int], receiving: list[int], group: ProcessGroup) -> None:
         self.sizes, self.group = (sending, receiving), group
 
     def start(self, rows: Tensor) -> Tensor:
-        """What comes in; it is not there yet."""
+        """Start the all-to-all; return its output, whose values are undefined before `wait`."""
         sending, receiving = self.sizes
-        self.rows = rows.contiguous()  # kept alive
+        self.rows = rows.contiguous()  # must stay allocated until `wait`
         self.arriving = rows.new_empty((sum(receiving), *rows.shape[1:]))
         self.work = dist.all_to_all_single(
             self.arriving, self.rows, receiving, sending, group=self.group, async_op=True
@@ -310,7 +319,7 @@ class _Flight:
         return self.arriving
 
     def wait(self) -> Tensor:
-        """What has come in."""
+        """Wait for the all-to-all; return its output and drop the references to both buffers."""
         self.work.wait()
         arrived = self.arriving
         del self.rows, self.arriving, self.work
@@ -324,4 +333,4 @@ def _landed(rows: Tensor, flight: _Flight) -> Tensor:
 
 def _sent_off(grad: Tensor, flight: _Flight) -> Tensor:
     flight.start(grad)
-    return grad  # of the right shape; what comes in is waited for by who began the flight
+    return grad  # a placeholder of the right shape: the first node returns the received gradient
