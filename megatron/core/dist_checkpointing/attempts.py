@@ -1,13 +1,14 @@
-"""Fencing tokens: the order in which runs began to use a save directory.  No torch, no clock.
+"""Fencing tokens: the order in which runs began to save to a directory.  No torch, no clock.
 
-    {root}/.attempt-00000007    claimed by one process; the newest one stays
+    {root}/.attempt-00000007    claimed by one process; only the newest file is kept
 
-A process claims the next number when it first uses a directory to save: at the start of the run,
-or at its first save.  The number comes first in the names of its temporary folders and in its
-manifests (``00000007-{random}``), so every process can tell which of two runs began later, on
-whatever clock.  Creating a file that must not exist yet is atomic on local and network disks.
+A process claims the next number when it first saves to a directory.  Attempt ids, which are part of
+the names of temporary folders and of manifests, begin with the number (``00000007-{random}``).  Any
+process can therefore decide which of two runs began later, even if the clocks of their hosts
+differ.  The claim relies on exclusive creation of a file (O_EXCL), which is atomic on local and
+network file systems.
 
-Ids that an earlier version of this project wrote hold a time instead.  They count as token 0:
+Ids written by an earlier version of this project contain a time instead; they count as token 0,
 older than every claim.
 """
 
@@ -28,21 +29,21 @@ _LEFTOVER = re.compile(rf".+\.(?:tmp|old|del)-({_TOKEN})-.+")
 
 
 def token_of(attempt: str) -> int:
-    """The token in the id of an attempt; 0 where there is none."""
+    """Return the token in the id of an attempt, 0 if it has none."""
     found = _ID.fullmatch(attempt)
     return int(found[1]) if found else 0
 
 
 def newest_token(root: Path) -> int:
-    """The highest token that was claimed in ``root`` or stands in a leftover; 0 for none."""
+    """Return the highest token among claims and leftover folders in ``root``; 0 for none."""
     found = (_CLAIM.fullmatch(name) or _LEFTOVER.fullmatch(name) for name in os.listdir(root))
     return max((int(match[1]) for match in found if match), default=0)
 
 
 def take_token(root: Path, known: Iterable[str]) -> int:
-    """Claim a token in ``root`` above all claimed ones and those of the ``known`` attempts.
+    """Claim a token in ``root`` higher than all claimed ones and those of the ``known`` attempts.
 
-    Raises OSError.  Killed anywhere, it leaves at most a token that nobody uses.
+    Raises OSError.  A kill at any point leaves at most a claimed token that no run uses.
     """
     known_token = max(map(token_of, known), default=0)
     while True:
@@ -57,7 +58,8 @@ def take_token(root: Path, known: Iterable[str]) -> int:
         fsync_folder(root)
         if newest_token(root) == token:
             break
-        # Others claimed since the first look, and may have removed a file of this number.
+        # Another process claimed a higher token since the directory was read.  It may have removed
+        # an older claim of this number, so exclusive creation proves nothing: try again.
         path.unlink(missing_ok=True)
     for name in os.listdir(root):
         found = _CLAIM.fullmatch(name)
@@ -67,7 +69,7 @@ def take_token(root: Path, known: Iterable[str]) -> int:
 
 
 def restore_claim(root: Path, token: int) -> None:
-    """Put the file of a claimed token back if somebody emptied the directory meanwhile."""
+    """Recreate the file of a claimed token if the directory was emptied since the claim."""
     if newest_token(root) < token:
         open(_claim_file(root, token), "ab").close()
 

@@ -1,12 +1,16 @@
-"""A save that is written while training goes on.
+"""Asynchronous saves: write a checkpoint while training continues.
 
-A thread of each rank copies the values while the next forward and backward passes run, which change
-none of them: training waits before the optimizer steps, if the copies are not made by then.  The
-thread then writes, checksums and fsyncs.  Publishing, on rank 0, is in a thread too.
-Whether all ranks are that far is asked between steps: one all-reduce of a number, while a save is
-pending.  Threads never communicate, so no order of collectives depends on a disk.
+A thread of each rank copies the values to host memory while the next forward and backward passes
+run, which do not change them; training waits before the optimizer step until the copies are made
+(`BackgroundSave.wait_for_copies`).  The thread then writes, checksums and fsyncs.  On rank 0
+another call publishes in a thread.
 
-When an exception ends a run its ranks no longer meet; `finish_apart` ends a save through a store.
+Order of collectives: only the main thread communicates.  Between steps, while a save is pending,
+one all-reduce asks whether all ranks have finished their part; so the order of collectives does not
+depend on the speed of a disk.
+
+After an exception ranks no longer reach the same collectives; `finish_apart` then completes the
+save through a key-value store.
 """
 
 from __future__ import annotations
@@ -38,24 +42,21 @@ from megatron.core.parallel.run_store import LOST_RANKS, RunStore
 
 Start = Callable[[Callable[[], None]], None]  # makes a call in another thread
 _APART = "finish_apart"  # / rank, and / verdict
-_BEAT_S = 1.0  # a rank that is still at it says so this often
-_LOOK_S = 0.05
-_PATIENCE_S = 5.0  # for the other ranks, once nobody says so any more
-_WRITING_S = 600.0  # a disk that hangs does not keep a failed run alive
+_BEAT_S = 1.0  # interval of the heartbeats of a rank that is still writing
+_LOOK_S = 0.05  # polling interval of the store
+_PATIENCE_S = 5.0  # time without a heartbeat of any rank after which ranks count as lost
+_WRITING_S = 600.0  # maximum time for a disk, so that one that hangs does not keep a failed run
 
 
 class Worker:
-    """One thread for all saves; a call that raises ends it, and another takes its place.
-
-    It does not keep the process alive.
-    """
+    """One daemon thread for all saves; after a call that raises, a new thread takes its place."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         start_in_thread(self._serve)
 
     def start(self, call: Callable[[], None]) -> None:
-        """Let the thread make ``call`` after those before it."""
+        """Queue ``call``; the thread runs calls in order."""
         self._calls.put(call)
 
     def _serve(self) -> None:
@@ -63,18 +64,18 @@ class Worker:
             while True:
                 call = self._calls.get()
                 call()
-                del call  # it holds the tensors of a save
-        finally:  # the call has raised, which its save notices; the next ones need a thread
+                del call  # it refers to the tensors of a save
+        finally:  # the call has raised, which its save reports; later calls need a thread
             start_in_thread(self._serve)
 
 
 def start_in_thread(call: Callable[[], None]) -> None:
-    """Make ``call`` in a thread of its own, which does not keep the process alive."""
+    """Run ``call`` in a new daemon thread."""
     threading.Thread(target=call, name="checkpoint", daemon=True).start()
 
 
 class _Task:
-    """A call in another thread."""
+    """A call that runs in another thread, and its result."""
 
     def __init__(self, call: Callable[[], Any], start: Start) -> None:
         self._call: Callable[[], Any] | None = call
@@ -87,8 +88,9 @@ class _Task:
         try:
             self._results.append(self._call())
         finally:
-            # It refers to the save, and the save to this task.  Only a full garbage collection,
-            # thousands of steps later, would free such a cycle, with all that the save has copied.
+            # The call refers to the save, and the save to this task.  Break the cycle: a full
+            # garbage collection, which would free it and the copied tensors, may be thousands of
+            # steps away.
             self._call = None
             self._done.set()
 
@@ -101,9 +103,9 @@ class _Task:
         self._done.wait(timeout_s)
 
     def result(self, beat: Callable[[], object] | None = None) -> Any:
-        """What the call returned; waits for it.
+        """Wait for the call and return its result.
 
-        With ``beat``, which is called all the while, RuntimeError after `_WRITING_S`.
+        With ``beat``, call it once a second meanwhile, and raise RuntimeError after `_WRITING_S`.
         """
         until_s = time.monotonic() + _WRITING_S
         while beat is not None and self.is_alive():
@@ -117,11 +119,11 @@ class _Task:
 
 
 class BackgroundSave:
-    """Starts to copy what ``begun`` is to write into ``buffer``, and then to write it.
+    """An asynchronous save: copies the tensors of ``begun`` into ``buffer``, then writes them.
 
-    Every rank makes one, and calls its methods in the same order.  ``buffer`` is in use until the
-    save is over.  ``waited_s``: how long `wait_for_copies` has held up training.  ``start``: by
-    default a thread for each call, else that of a `Worker`.
+    Every rank constructs one and calls its methods in the same order.  ``buffer`` must not be
+    reused before the save is published or has failed.  ``waited_s``: time that training has spent
+    in `wait_for_copies`.  ``start`` runs a call in a thread: a new one by default, or a `Worker`'s.
     """
 
     def __init__(
@@ -141,13 +143,13 @@ class BackgroundSave:
         self._publishing: _Task | None = None
 
     def wait_for_copies(self) -> None:
-        """Return when the values may change.  Local."""
+        """Wait until the tensors are copied and the optimizer may change them.  Not collective."""
         began_s = time.perf_counter()
         self._copied.wait()
         self.waited_s += time.perf_counter() - began_s
 
     def poll(self) -> SaveResult | None:
-        """The checkpoint once it is published, None before.  Collective.
+        """Return the checkpoint if it is published, else None.  Collective.
 
         Raises SaveFailed on every rank if any rank failed: then nothing was published.
         """
@@ -163,7 +165,7 @@ class BackgroundSave:
         return None
 
     def wait(self) -> SaveResult:
-        """The published checkpoint.  Collective.  Raises as `poll` does."""
+        """Wait for the checkpoint to be published.  Collective.  Raises as `poll` does."""
         while True:
             (self._publishing or self._writing).join()
             saved = self.poll()
@@ -172,18 +174,18 @@ class BackgroundSave:
 
     @property
     def is_written(self) -> bool:
-        """Whether all ranks have written, so that only rank 0 has something to do."""
+        """Whether all ranks have written their files, so that only rank 0 has work left."""
         return self._publishing is not None
 
     def written(self, beat: Callable[[], object]) -> dict[str, Any]:
-        """What `write` has returned on this rank; waits for it.  Not collective."""
+        """Wait for this rank's `write` and return its report.  Not collective."""
         report: dict[str, Any] = self._writing.result(beat)
         return report
 
     def publish_apart(
         self, reports: Callable[[], list[Any]], beat: Callable[[], object]
     ) -> dict[str, Any]:
-        """On rank 0, what `publish` returns.  ``reports()``: what each rank has `written`."""
+        """Publish on rank 0 and return its verdict; ``reports()`` returns each rank's `written`."""
         if self._publishing is None:
             absent = not_written(RuntimeError("it had no such save"))
             told = [report or absent for report in reports()]
@@ -192,7 +194,7 @@ class BackgroundSave:
         return verdict
 
     def conclude_apart(self, verdict: dict[str, Any]) -> SaveResult:
-        """What `conclude` makes of it.  Not collective."""
+        """Return the result of a verdict, or raise SaveFailed.  Not collective."""
         return conclude(self._begun, verdict, None)
 
     def _copy_and_write(self, buffer: HostBuffer, stream: Any) -> dict[str, Any]:
@@ -200,7 +202,7 @@ class BackgroundSave:
         try:
             with device.on_stream(stream):
                 copies = snapshot(self._begun, buffer)
-        except (MemoryError, RuntimeError) as error:  # torch has no room for the copies
+        except (MemoryError, RuntimeError) as error:  # torch cannot allocate the copies
             return not_written(error)
         finally:
             self._copied.set()
@@ -210,10 +212,10 @@ class BackgroundSave:
 def finish_apart(
     pending: BackgroundSave | None, store: RunStore, rank: int, world_size: int
 ) -> SaveResult | None:
-    """The published checkpoint; None where there is nothing to be finished.
+    """Complete a pending save after an exception; return None if there is none.
 
-    Not collective: every rank that lives calls it, wherever the others are.  Raises SaveFailed,
-    and RuntimeError where a rank or the store is gone.
+    Not collective: every surviving rank calls it, whatever the others do.  Raises SaveFailed, and
+    RuntimeError if a rank or the store is lost.
     """
     if pending is not None and not pending.is_written and store.add(LOST_RANKS, 0):
         raise RuntimeError("a rank has ended before it has written its part")
@@ -225,7 +227,7 @@ def finish_apart(
             verdict = pending and pending.publish_apart(
                 lambda: _take(store, *map(str, range(world_size))), beat
             )
-        finally:  # nobody need wait for it any longer
+        finally:  # also after an error, so that no rank waits for the verdict
             _put(store, "verdict", verdict)
     if pending is None:
         return None
@@ -238,7 +240,7 @@ def _put(store: RunStore, name: str, value: Any) -> None:
 
 
 def _take(store: RunStore, *names: str) -> list[Any]:
-    """Wait for values as long as some rank says that it is at work.  Raises RuntimeError."""
+    """Wait for values as long as some rank sends heartbeats.  Raises RuntimeError."""
     beats, alive_at_s, began_s = -1, time.monotonic(), time.monotonic()
     while None in (texts := [store.get(f"{_APART}/{name}") for name in names]):
         before, beats, now_s = beats, store.add(f"{_APART}/beats", 0), time.monotonic()

@@ -1,26 +1,31 @@
-"""Publishing a checkpoint so that a kill at any moment leaves a whole one.  No torch, one process.
+"""Publish a checkpoint atomically: a kill at any moment leaves a complete one to load.
 
-Order, and what a kill after each step leaves:
+No torch; one process (rank 0) runs it.  The steps, and the checkpoint that loads after a kill
+following each of them:
 
-0. claim a token (`attempts`): once per run and directory             the previous checkpoint
+0. claim a token (`attempts`), once per run and directory             the previous checkpoint
 1. sweep leftovers, check free space, make ``iter_N.tmp-{attempt}``   the previous one
-2. all ranks write and fsync their files there                        the previous one
-3. what rank 0 adds, then the manifest, all fsynced                   the previous one
-4. a published folder of this step is moved to ``.old-``              it, until step 5
-5. rename to ``iter_N``, fsync the directory                          the new one
+2. all ranks write and fsync their files in it                        the previous one
+3. rank 0 adds its files and the manifest, all fsynced                the previous one
+4. rename a published folder of this iteration to ``.old-{attempt}``  that one, until step 5
+5. rename ``.tmp-`` to ``iter_N``, fsync the directory                the new one
 6. replace the tracker: temporary file, fsync, rename, fsync          the new one
 7. retention: rename to ``.del-``, then delete                        the new one
 
-Nothing is ever written into a published folder.  Which folder is loaded is decided in `folders`.
-A save sweeps what runs with a lower token, and earlier saves of its own run, left over; a folder
-of a run that began later is not touched.
+Why this order: fsync before rename, since a file system may otherwise persist the name before the
+data; the manifest last, since its presence declares the folder complete; the tracker after the
+rename, since it must not name a folder that does not exist.
 
-Two runs that are alive in one directory: both may publish until the later one has published, as
-its checkpoints go before the other's.  From then on the earlier one is refused, before it
-makes a folder, before step 4 and before step 6.  A start that dies before its first save thus
-stops nobody.  A run that is stopped between one of these looks and the rename behind it, and goes
-on after its successor has published, adds a complete checkpoint that is ordered before those of
-the successor; the successor's next save sets the tracker.
+A published folder is never written to.  `folders` decides which folder is loaded.  A save sweeps
+the leftovers of runs with a lower token and of earlier saves of its own run, but no folder of a run
+that began later.
+
+Two live runs in one directory: both may publish until the later run has published; its checkpoints
+order after the other's.  From then on the earlier run is refused: before it makes a folder, before
+step 4 and before step 6.  A run that dies before its first save therefore blocks no other.  Hazard:
+a run may be suspended between such a check and the following rename, and resume after its successor
+has published.  It then adds a complete checkpoint that orders before those of the successor, and
+the successor's next save sets the tracker.
 """
 
 from __future__ import annotations
@@ -64,7 +69,7 @@ from megatron.core.dist_checkpointing.manifest import (
 )
 from megatron.core.rank_local import each_rank_owns
 
-# Room for the JSON files and the file system's own records, beside the tensors.
+# Space for the JSON files and the file system's metadata, in addition to the tensors.
 _SPARE_BYTES = 1 << 20
 # Directory -> id of this run there.
 _claimed: dict[Path, str] = {}
@@ -88,14 +93,14 @@ class Pending:
 
 @cache
 def attempt_id() -> str:
-    """A random name of this start of the program."""
+    """Return a random id of this process, the same at every call."""
     return secrets.token_hex(8)
 
 
 def claim(root: Path) -> str:
-    """The id of this run in ``root``: a token above those of all runs before, and its name.
+    """Return this run's id in ``root``: a token higher than those of all earlier runs, and a name.
 
-    The first call makes ``root`` and claims the token.  Raises OSError.
+    The first call creates ``root`` and claims the token.  Raises OSError.
     """
     key = root.absolute()
     if key not in _claimed:
@@ -106,10 +111,10 @@ def claim(root: Path) -> str:
 
 
 def begin(root: Path, iteration: int, num_bytes: int, attempt: str) -> Pending:
-    """Sweep leftovers and make the folder to write into.
+    """Sweep leftovers and create the temporary folder of a save (step 1).
 
-    ``attempt``: what `claim` returned.  Raises OSError, and CheckpointError when the file system
-    has fewer than ``num_bytes`` free or another run has taken over.
+    ``attempt`` is the result of `claim`.  Raises OSError, and CheckpointError if the file system
+    has fewer than ``num_bytes`` free or a later run has published.
     """
     fault_point("save.begin", step=iteration)
     root.mkdir(parents=True, exist_ok=True)
@@ -140,12 +145,13 @@ def publish(
     manifest_name: str = MANIFEST,
     write_config: Callable[[Path], object] | None = None,
 ) -> Path:
-    """Complete the folder, give it its final name, replace the tracker; returns the final path.
+    """Run steps 3 to 6: complete the folder, rename it, replace the tracker; return its path.
 
-    ``files`` lie in the folder; ``write_config(path)`` writes the resolved configuration.
+    ``files`` are the ranks' files in the folder; ``write_config(path)`` writes the resolved
+    configuration.
 
-    Raises OSError, and CheckpointDamaged if a rank's file is not there as reported.  After an
-    error nothing is published, unless the message says that it is complete.
+    Raises OSError, and CheckpointDamaged if a rank's file is missing or has another size than
+    reported.  After an error nothing is published, unless the message reports it as complete.
     """
     _check_still_newest(pending)
     step = pending.iteration
@@ -189,7 +195,10 @@ def publish(
 
 
 def abandon(pending: Pending) -> list[str]:
-    """Remove what was written; what cannot be removed is swept later.  Why it was lost before."""
+    """Remove the temporary folder of a failed save; a later save sweeps what cannot be removed.
+
+    Returns one message if the folder had vanished already, which explains the failure.
+    """
     was_swept = not pending.folder.exists()
     shutil.rmtree(pending.folder, ignore_errors=True)
     if not was_swept:
@@ -198,16 +207,17 @@ def abandon(pending: Pending) -> list[str]:
 
 
 def report_once(unreadable: Sequence[Found]) -> list[str]:
-    """What to tell of checkpoints that cannot be read; nothing about those told before."""
+    """Return a warning for each unreadable checkpoint that was not reported before."""
     new = [found for found in unreadable if found.folder not in _reported]
     _reported.update(found.folder for found in new)
     return [f"{found.problem}; this checkpoint is skipped and stays" for found in new]
 
 
 def retire(folder: Path, attempt: str, step: int) -> bool:
-    """Delete a published checkpoint; False for a link, which is kept.
+    """Delete a published checkpoint; return False for a symbolic link, which is kept.
 
-    Renamed first: a delete that is killed half-way leaves rubbish, not half a checkpoint.
+    The folder is renamed first, so that an interrupted delete leaves no half checkpoint under a
+    published name.
     """
     if folder.is_symlink() or not folder.is_dir():
         return False
@@ -220,7 +230,7 @@ def retire(folder: Path, attempt: str, step: int) -> bool:
 
 
 def set_tracker(root: Path, text: str, attempt: str, step: int) -> None:
-    """Replace the tracker file; a reader sees the old or the new one, whole."""
+    """Replace the tracker file atomically; a reader sees the old or the new content."""
     temporary = root / f"{TRACKER}.tmp-{attempt}"
     write_text(temporary, text)
     fault_point("save.before_tracker", step=step)
@@ -229,10 +239,10 @@ def set_tracker(root: Path, text: str, attempt: str, step: int) -> None:
 
 
 def sweep(root: Path, attempt: str) -> None:
-    """Remove what killed saves of runs before ``attempt``, or its own, left in ``root``.
+    """Remove the leftovers of interrupted saves of ``attempt`` and of earlier runs from ``root``.
 
-    A checkpoint that was moved aside for one that never came gets its name back.  What a killed
-    delete left goes whoever began it.
+    If a save was killed between steps 4 and 5, the displaced checkpoint gets its name back.
+    Leftovers of interrupted deletes are removed whichever run they belong to.
     """
     for left in leftovers(root):
         final = root / folder_name(left.iteration)
@@ -249,18 +259,18 @@ def sweep(root: Path, attempt: str) -> None:
 
 
 def _is_over(other: str, attempt: str) -> bool:
-    """Whether nobody writes what the attempt ``other`` left, once ``attempt`` begins a save."""
+    """Whether the attempt ``other`` no longer writes when ``attempt`` begins a save."""
     return other == attempt or token_of(other) < token_of(attempt)
 
 
 def _check_still_newest(pending: Pending) -> None:
-    """`_check_not_replaced`, where any other run has claimed a token after this one."""
+    """Run `_check_not_replaced` if a later run has claimed a token (reads names only, so cheap)."""
     if newest_token(pending.root) > token_of(pending.attempt):
         _check_not_replaced(published(pending.root), pending.attempt)
 
 
 def _check_not_replaced(found: Sequence[Found], attempt: str) -> None:
-    """Raise CheckpointError if a run that began later has published."""
+    """Raise CheckpointError if a run that began later has published a checkpoint."""
     for other in found:
         if other.manifest and token_of(other.manifest.attempt) > token_of(attempt):
             raise CheckpointError(

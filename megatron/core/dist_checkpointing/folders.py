@@ -1,4 +1,4 @@
-"""Which checkpoint of a directory is meant, and which stay there.
+"""Choose the checkpoint of a directory to load, and those that retention deletes.
 
 Reads names, manifests and the tracker; no torch.
 
@@ -9,16 +9,18 @@ Reads names, manifests and the tracker; no torch.
     {root}/release/                              published, without an iteration
     {root}/latest_checkpointed_iteration.txt     the tracker: an iteration, or ``release``
 
-The tracker is replaced after the folder was renamed, so a kill between the two leaves it behind.
-Somebody may also have set it back by hand, to go on from an older step.  The two look alike, so
-each save writes into its manifest what the tracker was when it began (text and modification time):
+The tracker is replaced after the folder is renamed, so a kill between the two leaves an outdated
+tracker.  A user may also have set the tracker back by hand to continue from an older iteration.
+Both cases look the same, so each save stores the tracker it found at its start (text and
+modification time) in its manifest:
 
-- the text is another now: somebody changed it since, and is obeyed;
-- text and time are the same: nobody touched it, it lags behind the newest publish;
-- same text, other time: written again after the newest publish it was meant, else it is a copy.
+- the text differs now: the user changed it since, and it is obeyed;
+- text and time are equal: nobody changed it, it is outdated and the newest checkpoint is loaded;
+- equal text, other time: if it was written after the newest publish, the user wrote the same text
+  on purpose and it is obeyed; else the directory is a copy, and the tracker is outdated.
 
-"Newest" counts publishes, not iterations: after going back from 200 to 100, the new 110 is newer
-than the abandoned 200.
+"Newest" is by order of publication, not by iteration: after going back from 200 to 100, the new 110
+is newer than the abandoned 200.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Choice:
-    """The folder to load, older ones newest first, and what the user should know about it."""
+    """The checkpoint to load, the older ones (newest first), and a note for the user."""
 
     found: Found
     older: tuple[Found, ...] = ()
@@ -81,7 +83,7 @@ class Tracker:
 
 
 def folder_name(iteration: int | None) -> str:
-    """``iter_0000100``; ``release`` for None, and for 0: weights that no step of a run made."""
+    """Return ``iter_0000100``, or ``release`` for None and 0 (weights that no run has trained)."""
     return f"iter_{iteration:07d}" if iteration else RELEASE
 
 
@@ -121,11 +123,11 @@ def read_tracker(root: Path) -> Tracker | None:
 
 
 def published(root: Path) -> list[Found]:
-    """The published checkpoints of ``root``, newest publish first.
+    """Return the published checkpoints of ``root``, newest publish first.
 
-    A folder of a final name without a manifest was not published by us and is left out.  One that
-    was being replaced when its save was killed counts if nothing took its place.  One that cannot
-    be looked into is reported in `Found.problem` and blocks no other.
+    A folder with a final name but without a manifest was written by another program and is left
+    out.  A displaced folder (``.old-``) counts if nothing has its final name.  A folder that cannot
+    be read is returned with `Found.problem` set, so that it does not block the others.
     """
     if not root.is_dir():
         return []
@@ -159,7 +161,7 @@ def choose(root: Path, *, step: int | None = None, lenient: bool = False) -> Cho
 
 
 def _as_tracked(root: Path, order: list[Found]) -> Choice | None:
-    """What the tracker means, and what it means if it is absent or lags behind."""
+    """Choose by the tracker; by order of publication if it is absent or outdated."""
     tracker = read_tracker(root)
     if tracker is None:
         return _newest(order, "there is no tracker file") if order else None
@@ -196,7 +198,7 @@ def _named(root: Path, order: list[Found], iteration: int | None, who: str) -> F
 
 
 def _may_be_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder, or cannot be asked what it is (a link in a circle)."""
+    """Whether ``path`` is a folder, or its type cannot be read (for example a symlink loop)."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
@@ -214,9 +216,9 @@ def _look_at(folder: Path, iteration: int | None) -> Found | None:
 
 
 def _newest_first(found: list[Found]) -> list[Found]:
-    """By publish.  One with a damaged manifest counts as next after the lower iterations.
+    """Sort by publication.  A damaged manifest counts as published after all lower iterations.
 
-    Two runs that saved at the same time may both have the next number: the later run wins.
+    Two runs that saved at the same time may have the same sequence number: the later run is newer.
     """
     known = {f.iteration or 0: _publish_of(f.manifest) for f in found if f.manifest}
 
@@ -235,7 +237,7 @@ def _publish_of(manifest: Manifest) -> tuple[int, int]:
 
 
 def _lags(tracker: Tracker, newest: Found) -> bool:
-    """Whether the tracker is behind only because the newest save was killed before it."""
+    """Whether the tracker is outdated because the newest save was killed before replacing it."""
     if newest.manifest is None:
         return False
     before = newest.manifest.tracker_before
@@ -248,20 +250,20 @@ def _lags(tracker: Tracker, newest: Found) -> bool:
 
 @dataclass(frozen=True)
 class Retention:
-    """Keep the ``last`` newest whole ones, and those whose iteration is a multiple.
+    """Keep the ``last`` newest readable checkpoints, and iterations that are multiples.
 
-    With ``multiples_of`` alone only the one before the newest is looked at: older ones are those
-    of runs that did not ask for it.
+    With ``multiples_of`` alone only the checkpoint before the newest may be deleted: older ones may
+    come from runs without this option.
     """
 
     last: int | None = None
     multiples_of: int | None = None
 
     def doomed(self, order: Sequence[Found]) -> list[Found]:
-        """What may be deleted of ``order``, which is newest first; never its first.
+        """Return the checkpoints of ``order`` (newest first) to delete; never the newest.
 
-        A checkpoint whose manifest cannot be read neither counts nor goes: were it the only older
-        one, nothing would be left to go back to, and it may be of a newer version of this program.
+        A checkpoint with an unreadable manifest neither counts nor is deleted: counting it could
+        delete the last loadable one, and it may be from a newer version of this program.
         """
         readable = [found for found in order if found.problem is None]
         if self.last is not None:

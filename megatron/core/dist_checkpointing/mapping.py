@@ -1,8 +1,9 @@
-"""Which part of which tensor a rank holds, without a word about the layout it came from.
+"""Layout-independent records of the tensors that a rank saves or loads.
 
-A tensor of the model or the optimizer has a layout-free key and a global shape.  A rank holds
-boxes of it: a box is an offset in the global tensor and a view of the rank's memory.  The same
-records serve both ways: saving reads the views, loading fills them.  Nothing here communicates.
+A tensor of the model or the optimizer has a key and a global shape that do not depend on the
+parallel layout.  A rank holds boxes of it: a box is an offset in the global tensor and a view of
+the rank's memory.  The same records serve both directions: a save reads the views, a load fills
+them.  Nothing in this module communicates.
 """
 
 from __future__ import annotations
@@ -52,23 +53,23 @@ class Piece:
 
 
 class Packed(Protocol):
-    """Numbers that lie in memory in another form than a tensor of fp32."""
+    """Values that are stored in memory in another form than as an fp32 tensor."""
 
     @property
     def shape(self) -> torch.Size: ...
 
     def read(self) -> Tensor:
-        """All of them, in fp32."""
+        """Return all values, in fp32."""
 
     def write(self, values: Tensor) -> None:
-        """Replace all of them."""
+        """Replace all values."""
 
 
 @dataclass(frozen=True, eq=False)
 class LazyPiece:
-    """A box whose values are made each time they are asked for: when they are written.
+    """A box whose values are computed by ``make`` when they are written, to save memory.
 
-    ``put`` takes values that were read, where a box can be loaded.
+    ``put`` stores values that were read; None if the box cannot be loaded.
     """
 
     offset: tuple[int, ...]
@@ -78,7 +79,7 @@ class LazyPiece:
 
     @property
     def data(self) -> Tensor:
-        """The values, made now."""
+        """The values, computed at each access."""
         return self.make()
 
     def fill(self, read: Callable[[Tensor], object]) -> None:
@@ -91,10 +92,10 @@ class LazyPiece:
 
 @dataclass(frozen=True)
 class Replica:
-    """This rank's number among the ranks that hold the same pieces.
+    """This rank's index among the ranks that hold the same pieces.
 
-    ``among`` names the group; records with equal ``among`` and ``count`` come in the same order
-    on all its members, so that each can tell by itself who writes what.
+    ``among`` names the group.  Records with equal ``among`` and ``count`` come in the same order on
+    all its ranks, so that each rank computes the same assignment without communication.
     """
 
     index: int = 0
@@ -104,12 +105,12 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedTensor:
-    """What this rank holds of one tensor.  ``replica`` is None if another rank always writes it.
+    """This rank's part of one tensor.  ``replica`` is None if another rank always writes it.
 
-    ``dtype`` is that of the file; the pieces may lie in memory in another one.  ``cut``: the
-    dimension that is cut into equal shares, and into how many; ``is_flat``: what the rank holds is
-    a stretch of such a share, flattened; ``is_constant``: nobody trains it; ``is_buffer``: it may
-    change in a forward pass, not only when the optimizer steps.
+    ``dtype`` is that of the file; the pieces may have another one in memory.  ``cut``: the sharded
+    dimension and the number of shards; ``is_flat``: the rank holds a range of such a shard,
+    flattened; ``is_constant``: it is not trained; ``is_buffer``: a forward pass may change it, not
+    only the optimizer step.
     """
 
     key: str
@@ -135,7 +136,7 @@ class ShardedTensor:
         flattened_range: slice | None = None,
         allow_shape_mismatch: bool = False,
     ) -> ShardedTensor:
-        """``data`` as a part of a tensor that is cut evenly along some axes.
+        """Return the record of ``data``, a shard of a tensor that is split evenly along some axes.
 
         ``rank_offsets``: (axis, number of this part, number of parts); an axis counts the
         ``prepend_axis_num`` axes before those of ``data`` too.  Replicas but the main one, whose
@@ -168,12 +169,12 @@ class ShardedTensor:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of what this rank holds."""
+        """The shape of this rank's part."""
         return self.pieces[0].shape if self.data is None else tuple(self.data.shape)
 
     @property
     def global_offset(self) -> tuple[int, ...]:
-        """Where in the whole tensor this rank's first piece begins."""
+        """The offset of this rank's first piece in the global tensor."""
         return self.pieces[0].offset
 
     @property
@@ -191,10 +192,10 @@ def from_param(
     dtype: torch.dtype | None = None,
     padded: bool = False,
 ) -> ShardedTensor:
-    """Record what this rank holds of a parameter that ``info`` describes (or of a moment of it).
+    """Return the record of this rank's part of a parameter, or of its optimizer state.
 
-    Rows of vocabulary padding are left out of the pieces unless ``padded``.  ``dtype``: in the
-    file, if another than in memory.
+    Rows of vocabulary padding are left out of the pieces unless ``padded``.  ``dtype``: the dtype
+    in the file, if it differs from that in memory.
     """
     share = tuple(tensor.shape) if info.part is None else info.part.shape
     _check_shape(key, info, share)
@@ -236,7 +237,7 @@ def _pieces(info: ParamInfo, tensor: Tensor | Packed) -> Iterator[Piece | LazyPi
 
 
 def split_rows(tensor: ShardedTensor, sizes: Sequence[int]) -> Iterator[ShardedTensor]:
-    """What this rank holds of the first ``sizes[0]`` rows, of those behind them, and so on."""
+    """Split the record into consecutive tensors of ``sizes`` rows each."""
     held = [(piece.offset, piece.data) for piece in tensor.pieces]
     first = 0
     for size in sizes:
@@ -252,11 +253,11 @@ def split_rows(tensor: ShardedTensor, sizes: Sequence[int]) -> Iterator[ShardedT
 
 
 def replica_of(info: ParamInfo, groups: ProcessGroupCollection) -> Replica | None:
-    """Who else holds the values of a parameter: the ranks that reduce its gradient together.
+    """Return this rank's `Replica`: its index among the ranks that hold the same values.
 
-    Where those have cut it among them: the ranks with the same part.
-
-    None where another tensor-parallel rank, or the owner of a shared embedding, writes it.
+    These are the ranks that reduce its gradient together, or, if they have sharded the parameter,
+    the ranks with the same shard.  None if another tensor-parallel rank, or the owner of a shared
+    embedding, writes the parameter.
     """
     tp_group = groups.expt_tp if info.is_expert else groups.tp
     if info.is_duplicate or (info.counts_once_per_tp_group and tp_group.rank() > 0):
@@ -269,14 +270,14 @@ def replica_of(info: ParamInfo, groups: ProcessGroupCollection) -> Replica | Non
 
 
 def replica_groups(groups: ProcessGroupCollection) -> dict[str, ProcessGroup]:
-    """Groups whose ranks hold the same pieces of a parameter, by `Replica.among`."""
+    """Return the groups whose ranks hold the same pieces of a parameter, by `Replica.among`."""
     return {"dp_cp": groups.dp_cp, "expt_dp": groups.expt_dp}
 
 
 def weights_then_state(tensors: Iterable[ShardedTensor]) -> tuple[list[ShardedTensor], ...]:
-    """Those of the model, those of the optimizer: to be filled one after the other.
+    """Split into tensors of the model and of the optimizer, to be loaded in this order.
 
-    A fully sharded 16-bit weight lies in the memory of its main parameter, which has to come last.
+    A fully sharded 16-bit weight shares memory with its main parameter, whose values must win.
     """
     every = list(tensors)
     state = [tensor for tensor in every if tensor.key.startswith(OPTIMIZER_PREFIX)]
@@ -296,9 +297,9 @@ def to_write(tensors: Iterable[ShardedTensor], share_work: bool = True) -> list[
 
 
 class SavePlan:
-    """Which of its records a rank writes, computed once for saves of the same structure.
+    """The cached result of `to_write`, for saves with the same keys in the same order.
 
-    The structure is the keys in their order; where another one comes, the plan is made anew.
+    With other keys it is computed again.
     """
 
     def __init__(self) -> None:
@@ -308,7 +309,7 @@ class SavePlan:
     def to_write(
         self, tensors: Sequence[ShardedTensor], share_work: bool = True
     ) -> list[ShardedTensor]:
-        """As `to_write`."""
+        """Return the records that this rank writes, as `to_write`."""
         keys = [tensor.key for tensor in tensors]
         if keys != self._keys:
             number = {id(tensor): i for i, tensor in enumerate(tensors)}

@@ -1,7 +1,7 @@
-"""Reading a checkpoint folder: any box of any tensor, and only the bytes that hold it.
+"""Read a checkpoint folder: any box of any tensor, reading only the bytes that contain it.
 
-Needs nothing but the folder: no process group, no model.  Every block that is read is compared
-with its checksum before a value of it is used.
+Needs only the folder: no process group, no model.  Every block is compared with its checksum before
+its values are used.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ Box = tuple[slice, ...]
 class CheckpointReader:
     """One published checkpoint folder.  A context manager; ``close`` closes its files.
 
-    Threads may read from it side by side; reading and checksums give the interpreter free.
-    Raises CheckpointDamaged wherever a file is not what was written.  ``verify=False`` leaves out
-    the checksums of tensor data, nothing else.
+    Several threads may read at once: reads and checksums release the GIL.  Raises
+    CheckpointDamaged if a file differs from what was written.  ``verify=False`` skips only the
+    checksums of tensor data.
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = True):
@@ -78,11 +78,11 @@ class CheckpointReader:
         self._opening = threading.Lock()
 
     def common(self) -> dict[str, Any]:
-        """What is no tensor and the same for all ranks."""
+        """Return the state other than tensors that all ranks share."""
         return self._json(COMMON)
 
     def rank_state(self, rank: int) -> dict[str, Any] | None:
-        """What only ``rank`` of the writing run knew; None if that was not saved."""
+        """Return the state of ``rank`` of the writing run; None if it was not saved."""
         name = rank_state_name(rank)
         if name not in self.manifest.files:
             return None
@@ -111,7 +111,7 @@ class CheckpointReader:
             check_size(self.folder, name, entry)
 
     def read(self, key: str) -> Tensor:
-        """A whole tensor, in memory, with the dtype it was saved with."""
+        """Return a complete tensor in host memory, in the dtype of the file."""
         stored = self._stored(key)
         out = torch.empty(stored.shape, dtype=stored.dtype)
         self.read_box(key, (0,) * len(stored.shape), out)
@@ -170,7 +170,7 @@ class CheckpointReader:
         return stored
 
     def _read_overlap(self, piece: Any, dtype: torch.dtype, box: Box, target: Tensor) -> None:
-        """Copy ``box`` of ``piece`` into ``target``; straight into it where its memory allows."""
+        """Read ``box`` of ``piece`` into ``target``, without a copy if its layout permits."""
         strides = _strides(piece.shape)
         first = sum(s.start * stride for s, stride in zip(box, strides, strict=True))
         last = sum((s.stop - 1) * stride for s, stride in zip(box, strides, strict=True))
@@ -183,7 +183,7 @@ class CheckpointReader:
             target.copy_(buffer.as_strided(target.shape, strides))
 
     def _check_held(self, key: str, stored: StoredTensor, piece: Any) -> None:
-        """Compare what the index says with what the header of the file does."""
+        """Compare the index with the header of the file."""
         self._open(piece.file)
         name = piece_name(key, stored.shape, piece.offset, piece.shape)
         if self._held.get((piece.file, name)) != (stored.dtype, piece.shape, piece.start):
@@ -227,7 +227,7 @@ class CheckpointReader:
             done += count
 
     def _open(self, name: str) -> int:
-        """Descriptor of a data file, whose size and header are checked the first time."""
+        """Return the descriptor of a data file; check its size and header the first time."""
         with self._opening:
             if name not in self._files:
                 data = read_checked(self.folder, name, self.manifest)
@@ -247,7 +247,7 @@ class CheckpointReader:
 
 
 def mismatch(wanted: ShardedTensor, stored: StoredTensor, *, cast: bool) -> str | None:
-    """Why ``stored`` cannot fill ``wanted``: a sentence with both shapes or dtypes, or None."""
+    """Return why ``stored`` cannot fill ``wanted`` (both shapes or dtypes), or None."""
     shape, have = wanted.global_shape, stored.shape
     is_padded = have[1:] == shape[1:] and 0 < sum(have[:1]) - sum(shape[:1]) <= stored.max_padding
     if shape != have and not is_padded:
@@ -264,7 +264,7 @@ def mismatch(wanted: ShardedTensor, stored: StoredTensor, *, cast: bool) -> str 
 
 
 def _overlap(piece: Any, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:
-    """Slices of the piece and of the wanted box that cover what they share."""
+    """Return the slices of the piece and of the wanted box that cover their overlap, or None."""
     in_piece, in_out = [], []
     for have, extent, want, length in zip(piece.offset, piece.shape, offset, shape, strict=True):
         low, high = max(have, want), min(have + extent, want + length)

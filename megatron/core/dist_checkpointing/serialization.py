@@ -1,11 +1,13 @@
-"""Saving and loading over all ranks: every rank ends with the same folder, or the same error.
+"""Save and load over all ranks: every rank ends with the same folder, or the same error.
 
-A save is `begin`, `write`, a gather of what was written, `publish`, `conclude`.  What lies between
-the collectives may run in the background, once `detach` and `snapshot` have copied the values.
+A save is `begin`, `write`, a gather of the reports, `publish`, `conclude`.  `write` and `publish`
+do not communicate and may run in the background, after `detach` and `snapshot` have copied the
+values.
 
-Order of collectives, save: gather sizes, broadcast the folder; write; gather reports, broadcast
-the verdict.  Load: gather differences, broadcast the verdict; read; the same again.  A rank that
-fails takes part in them and says why, so nobody waits for it.
+Order of collectives.  Save: gather sizes, broadcast the folder; write; gather reports, broadcast
+the verdict.  Load: gather differences, broadcast the verdict; read; gather errors, broadcast the
+verdict.  A rank that fails still takes part and reports its error, so that no other rank waits for
+it forever.
 """
 
 from __future__ import annotations
@@ -56,18 +58,18 @@ from megatron.core.dist_checkpointing.validation import (
 T = TypeVar("T")
 
 _MAX_THREADS = 4  # that read at the same time; more do not help on one disk or one memory
-# What a rank reports instead of leaving the others in a collective.  torch's lack of memory is a
-# RuntimeError.
+# Errors that a rank reports in the next collective instead of raising before it, which would leave
+# the others waiting.  torch's out-of-memory errors are RuntimeErrors.
 REPORTED = (OSError, MemoryError, RuntimeError, CheckpointError, InjectedFault)
 
 
 class SaveFailed(CheckpointError):
-    """A rank could not save, so nothing was published; the previous checkpoint is whole."""
+    """A rank could not save, so nothing was published; the previous checkpoint is complete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a checkpoint is made of, on one rank.  ``common`` and what follows count on rank 0.
+    """One rank's contents of a checkpoint.  ``common`` and the fields after it: rank 0 only.
 
     ``write_config(path)`` writes the resolved configuration to ``path``.
     """
@@ -81,7 +83,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A published folder, what was deleted for it, and sentences about what could not be."""
+    """A published folder, the iterations that retention deleted, and warnings."""
 
     folder: Path
     iteration: int
@@ -91,7 +93,7 @@ class SaveResult:
 
 @dataclass(frozen=True, kw_only=True)
 class PendingSave:
-    """A save that has a folder to write into, as one rank sees it."""
+    """One rank's view of a save whose temporary folder exists."""
 
     root: Path
     iteration: int
@@ -126,12 +128,11 @@ def begin(
     retention: Retention = KEEP_ALL,
     plan: SavePlan | None = None,
 ) -> PendingSave:
-    """Let rank 0 check the space and make the folder.  Collective over ``group``.
+    """Check free space and create the temporary folder on rank 0.  Collective over ``group``.
 
-    ``group`` spans all ranks, None is a world of one.  ``share_work``: data-parallel replicas
-    share the writing.  Older checkpoints are deleted as ``retention`` says, when this one is
-    published.  ``plan`` is kept from one save to the next.  Raises SaveFailed on every rank if it
-    cannot.
+    ``group`` spans all ranks, None is a world of one.  ``share_work``: data-parallel ranks share
+    the writing.  ``retention`` deletes older checkpoints after this one is published.  ``plan``
+    caches the assignment between saves.  Raises SaveFailed on every rank if rank 0 fails.
     """
     choose = to_write if plan is None else plan.to_write
     mine = choose(contents.tensors, share_work)
@@ -163,16 +164,16 @@ def begin(
 
 
 def finish(begun: PendingSave, group: ProcessGroup | None) -> SaveResult:
-    """Write, publish and tell every rank, one after the other.  Collective.  Raises SaveFailed."""
+    """Write, publish and broadcast the verdict, synchronously.  Collective.  Raises SaveFailed."""
     reports = gather_json(write(begun), group)
     verdict = None if reports is None else publish(begun, reports)
     return conclude(begun, verdict, group)
 
 
 def detach(begun: PendingSave) -> PendingSave:
-    """The same save with copies of what the next forward pass may change: plain values, buffers.
+    """Return the save with copies of what a forward pass may change: Python values and buffers.
 
-    Local.
+    Parameters are not copied: they change only in the optimizer step.  Not collective.
     """
     contents = replace(begun.contents, tensors=(), common=copy.deepcopy(begun.contents.common))
     buffers = [tensor for tensor in begun.tensors if tensor.is_buffer]
@@ -182,12 +183,12 @@ def detach(begun: PendingSave) -> PendingSave:
 
 
 def snapshot(begun: PendingSave, buffer: HostBuffer) -> PendingSave:
-    """The same save of copies in ``buffer`` alone, which no step changes.  Local, in any thread."""
+    """Return the save with all tensors copied to ``buffer``.  Not collective, any thread."""
     return replace(begun, tensors=copy_out(begun.tensors, buffer))
 
 
 def write(begun: PendingSave) -> dict[str, Any]:
-    """Write this rank's files: ``report``, what was written, and ``error``, why not.  Local."""
+    """Write this rank's files; return {"report": files, "error": reason}.  Not collective."""
     try:
         fault_point("save.write", step=begun.iteration)
         share = Share(
@@ -207,14 +208,15 @@ def write(begun: PendingSave) -> dict[str, Any]:
 
 
 def not_written(error: BaseException) -> dict[str, Any]:
-    """What `write` returns where it fails."""
+    """Return the result of a `write` that failed with ``error``."""
     return {"report": asdict(RankReport({}, {})), "error": _reason(error)}
 
 
 def publish(begun: PendingSave, written: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """On rank 0: publish if all ranks wrote, else remove.  ``written``: of each rank.  Local.
+    """On rank 0: publish if all ranks have written, else remove the folder.  Not collective.
 
-    What is to be deleted goes when the new checkpoint and its tracker are on disk.
+    ``written`` has the result of `write` of each rank.  Retention deletes older checkpoints only
+    after the new one and its tracker are on disk.
     """
     pending = begun.pending
     assert pending is not None, "rank 0 publishes"
@@ -241,9 +243,9 @@ def publish(begun: PendingSave, written: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def _retire(begun: PendingSave) -> tuple[list[int | None], list[str]]:
-    """Delete what the retention lets go; the iterations, and what could not be deleted.
+    """Delete older checkpoints; return their iterations, and warnings about failed deletes.
 
-    The new checkpoint is safe, which is what counts.
+    A failed delete does not fail the save: the new checkpoint is published already.
     """
     deleted: list[int | None] = []
     warnings: list[str] = []
@@ -261,7 +263,7 @@ def _retire(begun: PendingSave) -> tuple[list[int | None], list[str]]:
 def conclude(
     begun: PendingSave, verdict: Mapping[str, Any] | None, group: ProcessGroup | None
 ) -> SaveResult:
-    """Tell every rank what `publish` returned on rank 0.  Collective.  Raises SaveFailed."""
+    """Broadcast the result of `publish` from rank 0.  Collective.  Raises SaveFailed."""
     verdict = broadcast_json(verdict, group)
     assert verdict is not None
     if verdict["error"]:
@@ -305,9 +307,9 @@ def load(
 
 
 def fill(wanted: Sequence[ShardedTensor], reader: CheckpointReader, *, cast: bool = False) -> None:
-    """Read what ``reader`` has of ``wanted`` into its views, in threads of this rank.  Local.
+    """Read ``wanted`` from ``reader`` into its views, with several threads.  Not collective.
 
-    Raises what the first that fails raises; others may be filled or not.
+    Raises the error of the first tensor that fails; others may or may not be filled.
     """
 
     def fill_one(tensor: ShardedTensor) -> None:
@@ -324,16 +326,16 @@ def fill(wanted: Sequence[ShardedTensor], reader: CheckpointReader, *, cast: boo
 
 
 def _processors() -> int:
-    """That this process may use: a launcher often gives each rank its own."""
+    """Return the number of CPUs of this process; a launcher may bind each rank to some."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def all_or_none(call: Callable[[], T], where: object, group: ProcessGroup | None) -> T:
-    """What ``call`` returns on this rank; or, on every rank, what it raised on any.  Collective.
+    """Return this rank's result of ``call``; if it raises on any rank, raise on all.  Collective.
 
-    An OSError becomes CheckpointDamaged, with ``where`` before it.
+    An OSError becomes CheckpointDamaged, with ``where`` before its message.
     """
     error: CheckpointError | None = None
     try:
@@ -347,7 +349,7 @@ def all_or_none(call: Callable[[], T], where: object, group: ProcessGroup | None
 
 
 def raise_on_all_ranks(error: CheckpointError | None, group: ProcessGroup | None) -> None:
-    """Raise on every rank what any rank found, the lowest rank's first.  Collective."""
+    """Raise the error of the lowest rank that has one, on every rank.  Collective."""
     report = None if error is None else [isinstance(error, CheckpointDamaged), str(error)]
     reports = gather_json(report, group)
     first = next(filter(None, reports), None) if reports is not None else None
@@ -359,7 +361,7 @@ def raise_on_all_ranks(error: CheckpointError | None, group: ProcessGroup | None
 def _plan(
     folder: Path, wanted: Sequence[ShardedTensor], cast: bool
 ) -> tuple[CheckpointReader | None, dict[str, Any]]:
-    """Open the checkpoint and compare: what rank 0 has to know for its verdict."""
+    """Open the checkpoint and compare it with ``wanted``; return the report for rank 0."""
     try:
         reader = open_reader(folder)
     except (CheckpointError, OSError) as error:
@@ -382,7 +384,7 @@ def _agree(
     strictness: str,
     leave_out: tuple[str, ...],
 ) -> Differences:
-    """Compare over all ranks; the differences that may be let pass, or an error everywhere."""
+    """Compare over all ranks; return the permitted differences or raise on all.  Collective."""
     stored = plan.pop("stored", [])
     plans = gather_json(plan, group)
     verdict: dict[str, Any] | None = None
@@ -410,7 +412,7 @@ def _verdict(
     strictness: str,
     leave_out: tuple[str, ...],
 ) -> dict[str, Any]:
-    """On rank 0: what is wrong, or which differences are let pass."""
+    """On rank 0: return the error, or the differences that ``strictness`` permits."""
     for plan in plans:
         if "error" in plan:
             return {"error": plan["error"]}
@@ -439,7 +441,7 @@ def _reason(error: BaseException) -> str:
 
 
 def save_failed(root: Path, iteration: int, reason: str) -> str:
-    """The sentence of `SaveFailed`."""
+    """Return the error message of `SaveFailed`."""
     return (
         f"the checkpoint of iteration {iteration} was not saved in {root}: {reason}; "
         "earlier checkpoints are whole"

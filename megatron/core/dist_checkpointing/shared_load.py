@@ -37,11 +37,11 @@ def fill_shared(
     groups: Mapping[str, ProcessGroup],
     fill: Fill,
 ) -> None:
-    """Fill the views of ``wanted`` with what ``reader`` has of them.
+    """Fill the views of ``wanted`` from ``reader``.
 
     ``groups`` maps `Replica.among` to the group whose ranks hold the same pieces; ``fill`` reads
-    what no other rank of these groups holds.  Collective over every group.  Raises CheckpointError
-    and OSError after the last collective, on the rank that cannot read.
+    the tensors that no other rank of these groups holds.  Collective over every group.  Raises
+    CheckpointError and OSError after the last collective, on the rank that cannot read.
     """
     errors: list[Exception] = []
     active = {among: group for among, group in groups.items() if group.size() > 1}
@@ -64,7 +64,7 @@ def _among(tensor: ShardedTensor) -> str | None:
 def _broadcast(
     tensors: Sequence[ShardedTensor], reader: CheckpointReader, group: ProcessGroup
 ) -> list[Exception]:
-    """Read this rank's share of ``tensors`` and exchange it; return what could not be read."""
+    """Read this rank's share of ``tensors`` and broadcast it; return the errors of its reads."""
     errors: list[Exception] = []
 
     def read(tensor: ShardedTensor, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -100,7 +100,7 @@ def _copy(values: Tensor, out: Tensor) -> None:
 
 
 def _in_order(calls: Sequence[Callable[[], Tensor]], pool: ThreadPoolExecutor) -> Iterator[Tensor]:
-    """Results of ``calls``, a few of which run ahead of the one that is asked for."""
+    """Yield the results of ``calls`` in order, with up to `_READ_AHEAD` calls running ahead."""
     waiting = deque(calls)
     running: deque[Future[Tensor]] = deque()
     while waiting or running:

@@ -1,9 +1,9 @@
-"""Runs recorded layers in place of Python, inside autograd.
+"""CUDA graph replay of layers as nodes of the autograd graph.
 
-Each replay is a node of autograd: gradients of parameters arrive as from a layer that was run, so
-that a data-parallel wrapper reduces them layer by layer while backward goes on.  One micro-batch at
-a time uses a recording, from its first layer forward to its first layer backward; as many are made
-as the schedule keeps in flight.
+Since each replay is an autograd node, parameter hooks run after each layer as in eager mode, and a
+data-parallel wrapper overlaps gradient reductions with the rest of backward.  A micro-batch owns a
+recording from the forward pass of its first layer to the backward pass of that layer; as many
+recordings exist as the schedule keeps micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ _Key = tuple[tuple[str, torch.Size, torch.dtype, bool], ...]
 
 
 class _Replay(torch.autograd.Function):
-    """A part of a layer, forward and backward by its graphs."""
+    """Replay the forward graph of a part, and its backward graph in backward.
+
+    ``when_done`` is given to the first part only; it returns the recording after backward.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, part: Part, when_done: Callable[[], None] | None, *tensors: Tensor
     ) -> Tensor:
         ctx.part, ctx.when_done = part, when_done
-        # The first part copies for all of them what they share.
+        # Inputs that all layers share have one static copy, which the first part fills.
         num_copied = 1 if when_done is None else len(part.inputs)
         for fixed, tensor in zip(part.inputs[:num_copied], tensors, strict=False):
             _put(fixed, tensor)
@@ -50,35 +53,41 @@ class _Replay(torch.autograd.Function):
         part: Part = ctx.part
         assert part.grad_output is not None, "recorded as a whole"
         for param in part.adding:
-            if param.overwrite_main_grad:  # the wrapper left the last step's numbers there
+            if param.overwrite_main_grad:  # the buffer still holds the last step's gradients
                 param.main_grad.zero_()
         _put(part.grad_output, grad)
         part.backward.replay()
         inputs = part.grad_inputs
-        if ctx.when_done is not None:  # the memory may be used again before these are
+        if ctx.when_done is not None:
+            # Another micro-batch may replay this recording before autograd consumes the gradients.
             inputs = [None if g is None else g.clone() for g in inputs]
             ctx.when_done()
         return None, None, *inputs, *map(_given, part.params, part.grad_params)
 
 
 def _put(fixed: Tensor, tensor: Tensor) -> None:
-    """Copy, unless the graph before has written to the place itself."""
+    """Copy ``tensor`` to a static input, unless the previous graph wrote it there already."""
     if fixed.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
             fixed.copy_(tensor)
 
 
 def _given(param: nn.Parameter, grad: Tensor | None) -> Tensor | None:
-    """What autograd gets: of a gradient in main_grad, that goes there at once, or that stays."""
+    """Return the gradient for autograd.
+
+    ``grad`` None: the graph has added it to ``main_grad``.  A parameter with ``main_grad`` has a
+    hook that copies the static tensor at once.  Otherwise autograd keeps the tensor as
+    ``param.grad`` beyond the next replay: clone it.
+    """
     if grad is None:
         return has_been_added(param)
     return grad if hasattr(param, "main_grad") else grad.clone()
 
 
 class _Recording:
-    """The captured parts of all layers and what runs eagerly, for one micro-batch in flight.
+    """The captured parts and the eager parts of all layers, for one micro-batch in flight.
 
-    Of each layer ``steps`` holds both, in this order; either may be None.
+    ``steps`` has one pair (captured, eager) per layer; either may be None.
     """
 
     def __init__(self, steps: list[tuple[Part | None, Run | None]], owner: LayerGraphs) -> None:
@@ -87,7 +96,7 @@ class _Recording:
         self._owner = owner
 
     def run(self, hidden: Tensor, shared: Mapping[str, Any]) -> Tensor:
-        """All layers: [s, b, h] -> [s, b, h]."""
+        """Run all layers: [s, b, h] -> [s, b, h]."""
         others = [t for name, t in tensors_of(hidden, shared).items() if name != HIDDEN]
         for part, rest in self._steps:
             if part is not None:
@@ -101,17 +110,18 @@ class _Recording:
         return hidden
 
     def release(self) -> None:
-        """It will not run again."""
+        """Free the graphs; the recording must not run again."""
         for part in self._parts:
             part.forward.release()
             part.backward.release()
 
 
 class LayerGraphs:
-    """The graphs of a stack of layers.
+    """The CUDA graphs of a stack of layers.
 
-    Micro-batches run eagerly for ``num_warmup_steps`` steps, in which kernels are chosen and
-    communicators are made, and whenever they have other shapes than the first one had.
+    Micro-batches run eagerly in the first ``num_warmup_steps`` steps, in which libraries choose
+    kernels and create communicators (neither can be captured), and whenever their shapes differ
+    from those of the first micro-batch.
     """
 
     def __init__(self, layers: Sequence[nn.Module], num_warmup_steps: int, *, whole: bool) -> None:
@@ -125,10 +135,10 @@ class LayerGraphs:
         self._like: Any = None  # hidden states and what layers share, without memory
 
     def begin_step(self, num_in_flight: int) -> None:
-        """A training step begins that keeps so many micro-batches in flight: record for them.
+        """Begin a training step; capture until there is a recording per micro-batch in flight.
 
-        Never later: recording waits for the device, which may wait for another stage by then.
-        Collective where the layers are.
+        Capture only here: it synchronises with the device, which inside a step may be waiting for
+        another pipeline stage that in turn waits for this rank.  Collective if the layers are.
         """
         self._steps_to_warm_up -= 1
         if self._steps_to_warm_up < 0 and self._like is not None:
@@ -137,17 +147,17 @@ class LayerGraphs:
         self._idle = list(self._recordings)
 
     def release(self) -> None:
-        """Release the graphs."""
+        """Free all graphs."""
         for recording in self._recordings:
             recording.release()
         self._recordings, self._idle, self._like = [], [], None
 
     def give_back(self, recording: _Recording) -> None:
-        """Its micro-batch is done."""
+        """Make a recording available again, after the backward pass of its micro-batch."""
         self._idle.append(recording)
 
     def recording(self, hidden: Tensor, shared: Mapping[str, Any]) -> _Recording | None:
-        """An idle one for these inputs; None where they are to be run eagerly."""
+        """Return an idle recording for these inputs; None if they must run eagerly."""
         tensors = tensors_of(hidden, shared)
         has_more = any(v is not None and n not in _names(tensors) for n, v in shared.items())
         is_capturable = any(captured is not None for captured, _ in self._runs)
@@ -159,7 +169,8 @@ class LayerGraphs:
         return self._idle.pop() if key == self._key and self._idle else None
 
     def _record(self, hidden: Tensor, shared: Mapping[str, Any]) -> _Recording:
-        for layer in self._layers:  # their hooks have nothing to wait for inside a graph
+        # Gather parameters now: the hooks that wait for them must not run during capture.
+        for layer in self._layers:
             for module in layer.modules():
                 before_reading(module)
         captured = [(run, i) for i, (run, _) in enumerate(self._runs) if run is not None]

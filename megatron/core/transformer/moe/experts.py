@@ -1,8 +1,8 @@
-"""The experts of a rank: each an MLP on the rows of its tokens.
+"""The local experts of a rank: each is an MLP on the rows of its tokens.
 
-``m`` rows of width ``h``, those of an expert behind each other.  Under expert tensor parallelism
-the inner width is divided over expt_tp and a result is this rank's term of a sum, which the
-dispatcher adds up; the first rank's has the second bias.
+``m`` rows of width ``h``, sorted by expert.  Under expert tensor parallelism the inner width is
+sharded over expt_tp and each rank computes a partial sum, which the dispatcher reduces; only the
+first rank adds the second bias, so that it counts once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MATRICES = ("linear_fc1", "linear_fc2")
 
 
 class Expert(MLP):
-    """An MLP that weighs its tokens."""
+    """An MLP whose output is multiplied by the router's weight of each token."""
 
     def forward(self, rows: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         """[m, h] and [m] -> [m, h]"""
@@ -34,22 +34,24 @@ class Expert(MLP):
         return self.biased(*self.narrow(inner, weights, self.linear_fc2), weights)
 
     def biased(self, result: Tensor, bias: Tensor | None, weights: Tensor) -> Tensor:
-        """[m, h], [h] or [m, h], [m] -> [m, h], once among the ranks whose terms are summed."""
+        """Add the weighted bias once per group: [m, h], [h] or [m, h], [m] -> [m, h]."""
         if bias is None:
             return result
         if self.tp_group.rank() == 0:
             return result + bias * weights.unsqueeze(-1).to(bias.dtype)
-        # Here it counts 0, yet the copy of the bias needs the gradient that the first rank's has.
+        # The value added is 0, but its gradient is that of the first rank: the copies of the bias
+        # on all ranks must receive the same gradient to stay equal.
         term = bias * weights.detach().unsqueeze(-1).to(bias.dtype)
         return result + (term - term.detach())
 
     def narrow(
         self, inner: Tensor, weights: Tensor, linear: Callable[[Tensor], tuple[Tensor, Any]]
     ) -> tuple[Tensor, Any]:
-        """Activate, weigh and go through ``linear``, the second matrix of one expert or of all."""
+        """Apply activation and weights, then ``linear``, the second matrix of one or all."""
         recomputes = self.training and "moe_act" in self.config.modules_to_recompute
         memory = CheckpointWithoutOutput() if recomputes else None
-        # Weighed before the second matrix, which is linear.
+        # Weighing before the second matrix gives the same result, since the matrix is linear, and
+        # lets the activation kernel do it.
         weigh = self.activate if memory is None else partial(memory.checkpoint, self.activate)
         result, bias = linear(weigh(inner, weights))
         if memory is not None:
@@ -58,7 +60,7 @@ class Expert(MLP):
 
 
 class Experts(MegatronModule):
-    """Experts by their numbers in the whole layer, so that names do not depend on the layout."""
+    """The local experts, named by global number: names do not depend on the layout."""
 
     def __init__(
         self,
@@ -69,8 +71,8 @@ class Experts(MegatronModule):
         pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config)
-        # Last first: a buffer of parameters has them the other way round, where experts then lie
-        # in their order, as one product needs them.
+        # Registered in reverse: buffers lay parameters out in reverse order, so that the weights of
+        # consecutive experts are contiguous there, as a grouped GEMM requires.
         self.local_experts = nn.ModuleDict(
             {
                 str(number): Expert(
@@ -91,7 +93,7 @@ class Experts(MegatronModule):
                 can_group([linear.weight for linear in self._linears(name)]) for name in _MATRICES
             )
         )
-        # Of a package whose layers compute here: a product of all, by the name of the matrix.
+        # Grouped GEMMs of an external package (Transformer Engine), by the name of the matrix.
         self._products: dict[str, Any] = {}
         if config.moe_grouped_gemm and hasattr(self._in_order[0].linear_fc1, "product_of_all"):
             every = {name: self._linears(name) for name in _MATRICES}
@@ -101,7 +103,10 @@ class Experts(MegatronModule):
         return [getattr(expert, name) for expert in self._in_order]
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
-        """[m, h], [m] and rows per expert -> [m, h].  An expert without tokens computes on none."""
+        """[m, h], [m] and rows per expert -> [m, h].
+
+        An expert without tokens runs on zero rows, so that its parameters get gradients of zero.
+        """
         if self._products or (self._can_group and device.is_cuda(rows.device)):
             first, groups = self._in_order[0], RowGroups.on(rows.device, counts)
             inner, bias = self._grouped(rows, groups, "linear_fc1")
@@ -113,7 +118,7 @@ class Experts(MegatronModule):
         return torch.cat([expert(mine, weight) for expert, mine, weight in parts])
 
     def _grouped(self, rows: Tensor, groups: RowGroups, name: str) -> tuple[Tensor, Tensor | None]:
-        """Rows times the matrix ``name`` of their experts, and what bias each is still to get."""
+        """Multiply rows by their experts' matrix ``name``; return products and each row's bias."""
         linears = self._linears(name)
         if name in self._products:
             result = self._products[name](rows, list(groups.counts))
