@@ -193,7 +193,7 @@ def test_what_cannot_be_divided_is_refused_with_its_cure() -> None:
         "core attention OwnCore knows no exchange; use DotProductAttention",
         "--cp-comm-type ring is not one of p2p, a2a, allgather, a2a+p2p",
         "was handed the positions 0 to 15, more than its share of 16; cut the batch by get_batch",
-        "has 8 of 16 tokens: hand over the rows of its own tokens",
+        "has 8 of 16 tokens: pass the rows of its own tokens",
         "a sequence of 6 tokens cannot be cut into 2 x 2 chunks; pad each packed sequence",
         "cu_seqlens describe 8 tokens and the ranks of a context-parallel group hold 16",
         "an attention bias gets no gradient through the exchange; detach it",

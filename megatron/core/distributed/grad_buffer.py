@@ -104,7 +104,9 @@ class GradSlot:
         """
         param: Any = self.param
         if param.grad_added_to_main_grad:
-            assert not self._came_through_autograd, f"{self.name} comes now this way, now that"
+            assert not self._came_through_autograd, (
+                f"{self.name} received both an autograd gradient and a fused main gradient"
+            )
             param.grad_added_to_main_grad = False
             self._is_overwritten = getattr(param, "overwrite_main_grad", None) is False
             self.is_stale = False

@@ -233,7 +233,7 @@ def _with_own_rows(around: AttentionContext, num_rows: int, num_columns: int) ->
         if x is not None and (x.shape[-1] != num_columns or x.shape[-2] not in (1, num_rows)):
             raise ConfigError(
                 f"an attention mask or bias of {x.shape[-2]} x {x.shape[-1]}, and this "
-                f"context-parallel rank has {num_rows} of {num_columns} tokens: hand over the rows "
+                f"context-parallel rank has {num_rows} of {num_columns} tokens: pass the rows "
                 "of its own tokens, as get_batch_on_this_cp_rank() cuts them, and all columns"
             )
     if hidden is None or hidden.shape[-2] == num_rows:

@@ -183,7 +183,7 @@ def test_names_are_those_of_the_reference() -> None:
 
 
 def test_tokens_ahead_have_no_learned_positions() -> None:
-    with pytest.raises(ConfigError, match="--mtp-num-layers has no positions to learn"):
+    with pytest.raises(ConfigError, match="--mtp-num-layers does not support"):
         build("learned_absolute")
 
 

@@ -202,7 +202,7 @@ class _Tree:
         if given:
             return given[stage]  # type: ignore[no-any-return]
         if len(found) % num_stages:
-            raise CheckpointError(f"{len(found)} layers cannot be dealt out to {num_stages} stages")
+            raise CheckpointError(f"{len(found)} layers cannot be split over {num_stages} stages")
         size = len(found) // num_stages
         return range(stage * size, (stage + 1) * size)
 

@@ -82,8 +82,8 @@ class GPTModel(LanguageModule):
         predicts_ahead = mtp_block_spec is not None
         if predicts_ahead and position_embedding_type == "learned_absolute":
             raise ConfigError(
-                "--mtp-num-layers has no positions to learn for the tokens ahead: use "
-                "--position-embedding-type rope, or alibi or none"
+                "--mtp-num-layers does not support --position-embedding-type learned_absolute: "
+                "use rope, alibi or none"
             )
         self.has_embedding = pre_process or (predicts_ahead and post_process)
         if self.has_embedding:
