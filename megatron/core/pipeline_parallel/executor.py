@@ -1,7 +1,8 @@
-"""Follows a plan: one step of this rank's model chunks, instruction by instruction.
+"""Execute a plan: one step of this rank's model chunks, instruction by instruction.
 
-Order of collectives: the exchanges between stages as the plan has them; those of the model in each
-pass; with overlapped reduction, those of a chunk's gradients in its last pass, or after it.
+Order of collectives: sends and receives between stages in the order of the plan; within each pass
+those of the model; with overlapped reduction, those of a chunk's gradients during its last pass, or
+a fixed number of passes later.
 """
 
 from __future__ import annotations

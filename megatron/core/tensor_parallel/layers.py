@@ -49,7 +49,7 @@ class LayerConfig(Protocol):
 
 
 def divide_over_group(size: int, group: ProcessGroup, what: str) -> int:
-    """``size`` divided over ``group``; ``what`` names the size in the error."""
+    """Return ``size`` divided by the size of ``group``; ``what`` names it in the error message."""
     if size % group.size():
         raise ConfigError(
             f"{what} {size} is not a multiple of --tensor-model-parallel-size {group.size()}"
@@ -58,7 +58,7 @@ def divide_over_group(size: int, group: ProcessGroup, what: str) -> int:
 
 
 class Linear(nn.Module):
-    """A layer of products; its ``quantizer``, where it has one, does them in our stead."""
+    """Base of the linear layers.  A ``quantizer``, if set, runs the GEMMs in low precision."""
 
     weight: nn.Parameter | None
 
@@ -67,7 +67,7 @@ class Linear(nn.Module):
         self.quantizer: Any = None
 
     def quantize(self, recipe: Recipe, amax_group: ProcessGroup) -> None:
-        """Let products take numbers of few bits; the layer has a weight of its own."""
+        """Run the layer's GEMMs in the low precision of ``recipe``; needs an own weight."""
         assert self.weight is not None, "a layer without a weight"
         is_expert = info_of(self.weight).is_expert
         self.quantizer = LinearQuantizer(
@@ -76,15 +76,18 @@ class Linear(nn.Module):
 
 
 class ColumnParallelLinear(Linear):
-    """``y = x W^T + b`` with the outputs divided over ``tp_group``.
+    """``y = x W^T + b`` with the output dimension sharded over ``tp_group``.
 
-    Returns (y, bias): the bias is None unless ``skip_bias_add`` leaves its addition to the caller.
-    ``blocks`` are the relative heights of matrices that lie behind each other (gate and up), each
-    of which is divided.
+    Returns (y, bias); the bias is None unless ``skip_bias_add`` leaves its addition to the caller.
+    ``blocks`` are the relative heights of matrices that are stacked in one weight (gate and up):
+    each of them is sharded separately, so that every rank has matching parts of all.
     With ``skip_weight_param_allocation`` the caller passes the weight to every call.  With
-    ``disable_grad_reduce`` the caller sums the input gradients of the ranks; under sequence
-    parallelism they are reduce-scattered all the same.  ``stride`` is the reference's number of
-    equal ``blocks``, ``tp_comm_buffer_name`` its name for a buffer of --tp-comm-overlap.
+    ``disable_grad_reduce`` the caller reduces the input gradients; under sequence parallelism they
+    are reduce-scattered regardless.  ``stride`` is Megatron-LM's number of equal ``blocks``,
+    ``tp_comm_buffer_name`` its name of a buffer for --tp-comm-overlap.
+
+    Collectives over ``tp_group``: forward all-gathers x under sequence parallelism; backward
+    all-reduces the input gradient, or reduce-scatters it under sequence parallelism.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class ColumnParallelLinear(Linear):
     def forward(
         self, x: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, i] -> [s, b, o/tp], or [s, b, o] where the output is gathered."""
+        """[s, b, i] (sequence parallelism: [s/tp, b, i]) -> [s, b, o/tp], or gathered [s, b, o]."""
         weight = self.weight if weight is None else weight
         assert weight is not None, "this layer has no weight of its own: pass one"
         bias, is_own = None if self.skip_bias_add else self.bias, weight is self.weight
@@ -163,11 +166,14 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """``y = x W^T + b`` with the inputs divided over ``tp_group``.
+    """``y = x W^T + b`` with the input dimension sharded over ``tp_group``.
 
-    Returns (y, bias): the bias is None unless ``skip_bias_add`` leaves its addition, which comes
-    after the sum over ranks, to the caller.  ``tp_comm_buffer_name`` names a buffer of
-    --tp-comm-overlap.
+    Returns (y, bias); the bias is None unless ``skip_bias_add`` leaves its addition, which follows
+    the reduction over ranks, to the caller.  ``tp_comm_buffer_name`` is Megatron-LM's name of a
+    buffer for --tp-comm-overlap.
+
+    Collective over ``tp_group``: forward all-reduces y, or reduce-scatters it under sequence
+    parallelism, in which case backward all-gathers its gradient.
     """
 
     def __init__(
@@ -198,7 +204,8 @@ class RowParallelLinear(Linear):
         self.weight = new_parameter((output_size, local_size), config.params_dtype, info)
         self.bias: nn.Parameter | None = None
         if bias:
-            # Added after the reduction: under SP each rank sees the gradient of its tokens only.
+            # Added after the reduction.  With sequence parallelism each rank's gradient covers its
+            # own tokens only; the record makes finalize_model_grads all-reduce it over tp.
             info = param_info_for(
                 (output_size,), is_expert=is_expert, sequence_parallel=self.sequence_parallel
             )
@@ -217,7 +224,7 @@ class RowParallelLinear(Linear):
         return y + self.bias, None
 
     def summed_product(self, x: Tensor) -> Tensor:
-        """x W^T, summed over the ranks unless the layer is of an expert."""
+        """Return x W^T, reduced over the ranks; for an expert the dispatcher reduces instead."""
         y = linear(x, self.weight, None, quantizer=self.quantizer)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(y, self.tp_group)
@@ -230,9 +237,10 @@ class RowParallelLinear(Linear):
 
 
 class ReplicatedLinear(Linear):
-    """``y = x W^T + b``, computed alike on all tensor-parallel ranks that have the same tokens.
+    """``y = x W^T + b`` with the complete weight on every tensor-parallel rank.
 
-    ``has_partial_gradient``: they have different ones; by default where the sequence is cut.
+    ``has_partial_gradient``: the ranks have different tokens, so their weight gradients must be
+    added; the default is the config's sequence parallelism.
     """
 
     def __init__(
@@ -281,10 +289,13 @@ def check_token_ids(token_ids: Tensor, num_tokens: int, *, may_ignore: bool = Fa
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of an embedding table, the vocabulary divided over ``tp_group``.
+    """Word embedding with the vocabulary sharded over ``tp_group``.
 
-    ``num_embeddings`` counts padding rows, ``num_tokens`` (default: all) the true ones; an id
-    that is not below ``num_tokens`` is an error in every layout.
+    ``num_embeddings`` includes padding rows, ``num_tokens`` (default: all) does not; an id that is
+    not below ``num_tokens`` is an error in every layout.
+
+    Collective over ``tp_group``: each rank looks up the ids in its shard, others give zeros, and
+    an all-reduce (or reduce-scatter along the sequence) adds the results.
     """
 
     def __init__(

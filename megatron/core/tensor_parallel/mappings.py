@@ -47,7 +47,7 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_gather_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[n, ...] of every rank, one behind the other: [n * size, ...]."""
+    """Concatenate [n, ...] of every rank along dim 0: [n * size, ...]."""
     if group.size() == 1:
         return x
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
@@ -56,7 +56,7 @@ def all_gather_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def all_gather_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[..., n] of every rank, side by side: [..., n * size]."""
+    """Concatenate [..., n] of every rank along the last dim: [..., n * size]."""
     if group.size() == 1:
         return x
     parts = all_gather_first_dim(x, group).view(group.size(), *x.shape)
@@ -64,7 +64,7 @@ def all_gather_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the group, of which this rank keeps its slice: [n, ...] -> [n / size, ...]."""
+    """Sum over the group; each rank keeps its slice of dim 0: [n, ...] -> [n / size, ...]."""
     if group.size() == 1:
         return x
     out = x.new_empty((_share(x.shape[0], group), *x.shape[1:]))
@@ -73,7 +73,10 @@ def reduce_scatter_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the group, of which this rank keeps its slice: [..., n] -> [..., n / size]."""
+    """Sum over the group; each rank keeps its slice of the last dim: [..., n] -> [..., n / size].
+
+    Copies ``x`` first: the collective scatters contiguous parts of dim 0 only.
+    """
     if group.size() == 1:
         return x
     parts = x.unflatten(-1, (group.size(), _share(x.shape[-1], group))).movedim(-2, 0)
@@ -112,14 +115,14 @@ class _Through(torch.autograd.Function):
 
 
 def through(x: Tensor, about: T, forth: Move[T], back: Move[T]) -> Tensor:
-    """``forth(x, about)``, which is linear; ``back(grad, about)`` is its transpose."""
+    """Return ``forth(x, about)``, a linear function of x; its backward is ``back(grad, about)``."""
     return _Through.apply(x, about, forth, back)
 
 
 def _pair(
     x: Tensor, group: ProcessGroup, forth: Move[ProcessGroup], back: Move[ProcessGroup]
 ) -> Tensor:
-    """One collective on the way forward, another on the gradient."""
+    """Run ``forth`` in forward and ``back`` in backward; the identity in a group of one rank."""
     return x if group.size() == 1 else through(x, group, forth, back)
 
 
@@ -137,12 +140,12 @@ def _own_last_dim(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Identity; all ranks used the same input, so backward sums their gradients."""
+    """Return ``x``; backward all-reduces the gradient, since every rank used the same input."""
     return _pair(x, group, _same, all_reduce)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum of the terms that the ranks hold; the gradient passes unchanged."""
+    """All-reduce partial sums; backward returns the gradient unchanged."""
     return _pair(x, group, all_reduce, _same)
 
 

@@ -1,13 +1,16 @@
-"""Random number streams by name, and recomputation that replays them.
+"""Named random number streams, and activation recomputation that replays them.
 
-Dropout in a region that all tensor-parallel ranks hold alike draws from the default stream, which
-is the same on all of them; in a region cut over the ranks it draws from the model-parallel stream,
-which differs.  A stream is a saved state of the device's default generator, swapped in for the
-length of a ``with`` block.
+Dropout on activations that all tensor-parallel ranks hold in full samples from the default stream,
+which is the same on all of them; dropout on sharded activations samples from the model-parallel
+stream, which differs.  A stream is a saved state of the device's default generator, which `fork`
+swaps in for the duration of a ``with`` block.
 
-Context-parallel ranks hold other tokens, so none of them may draw what another draws: their
-model-parallel streams differ, and hidden states draw from a context-parallel stream that is the
-same on all tensor-parallel ranks.  The default stream stays the same on all of them.
+Context-parallel ranks hold different tokens and must not sample the same masks: their
+model-parallel streams differ, and hidden states use a context-parallel stream, which is the same on
+the tensor-parallel ranks of one context-parallel rank.  The default stream is the same on all.
+
+Recomputation must sample the same values as the first forward pass.  It saves all states before
+that pass, restores them for the recomputation, and then continues with the present states.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ MODEL_PARALLEL_STREAM = "model-parallel-rng"
 DATA_PARALLEL_STREAM = "data-parallel-rng"
 EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
 CONTEXT_PARALLEL_STREAM = "context-parallel-rng"  # only where sequences are divided
-# Distances between the seeds of the streams: fixed, because checkpoints continue them.
+# Offsets between the seeds of the streams: fixed, since resumed runs continue the streams.
 _TENSOR_OFFSET = 2718
 _EXPERT_OFFSET = 1024
 _CONTEXT_OFFSET = 100_000
@@ -67,7 +70,7 @@ class RNGStatesTracker:
         """Continue the streams of a checkpoint."""
         before, self._streams = self._streams, {}
         for name, state in states.items():
-            if name in before:  # graphs may know it
+            if name in before:  # captured CUDA graphs refer to this object: set its state in place
                 before[name].set_state(state)
                 self._streams[name] = before[name]
             else:
@@ -111,9 +114,10 @@ def model_parallel_seed(
     expert_tp_rank: int = 0,
     capturable: bool = False,
 ) -> None:
-    """Seed the default stream alike, and the named streams apart, for this rank.
+    """Seed the default stream with ``seed``, and the named streams with this rank's own seeds.
 
-    ``cp_rank`` is None where a sequence lies on one rank; ``capturable``: CUDA graphs may draw.
+    ``cp_rank`` is None without context parallelism; ``capturable``: CUDA graphs may use the
+    streams.
     """
     _tracker.reset(capturable=capturable)
     device.manual_seed(seed)
@@ -155,9 +159,9 @@ def fork_if(
 def fork_for_tokens(
     condition: bool, *, is_sequence_cut: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """Where ``condition`` holds, draw for hidden states: what no rank with other tokens draws.
+    """If ``condition``, use the stream for hidden states, unique among ranks with other tokens.
 
-    ``is_sequence_cut``: tensor-parallel ranks hold different tokens, not the same.
+    ``is_sequence_cut``: sequence parallelism, so tensor-parallel ranks hold different tokens.
     """
     return fork_if(condition, MODEL_PARALLEL_STREAM if is_sequence_cut else CONTEXT_PARALLEL_STREAM)
 
@@ -179,7 +183,7 @@ def _set_all_rng_states(states: _States) -> None:
 
 @contextlib.contextmanager
 def _replayed(states: _States) -> Iterator[None]:
-    """Draw inside the block what was drawn after ``states``, and leave no trace."""
+    """Restore ``states`` inside the block, and the present states after it."""
     now = _all_rng_states()
     _set_all_rng_states(states)
     try:
@@ -189,7 +193,7 @@ def _replayed(states: _States) -> Iterator[None]:
 
 
 class _Checkpoint(torch.autograd.Function):
-    """Run without keeping activations; run again, with them, when the gradient comes."""
+    """Forward without saving activations; recompute them in backward."""
 
     @staticmethod
     def forward(
@@ -203,7 +207,7 @@ class _Checkpoint(torch.autograd.Function):
         _keep(ctx, function, args, tensors)
         with torch.no_grad():
             outputs = function(*args)
-        # A parameter that is handed on (a bias added later) has to stay a leaf.
+        # A returned parameter (a bias added later) would become a non-leaf output: detach it.
         if isinstance(outputs, tuple):
             return tuple(o.detach() if isinstance(o, nn.Parameter) else o for o in outputs)
         return outputs
@@ -222,7 +226,7 @@ class _Checkpoint(torch.autograd.Function):
 def _keep(
     ctx: Any, function: Callable[..., Any], args: Sequence[Any], tensors: Sequence[Tensor]
 ) -> None:
-    """What `_run_again` needs; ``tensors`` are those of ``args``, or what is kept of them."""
+    """Save what `_run_again` needs; ``tensors``: the tensors of ``args``, or shards of them."""
     ctx.function, ctx.states = function, _all_rng_states()
     ctx.other_args = [None if torch.is_tensor(a) else a for a in args]
     ctx.is_tensor = [torch.is_tensor(a) for a in args]
@@ -230,7 +234,7 @@ def _keep(
 
 
 def _run_again(ctx: Any, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[Any]]:
-    """Outputs with a graph, and the arguments that will get gradients."""
+    """Recompute; return the outputs with a graph, and the arguments that receive gradients."""
     needs = ctx.needs_input_grad[2:]
     rest = iter(tensors)
     args = [
@@ -247,7 +251,10 @@ def _takes_gradient(output: Any) -> bool:
 
 
 def _with_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``args``, one of which takes a gradient: else the parameters inside would get none."""
+    """Return ``args`` with at least one that requires a gradient.
+
+    Otherwise autograd would not call backward, and the parameters inside would get no gradients.
+    """
     if not torch.is_grad_enabled() or any(_takes_gradient(a) for a in args):
         return args
     first = next(i for i, a in enumerate(args) if torch.is_tensor(a) and a.is_floating_point())
@@ -255,7 +262,7 @@ def _with_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _own_part(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's share of the elements of ``x``, in memory of its own."""
+    """Return a copy of this rank's share of ``x``, so that ``x`` itself can be freed."""
     assert x.numel() % group.size() == 0, f"{x.numel()} elements for {group.size()} ranks"
     return x.contiguous().view(group.size(), -1)[group.rank()].clone()
 
@@ -279,11 +286,12 @@ def checkpoint(
 
 
 class CheckpointWithoutOutput:
-    """Compute ``y = function(x)``, drop ``y`` after its last use, compute it again for backward.
+    """Compute ``y = function(x)``, free ``y`` after its last use, recompute it for backward.
 
     Use: ``y = c.checkpoint(function, x)``; ``z = next_op(y)``;
-    ``c.discard_output_and_register_recompute(z)``.  The memory of ``y`` comes back just before the
-    gradient of ``z`` is used, so it serves for what ``next_op`` saved.
+    ``c.discard_output_and_register_recompute(z)``.  Lifetime: the storage of ``y`` is resized to
+    zero after forward and refilled by a hook on the gradient of ``z``, which runs before the
+    backward of ``next_op`` reads what it saved.  The tensor object stays the same throughout.
     """
 
     def __init__(self) -> None:

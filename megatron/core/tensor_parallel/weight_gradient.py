@@ -1,10 +1,10 @@
-"""Weight gradients of linear layers: at once or left in a queue, returned or added where they go.
+"""Weight gradients of linear layers: computed at once or deferred in a queue.
 
 ``t`` tokens, ``i``/``o`` input and output width of this rank's matrix, ``tp`` ranks of a group.
 The gradient of a weight [o, i] is grad^T x with grad [t, o] and x [t, i].  Under sequence
-parallelism x is this rank's rows [t/tp, i] and is gathered when the product is computed: a queue
-keeps 1/tp of the inputs for the price of one all-gather each, which `WeightGradQueue.run` starts
-one product ahead.
+parallelism x is this rank's rows [t/tp, i] and is all-gathered when the GEMM runs: a queue holds
+1/tp of the inputs at the cost of one all-gather each, which `WeightGradQueue.run` starts one GEMM
+ahead.
 
 Collectives: an all-gather of x over the layer's group, under sequence parallelism only.
 """
@@ -25,16 +25,17 @@ from torch.distributed import ProcessGroup
 from megatron.core.params.param_info import info_of
 from megatron.core.tensor_parallel.mappings import all_gather_single
 
-# Autograd hands this thread-local state on to the threads in which it computes.
+# Key of thread-local state, which autograd copies to the threads in which it runs backward.
 _QUEUE = "megatron weight gradients"
 _living: weakref.WeakSet[WeightGradQueue] = weakref.WeakSet()
 
 
 class WeightGrad:
-    """The gradients of one layer's weight and bias from one backward pass, not computed yet.
+    """The deferred gradients of one layer's weight and bias from one backward pass.
 
-    A parameter without a gradient is None.  With ``group`` the rows of ``x`` lie on its ranks.
-    ``is_own`` says that this layer alone uses the weight: it may then come apart from the others.
+    A parameter that needs no gradient is None.  With ``group`` the rows of ``x`` are sharded over
+    its ranks.  ``is_own``: only this layer uses the weight, so its gradient can be deferred alone.
+    Keeps ``grad`` and ``x`` alive until the gradients are computed.
     """
 
     def __init__(
@@ -59,11 +60,11 @@ class WeightGrad:
 
     @property
     def adds(self) -> bool:
-        """Whether `compute` adds the gradient to the main gradient, and returns no number."""
+        """Whether `compute` accumulates into the main gradient and returns only a placeholder."""
         return self.weight is not None and self.is_own and adds_to_main_grad(self.weight)
 
     def start(self) -> None:
-        """Begin to gather the input.  Collective over the layer's group."""
+        """Start the all-gather of the input, once.  Collective over the layer's group."""
         if self.group is not None:
             x = self.x.contiguous()
             self.x = x.new_empty((x.shape[0] * self.group.size(), x.shape[1]))
@@ -81,7 +82,7 @@ class WeightGrad:
         return weight_grad, None if self.bias is None else self.grad.sum(0)
 
     def _product(self, weight: Tensor, *, adds: bool) -> Tensor:
-        """grad^T x, or anything of its shape where the product ``adds`` to the main gradient."""
+        """Return grad^T x, or a placeholder if the GEMM ``adds`` to the main gradient."""
         if adds:
             return _add_product(weight, self.grad.t(), self.x)
         return self.grad.t().matmul(self.x)
@@ -93,7 +94,10 @@ def adds_to_main_grad(weight: Tensor) -> bool:
 
 
 def _add_product(weight: Any, grad: Tensor, x: Tensor) -> Tensor:
-    """Add to the main gradient, or write it; what autograd gets is dropped by the wrapper."""
+    """Accumulate ``grad`` @ x in the main gradient with one GEMM; return a placeholder.
+
+    The first GEMM of a step overwrites (beta = 0), so the buffer needs no zeroing.
+    """
     total, keep = weight.main_grad, 0 if weight.overwrite_main_grad else 1
     if total.dtype == x.dtype:
         torch.addmm(total, grad, x, beta=keep, out=total)
@@ -103,7 +107,7 @@ def _add_product(weight: Any, grad: Tensor, x: Tensor) -> Tensor:
 
 
 def add_to_main_grad(weight: Any, grad: Tensor) -> Tensor:
-    """Add a gradient to the main gradient, or write it, in its dtype; what autograd gets."""
+    """Add ``grad`` to the main gradient, or overwrite it; return a placeholder for autograd."""
     if weight.overwrite_main_grad:
         weight.main_grad.copy_(grad)
     else:
@@ -112,15 +116,19 @@ def add_to_main_grad(weight: Any, grad: Tensor) -> Tensor:
 
 
 def has_been_added(weight: Any) -> Tensor:
-    """Tell the wrapper that a layer has written to ``weight.main_grad``; what autograd gets."""
+    """Mark ``weight.main_grad`` as written; return a placeholder for autograd.
+
+    Autograd must receive a tensor to run the wrapper's hook, which drops it unread.
+    """
     weight.overwrite_main_grad, weight.grad_added_to_main_grad = False, True
     return torch.empty_like(weight)
 
 
 class _Deliver(torch.autograd.Function):
-    """A graph of one node: its backward pass computes gradients and gives them to autograd.
+    """A graph of one node whose backward computes the gradients.
 
-    Gradients made inside autograd become ``param.grad`` as they are; handed in, they are copied.
+    Gradients that autograd computes become ``param.grad`` without a copy; gradients passed to
+    ``torch.autograd.backward`` from outside would be copied.
     """
 
     @staticmethod
@@ -134,10 +142,10 @@ class _Deliver(torch.autograd.Function):
 
 
 class WeightGradQueue:
-    """Weight gradients that wait, oldest first.
+    """A queue of deferred weight gradients, oldest first.
 
-    While a queue exists, linear layers run in a form that can leave their gradients in it: make it
-    before the first forward pass of a step.  Gradients come out as bit for bit the same sums.
+    Linear layers can defer only if a queue exists during forward: construct it before the first
+    forward pass of a step.  The resulting sums are bitwise identical to those without a queue.
     """
 
     def __init__(self) -> None:
@@ -150,9 +158,9 @@ class WeightGradQueue:
 
     @contextmanager
     def collecting(self, *, only_output_layer: bool = False) -> Iterator[None]:
-        """Backward passes of this thread inside compute no weight gradients of linear layers.
+        """Defer the weight gradients of linear layers in backward passes inside the block.
 
-        ``only_output_layer`` lets all layers but the one before the loss compute them.
+        Applies to this thread.  ``only_output_layer`` defers only those of the output layer.
         """
         before = _collecting()
         self._only_output_layer = only_output_layer
@@ -163,12 +171,12 @@ class WeightGradQueue:
             torch._C._stash_obj_in_tls(_QUEUE, before)
 
     def run(self, count: int | None = None) -> None:
-        """Compute the oldest ``count`` gradients, or all, and give them to their parameters.
+        """Compute the oldest ``count`` gradients, or all, and accumulate them.
 
-        They arrive as in a backward pass, hooks included: only the last micro-batch's run outside
-        the wrapper's ``no_sync``.  If all are run, those of an output layer with several losses
-        arrive at once.  Collective over the tensor-parallel group under sequence parallelism: all
-        its ranks run equally many.
+        Parameter hooks run as in a backward pass, so the caller enters the wrapper's ``no_sync``
+        for all but the last micro-batch.  If all are run, the gradients of an output layer with
+        several losses are computed together.  Collective over the tensor-parallel group under
+        sequence parallelism: all its ranks call it with the same counts.
         """
         left = len(self) if count is None else min(count, len(self))
         while left:
@@ -182,7 +190,7 @@ class WeightGradQueue:
             torch.autograd.backward(delivered)
 
     def _oldest(self, *, with_its_like: bool) -> list[WeightGrad]:
-        """Take it out, with the others of the weight if it is the output layer's."""
+        """Remove the oldest gradient, for the output layer with all others of its weight."""
         items = [self._items.popleft()]
         weight = items[0].params[0]
         if with_its_like and _is_output_layer(weight):
@@ -191,7 +199,7 @@ class WeightGradQueue:
         return items
 
     def takes(self, item: WeightGrad) -> bool:
-        """Put ``item`` in, unless its layer is not asked for; whether that was done."""
+        """Append ``item`` unless only the output layer is deferred; return whether it was."""
         if self._only_output_layer and not _is_output_layer(item.params[0]):
             return False
         self._items.append(item)
