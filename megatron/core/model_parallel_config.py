@@ -20,46 +20,46 @@ class ModelParallelConfig:
 
     clone_scatter_output_in_embedding: bool = _training(
         True,
-        "Keep the whole embedding output alive behind the slice of sequence parallelism.",
+        "Do not clone the scattered embedding output of sequence parallelism.",
         ignored="the slice never holds on to the whole tensor here",
     )
     tp_comm_overlap: bool = _training(
         False,
-        "Overlap tensor-parallel communication with matrix products through Transformer Engine.",
+        "Overlap tensor-parallel communication with GEMMs through Transformer Engine.",
         refused=flag_messages.TP_OVERLAP,
     )
     tp_comm_overlap_cfg: str | None = _tp_overlap(None, "YAML file that tunes --tp-comm-overlap.")
     tp_comm_overlap_ag: bool = _tp_overlap(
-        True, "Leave all-gathers out of --tp-comm-overlap.", flag="--disable-tp-comm-overlap-ag"
+        True, "Exclude all-gathers from --tp-comm-overlap.", flag="--disable-tp-comm-overlap-ag"
     )
     tp_comm_overlap_rs: bool = _tp_overlap(
-        True, "Leave reduce-scatters out of --tp-comm-overlap.", flag="--disable-tp-comm-overlap-rs"
+        True, "Exclude reduce-scatters from --tp-comm-overlap.", flag="--disable-tp-comm-overlap-rs"
     )
     tp_comm_overlap_rs_dgrad: bool = _tp_overlap(
         False, "Overlap the reduce-scatter of input gradients too."
     )
     tp_comm_bulk_dgrad: bool = _tp_overlap(
         True,
-        "Leave the all-gather beside input gradients out of --tp-comm-overlap.",
+        "Exclude the all-gather during input gradients from --tp-comm-overlap.",
         flag="--disable-tp-comm-bulk-dgrad",
     )
     tp_comm_bulk_wgrad: bool = _tp_overlap(
         True,
-        "Leave the reduce-scatter beside weight gradients out of --tp-comm-overlap.",
+        "Exclude the reduce-scatter during weight gradients from --tp-comm-overlap.",
         flag="--disable-tp-comm-bulk-wgrad",
     )
     tp_comm_bootstrap_backend: str = _tp_overlap(
         "nccl",
-        "Collective library that sets --tp-comm-overlap up.",
+        "Backend that bootstraps --tp-comm-overlap.",
         choices=("nccl", "mpi", "gloo"),
     )
     use_cpu_initialization: bool | None = _training(
         None,
-        "Draw initial weights in host memory.",
+        "Initialise weights on the CPU.",
         ignored="initial weights depend on seed, name and index alone, wherever they are drawn",
     )
     deterministic_mode: bool = _training(
-        False, "Use only operations that give the same bits every time."
+        False, "Use deterministic operations only, so that repeated runs are bitwise identical."
     )
     async_tensor_model_parallel_allreduce: bool = _training(
         True,
@@ -68,95 +68,99 @@ class ModelParallelConfig:
     )
     sequence_parallel: bool = _training(
         False,
-        "Cut activations along the sequence over the tensor-parallel ranks outside the "
-        "matrix products.",
+        "Shard hidden states along the sequence over tensor-parallel ranks, outside of the GEMMs.",
     )
     gradient_accumulation_fusion: bool = _training(
         True,
-        "Do not let products of weight gradients be added to the gradient buffers themselves, "
-        "where that is the faster way.",
+        "Do not accumulate weight gradients into the gradient buffer inside the GEMM.",
     )
     tp_comm_split_ag: bool = _tp_overlap(
-        True, "Old spelling of --disable-tp-comm-overlap-ag.", flag="--disable-tp-comm-split-ag"
+        True, "Alias of --disable-tp-comm-overlap-ag.", flag="--disable-tp-comm-split-ag"
     )
     tp_comm_split_rs: bool = _tp_overlap(
-        True, "Old spelling of --disable-tp-comm-overlap-rs.", flag="--disable-tp-comm-split-rs"
+        True, "Alias of --disable-tp-comm-overlap-rs.", flag="--disable-tp-comm-split-rs"
     )
     pipeline_model_parallel_comm_backend: str | None = _training(
         None,
-        "Collective library between pipeline stages.",
+        "Backend of pipeline communication.",
         choices=("nccl", "ucc"),
         ignored="stages talk through the library of all groups, --distributed-backend",
         refused_values={"ucc": "PyTorch is not built with UCC; use nccl"},
     )
     perform_initialization: bool = option(
         True,
-        "Do not draw initial weights, because a checkpoint replaces them all.",
+        "Do not initialise weights, because a checkpoint replaces all of them.",
         group="checkpointing",
         flag="--no-initialization",
     )
     tensor_model_parallel_size: int = _distributed(
-        1, "Ranks that share each weight matrix.", at_least=1
+        1, "Tensor-parallel size: ranks that each weight matrix is sharded over.", at_least=1
     )
     pipeline_model_parallel_size: int = _distributed(
-        1, "Stages that the layers are divided into.", at_least=1
+        1, "Pipeline-parallel size: number of pipeline stages.", at_least=1
     )
     encoder_pipeline_model_parallel_size: int = _distributed(
         0,
-        "How many of the pipeline stages, the first ones, hold the encoder of an encoder-decoder "
-        "model; the others hold its decoder.",
+        "Number of pipeline stages, counted from the first, for T5's encoder; the others "
+        "hold its decoder.",
     )
     decoder_first_pipeline_num_layers: int | None = _distributed(
-        None, "Layers of the first pipeline stage."
+        None, "Number of layers on the first pipeline rank."
     )
     decoder_last_pipeline_num_layers: int | None = _distributed(
-        None, "Layers of the last pipeline stage."
+        None, "Number of layers on the last pipeline rank."
     )
     pipeline_model_parallel_layout: str | None = _distributed(
-        None, "Contents of each pipeline stage, such as Et*3|t*4|t*3L."
+        None,
+        "Layers of each pipeline stage, such as Et*3|t*4|t*3L: E embedding, t transformer "
+        "layer, m MTP layer, L loss.",
     )
     pipeline_split: str = _distributed(
         "even",
-        "Layers per pipeline stage: equally many, or (auto) such that embedding, layers and loss "
-        "take each stage as equal a time as can be.",
+        "Split of layers over pipeline stages: even, or auto, which balances the estimated "
+        "time of embedding, layers and loss.",
         choices=("even", "auto"),
     )
     pipeline_schedule: str | None = _distributed(
         None,
-        "Order of work in the pipeline; 1f1b, or interleaved where ranks have virtual stages, if "
-        "not given.  zb-h1 and zb-v fill waiting time with weight gradients.",
+        "Pipeline schedule; 1f1b, or interleaved with virtual stages, if not given. zb-h1 "
+        "and zb-v fill the pipeline bubble with weight gradients.",
         choices=("1f1b", "interleaved", "zb-h1", "zb-v"),
     )
     num_layers_per_virtual_pipeline_stage: int | None = _distributed(
-        None, "Layers of each virtual stage of the interleaved schedule."
+        None, "Layers per virtual pipeline stage; excludes --num-virtual-stages-per-pipeline-rank."
     )
     num_virtual_stages_per_pipeline_rank: int | None = _distributed(
-        None, "Virtual stages of each pipeline rank in the interleaved schedule."
+        None,
+        "Virtual pipeline stages per pipeline rank; excludes "
+        "--num-layers-per-virtual-pipeline-stage.",
     )
     microbatch_group_size_per_vp_stage: int | None = _distributed(
         None,
-        "Micro-batches that go through one virtual stage in a row.",
+        "Consecutive micro-batches per virtual stage; the pipeline-parallel size if not given.",
         flag="--microbatch-group-size-per-virtual-pipeline-stage",
     )
     overlap_p2p_comm: bool = _distributed(
         True,
-        "Do not overlap transfers between stages with compute.",
+        "Do not overlap pipeline send/receive with computation.",
         flag="--no-overlap-p2p-communication",
     )
     overlap_p2p_comm_warmup_flush: bool = _distributed(
         False,
-        "Overlap transfers in the warm-up and flush phases too.",
+        "Also overlap pipeline send/receive in the warmup and flush phases.",
         flag="--overlap-p2p-communication-warmup-flush",
     )
     defer_embedding_wgrad_compute: bool = _distributed(
-        False, "Compute the output layer's weight gradient when the pipeline idles."
+        False,
+        "Defer the output layer's weight gradient to the pipeline flush; excludes "
+        "--loss-chunk-size.",
     )
     wgrad_deferral_limit: int = _distributed(
-        0, "Micro-batches whose deferred weight gradient is kept; 0 means all."
+        0, "Maximum number of micro-batches whose weight gradient is deferred; 0 is no limit."
     )
     scatter_gather_tensors_in_pipeline: bool = _distributed(
         True,
-        "Send whole tensors between stages on every tensor-parallel rank.",
+        "Do not scatter tensors over tensor-parallel ranks for pipeline send/receive.",
         ignored=flag_messages.OLD_SPELLING,
     )
     use_ring_exchange_p2p: bool = _distributed(
@@ -166,32 +170,41 @@ class ModelParallelConfig:
         "without the flag",
     )
     account_for_embedding_in_pipeline_split: bool = _distributed(
-        False, "Count the embedding as a layer when layers are divided into stages."
+        False, "Count the embedding as one layer of the pipeline split."
     )
     account_for_loss_in_pipeline_split: bool = _distributed(
-        False, "Count the loss as a layer when layers are divided into stages."
+        False, "Count the loss as one layer of the pipeline split."
     )
-    context_parallel_size: int = _distributed(1, "Ranks that share each sequence.", at_least=1)
+    context_parallel_size: int = _distributed(
+        1, "Context-parallel size: ranks that each sequence is sharded over.", at_least=1
+    )
     cp_comm_type: tuple[str, ...] = _distributed(
         ("p2p",),
-        "How the ranks of a context-parallel group exchange keys and values: p2p, a2a, allgather "
-        "(also spelled all_gather) or a2a+p2p; one for all layers, or one for each.",
+        "Communication of context parallelism: p2p (ring), a2a (all-to-all), allgather (also "
+        "all_gather) or a2a+p2p; one for all layers or one per layer.",
         nargs="+",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = _distributed(
         None,
-        "Ranks that trade heads, and ranks of a ring of such sets, for --cp-comm-type a2a+p2p.",
+        "All-to-all size and ring size of --cp-comm-type a2a+p2p; their product is "
+        "--context-parallel-size.",
         nargs="+",
     )
     expert_model_parallel_size: int = _moe(
-        1, "Ranks that the experts of a layer are divided over.", at_least=1
+        1,
+        "Expert-parallel size: ranks that the experts of a layer are distributed over.",
+        at_least=1,
     )
     expert_tensor_parallel_size: int | None = _moe(
-        None, "Ranks that share each expert's matrices; the tensor-parallel size if not given."
+        None, "Tensor-parallel size of experts; --tensor-model-parallel-size if not given."
     )
     overlap_moe_expert_parallel_comm: bool = _moe(
-        False, "Overlap the travel of tokens with another micro-batch's compute."
+        False,
+        "Overlap the MoE all-to-all of one micro-batch with computation of another; needs "
+        "--expert-model-parallel-size above 1.",
     )
     delay_wgrad_compute: bool = _moe(
-        False, "Compute weight gradients apart from input gradients, to overlap more."
+        False,
+        "Compute weight gradients separately from input gradients, for more overlap; needs "
+        "--overlap-moe-expert-parallel-comm.",
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 def only_with(flag: str) -> str:
     """For a flag that adjusts a feature which is refused by its own flag."""
-    return f"it only adjusts {flag}, which is not in this version"
+    return f"it only adjusts {flag}, which is not available in this program"
 
 
 # ---- refused: not in this version ----------------------------------------------------------
@@ -72,8 +72,8 @@ KITCHEN = (
 )
 
 # ---- without effect ------------------------------------------------------------------------
-NO_KERNEL = "kernels are chosen by what runs here; the result does not depend on the choice"
-OLD_SPELLING = "the reference does nothing with it either"
-ONE_LOGGER = "nothing is ever reported to one logger here"
-ALWAYS_SO = "it is always so here"
-EVERY_STEP = "fp8 scaling factors are renewed in every step, as there"
+NO_KERNEL = "this program chooses its kernels itself; results do not depend on the choice"
+OLD_SPELLING = "Megatron-LM does not use it either"
+ONE_LOGGER = "this program does not report to one logger"
+ALWAYS_SO = "this program always does so"
+EVERY_STEP = "fp8 scaling factors are updated in every step, as in Megatron-LM"

@@ -17,40 +17,43 @@ class DistributedDataParallelConfig:
 
     check_for_nan_in_grad: bool = option(  # and in the loss
         True,
-        "Train on when a loss or gradient is NaN or infinite.",
+        "Do not check loss and gradients for NaN and infinity; training continues if they occur.",
         group="training",
         flag="--no-check-for-nan-in-loss-and-grad",
         dest="check_for_nan_in_loss_and_grad",
     )
     check_for_large_grads: bool = option(
         False,
-        "Stop when a gradient is far larger than those seen before.",
+        "Stop when a gradient is much larger than before.",
         group="training",
         refused=flag_messages.RERUN,
     )
     grad_reduce_in_bf16: bool = option(
-        False, "Sum gradients over replicas in bfloat16.", group="mixed precision"
+        False,
+        "Reduce gradients over data-parallel ranks in bf16; needs --bf16.",
+        group="mixed precision",
     )
     grad_reduce_in_fp32: bool = option(
         False,
-        "Add up and reduce gradients in fp32; on by itself under --bf16.",
+        "Accumulate and reduce gradients in fp32; default with --bf16 unless "
+        "--grad-reduce-in-bf16 or --main-grads-dtype bf16.",
         group="mixed precision",
         flag="--accumulate-allreduce-grads-in-fp32",
         dest="accumulate_allreduce_grads_in_fp32",
     )
     overlap_grad_reduce: bool = _distributed(
-        False, "Reduce gradients over replicas while backward goes on."
+        False, "Overlap gradient reduction with the backward pass."
     )
     align_grad_reduce: bool = _distributed(
-        True, "Let each pipeline stage start reducing gradients when it likes."
+        True, "Do not align the start of gradient reduction across pipeline stages."
     )
     ddp_num_buckets: int | None = _distributed(
-        None, "Number of buckets that gradients are reduced in.", at_least=1
+        None, "Number of gradient buckets; excludes --ddp-bucket-size.", at_least=1
     )
     bucket_size: int | None = _distributed(
         None,
-        "Parameters in a bucket of gradients; the larger of 40 M and 1 M times the replicas"
-        " if not given.",
+        "Parameters per gradient bucket; max(40M, 1M x data-parallel size) if not given. "
+        "Excludes --ddp-num-buckets.",
         flag="--ddp-bucket-size",
         dest="ddp_bucket_size",
         at_least=1,
@@ -58,67 +61,82 @@ class DistributedDataParallelConfig:
     )
     pad_buckets_for_high_nccl_busbw: bool = _distributed(
         False,
-        "Pad buckets of gradients to a multiple of a large power of 2.",
+        "Pad gradient buckets to a multiple of a large power of 2, for NCCL bandwidth.",
         flag="--ddp-pad-buckets-for-high-nccl-busbw",
         dest="ddp_pad_buckets_for_high_nccl_busbw",
     )
     average_in_collective: bool = _distributed(
         False,
-        "Let the collective divide gradients by the number of replicas.",
+        "Average gradients inside the collective instead of scaling them before it.",
         flag="--ddp-average-in-collective",
         dest="ddp_average_in_collective",
     )
     overlap_param_gather: bool = _distributed(
-        False, "Gather sharded parameters while forward goes on."
+        False,
+        "Overlap the parameter all-gather with the forward pass; needs "
+        "--use-distributed-optimizer and --overlap-grad-reduce.",
     )
     align_param_gather: bool = _distributed(
         True,
-        "Let each pipeline stage start gathering parameters when it likes.",
+        "Do not align the start of the parameter all-gather across pipeline stages.",
         ignored=flag_messages.ALWAYS_SO,
     )
     nccl_ub: bool = _distributed(
         False,
-        "Allocate the buffers of gradients and parameters from NCCL and register them there; "
-        "under FSDP it includes --fsdp-double-buffer.",
+        "Allocate gradient and parameter buffers with NCCL's allocator and register them; "
+        "with FSDP it implies --fsdp-double-buffer.",
         flag="--use-nccl-ub",
     )
     use_megatron_fsdp: bool = _distributed(
-        False, "Shard over the replicas what --data-parallel-sharding-strategy names."
+        False,
+        "Shard over data-parallel ranks as --data-parallel-sharding-strategy says; excludes "
+        "--use-torch-fsdp2.",
     )
     init_model_with_meta_device: bool = _distributed(
-        False, "Build the model without memory and fill it when it is sharded."
+        False, "Build the model on the meta device and initialise it after sharding; needs FSDP."
     )
     data_parallel_sharding_strategy: str = _distributed(
         "no_shard",
-        "What --use-megatron-fsdp shards.",
+        "What --use-megatron-fsdp shards: nothing (no_shard), optimizer state (optim), also "
+        "gradients (optim_grads), also parameters (optim_grads_params).",
         choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
     )
     gradient_reduce_div_fusion: bool = _distributed(
-        True, "Divide gradients apart from their reduction."
+        True, "Do not fuse gradient averaging into the reduce-scatter of FSDP."
     )
     fsdp_double_buffer: bool = _distributed(
         False,
-        "Keep two fixed buffers for what fully sharded layers gather and reduce.",
+        "Use two persistent communication buffers for the all-gather and reduce-scatter of FSDP.",
     )
     suggested_communication_unit_size: int | None = _distributed(
         None,
-        "Elements that sharding gathers at a time.",
+        "Elements per FSDP all-gather.",
         ignored="each layer is gathered by itself",
     )
     keep_fp8_transpose_cache: bool = _distributed(
         False,
-        "Keep transposed fp8 weights between the micro-batches of a step, a byte a parameter.",
+        "Keep transposed fp8 weights between the micro-batches of a step, for one byte per "
+        "parameter.",
     )
     enable_full_sharding_in_hsdp: bool = _distributed(
-        False, "Let instances of a sharded model hold a part each of its optimizer's state."
+        False,
+        "Shard optimizer state over the instances of a hybrid-sharded model too; needs "
+        "--num-distributed-optimizer-instances 2 or more.",
     )
     num_distributed_optimizer_instances: int = _distributed(
-        1, "Groups of replicas that each hold a whole optimizer.", at_least=1
+        1,
+        "Number of groups of data-parallel ranks that each hold a complete copy of the "
+        "optimizer state.",
+        at_least=1,
     )
-    use_torch_fsdp2: bool = _distributed(False, "Shard parameters with PyTorch's FSDP2.")
+    use_torch_fsdp2: bool = _distributed(
+        False,
+        "Shard parameters, gradients and optimizer state with FSDP2 (fully_shard); excludes "
+        "--use-megatron-fsdp and --use-distributed-optimizer.",
+    )
     torch_fsdp2_reshard_after_forward: bool = _distributed(
         True,
-        "Keep gathered parameters between forward and backward.",
+        "Keep all-gathered parameters between forward and backward instead of freeing them.",
         flag="--torch-fsdp2-no-reshard-after-forward",
     )
     # Scripts say it here as well as in OptimizerConfig, where its flag is.

@@ -21,141 +21,156 @@ class OptimizerConfig:
     """The optimizer, its numbers and its precision."""
 
     weight_decay: float = _regularization(
-        0.01, "Share of each weight that decays per step, times the learning rate."
+        0.01, "Decoupled weight decay coefficient, multiplied by the learning rate."
     )
     clip_grad: float = _regularization(
         1.0,
-        "Largest global norm of the gradient; 0 or less turns clipping off.",
+        "Maximum global L2 norm of the gradient; 0 or less disables clipping.",
         at_least=None,
         infinite=True,
     )
-    adam_beta1: float = _regularization(0.9, "Decay of Adam's mean of gradients.")
-    adam_beta2: float = _regularization(0.999, "Decay of Adam's mean of squared gradients.")
-    adam_eps: float = _regularization(1e-08, "Added to the denominator of Adam's step.")
-    sgd_momentum: float = _regularization(0.9, "Momentum of plain gradient descent.")
+    adam_beta1: float = _regularization(0.9, "Decay rate of Adam's first moment.")
+    adam_beta2: float = _regularization(0.999, "Decay rate of Adam's second moment.")
+    adam_eps: float = _regularization(1e-08, "Epsilon in the denominator of Adam's update.")
+    sgd_momentum: float = _regularization(0.9, "Momentum of --optimizer sgd.")
     optimizer: str = _training(
         "adam",
-        "Optimizer: Adam with decoupled weight decay, gradient descent with momentum, Lion, or Muon"
-        " for matrices; dist_muon is muon with --use-distributed-optimizer.",
+        "Optimizer: adam (with decoupled weight decay), sgd (with momentum), lion, or muon "
+        "for matrices; dist_muon is muon with --use-distributed-optimizer.",
         choices=("adam", "sgd", "lion", "muon", "dist_muon"),
     )
     lion_beta1: float = _regularization(
-        0.95, "Weight of Lion's mean of gradients in the direction of a step."
+        0.95, "Interpolation weight of the momentum in Lion's update."
     )
-    lion_beta2: float = _regularization(0.98, "Decay of Lion's mean of gradients.")
-    muon_momentum: float = _regularization(0.9, "Decay of Muon's mean of gradients.")
-    muon_nesterov: bool = _regularization(False, "Let Muon look ahead by the newest gradient.")
+    lion_beta2: float = _regularization(0.98, "Decay rate of Lion's momentum.")
+    muon_momentum: float = _regularization(0.9, "Decay rate of Muon's momentum.")
+    muon_nesterov: bool = _regularization(False, "Use Nesterov momentum in Muon.")
     muon_num_ns_steps: int = _regularization(
-        5, "Newton-Schulz steps that make a matrix orthogonal.", at_least=1
+        5, "Number of Newton-Schulz iterations in Muon.", at_least=1
     )
     muon_coefficient_type: str = _regularization(
         "quintic",
-        "Coefficients of the Newton-Schulz steps.",
+        "Coefficients of Muon's Newton-Schulz iterations.",
         choices=("simple", "quintic", "polar_express"),
     )
     muon_scale_mode: str = _regularization(
         "spectral",
-        "What a step of Muon is multiplied by: the root of the longer side, of rows over columns,"
-        " or of that where it is above 1.",
+        "Scale of Muon's update: sqrt(max(rows, columns)) (spectral), sqrt(rows/columns) "
+        "(unit_rms_norm) or sqrt(max(1, rows/columns)) (shape_scaling).",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
-    muon_extra_scale_factor: float = _regularization(1.0, "A further factor of Muon's steps.")
+    muon_extra_scale_factor: float = _regularization(1.0, "Additional multiplier of Muon's update.")
     muon_fp32_matmul_prec: str = _regularization(
         "medium",
-        "Precision of Muon's products: low is bfloat16, the others are torch's.",
+        "Precision of Muon's matmuls: low is bf16; medium and high are those of "
+        "torch.set_float32_matmul_precision.",
         choices=("low", "medium", "high"),
     )
     muon_split_qkv: bool = _regularization(
-        True, "Take query, key and value for one matrix.", flag="--muon-no-split-qkv"
+        True,
+        "Orthogonalise the fused QKV weight as one matrix instead of Q, K and V separately.",
+        flag="--muon-no-split-qkv",
     )
     muon_tp_mode: str = _regularization(
         "duplicated",
-        "A matrix that tensor-parallel ranks have cut: gathered, made orthogonal by sums over the"
-        " ranks, or taken for several.",
+        "Muon with tensor parallelism: gather each matrix (duplicated), all-reduce within "
+        "the iterations (distributed), or treat each shard as a matrix (blockwise).",
         choices=("blockwise", "duplicated", "distributed"),
     )
     muon_scalar_optimizer: str = _regularization(
-        "adam", "Optimizer of what is no matrix under Muon.", choices=("adam", "lion")
+        "adam",
+        "Optimizer for non-matrix parameters when --optimizer is muon or dist_muon.",
+        choices=("adam", "lion"),
     )
     muon_use_syrk: bool = _regularization(
-        False, "Compute one half of Muon's symmetric products.", ignored=flag_messages.NO_KERNEL
+        False, "Compute only one half of Muon's symmetric matmuls.", ignored=flag_messages.NO_KERNEL
     )
     optimizer_cpu_offload: bool = _training(
-        False, "Keep optimizer state in host memory and step there."
+        False,
+        "Keep optimizer state in host memory and run the optimizer on the CPU; excludes Muon.",
     )
     optimizer_offload_fraction: float = _training(
-        1.0, "Share of the optimizer state kept in host memory, 0 to 1."
+        1.0,
+        "Fraction of the optimizer state that --optimizer-cpu-offload keeps in host memory, "
+        "0 to 1.",
     )
     use_torch_optimizer_for_cpu_offload: bool = _training(
-        False, "Step on the host with PyTorch's own optimizer.", ignored=flag_messages.ALWAYS_SO
+        False, "Use the PyTorch optimizer on the CPU.", ignored=flag_messages.ALWAYS_SO
     )
     overlap_cpu_optimizer_d2h_h2d: bool = _training(
-        False, "Overlap copies between host and device with the step on the host."
+        False, "Overlap host-device copies with the optimizer step on the CPU."
     )
-    pin_cpu_grads: bool = _training(True, "Do not pin the host copies of gradients.")
-    pin_cpu_params: bool = _training(True, "Do not pin the host copies of parameters.")
+    pin_cpu_grads: bool = _training(True, "Do not pin the gradients in host memory.")
+    pin_cpu_params: bool = _training(True, "Do not pin the parameters in host memory.")
     lr: float | None = _learning_rate(None, "Peak learning rate.")
-    min_lr: float = _learning_rate(0.0, "Learning rate that is never undercut after warm-up.")
+    min_lr: float = _learning_rate(0.0, "Minimum learning rate after warmup.")
     decoupled_lr: float | None = _learning_rate(
-        None, "Peak learning rate of word embeddings and output layer."
+        None, "Peak learning rate of the word embeddings and the output layer."
     )
     decoupled_min_lr: float | None = _learning_rate(
-        None, "Lower bound of --decoupled-lr's schedule."
+        None,
+        "Minimum learning rate of the word embeddings and the output layer; needs --decoupled-lr.",
     )
     loss_scale: float | None = _precision(
-        None, "Constant loss scale; a power of 2. Without it the scale adapts under --fp16."
+        None, "Constant loss scale, a power of 2; dynamic with --fp16 if not given."
     )
-    initial_loss_scale: float = _precision(
-        4294967296.0, "Loss scale that the adaptive one starts from."
-    )
-    min_loss_scale: float = _precision(1.0, "Smallest adaptive loss scale.")
+    initial_loss_scale: float = _precision(4294967296.0, "Initial dynamic loss scale.")
+    min_loss_scale: float = _precision(1.0, "Minimum dynamic loss scale.")
     loss_scale_window: float = _precision(
-        1000.0, "Steps without overflow after which the adaptive loss scale doubles.", at_least=1
+        1000.0, "Steps without overflow after which the dynamic loss scale doubles.", at_least=1
     )
     hysteresis: int = _precision(
-        2, "Overflows after which the adaptive loss scale halves.", at_least=1
+        2, "Overflows after which the dynamic loss scale halves.", at_least=1
     )
     reuse_grad_buf_for_mxfp8_param_ag: bool = _precision(
         False,
-        "Gather mxfp8 parameters through the gradient buffer.",
+        "All-gather mxfp8 parameters through the gradient buffer.",
         ignored="mxfp8 weights are gathered in 16 bits into their own buffer, not into that of "
         "gradients; layers make codes from them",
     )
     overlap_param_gather_with_optimizer_step: bool = option(
         False,
-        "Begin to gather a bucket of parameters as soon as it is updated.",
+        "All-gather each parameter bucket as soon as it is updated; needs "
+        "--overlap-param-gather, excludes Muon.",
         group="distributed",
     )
     use_distributed_optimizer: bool = option(
-        False, "Shard the optimizer over the replicas.", group="distributed"
+        False, "Shard optimizer state over data-parallel ranks (ZeRO-1).", group="distributed"
     )
     log_num_zeros_in_grad: bool = option(
-        False, "Log how many elements of the gradient are zero.", group="logging"
+        False, "Log the number of zeros in the gradient.", group="logging"
     )
     barrier_with_L1_time: bool = option(
         True,
-        "Do not wait for all ranks before a timer of level 1 starts.",
+        "Do not synchronise ranks before timers of level 1.",
         group="logging",
         flag="--no-barrier-with-level-1-timing",
     )
     use_precision_aware_optimizer: bool = _experimental(
         False,
-        "Keep optimizer state in fewer bits: of main parameters the 16 that bf16 weights lack.",
+        "Store optimizer state in reduced precision: with bf16 weights only the 16-bit "
+        "remainder of main parameters, and the formats that --main-grads-dtype, "
+        "--main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype set.",
     )
     main_grads_dtype: str = _experimental(
-        "fp32", "Number format of main gradients.", choices=("fp32", "bf16")
+        "fp32",
+        "Data type of main gradients; bf16 needs --bf16 and --use-precision-aware-optimizer.",
+        choices=("fp32", "bf16"),
     )
     main_params_dtype: str = _experimental(
-        "fp32", "Number format of main parameters.", choices=("fp32", "fp16")
+        "fp32",
+        "Data type of main parameters; fp16 needs --use-precision-aware-optimizer and --bf16 "
+        "or --fp16.",
+        choices=("fp32", "fp16"),
     )
     exp_avg_dtype: str = _experimental(
         "fp32",
-        "Number format of Adam's mean of gradients.",
+        "Data type of the first moment; other than fp32 needs --use-precision-aware-optimizer.",
         choices=("fp32", "fp16", "bf16", "fp8"),
     )
     exp_avg_sq_dtype: str = _experimental(
         "fp32",
-        "Number format of Adam's mean of squared gradients.",
+        "Data type of Adam's second moment; other than fp32 needs --use-precision-aware-optimizer.",
         choices=("fp32", "fp16", "bf16", "fp8"),
     )
     # What scripts say of the model once more; the parameters' own dtypes decide.

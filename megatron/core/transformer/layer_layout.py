@@ -150,7 +150,7 @@ def _even_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
         counted = f" (+{extra} for embedding and loss)" if extra else ""
         less = "".join(f" less {flag} {n}" for flag, n in given.items())
         yield (
-            f"--num-layers {config.num_layers}{counted}{less} cannot be dealt out evenly to "
+            f"--num-layers {config.num_layers}{counted}{less} cannot be split evenly over "
             f"{max(0, ranks)} pipeline ranks: change {_FIRST} or {_LAST}, or use --pipeline-split "
             "auto"
         )
@@ -159,7 +159,7 @@ def _even_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
     uneven = [n for n in _slots_of_rank(config, num_ranks) if n % num_chunks]
     if uneven:
         yield (
-            f"{uneven[0]} layers of a pipeline rank cannot be dealt out evenly to its {num_chunks} "
+            f"{uneven[0]} layers of a pipeline rank cannot be split evenly over its {num_chunks} "
             f"virtual stages: change the number of stages, or use --pipeline-split auto"
         )
 

@@ -36,7 +36,7 @@ def virtual_ranks(ns: Namespace) -> Iterator[str]:
     if ns.distributed_backend is not None:
         yield (
             f"--distributed-backend {ns.distributed_backend} is without effect: --virtual-ranks "
-            "talk to each other in memory"
+            "communicate in memory"
         )
 
 
@@ -103,7 +103,7 @@ def data_parallel_sharding(ns: Namespace) -> Iterator[str]:
     if strategy == "no_shard" and ns.use_distributed_optimizer:
         yield (
             "--use-distributed-optimizer is without effect: --data-parallel-sharding-strategy "
-            "no_shard keeps the optimizer whole"
+            "no_shard does not shard optimizer state"
         )
     ns.use_distributed_optimizer = strategy == "optim" or shares_instances(ns)
     ns.overlap_param_gather_with_optimizer_step &= strategy == "optim"
@@ -236,7 +236,7 @@ def data_sources(ns: Namespace) -> Iterator[str]:
     flag = "--data-path" if ns.data_path is not None else "--data-args-path"
     if (ns.data_path is not None or ns.data_args_path is not None) and ns.split is None:
         ns.split = "969, 30, 1"
-        yield f"--split is not given: {flag} is cut into train, valid, test as {ns.split}"
+        yield f"--split is not given: {flag} is split into train, valid, test as {ns.split}"
     if ns.dataloader_type is None:
         ns.dataloader_type = "single"
 

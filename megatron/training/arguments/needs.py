@@ -59,7 +59,7 @@ NEEDS_OF_LAYERS = (
         lambda ns: "sinkhorn" not in ns.moe_router_load_balancing_type,
     ),
     FlagRequirement(
-        "a choice by score, without --moe-router-force-load-balancing",
+        "routing by score, without --moe-router-force-load-balancing",
         "moe_router_enable_expert_bias moe_router_group_score_topk moe_router_group_topk "
         "moe_router_num_groups",
         lambda ns: not ns.moe_router_force_load_balancing,

@@ -26,12 +26,12 @@ NEEDS_GPU = FlagRequirement(
 NEEDS_OF_OPTIMIZER = (
     FlagRequirement("--optimizer sgd", "sgd_momentum"),
     FlagRequirement(
-        "--optimizer adam, or Muon beside it",
+        "--optimizer adam, or --muon-scalar-optimizer adam",
         "adam_beta1 adam_beta2 adam_eps",
         lambda ns: _rule_of_vectors(ns) == "adam",
     ),
     FlagRequirement(
-        "--optimizer lion, or Muon beside it",
+        "--optimizer lion, or --muon-scalar-optimizer lion",
         "lion_beta1 lion_beta2",
         lambda ns: _rule_of_vectors(ns) == "lion",
     ),
@@ -50,7 +50,8 @@ NEEDS_OF_OPTIMIZER = (
         lambda ns: "muon" in ns.optimizer and ns.tensor_model_parallel_size > 1,
     ),
     FlagRequirement(
-        "16 bits beside --bf16 weights to keep, or a format of fewer bits than fp32",
+        "--bf16 with main parameters, or --main-grads-dtype, --main-params-dtype, --exp-avg-dtype "
+        "or --exp-avg-sq-dtype below fp32",
         "use_precision_aware_optimizer",
         lambda ns: (
             (ns.bf16 and not is_fully_sharded(ns))

@@ -41,7 +41,7 @@ NEEDS_OF_HYBRIDS = (
         lambda ns: _has_layer(ns, MLP) or _has_layer(ns, EXPERTS),
     ),
     FlagRequirement(
-        "no --hybrid-override-pattern",
+        "--hybrid-override-pattern to be unset",
         "hybrid_attention_ratio hybrid_mlp_ratio",
         lambda ns: ns.model_kind != "mamba" or ns.hybrid_override_pattern is None,
     ),
@@ -89,13 +89,13 @@ NEEDS = (
         "--fp8-format", "fp8_recipe keep_fp8_transpose_cache", lambda ns: ns.fp8 is not None
     ),
     FlagRequirement(
-        "--fp8-format and --use-distributed-optimizer, whose ranks gather what they have updated",
+        "--fp8-format and --use-distributed-optimizer, which all-gathers updated parameters",
         "fp8_param_gather",
         lambda ns: ns.fp8 is not None and ns.use_distributed_optimizer and not is_fully_sharded(ns),
     ),
     FlagRequirement(
-        "--fp8-recipe delayed or tensorwise, with one scale for a weight: the shares that ranks "
-        "update cut the blocks of other recipes",
+        "--fp8-recipe delayed or tensorwise, which have one scale per weight: optimizer shards do "
+        "not align with the blocks of other recipes",
         "fp8_param_gather",
         lambda ns: ns.fp8 is None or ns.fp8_recipe not in ("blockwise", "mxfp8"),
     ),
@@ -145,7 +145,9 @@ NEEDS = (
     FlagRequirement(
         "--profile", "profile_step_start profile_step_end profile_ranks use_pytorch_profiler"
     ),
-    FlagRequirement("training: no --skip-train", "rehearse_memory", lambda ns: not ns.skip_train),
+    FlagRequirement(
+        "training steps, which --skip-train omits", "rehearse_memory", lambda ns: not ns.skip_train
+    ),
     FlagRequirement("--record-memory-history", "memory_snapshot_path"),
     FlagRequirement(
         "--save",
@@ -195,22 +197,24 @@ NEEDS = (
     FlagRequirement("--use-torch-fsdp2", "torch_fsdp2_reshard_after_forward"),
     FlagRequirement("--use-megatron-fsdp", "data_parallel_sharding_strategy"),
     FlagRequirement(
-        "--use-megatron-fsdp, parameters that are sharded, --num-distributed-optimizer-instances 2",
+        "--use-megatron-fsdp with fully sharded parameters and "
+        "--num-distributed-optimizer-instances 2 or more",
         "enable_full_sharding_in_hsdp",
         shares_instances,
     ),
     FlagRequirement(
-        "parameters that are sharded (--use-torch-fsdp2, or --use-megatron-fsdp and a strategy)",
+        "fully sharded parameters (--use-torch-fsdp2, or --use-megatron-fsdp with "
+        "--data-parallel-sharding-strategy optim_grads or optim_grads_params)",
         "gradient_reduce_div_fusion init_model_with_meta_device fsdp_double_buffer",
         is_fully_sharded,
     ),
     FlagRequirement(
-        "replicas of whole weights",
+        "complete parameters on each data-parallel rank, which FSDP does not keep",
         "check_weight_hash_across_dp_replicas_interval",
         lambda ns: not is_fully_sharded(ns),
     ),
     FlagRequirement(
-        "whole gradients; those of sharded parameters are reduced layer by layer in backward",
+        "gradient buckets; FSDP reduces gradients layer by layer in backward",
         "overlap_param_gather overlap_param_gather_with_optimizer_step overlap_grad_reduce "
         "ddp_num_buckets ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw "
         "ddp_average_in_collective",

@@ -25,94 +25,104 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = _ckpt(
         None,
-        "Keep the checkpoints at multiples of this many steps and drop older others.",
+        "Keep checkpoints at multiples of this many steps and delete the older others; a "
+        "multiple of --save-interval.",
         at_least=1,
         at_most=INT64_MAX,
     )
     keep_last_checkpoints: int | None = _ckpt(
         None,
-        "Keep this many of the newest checkpoints, and what --save-retain-interval keeps.",
+        "Keep this many of the newest checkpoints, plus those of --save-retain-interval.",
         at_least=1,
     )
     ckpt_incremental: bool = _ckpt(
         False,
-        "Link weights that are not trained from the checkpoint before instead of writing them.",
+        "Hard-link unchanged tensors from the previous checkpoint instead of writing them; "
+        "needs --ckpt-format safetensors_dist.",
     )
     ckpt_max_failed_saves: int = _ckpt(
-        3, "Go on training after this many failed saves in a row; one more ends the run."
+        3, "Continue training after this many failed saves in a row; one more ends the run."
     )
-    no_save_optim: bool | None = _ckpt(None, "Leave the optimizer out of checkpoints.")
-    no_save_rng: bool | None = _ckpt(None, "Leave the random state out of checkpoints.")
-    load: str | None = _ckpt(None, "Directory of a checkpoint to go on from.")
+    no_save_optim: bool | None = _ckpt(None, "Do not save the optimizer state.")
+    no_save_rng: bool | None = _ckpt(None, "Do not save the random number generator states.")
+    load: str | None = _ckpt(None, "Directory of the checkpoint to resume from.")
     load_newest_valid: bool = _ckpt(
         False,
-        "If the checkpoint that the tracker names is damaged, load the newest one that is whole.",
+        "If the newest checkpoint is damaged, load the newest complete one instead.",
     )
-    no_load_optim: bool | None = _ckpt(None, "Do not take the optimizer from the checkpoint.")
+    no_load_optim: bool | None = _ckpt(None, "Do not load the optimizer state.")
     load_main_params_from_ckpt: bool | None = _ckpt(
         None,
-        "Start the fp32 main parameters from the checkpoint's weights in their stored precision.",
+        "Initialise the fp32 main parameters from the checkpoint's weights in their stored "
+        "precision; needs --no-load-optim.",
     )
-    no_load_rng: bool | None = _ckpt(None, "Do not take the random state from the checkpoint.")
+    no_load_rng: bool | None = _ckpt(None, "Do not load the random number generator states.")
     strict_fsdp_dtensor_load: bool = _ckpt(
         True,
-        "Let keys be missing when a sharded FSDP checkpoint is loaded.",
+        "Allow missing keys when an fsdp_dtensor checkpoint is loaded.",
         ignored="--dist-ckpt-strictness says for every format what may be missing",
     )
     non_persistent_save_interval: int | None = _ckpt(
-        None, "Steps between short-lived checkpoints.", at_least=1, at_most=INT64_MAX
+        None,
+        "Steps between non-persistent checkpoints; needs --non-persistent-ckpt-type.",
+        at_least=1,
+        at_most=INT64_MAX,
     )
     non_persistent_ckpt_type: str | None = _ckpt(
         None,
-        "Where short-lived checkpoints live.",
+        "Storage of non-persistent checkpoints: global (a directory that all ranks share) or "
+        "local (a directory on each node).",
         choices=("global", "local", "in_memory", None),
         refused_values={"in_memory": flag_messages.IN_MEMORY},
     )
     non_persistent_global_ckpt_dir: str | None = _ckpt(
         None,
-        "Directory of short-lived checkpoints that all ranks share; else non_persistent in --save.",
+        "Shared directory for non-persistent checkpoints; SAVE/non_persistent if not given.",
     )
     non_persistent_local_ckpt_dir: str | None = _ckpt(
-        None, "Directory of short-lived checkpoints on each node."
+        None, "Directory on each node for local non-persistent checkpoints."
     )
     non_persistent_local_ckpt_algo: str = _ckpt(
         "fully_parallel",
-        "How short-lived checkpoints are divided over ranks.",
+        "How a local non-persistent checkpoint is distributed over ranks.",
         choices=("fully_parallel", "atomic"),
     )
     moe_use_upcycling: bool = _moe(
         False,
-        "Make the experts from the MLPs of the dense checkpoint in --load, and start from step 0.",
+        "Initialise the experts from the MLPs of the dense checkpoint in --load, and start "
+        "from step 0.",
     )
     moe_upcycling_granularity: int = _moe(
-        1, "Parts that each MLP is cut into when a dense model becomes experts.", at_least=1
+        1, "Number of experts that each dense MLP is split into by --moe-use-upcycling.", at_least=1
     )
     finetune: bool = _ckpt(
-        False, "Take only weights from the checkpoint and count steps and samples from 0."
+        False,
+        "Load only the weights and start at step 0; optimizer and random states are not loaded.",
     )
     pretrained_checkpoint: str | None = _ckpt(
-        None, "Directory of a checkpoint to start fine-tuning from when --load has none yet."
+        None, "Checkpoint directory to fine-tune from while --load holds no checkpoint."
     )
-    ckpt_step: int | None = _ckpt(None, "Step of the checkpoint to load instead of the newest.")
+    ckpt_step: int | None = _ckpt(None, "Step of the checkpoint to load; the newest if not given.")
     use_checkpoint_args: bool = _ckpt(
-        False, "Take the model's shape and tokenizer from the checkpoint given by --load."
+        False, "Read the model architecture and tokenizer from the checkpoint in --load."
     )
     use_mp_args_from_checkpoint_args: bool = _ckpt(
-        False, "Take the parallel sizes from the checkpoint too."
+        False, "Also read the parallel sizes from the checkpoint; needs --use-checkpoint-args."
     )
     use_tokenizer_model_from_checkpoint_args: bool = _ckpt(
-        True, "With --use-checkpoint-args, do not take the tokenizer's path from the checkpoint."
+        True, "With --use-checkpoint-args, do not read the tokenizer path from the checkpoint."
     )
     exit_on_missing_checkpoint: bool = _ckpt(
-        False, "End if --load holds no checkpoint, also where --save names the same directory."
+        False, "Exit if --load holds no checkpoint, even if --save is the same directory."
     )
     use_persistent_ckpt_worker: bool = _ckpt(
         False,
-        "With --async-save, let one thread write all checkpoints instead of a new one each time.",
+        "With --async-save, write all checkpoints in one background thread instead of a new "
+        "one per save.",
     )
     auto_detect_ckpt_format: bool = _ckpt(
         False,
-        "Find out the format of the checkpoint that is loaded.",
+        "Detect the format of the loaded checkpoint.",
         ignored=flag_messages.ALWAYS_SO,
     )
     ckpt_format: str = _ckpt(
@@ -123,38 +133,43 @@ class CheckpointConfig:
     )
     ckpt_convert_format: str | None = _ckpt(
         None,
-        "Load a checkpoint, write it in this format and end.",
+        "Load a checkpoint, write it in this format to --ckpt-convert-save and exit.",
         choices=("torch", "torch_dist", "zarr"),
         refused_values={"zarr": flag_messages.ZARR},
     )
     ckpt_convert_save: str | None = _ckpt(
         None,
-        "Directory for the converted checkpoint, which is put in a folder named as its format.",
+        "Output directory of --ckpt-convert-format; the checkpoint is written to a "
+        "subdirectory named after the format.",
     )
     ckpt_convert_update_legacy_dist_opt_format: bool = _ckpt(
         False,
         "Rewrite the distributed optimizer's state while converting.",
         ignored="it is always written in the present arrangement",
     )
-    ckpt_fully_parallel_save: bool = _ckpt(True, "Let only the first replica write.")
-    async_save: bool | None = _ckpt(None, "Go on training while a checkpoint is written.")
+    ckpt_fully_parallel_save: bool = _ckpt(
+        True, "Do not distribute saving over data-parallel ranks: only the first of them writes."
+    )
+    async_save: bool | None = _ckpt(
+        None, "Save checkpoints in the background while training continues."
+    )
     async_save_when_busy: str = _ckpt(
         "wait",
-        "With --async-save, when the checkpoint before is still being written: wait for it, or "
-        "skip this one.",
+        "With --async-save, what to do while the previous save is still running: wait for "
+        "it, or skip this save.",
         choices=("wait", "skip"),
     )
     ckpt_fully_parallel_load: bool = _ckpt(
         False,
-        "Read what several data-parallel ranks hold alike once, and broadcast it to the others.",
+        "Read each tensor that data-parallel ranks share once, on one of them, and broadcast it.",
     )
     ckpt_assume_constant_structure: bool = _ckpt(
         False,
-        "Compute once, at the first save, which rank writes which tensor.",
+        "Compute at the first save which rank writes which tensor, and reuse it for later saves.",
     )
     dist_ckpt_strictness: str = _ckpt(
         "assume_ok_unexpected",
-        "What happens when keys of checkpoint and model differ.",
+        "How to handle keys that differ between checkpoint and model.",
         choices=(
             "assume_ok_unexpected",
             "log_unexpected",
@@ -172,8 +187,14 @@ class CheckpointConfig:
         refused="checkpoints of NVIDIA's model optimizer are not available in this program; use a "
         "checkpoint of unquantised weights",
     )
-    replication: bool = _distributed(False, "Copy short-lived checkpoints to other nodes.")
-    replication_jump: int | None = _distributed(
-        None, "Distance in ranks between copies of a short-lived checkpoint.", at_least=1
+    replication: bool = _distributed(
+        False, "Replicate local non-persistent checkpoints to other nodes."
     )
-    replication_factor: int = _distributed(2, "Copies of each short-lived checkpoint.", at_least=1)
+    replication_jump: int | None = _distributed(
+        None,
+        "Distance in ranks between replicas of a local checkpoint, usually the ranks of a node.",
+        at_least=1,
+    )
+    replication_factor: int = _distributed(
+        2, "Number of replicas of each local checkpoint, the original included.", at_least=1
+    )

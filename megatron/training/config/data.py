@@ -24,11 +24,11 @@ class DataConfig:
     data_path: tuple[str, ...] | None = _data(
         None,
         "Data prefixes (of .bin and .idx): PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...; "
-        "cut into sets by --split.",
+        "--split divides them into train, valid and test.",
         nargs="*",
     )
     split: str | None = _data(
-        None, "Shares of train, valid and test data in --data-path, as 969,30,1."
+        None, "Ratios of train, valid and test data in --data-path, such as 969,30,1."
     )
     train_data_path: tuple[str, ...] | None = _data(
         None, "Training data prefixes, with or without weights, as in --data-path.", nargs="*"
@@ -39,30 +39,30 @@ class DataConfig:
     test_data_path: tuple[str, ...] | None = _data(
         None, "Test data prefixes, with or without weights.", nargs="*"
     )
-    data_args_path: str | None = _data(None, "File that holds what would follow --data-path.")
+    data_args_path: str | None = _data(None, "File that contains the arguments of --data-path.")
     per_split_data_args_path: str | None = _data(
         None, "JSON file with the lists train, valid and test of weights and prefixes."
     )
     data_cache_path: str | None = _data(
-        None, "Directory for index arrays of data sets; beside the data if not given."
+        None, "Cache directory for dataset indices; beside the data if not given."
     )
     mmap_bin_files: bool = _data(
         True, "Open .bin files for each read instead of keeping them open."
     )
     verify_data: bool = _data(
         False,
-        "Compare each MiB of .bin files with the checksums in PREFIX.crc before its first read in "
-        "each process; off by default.",
+        "Verify each MiB of the .bin files against the checksums in PREFIX.crc before its "
+        "first read in each process.",
     )
-    mock_data: bool = _data(False, "Train on made-up data that needs no files.")
-    seq_length: int | None = _data(None, "Tokens in one sample.", at_least=1)
+    mock_data: bool = _data(False, "Train on synthetic data; needs no files.")
+    seq_length: int | None = _data(None, "Sequence length in tokens.", at_least=1)
     encoder_seq_length: int | None = _data(
-        None, "Another name of --seq-length: tokens of an encoder's sample."
+        None, "Alias of --seq-length: encoder sequence length in tokens."
     )
     decoder_seq_length: int | None = _data(
         None,
-        "Tokens of a decoder's sample in an encoder-decoder model; as many as the encoder's if not "
-        "given.",
+        "Decoder sequence length in tokens of an encoder-decoder model; that of the encoder "
+        "if not given.",
         at_least=1,
     )
     retriever_seq_length: int = _data(
@@ -73,29 +73,31 @@ class DataConfig:
         "Share of the samples that a retriever's training uses.",
         ignored="only retrieval models read it",
     )
-    mask_prob: float = _data(0.15, "Share of tokens that masked training hides.")
+    mask_prob: float = _data(0.15, "Fraction of tokens that BERT and T5 training masks.")
     short_seq_prob: float = _data(
-        0.1, "Share of samples of masked training that are shorter than they could be."
+        0.1, "Fraction of BERT and T5 samples that are shorter than the sequence length."
     )
-    num_workers: int = _data(2, "Processes that load data on each rank.")
+    num_workers: int = _data(2, "Data loader worker processes per rank.")
     reset_position_ids: bool = _data(
-        False, "Count positions from 0 again behind each end of document."
+        False, "Restart position ids at 0 after each end-of-document token."
     )
     reset_attention_mask: bool = _data(
-        False, "Let no token attend to an earlier document of its sample."
+        False, "Mask attention between different documents of a sample."
     )
-    eod_mask_loss: bool = _data(False, "Give end-of-document tokens no loss.")
+    eod_mask_loss: bool = _data(False, "Exclude end-of-document tokens from the loss.")
     create_attention_mask_in_dataloader: bool = _data(
-        True, "Do not build attention masks with the data; attention is causal by itself."
+        True,
+        "Do not build attention masks in the data loader; attention is causal. Excludes "
+        "--reset-attention-mask.",
     )
     num_dataset_builder_threads: int = _data(
-        1, "Threads that build data sets at start-up.", at_least=1
+        1, "Threads that build the datasets at start-up.", at_least=1
     )
     object_storage_cache_path: str | None = _data(
-        None, "Directory for index files fetched from object storage."
+        None, "Directory that caches index files from object storage."
     )
     mid_level_dataset_surplus: float = _data(
-        0.005, "Share of extra samples asked of each data set of a blend."
+        0.005, "Fraction of extra samples requested from each dataset of a blend."
     )
     enable_msc: bool = option(
         True,

@@ -17,7 +17,7 @@ _distributed = partial(option, group="distributed")
 class DistributedConfig:
     enable_gloo_process_groups: bool = _training(
         True,
-        "Make no gloo groups beside the NCCL ones.",
+        "Do not create gloo process groups beside the NCCL ones.",
         flag="--disable-gloo-process-groups",
         ignored="only groups that are used are made",
     )
@@ -28,29 +28,29 @@ class DistributedConfig:
     )
     device: str = option(
         "auto",
-        "Where to compute: auto takes a GPU if one is visible.",
+        "Device to train on: cpu, cuda, or auto, which is cuda if a GPU is visible.",
         group="device and checks",
         choices=("auto", "cpu", "cuda"),
     )
     distributed_backend: str | None = _distributed(
         None,
-        "Collective library; nccl on GPUs and gloo on CPUs if not given.",
+        "Backend of torch.distributed; nccl on GPUs and gloo on CPUs if not given.",
         choices=("nccl", "gloo"),
     )
     distributed_timeout_minutes: int = _distributed(
         10,
-        "Minutes after which a collective that does not finish is an error.",
+        "Timeout of collectives in minutes.",
         at_least=1,
         at_most=365 * 24 * 60,  # libraries count nanoseconds in 64 bits
     )
     virtual_ranks: int | None = _distributed(
         None,
-        "Run so many ranks as threads of this one process, on the CPU: a layout in a debugger.",
+        "Run this many ranks as threads of one process on the CPU, to debug a parallel layout.",
         at_least=1,
     )
     local_rank: int = _distributed(
         0,
-        "Number of this rank on its node; LOCAL_RANK of the environment goes before it.",
+        "Rank within the node; the environment variable LOCAL_RANK takes precedence.",
         at_least=None,
     )
     lazy_mpu_init: bool | None = _distributed(
@@ -77,5 +77,7 @@ class DistributedConfig:
         " max_ctas, net_name, is_high_priority_stream.",
     )
     use_tp_pp_dp_mapping: bool = _distributed(
-        False, "Number pipeline stages before replicas, so that stages lie on neighbouring ranks."
+        False,
+        "Use the rank order tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp: pipeline stages are on "
+        "adjacent ranks.",
     )

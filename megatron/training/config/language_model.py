@@ -16,75 +16,79 @@ _experimental = partial(option, group="experimental")
 class LanguageModelConfig:
     model_kind: str | None = _network(
         None,
-        "Which kind of model the flags describe; entry scripts set it, tools are told (default: "
-        "gpt).",
+        "Model architecture; each entry script sets its own (default: gpt).",
         choices=("gpt", "bert", "mamba", "t5"),
     )
     encoder_num_layers: int | None = _network(
         None,
-        "Another name of --num-layers: of both halves of T5, unless its decoder has a depth of its "
-        "own.",
+        "Alias of --num-layers; of T5 it sets encoder and decoder, unless "
+        "--decoder-num-layers is given.",
         at_most=MAX_LAYERS,
     )
     decoder_num_layers: int | None = _network(
         None,
-        "Decoder layers of an encoder-decoder model; as many as its encoder has if not given.",
+        "Decoder layers of an encoder-decoder model; those of the encoder if not given.",
         at_least=1,
         at_most=MAX_LAYERS,
     )
     max_position_embeddings: int | None = _network(
-        None, "Longest sequence in tokens that the model has positions for.", at_least=1
+        None, "Maximum sequence length in tokens that the model has positions for.", at_least=1
     )
     position_embedding_type: str = _network(
         "learned_absolute",
-        "How positions enter: learned_absolute (a table), rope (rotation of queries and "
-        "keys), yarn (rope with --rope-type yarn), relative (T5's learned bias on the scores), "
-        "alibi (a slope on the scores) or none.",
+        "Position embedding: learned_absolute (a table), rope (rotary), yarn (rope with "
+        "--rope-type yarn), relative (T5's learned attention bias), alibi (linear attention "
+        "bias) or none.",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none", "alibi"),
         refused_values={"mrope": flag_messages.MULTIMODAL},
     )
     rotary_base: int = _network(
-        10000, "Base of the geometric series of rotary frequencies.", at_least=1, at_most=INT64_MAX
+        10000, "Base of the rotary frequencies.", at_least=1, at_most=INT64_MAX
     )
-    rotary_percent: float = _network(1.0, "Share of a head's width that is rotated, 0 to 1.")
+    rotary_percent: float = _network(
+        1.0, "Fraction of each head's channels that is rotated, 0 to 1."
+    )
     rotary_seq_len_interpolation_factor: int | None = _network(
-        None, "Divide positions by this before they are rotated, to stretch the context."
+        None, "Divide rotary positions by this factor (linear context extension)."
     )
     use_rope_scaling: bool = _network(
-        False, "Scale rotary frequencies as Llama 3 does for its long contexts."
+        False, "Scale rotary frequencies as Llama 3 does for long contexts."
     )
-    rope_scaling_factor: float = _network(
-        8.0, "Factor by which --use-rope-scaling stretches the context."
-    )
+    rope_scaling_factor: float = _network(8.0, "Context extension factor of --use-rope-scaling.")
     make_vocab_size_divisible_by: int = _network(
         128, "Pad the vocabulary to a multiple of this times the tensor-parallel size.", at_least=1
     )
     pad_vocab_in_loss: bool = _network(
         False,
-        "Let the padding rows of the vocabulary enter the softmax, as the reference does; "
-        "needed only to continue its checkpoints with the same numbers.",
+        "Include the padding rows of the vocabulary in the softmax, as Megatron-LM does; "
+        "needed only to continue its checkpoints with equal losses.",
     )
     bert_binary_head: bool = _network(
         True, "Train BERT without its next-sentence head.", flag="--bert-no-binary-head"
     )
     untie_embeddings_and_output_weights: bool = _network(
-        False, "Give the output layer a weight of its own instead of the word embeddings."
+        False, "Give the output layer its own weight instead of sharing the word embeddings."
     )
     fp16_lm_cross_entropy: bool = option(
         False,
-        "Compute the loss in float16.",
+        "Compute the cross-entropy loss in fp16.",
         group="mixed precision",
         ignored="the loss is computed in float32 whatever the precision of the logits",
     )
     spec: tuple[str, ...] | None = _experimental(
-        None, "Module and name of a layer specification, or local.", nargs="*"
+        None, "Module and attribute name of a layer spec, or local.", nargs="*"
     )
     hybrid_attention_ratio: float = _experimental(
-        0.0, "Share of attention layers in a hybrid model."
+        0.0,
+        "Fraction of attention layers in a hybrid model; ignored when "
+        "--hybrid-override-pattern is set.",
     )
-    hybrid_mlp_ratio: float = _experimental(0.0, "Share of MLP layers in a hybrid model.")
+    hybrid_mlp_ratio: float = _experimental(
+        0.0,
+        "Fraction of MLP layers in a hybrid model; ignored when --hybrid-override-pattern is set.",
+    )
     hybrid_override_pattern: str | None = _experimental(
         None,
-        "A letter for each layer: M for Mamba, * for attention, - for an MLP, E for experts.",
+        "One letter per layer of a hybrid model: M (Mamba), * (attention), - (MLP) or E (MoE).",
         aliases=("--hybrid-layer-pattern",),
     )

@@ -16,27 +16,26 @@ _one_logger = partial(option, group="one logger", ignored=flag_messages.ONE_LOGG
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     log_interval: int = _training(
-        100, "Steps between lines on the console.", at_least=1, at_most=INT64_MAX
+        100, "Steps between training log lines.", at_least=1, at_most=INT64_MAX
     )
-    tensorboard_dir: str | None = _training(None, "Directory of the TensorBoard files.")
-    metrics_file: str | None = _logging(
-        None, "File that gets every number logged anywhere, one JSON object a line."
-    )
+    tensorboard_dir: str | None = _training(None, "Directory for TensorBoard event files.")
+    metrics_file: str | None = _logging(None, "JSON lines file that receives every logged metric.")
     progress_bar: bool | None = _logging(
         None,
-        "Show a progress bar on the terminal, also when standard error goes to a file; without the "
-        "flag only when standard error is a terminal.",
+        "Show a progress bar even if standard error is not a terminal; by default only on a "
+        "terminal.",
         both_ways=True,
     )
     moe_per_layer_logging: bool = option(
         False,
-        "Write the auxiliary losses of each MoE layer to TensorBoard, W&B and the metrics file.",
+        "Log the auxiliary losses of each MoE layer to TensorBoard, W&B and the metrics file.",
         group="moe",
     )
-    log_params_norm: bool = _logging(False, "Log the norm of all parameters.")
+    log_params_norm: bool = _logging(False, "Log the L2 norm of the parameters.")
     log_params_hash_interval: int | None = _logging(
         None,
-        "Steps between hashes of all weights in the log: equal weights, equal hash, in any layout.",
+        "Steps between logged hashes of all parameters; the hash does not depend on the "
+        "parallel layout.",
         at_least=1,
         at_most=INT64_MAX,
     )
@@ -46,36 +45,34 @@ class LoggingConfig:
     )
     timing_log_level: int = _logging(
         0,
-        "Timers that run: 0 only whole steps, 1 also parts of a step, 2 everything.",
+        "Level of timers to log: 0 (complete steps), 1 (also the phases of a step) or 2 (all).",
         choices=(0, 1, 2),
     )
-    log_energy: bool = _logging(False, "Log the energy that GPUs take, in joules.")
+    log_energy: bool = _logging(False, "Log the energy consumption of the GPUs in joules.")
     timing_log_option: str = _logging(
         "minmax",
-        "Which ranks' times are shown: the largest, smallest and largest, or all.",
+        "Timer statistics over ranks: max, minmax (smallest and largest) or all (each rank).",
         choices=("max", "minmax", "all"),
     )
     tensorboard_log_interval: int = _logging(
-        1, "Steps between values in TensorBoard.", at_least=1, at_most=INT64_MAX
+        1, "Steps between TensorBoard values.", at_least=1, at_most=INT64_MAX
     )
     tensorboard_queue_size: int = _logging(
-        1000, "Values kept in memory before TensorBoard's file is written.", at_least=1
+        1000, "TensorBoard values kept in memory before they are written.", at_least=1
     )
-    log_timers_to_tensorboard: bool = _logging(False, "Write timers to TensorBoard.")
+    log_timers_to_tensorboard: bool = _logging(False, "Log timers to TensorBoard.")
     log_loss_scale_to_tensorboard: bool = _logging(
-        True, "Do not write the loss scale to TensorBoard."
+        True, "Do not log the loss scale to TensorBoard."
     )
     log_validation_ppl_to_tensorboard: bool = _logging(
-        False, "Write validation perplexity to TensorBoard."
+        False, "Log validation perplexity to TensorBoard."
     )
     log_memory_to_tensorboard: bool = _logging(
-        False, "Write memory in use to TensorBoard: the GPU's, or what a process on the CPU has."
+        False, "Log memory use to TensorBoard: of the GPU, or of the process on a CPU."
     )
-    log_world_size_to_tensorboard: bool = _logging(
-        False, "Write the number of ranks to TensorBoard."
-    )
+    log_world_size_to_tensorboard: bool = _logging(False, "Log the world size to TensorBoard.")
     wandb_project: str = _logging(
-        "", "Weights & Biases project; logging there is on if it is given."
+        "", "Weights & Biases project; enables logging to it. Needs --wandb-exp-name."
     )
     wandb_exp_name: str = _logging("", "Name of the run in Weights & Biases.")
     wandb_save_dir: str = _logging("", "Directory for Weights & Biases' own files.")
@@ -83,7 +80,7 @@ class LoggingConfig:
         None, "Level of Python's logging: 10 debug, 20 info, 30 warning, 40 error."
     )
     enable_one_logger: bool = _one_logger(
-        True, "Report nothing to NVIDIA's one logger.", flag="--no-one-logger"
+        True, "Do not report to NVIDIA's one logger.", flag="--no-one-logger"
     )
     one_logger_project: str = _one_logger("megatron-lm", "Project in one logger.")
     one_logger_run_name: str | None = _one_logger(None, "Name of the run in one logger.")

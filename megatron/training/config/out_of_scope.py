@@ -26,7 +26,7 @@ class OutOfScopeFlags:
     )
     use_legacy_models: bool = option(
         False,
-        "Models of the reference before its core library.",
+        "Use Megatron-LM's legacy models instead of its core library's.",
         group="training",
         refused=flag_messages.LEGACY_MODELS,
     )
@@ -60,7 +60,7 @@ class OutOfScopeFlags:
     data_per_class_fraction: float = _vision(
         1.0, "Share of each class's images that is trained on."
     )
-    data_sharding: bool = _vision(True, "Do not divide image folders over ranks.")
+    data_sharding: bool = _vision(True, "Do not shard image folders over ranks.")
     vision_pretraining: bool = _vision(False, "Pretrain a vision model.")
     vision_pretraining_type: str = _vision(
         "classify", "Task of vision pretraining.", choices=("classify", "inpaint", "dino")

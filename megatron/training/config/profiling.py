@@ -16,17 +16,19 @@ class ProfilingConfig:
         False, "Profile the steps between --profile-step-start and --profile-step-end."
     )
     profile_step_start: int = _training(10, "First step that is profiled.")
-    profile_step_end: int = _training(12, "Step before which profiling ends.")
+    profile_step_end: int = _training(12, "Step at which profiling ends, not profiled itself.")
     use_pytorch_profiler: bool = _training(
         False,
-        "Write a trace of PyTorch's profiler for TensorBoard instead of marking ranges for Nsight.",
+        "Write a PyTorch profiler trace to --tensorboard-dir instead of NVTX ranges for "
+        "Nsight Systems.",
     )
-    profile_ranks: tuple[int, ...] = _training((0,), "World ranks that are profiled.", nargs="+")
+    profile_ranks: tuple[int, ...] = _training((0,), "Global ranks to profile.", nargs="+")
     record_memory_history: bool = _training(
         False,
-        "Record every allocation on the GPU.  The last rank writes --memory-snapshot-path at each "
-        "--log-interval, and each rank writes oom_rank-RANK_FILE beside it when memory runs out.",
+        "Record GPU memory allocations. The last rank writes --memory-snapshot-path at each "
+        "--log-interval, and each rank writes oom_rank-RANK_FILE beside it when memory runs "
+        "out.",
     )
     memory_snapshot_path: str = _training(
-        "snapshot.pickle", "File for the history of GPU memory, for pytorch.org/memory_viz."
+        "snapshot.pickle", "Output file of --record-memory-history, for pytorch.org/memory_viz."
     )

@@ -36,8 +36,10 @@ class ResilienceConfig:
         "Steps between questions to the resubmission service.",
         ignored=flag_messages.only_with("--adlr-autoresume"),
     )
-    log_straggler: bool = _straggler(False, "Compare the speed of ranks and name slow ones.")
-    disable_straggler_on_startup: bool = _straggler(False, "Start with straggler detection off.")
+    log_straggler: bool = _straggler(False, "Compare the speed of ranks and log the slowest ones.")
+    disable_straggler_on_startup: bool = _straggler(
+        False, "Start with straggler detection disabled."
+    )
     straggler_ctrlr_port: int = _straggler(
         65535,
         "Port of rank 0 at which an HTTP request switches straggler detection on and off, "
@@ -51,7 +53,7 @@ class ResilienceConfig:
         "host reach it, 0.0.0.0 listens on all IPv4 networks.",
     )
     straggler_minmax_count: int = _straggler(
-        1, "Fastest and slowest ranks that are named.", at_least=1
+        1, "Number of fastest and slowest ranks to log.", at_least=1
     )
     run_workload_inspector_server: bool = option(
         False,

@@ -14,57 +14,56 @@ _rate = partial(option, group="learning rate")
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     start_weight_decay: float | None = _reg(
-        None, "Weight decay at the start of the run, where it changes over time."
+        None, "Initial weight decay; needs --weight-decay-incr-style linear or cosine."
     )
     end_weight_decay: float | None = _reg(
-        None, "Weight decay at the end of the run, where it changes over time."
+        None, "Final weight decay; needs --weight-decay-incr-style linear or cosine."
     )
     weight_decay_incr_style: str = _reg(
         "constant",
-        "How the weight decay goes from its start to its end.",
+        "Schedule of the weight decay from --start-weight-decay to --end-weight-decay; "
+        "constant uses --weight-decay.",
         choices=("constant", "linear", "cosine"),
     )
     head_lr_mult: float = option(
         1.0,
-        "Factor on the learning rate of the output layer and of BERT's heads.  Needs "
+        "Learning rate multiplier of the output layer and of BERT's heads; needs "
         "--untie-embeddings-and-output-weights.",
         group="vision",
     )
     lr_decay_style: str = _rate(
         "linear",
-        "Shape of the learning rate after warm-up.",
+        "Learning rate schedule after warmup.",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_wsd_decay_style: str = _rate(
         "exponential",
-        "Shape of the last part of the WSD schedule.",
+        "Learning rate schedule of the WSD decay phase.",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
     lr_decay_iters: int | None = _rate(
         None,
-        "Steps until the learning rate has fallen to --min-lr; --train-iters if not given.",
+        "Steps over which the learning rate decays to --min-lr; --train-iters if not given.",
         at_least=1,
     )
     lr_decay_samples: int | None = _rate(
         None,
-        "Samples until the learning rate has fallen to --min-lr; --train-samples if not given.",
+        "Samples over which the learning rate decays to --min-lr; --train-samples if not given.",
         at_least=1,
         at_most=INT64_MAX,
     )
     lr_wsd_decay_samples: int | None = _rate(
-        None, "Samples of the last part of the WSD schedule.", at_least=1, at_most=INT64_MAX
+        None, "Samples in the WSD decay phase.", at_least=1, at_most=INT64_MAX
     )
-    lr_wsd_decay_iters: int | None = _rate(
-        None, "Steps of the last part of the WSD schedule.", at_least=1
-    )
+    lr_wsd_decay_iters: int | None = _rate(None, "Steps in the WSD decay phase.", at_least=1)
     lr_warmup_fraction: float | None = _rate(
-        None, "Share of the decay length over which the learning rate rises, 0 to 1."
+        None,
+        "Warmup length as a fraction of the decay length, 0 to 1; excludes --lr-warmup-iters "
+        "and --lr-warmup-samples.",
     )
-    lr_warmup_iters: int = _rate(0, "Steps over which the learning rate rises to its peak.")
-    lr_warmup_samples: int = _rate(
-        0, "Samples over which the learning rate rises to its peak.", at_most=INT64_MAX
-    )
-    lr_warmup_init: float = _rate(0.0, "Learning rate at the start of warm-up.")
+    lr_warmup_iters: int = _rate(0, "Linear warmup length in steps.")
+    lr_warmup_samples: int = _rate(0, "Linear warmup length in samples.", at_most=INT64_MAX)
+    lr_warmup_init: float = _rate(0.0, "Learning rate at the start of warmup.")
     override_opt_param_scheduler: bool = _rate(
         False,
         "Take the schedule from the command line where the checkpoint has another.",

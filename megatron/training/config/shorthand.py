@@ -19,90 +19,104 @@ _device = partial(option, group="device and checks")
 @dataclass(frozen=True, kw_only=True)
 class ShorthandFlags:
     group_query_attention: bool = _network(
-        False, "Let several query heads share a key and value head, as --num-query-groups says."
+        False,
+        "Use grouped-query attention with --num-query-groups key/value heads; excludes "
+        "--multi-latent-attention.",
     )
     use_rotary_position_embeddings: bool = _network(
-        False, "Old spelling of --position-embedding-type rope."
+        False, "Alias of --position-embedding-type rope."
     )
     add_position_embedding: bool = _network(
         True,
-        "Old spelling that drops the table of learned positions; use --position-embedding-type.",
+        "Do not add learned positions; deprecated, use --position-embedding-type.",
         flag="--no-position-embedding",
         ignored="--position-embedding-type says which positions there are",
     )
-    openai_gelu: bool = _network(False, "GELU in its tanh approximation.")
-    relu: bool = _network(False, "ReLU as activation of the MLP.")
-    squared_relu: bool = _network(False, "Squared ReLU as activation of the MLP.")
+    openai_gelu: bool = _network(False, "Use the tanh approximation of GELU.")
+    relu: bool = _network(False, "Use ReLU in the MLP.")
+    squared_relu: bool = _network(False, "Use squared ReLU in the MLP.")
     geglu: bool = _network(
-        False, "Gated GELU MLP; with --openai-gelu in its tanh form. The MLP width is not adapted."
+        False,
+        "Use a gated GELU in the MLP, with --openai-gelu its tanh approximation; the default "
+        "of --ffn-hidden-size does not change.",
     )
     quick_geglu: bool = _network(
-        False, "Gated MLP with x sigmoid(1.702 x) as activation. The MLP width is not adapted."
+        False,
+        "Use x * sigmoid(1.702 x) as gate in the MLP; the default of --ffn-hidden-size does "
+        "not change.",
     )
-    swiglu: bool = _network(False, "Gated SiLU MLP: two matrices in, one out.")
+    swiglu: bool = _network(
+        False,
+        "Use a gated SiLU (SwiGLU) in the MLP; the default of --ffn-hidden-size becomes 8/3 "
+        "of --hidden-size.",
+    )
     batch_size: int | None = _training(
-        None, "Removed; say --micro-batch-size.", refused="it was renamed; use --micro-batch-size"
+        None, "Removed; use --micro-batch-size.", refused="it was renamed; use --micro-batch-size"
     )
-    recompute_activations: bool = _training(
-        False, "Old spelling of --recompute-granularity selective."
-    )
+    recompute_activations: bool = _training(False, "Alias of --recompute-granularity selective.")
     checkpoint_activations: bool = _training(
         False,
-        "Removed; say --recompute-granularity full.",
+        "Removed; use --recompute-granularity full.",
         refused="it was removed; use --recompute-granularity full --recompute-method uniform, or "
         "--recompute-activations",
     )
     deprecated_use_mcore_models: bool = _training(
         False,
-        "Old switch to the models that are now the only ones.",
+        "Deprecated; the models of Megatron-LM's core library are the only ones.",
         flag="--use-mcore-models",
         ignored=flag_messages.OLD_SPELLING,
     )
     warmup: int | None = option(
         None,
-        "Removed; say --lr-warmup-fraction.",
+        "Removed; use --lr-warmup-fraction.",
         group="learning rate",
         refused="it was removed; use --lr-warmup-fraction",
     )
     use_dist_ckpt_deprecated: bool = _old_ckpt(
-        False, "Old switch to a format that every rank writes part of.", flag="--use-dist-ckpt"
+        False, "Deprecated; use --ckpt-format instead of this switch.", flag="--use-dist-ckpt"
     )
     dist_ckpt_format_deprecated: str | None = _old_ckpt(
-        None, "Old spelling of --ckpt-format.", flag="--dist-ckpt-format"
+        None, "Deprecated; use --ckpt-format.", flag="--dist-ckpt-format"
     )
     ckpt_fully_parallel_save_deprecated: bool = _old_ckpt(
-        False, "Old switch that divides writing over replicas.", flag="--ckpt-fully-parallel-save"
+        False,
+        "Deprecated; saving is distributed over data-parallel ranks by default.",
+        flag="--ckpt-fully-parallel-save",
     )
-    fp16: bool = _precision(False, "Train in float16 with loss scaling; main weights stay fp32.")
-    bf16: bool = _precision(False, "Train in bfloat16; main weights stay fp32.")
+    fp16: bool = _precision(
+        False, "Train in fp16 with loss scaling and fp32 main parameters; excludes --bf16."
+    )
+    bf16: bool = _precision(False, "Train in bf16 with fp32 main parameters; excludes --fp16.")
     model_parallel_size: int | None = option(
         None,
-        "Removed; say --tensor-model-parallel-size.",
+        "Removed; use --tensor-model-parallel-size.",
         group="distributed",
         refused="it was renamed; use --tensor-model-parallel-size",
     )
-    moe_layer_recompute: bool = _moe(False, "Old spelling of --recompute-modules moe.")
+    moe_layer_recompute: bool = _moe(
+        False, "Alias of --recompute-granularity selective --recompute-modules moe."
+    )
     moe_extended_tp: bool = _moe(
         False, "Old spelling of --expert-tensor-parallel-size.", ignored=flag_messages.OLD_SPELLING
     )
     yaml_cfg: str | None = option(
         None,
-        "File of flags (dest: value, YAML or JSON); the command line goes before it.",
+        "YAML or JSON file of flag values (dest: value); the command line takes precedence.",
         group="experimental",
     )
     check_only: bool = _device(
         False,
-        "Parse, check and print layout, memory, communication and bubble for --check-world-size "
-        "ranks, then end: status 0 if the run could start, 1 if it could not or does not fit "
-        "--check-device-memory-gib. Needs no GPU.",
+        "Validate the flags, print layout, memory, communication and pipeline bubble for "
+        "--check-world-size ranks, and exit: status 0 if the run could start, 1 if it could "
+        "not or does not fit --check-device-memory-gib. Needs no GPU.",
     )
     check_world_size: int | None = _device(
         None,
-        "Ranks that --check-only plans for; WORLD_SIZE of the environment, or 1, if not given.",
+        "World size for --check-only; the environment variable WORLD_SIZE, or 1, if not given.",
     )
     check_rank: int = _device(0, "Rank whose pipeline --check-only plans.")
     check_device_memory_gib: float | None = _device(
         None,
-        "Memory of a device: --check-only refuses a run that does not fit and names the cheapest "
-        "change.",
+        "Device memory in GiB: --check-only refuses a run that needs more and suggests the "
+        "cheapest change.",
     )

@@ -21,17 +21,17 @@ _tokenizer = partial(option, group="tokenizer")
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
     vocab_size: int | None = _tokenizer(
-        None, "Tokens of the vocabulary before padding; of the tokenizer if not given.", at_least=1
+        None, "Vocabulary size before padding; that of the tokenizer if not given.", at_least=1
     )
     padded_vocab_size: int | None = _tokenizer(
         None, "Vocabulary size after padding, instead of the computed one.", at_least=1
     )
     vocab_file: str | None = _tokenizer(None, "Vocabulary file of the tokenizer.")
     merge_file: str | None = _tokenizer(None, "Merge file of a byte-pair tokenizer.")
-    vocab_extra_ids: int = _tokenizer(0, "Extra tokens at the end of the vocabulary.")
+    vocab_extra_ids: int = _tokenizer(0, "Number of extra tokens at the end of the vocabulary.")
     tokenizer_type: str | None = _tokenizer(
         None,
-        "Kind of tokenizer.",
+        "Tokenizer type.",
         choices=_TYPES,
         refused_values={
             "MultimodalTokenizer": flag_messages.MULTIMODAL,
@@ -39,10 +39,10 @@ class TokenizerConfig:
         },
     )
     tokenizer_model: str | None = _tokenizer(
-        None, "File, directory or Hugging Face name of the tokenizer."
+        None, "File, directory or Hugging Face name of the tokenizer model."
     )
     tiktoken_pattern: str | None = _tokenizer(
-        None, "Which pre-tokenisation pattern a tiktoken vocabulary has: v1 or v2."
+        None, "Pre-tokenisation pattern of a tiktoken vocabulary: v1 or v2."
     )
     tiktoken_num_special_tokens: int = _tokenizer(
         1000, "Ids reserved for special tokens in a tiktoken vocabulary."

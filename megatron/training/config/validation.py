@@ -13,12 +13,12 @@ _validation = partial(option, group="validation")
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
     full_validation: bool = _validation(
-        False, "Go through the whole validation set at each evaluation."
+        False, "Evaluate on the complete validation set instead of --eval-iters batches."
     )
     multiple_validation_sets: bool = _validation(
-        False, "Evaluate on each data set of --valid-data-path or the blend apart."
+        False, "Evaluate separately on each validation data set; needs --full-validation."
     )
-    eval_iters: int = _validation(100, "Batches of an evaluation.")
+    eval_iters: int = _validation(100, "Batches per evaluation.")
     eval_interval: int = _validation(
         1000, "Steps between evaluations.", at_least=1, at_most=INT64_MAX
     )

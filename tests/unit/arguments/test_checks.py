@@ -143,7 +143,7 @@ def test_all_problems_come_at_once() -> None:
         assert any(p.startswith(start) for p in problems), (start, problems)
 
 
-WHOLE_GRADIENTS = next(n.flags for n in NEEDS if n.words.startswith("whole gradients"))
+WHOLE_GRADIENTS = next(n.flags for n in NEEDS if n.words.startswith("gradient buckets"))
 
 
 HALVES = (

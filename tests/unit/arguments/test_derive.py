@@ -163,10 +163,10 @@ def test_data_are_split_by_default_with_a_warning() -> None:
     assert run.data.split == "969, 30, 1"
     assert run.data.data_path == ("prefix",)
     assert run.data.dataloader_type == "single"
-    assert any("--split is not given: --data-path is cut" in w for w in run.warnings)
+    assert any("--split is not given: --data-path is split" in w for w in run.warnings)
     run = run_of("--data-args-path file", without=("--mock-data",))
     assert run.data.split == "969, 30, 1"
-    assert any("--split is not given: --data-args-path is cut" in w for w in run.warnings)
+    assert any("--split is not given: --data-args-path is split" in w for w in run.warnings)
 
 
 def test_an_inverted_flag_reaches_its_field() -> None:

@@ -120,7 +120,7 @@ def test_every_layer_lives_on_one_stage_whatever_is_asked() -> None:
 
 
 def test_layers_that_cannot_be_dealt_out_are_an_error() -> None:
-    with pytest.raises(ConfigError, match="5 cannot be dealt out evenly to 2 pipeline ranks"):
+    with pytest.raises(ConfigError, match="5 cannot be split evenly over 2 pipeline ranks"):
         stages(2, num_layers=5)
     with pytest.raises(ConfigError, match="3 layers of a pipeline rank .* 2 virtual stages"):
         stages(2, num_layers=6, virtual_pipeline_model_parallel_size=2)

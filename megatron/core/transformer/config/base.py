@@ -20,73 +20,79 @@ class BaseConfig:
     """Depth, width, norms and initialisation of a transformer."""
 
     num_layers: int = _network(
-        0, "Transformer layers of the model.", default=None, at_least=1, at_most=MAX_LAYERS
+        0, "Number of transformer layers.", default=None, at_least=1, at_most=MAX_LAYERS
     )
-    hidden_size: int = _network(0, "Width of the residual stream.", default=None, at_least=1)
+    hidden_size: int = _network(
+        0, "Hidden size: width of the residual stream.", default=None, at_least=1
+    )
     normalization: str = _network(
-        "LayerNorm", "Kind of the normalisation layers.", choices=("LayerNorm", "RMSNorm")
+        "LayerNorm", "Type of the normalisation layers.", choices=("LayerNorm", "RMSNorm")
     )
     layernorm_epsilon: float = _network(
         1e-05,
-        "Added to the variance inside the normalisation layers.",
+        "Epsilon added to the variance in normalisation layers.",
         flag="--norm-epsilon",
         dest="norm_epsilon",
     )
     layernorm_zero_centered_gamma: bool = _network(
         False,
-        "Store normalisation weights as their distance from 1, so that weight decay pulls "
-        "towards 1.",
+        "Store normalisation weights minus 1, so that weight decay pulls them towards 1.",
         flag="--apply-layernorm-1p",
         dest="apply_layernorm_1p",
     )
     apply_residual_connection_post_layernorm: bool = _network(
-        False, "Branch the residual off behind the input normalisation instead of before it."
+        False, "Take the residual connection after the input normalisation instead of before it."
     )
     layer_norm_placement: str = _network(
         "pre",
-        "Where a sublayer is normalised: its input (pre), its output (post) or both (sandwich).",
+        "Normalise the input of each sublayer (pre), its output (post) or both (sandwich).",
         choices=("pre", "post", "sandwich"),
     )
     embedding_scale: float | None = _network(
-        None, "Factor on the word embeddings; 0 means the square root of the hidden size."
+        None, "Multiplier of the word embeddings; 0 means sqrt(hidden size)."
     )
     output_scale: float | None = _network(
         None,
-        "Factor on what the output layer reads; 0 means one over the square root of the hidden "
-        "size.",
+        "Multiplier of the output layer's input; 0 means 1/sqrt(hidden size).",
     )
     final_logit_softcapping: float | None = _network(
-        None, "Squash the output logits smoothly into plus or minus this value."
+        None, "Soft-cap the output logits to plus or minus this value (tanh)."
     )
     multi_latent_attention: bool = _network(
-        False, "Compress keys and values into one small latent vector per token."
+        False,
+        "Use multi-latent attention (MLA): keys and values are compressed to one latent "
+        "vector per token.",
     )
     mtp_num_layers: int | None = _network(
         None,
-        "Layers behind the decoder that predict tokens further ahead in training.",
+        "Number of multi-token prediction (MTP) layers, each of which predicts one token "
+        "further ahead.",
         at_most=MAX_LAYERS,
     )
-    mtp_loss_scaling_factor: float = _network(
-        0.1, "Weight of the mean loss of the layers of --mtp-num-layers."
-    )
+    mtp_loss_scaling_factor: float = _network(0.1, "Weight of the mean MTP loss.")
     hidden_dropout: float = option(
-        0.1, "Probability of dropping a channel of a sublayer's output.", group="regularization"
+        0.1, "Dropout probability of the output of attention and MLP.", group="regularization"
     )
     calculate_per_token_loss: bool = option(
         False,
-        "Average the loss over all tokens of the global batch instead of micro-batch by "
-        "micro-batch.",
+        "Average the loss over all tokens of the global batch instead of averaging "
+        "micro-batch means.",
         group="training",
     )
-    init_method_std: float = _initialization(0.02, "Standard deviation of initial weights.")
+    init_method_std: float = _initialization(
+        0.02, "Standard deviation of the normal weight initialisation."
+    )
     embedding_init_method_std: float = _initialization(
-        None, "Standard deviation of initial word embeddings; that of the weights if not given."
+        None,
+        "Standard deviation of the word embedding initialisation; --init-method-std if not given.",
     )
     init_method_xavier_uniform: bool = _initialization(
-        False, "Draw initial weights uniformly by Xavier's rule."
+        False, "Use Xavier uniform weight initialisation."
     )
     fp32_residual_connection: bool = option(
-        False, "Keep the residual stream in fp32.", group="mixed precision"
+        False,
+        "Keep hidden states between layers in fp32; needs --bf16 or --fp16.",
+        group="mixed precision",
     )
     test_mode: bool = option(
         False,
@@ -96,17 +102,17 @@ class BaseConfig:
     )
     heterogeneous_layers_config_path: str | None = option(
         None,
-        "JSON file with the shape of each layer, in the Llama-Nemotron form.",
+        "JSON file with the configuration of each layer, in the Llama-Nemotron format.",
         group="heterogeneous architecture",
     )
     heterogeneous_layers_config_encoded_json: str | None = option(
         None,
-        "The text of --heterogeneous-layers-config-path itself.",
+        "Content of --heterogeneous-layers-config-path.",
         group="heterogeneous architecture",
     )
     symmetric_ar_type: str | None = _inference(
         None,
-        "All-reduce over symmetric memory while generating.",
+        "All-reduce over symmetric memory during generation.",
         choices=("two_shot", "one_shot", "multimem_all_reduce", None),
         refused="all-reduce over symmetric memory is not available in this program; use NCCL's, "
         "which runs without the flag",
@@ -118,16 +124,17 @@ class BaseConfig:
     )
     mlp_chunks_for_prefill: int = _inference(
         1,
-        "Parts that a prompt's MLP is computed in, to save memory.",
+        "Chunks in which the MLP processes a prompt, to save memory.",
         ignored="generation computes the MLP in one part",
     )
     transformer_impl: str = _te(
         "transformer_engine",
-        "Layers of Transformer Engine where it is installed, or our own (local).",
+        "Layer implementation: transformer_engine where it is installed, or local (this "
+        "program's own).",
         choices=("local", "transformer_engine"),
     )
     require_transformer_engine: bool = _te(
-        False, "Stop if Transformer Engine cannot be used, instead of running our own layers."
+        False, "Exit if Transformer Engine cannot be used, instead of using local layers."
     )
     te_rng_tracker: bool = _te(
         False,
@@ -139,19 +146,22 @@ class BaseConfig:
         "Keep random state the way generation under CUDA graphs needs.",
         ignored="--enable-cuda-graph keeps it so by itself",
     )
-    mamba_state_dim: int = _experimental(128, "Width of the state of a Mamba layer.", at_least=1)
-    mamba_head_dim: int = _experimental(64, "Width of a head of a Mamba layer.", at_least=1)
+    mamba_state_dim: int = _experimental(128, "State dimension of Mamba layers.", at_least=1)
+    mamba_head_dim: int = _experimental(64, "Head dimension of Mamba layers.", at_least=1)
     mamba_num_groups: int = _experimental(
-        8, "Groups of a Mamba layer that share state projections.", at_least=1
+        8,
+        "Number of groups in a Mamba layer; the heads of a group share their B and C projections.",
+        at_least=1,
     )
     mamba_num_heads: int | None = _experimental(
         None,
-        "Heads of a Mamba layer (default: twice the hidden size over their width).",
+        "Number of heads of a Mamba layer; 2 x hidden size / head dimension if not given.",
         at_least=1,
     )
     is_hybrid_model: bool = _experimental(
         False,
-        "Start the matrices that write into the residual stream for one part a layer, not two.",
+        "Scale output-projection initialisation by 1/sqrt(L) instead of 1/sqrt(2L), for "
+        "hybrid models.",
     )
     use_mamba_mem_eff_path: bool = _experimental(
         True,
@@ -163,6 +173,6 @@ class BaseConfig:
     )
     config_logger_dir: str = option(
         "",
-        "Folder into which each rank writes every configuration object as JSON at start.",
+        "Directory to which each rank writes its configuration objects as JSON at start-up.",
         group="config logger",
     )

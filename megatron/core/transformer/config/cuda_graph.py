@@ -16,18 +16,18 @@ class CudaGraphConfig:
 
     enable_cuda_graph: bool = _inference(
         False,
-        "Replay layers as CUDA graphs, forward and backward, instead of launching their kernels.",
+        "Capture layers as CUDA graphs and replay them, forward and backward; excludes "
+        "--external-cuda-graph.",
     )
-    cuda_graph_warmup_steps: int = _inference(
-        3, "Steps that run eagerly before CUDA graphs are recorded."
-    )
+    cuda_graph_warmup_steps: int = _inference(3, "Eager steps before CUDA graph capture.")
     external_cuda_graph: bool = _inference(
         False,
-        "The same as --enable-cuda-graph, and needs no Transformer Engine.",
+        "Alias of --enable-cuda-graph; does not need Transformer Engine.",
     )
     cuda_graph_scope: str = _inference(
         "full",
-        "What a CUDA graph covers: a whole layer, its attention, or all micro-batches of a step.",
+        "Scope of CUDA graph capture: each layer (full), its attention (attn), or all "
+        "micro-batches of a step (full_iteration).",
         choices=("full", "attn", "full_iteration"),
     )
 

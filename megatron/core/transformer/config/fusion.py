@@ -17,29 +17,32 @@ class FusionConfig:
 
     compile: str = _training(
         "none",
-        "What PyTorch compiles: nothing, each transformer layer, or all layers of a stage as one.",
+        "Regions for torch.compile: none, each transformer layer (layer) or all layers of a "
+        "stage (model).",
         choices=("none", "layer", "model"),
     )
-    masked_softmax_fusion: bool = _training(True, "Do not fuse scaling, mask and softmax.")
+    masked_softmax_fusion: bool = _training(True, "Do not fuse scaling, masking and softmax.")
     bias_gelu_fusion: bool = _training(
-        True, "Compute GELU exactly instead of by the tanh form that the fused kernel has."
+        True,
+        "Do not fuse bias and GELU; the fused kernel uses the tanh approximation, the "
+        "unfused one exact GELU.",
     )
-    bias_swiglu_fusion: bool = _training(True, "Do not fuse bias and gated SiLU.")
+    bias_swiglu_fusion: bool = _training(True, "Do not fuse bias and SwiGLU.")
     use_fused_weighted_squared_relu: bool = _training(
         False, "Fuse the router's weight with squared ReLU.", ignored=flag_messages.NO_KERNEL
     )
     bias_dropout_fusion: bool = _training(
-        True, "Do not fuse bias, dropout and residual, which are fused on a GPU alone."
+        True, "Do not fuse bias, dropout and residual; they are fused on GPUs only."
     )
     apply_rope_fusion: bool = _training(
-        True, "Do not fuse the rotation of queries and keys.", flag="--no-rope-fusion"
+        True, "Do not fuse the rotary embedding of queries and keys.", flag="--no-rope-fusion"
     )
     cross_entropy_loss_fusion: bool = _training(
-        False, "Compute the loss without keeping the softmax.", ignored=flag_messages.NO_KERNEL
+        False, "Use a fused cross-entropy loss.", ignored=flag_messages.NO_KERNEL
     )
     cross_entropy_fusion_impl: str = _training(
         "native",
-        "Which fused loss --cross-entropy-loss-fusion takes.",
+        "Implementation of --cross-entropy-loss-fusion.",
         choices=("native", "te"),
         ignored=flag_messages.NO_KERNEL,
     )

@@ -15,17 +15,19 @@ class MLAConfig:
     """Latent attention."""
 
     q_lora_rank: int | None = _mla(
-        None, "Width of the latent vector of queries; none means no compression."
+        None, "Rank of the latent queries in MLA; no compression if not given."
     )
-    kv_lora_rank: int = _mla(32, "Width of the latent vector of keys and values.")
-    qk_head_dim: int = _mla(128, "Width of a head's part of queries and keys that is not rotated.")
-    qk_pos_emb_head_dim: int = _mla(64, "Width of a head's rotated part of queries and keys.")
-    v_head_dim: int = _mla(128, "Width of a head's values.")
-    rotary_scaling_factor: float = _mla(
-        1.0, "Factor by which YaRN stretches the context.", at_least=1
+    kv_lora_rank: int = _mla(32, "Rank of the latent keys and values in MLA.")
+    qk_head_dim: int = _mla(
+        128, "Dimension of the part of each query and key head that is not rotated, in MLA."
     )
-    mscale: float = _mla(1.0, "Factor of YaRN's attention temperature on rotated channels.")
-    mscale_all_dim: float = _mla(0.0, "Factor of YaRN's attention temperature on all channels.")
+    qk_pos_emb_head_dim: int = _mla(
+        64, "Dimension of the rotated part of each query and key head in MLA; even."
+    )
+    v_head_dim: int = _mla(128, "Dimension of each value head in MLA.")
+    rotary_scaling_factor: float = _mla(1.0, "Context extension factor of YaRN.", at_least=1)
+    mscale: float = _mla(1.0, "YaRN attention scaling of rotated channels.")
+    mscale_all_dim: float = _mla(0.0, "YaRN attention scaling of all channels.")
     cache_mla_latents: bool = _mla(
-        False, "Keep latent vectors instead of keys and values while generating."
+        False, "Cache latent vectors instead of keys and values during generation."
     )

@@ -16,19 +16,19 @@ class MLPConfig:
 
     ffn_hidden_size: int = _network(
         None,
-        "Inner width of the MLP; 4 times the hidden size, or 8/3 of it in multiples of 64 "
-        "with --swiglu, if not given.",
+        "Hidden size of the MLP; 4 x hidden size if not given, with --swiglu 8/3 of it in "
+        "multiples of 64.",
         at_least=1,
     )
     activation_func_clamp_value: float | None = _network(
-        None, "Largest value of a gated MLP's gate, and largest magnitude of what it gates."
+        None, "Upper bound of a gated MLP's gate, and bound of the magnitude of its linear input."
     )
     glu_linear_offset: float = _network(
-        0.0, "Added to what the gate of a gated MLP multiplies.", at_least=None
+        0.0, "Offset added to the linear input of a gated MLP.", at_least=None
     )
     add_bias_linear: bool = option(
         True,
-        "Drop the biases of the linear layers.",
+        "Disable the biases of linear layers.",
         group="training",
         flag="--disable-bias-linear",
     )

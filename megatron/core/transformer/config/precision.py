@@ -18,47 +18,55 @@ class PrecisionConfig:
 
     disable_bf16_reduced_precision_matmul: bool = option(
         False,
-        "Keep partial sums of bfloat16 matrix products in fp32 on the GPU.",
+        "Accumulate bf16 GEMMs in fp32 only, on a GPU.",
         group="mixed precision",
     )
     fp8: str | None = _te(
         None,
-        "fp8 format: e4m3 everywhere, or hybrid with e5m2 gradients.",
+        "fp8 format of GEMMs: e4m3, or hybrid (e4m3 forward, e5m2 gradients); excludes "
+        "--fp4-format.",
         choices=("e4m3", "hybrid"),
         flag="--fp8-format",
     )
     fp8_recipe: str = _te(
         "delayed",
-        "How fp8 scaling factors are found.",
+        "Scaling recipe of fp8 tensors.",
         choices=("tensorwise", "delayed", "mxfp8", "blockwise"),
     )
-    fp8_margin: int = _te(0, "Powers of 2 that fp8 scaling keeps free.", at_least=None)
+    fp8_margin: int = _te(0, "Margin of fp8 scaling factors, in powers of 2.", at_least=None)
     fp8_interval: int = _te(
-        1, "Steps between new fp8 scaling factors.", ignored=flag_messages.EVERY_STEP
+        1, "Steps between updates of fp8 scaling factors.", ignored=flag_messages.EVERY_STEP
     )
     fp8_amax_history_len: int = _te(
-        1, "Steps of largest values that delayed scaling looks back on.", at_least=1
+        1, "Length of the amax history in steps, with --fp8-recipe delayed.", at_least=1
     )
     fp8_amax_compute_algo: str = _te(
-        "most_recent", "How delayed scaling reduces its history.", choices=("most_recent", "max")
+        "most_recent",
+        "How the amax history is reduced to one amax, with --fp8-recipe delayed.",
+        choices=("most_recent", "max"),
     )
     fp8_wgrad: bool = _te(
-        True, "Compute weight gradients in the higher precision, from inputs that are kept in it."
+        True, "Compute weight gradients in bf16, fp16 or fp32 instead of fp8 or fp4."
     )
     fp8_param: bool = _te(
         False,
-        "Store weights of fp8 layers in 8 bits, and gather updated ones so, where ranks share the "
-        "optimizer.",
+        "Store fp8 weights in 8 bits and all-gather them in fp8 with --use-distributed-optimizer.",
         flag="--fp8-param-gather",
         dest="fp8_param_gather",
     )
-    first_last_layers_bf16: bool = _te(False, "Keep the first and last layers in bfloat16.")
-    num_layers_at_start_in_bf16: int = _te(1, "First layers that stay in bfloat16.")
-    num_layers_at_end_in_bf16: int = _te(1, "Last layers that stay in bfloat16.")
-    fp4: str | None = _te(
-        None, "fp4 format of the products of layers.", choices=("e2m1",), flag="--fp4-format"
+    first_last_layers_bf16: bool = _te(
+        False, "Keep the first and last layers in bf16 under --fp8-format or --fp4-format."
     )
-    fp4_recipe: str = _te("nvfp4", "How fp4 scaling factors are found.", choices=("nvfp4",))
+    num_layers_at_start_in_bf16: int = _te(
+        1, "Number of first layers that --first-last-layers-bf16 keeps in bf16."
+    )
+    num_layers_at_end_in_bf16: int = _te(
+        1, "Number of last layers that --first-last-layers-bf16 keeps in bf16."
+    )
+    fp4: str | None = _te(
+        None, "fp4 format of GEMMs; excludes --fp8-format.", choices=("e2m1",), flag="--fp4-format"
+    )
+    fp4_recipe: str = _te("nvfp4", "Scaling recipe of fp4 tensors.", choices=("nvfp4",))
     kitchen_config_file: str | None = option(
         None,
         "Quantisation settings of the kitchen package.",

@@ -16,48 +16,50 @@ class RecomputeConfig:
 
     recompute_granularity: str | None = _training(
         None,
-        "What backward computes again instead of keeping: whole layers (full), costly parts "
-        "(selective), or as little as fits into --memory-budget-fraction (adaptive).",
+        "Activation recomputation: complete layers (full), --recompute-modules (selective), "
+        "or as little as fits --memory-budget-fraction (adaptive).",
         choices=("full", "selective", "adaptive"),
     )
     distribute_saved_activations: bool = _training(
-        False, "Keep each saved layer input cut over the tensor-parallel ranks."
+        False,
+        "Shard saved layer inputs over tensor-parallel ranks; needs --recompute-granularity "
+        "full, excludes --sequence-parallel.",
     )
     recompute_method: str | None = _training(
         None,
-        "Which layers full recomputation covers: uniform chunks or the first ones of each "
-        "stage (block).",
+        "Layers of full recomputation: uniform (chunks of all layers) or block (the first "
+        "layers of each stage).",
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = _training(
-        None, "Layers in a chunk (uniform) or layers recomputed per stage (block).", at_least=1
+        None, "Layers per chunk (uniform) or recomputed layers per stage (block).", at_least=1
     )
     recompute_modules: tuple[str, ...] | None = _training(
         None,
-        "Parts of a layer that selective recomputation covers, such as core_attn, mlp and "
-        "layernorm.",
+        "Modules of a layer to recompute with --recompute-granularity selective, such as "
+        "core_attn, mlp and layernorm.",
         nargs="*",
     )
 
     memory_budget_fraction: float = _training(
-        0.9, "Share of the device's memory that adaptive recomputation may fill, 0 to 1."
+        0.9, "Fraction of device memory, 0 to 1, that --recompute-granularity adaptive may use."
     )
 
     cpu_offloading: bool = _training(
         False,
-        "Let what the first --cpu-offloading-num-layers layers keep for backward wait in host "
-        "memory.",
+        "Offload the activations of the first --cpu-offloading-num-layers layers to host "
+        "memory until backward.",
     )
     cpu_offloading_num_layers: int = _training(
-        0, "Layers of each stage whose activations leave the device; with --cpu-offloading."
+        0, "Number of layers per stage that --cpu-offloading offloads."
     )
     cpu_offloading_activations: bool = True
     cpu_offloading_weights: bool = False
 
     loss_chunk_size: int | None = _training(
         None,
-        "Tokens whose logits are there at a time; backward computes them again. 0: all. Left out: "
-        "all, unless logits would take more than a tenth of the device's memory.",
+        "Tokens per chunk of logits in the loss; backward recomputes them. 0: one chunk. If "
+        "not given, chunks are used when the logits exceed a tenth of device memory.",
     )
 
     @property

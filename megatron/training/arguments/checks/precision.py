@@ -21,8 +21,9 @@ def fp16_loss_needs_fp16(run: RunConfig) -> Iterator[str]:
     """There are no float16 logits otherwise."""
     if run.language_model.fp16_lm_cross_entropy and not run.model.fp16:
         yield (
-            "--fp16-lm-cross-entropy needs --fp16: add it, or reduce the memory of fp32 logits "
-            "with --loss-chunk-size"
+            "--fp16-lm-cross-entropy needs --fp16, and the loss is computed in fp32 with it too: "
+            "use "
+            "--loss-chunk-size to reduce the memory of logits"
         )
 
 
