@@ -123,7 +123,7 @@ def _any_layout(
     if is_plain:
         groups |= set(REDUCTION)
     else:
-        degrees["pp"] = 1  # which full sharding refuses
+        degrees["pp"] = 1  # with stages: tests/distributed/test_checkpoint_gpt.py
     if kind != "zero-1":
         degrees["instances"] = 2 if kind == "hsdp" else 1
     replicas = degrees["dp"] * degrees["instances"]

@@ -39,6 +39,7 @@ LAYOUTS = [  # ranks, tensor parallel and other flags; one loaded from the other
     (2, f"1 {SHARD} optim_grads_params --init-model-with-meta-device"),
     (4, f"1 {SHARD} optim_grads {INSTANCES} --enable-full-sharding-in-hsdp"),
     (4, "2 --use-torch-fsdp2"),
+    (4, "1 --use-torch-fsdp2 --pipeline-model-parallel-size 2"),
     (1, "1"),
 ]
 

@@ -27,6 +27,17 @@ LAYOUTS = {
         f"{SHARD} optim_grads_params {INSTANCES} --enable-full-sharding-in-hsdp", "dp swiglu",
         Sizes(dp=4),
     ),
+    "stages": ("--use-torch-fsdp2", "pp dp untied", Sizes(microbatches=3)),
+    "stages that share a vocabulary that replicas do not divide": (
+        "--use-torch-fsdp2", "pp dp tied clip", Sizes(vocab=65, microbatches=3),
+    ),
+    "virtual stages of instances": (
+        f"{SHARD} optim_grads_params {INSTANCES}", "pp interleaved dp", Sizes(dp=4),
+    ),
+    "stages of instances that keep weights and share the optimizer": (
+        f"{SHARD} optim_grads {INSTANCES} --enable-full-sharding-in-hsdp",
+        "pp dp padded per-token-loss", Sizes(dp=4, microbatches=3),
+    ),
 }  # fmt: skip
 
 

@@ -106,6 +106,8 @@ TWO = {
     "fully sharded": "--use-torch-fsdp2 --no-gradient-accumulation-fusion",
     "whole weights kept for backward": "--use-megatron-fsdp --no-gradient-accumulation-fusion "
     "--data-parallel-sharding-strategy optim_grads --ckpt-format fsdp_dtensor",
+    "fully sharded stages": "--pipeline-model-parallel-size 2 --num-layers 4 --use-torch-fsdp2 "
+    "--num-virtual-stages-per-pipeline-rank 2 --no-gradient-accumulation-fusion",
     "deferred weight gradients": "--pipeline-model-parallel-size 2 --wgrad-deferral-limit 1 "
     "--defer-embedding-wgrad-compute --accumulate-allreduce-grads-in-fp32 --bf16",
 }

@@ -70,7 +70,7 @@ def sum_tied_gradients(model: Sequence[DataParallelBase], groups: ProcessGroupCo
 
     Collective over the group that each such parameter names, unless several copies lie on this
     rank: then all of them do.  Of a sharded copy a rank owns the same part on every stage: it has a
-    bucket of its own.
+    bucket of its own, or is cut by rows over as many replicas.
     """
     copies: dict[tuple[str, str], dict[nn.Parameter, Tensor]] = {}
     for chunk in model:
@@ -78,7 +78,8 @@ def sum_tied_gradients(model: Sequence[DataParallelBase], groups: ProcessGroupCo
             info = info_of(param)
             if info.shared_over is not None:
                 if grad is None:
-                    grad = param.grad = torch.zeros_like(param)
+                    param.grad = torch.zeros_like(param)
+                    grad = local_part(param.grad)
                 # All stages come to the groups in this order.
                 copies.setdefault((info.shared_over, info.name), {})[param] = grad
     for (name, _), held in sorted(copies.items(), key=lambda item: item[0]):

@@ -13,6 +13,10 @@ forward (and before backward, where parameters were dropped in between), reduce-
 backward.  With several instances of the whole model (HSDP) the owners' gradients are summed over
 inter_dist_opt in the last micro-batch; the owners of one part may update a piece each, and gather
 them there (`start_param_sync`).
+
+In a pipeline each model chunk is a sharded model of its own over the replicas of its stage.
+Several micro-batches may be between forward and backward: FSDP2 gathers a parameter into the same
+memory each time, so that what every graph has saved of it is there again.
 """
 
 from __future__ import annotations
@@ -67,6 +71,8 @@ class FullyShardedDataParallel(DataParallelBase):
         *,
         pg_collection: ProcessGroupCollection,
     ) -> None:
+        # The last backward pass of a step reduces: no start that stages could put off.
+        ddp_config = replace(ddp_config, align_grad_reduce=False)
         super().__init__(config, ddp_config, module, pg_collection)
         # A view comes out of a model where transposing moves nothing.  Nobody writes into it.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)

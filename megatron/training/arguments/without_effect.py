@@ -216,7 +216,7 @@ NEEDS = (
     FlagRequirement(
         "gradient buckets; FSDP reduces gradients layer by layer in backward",
         "overlap_param_gather overlap_param_gather_with_optimizer_step overlap_grad_reduce "
-        "ddp_num_buckets ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw "
+        "align_grad_reduce ddp_num_buckets ddp_bucket_size ddp_pad_buckets_for_high_nccl_busbw "
         "ddp_average_in_collective",
         lambda ns: not is_fully_sharded(ns),
     ),

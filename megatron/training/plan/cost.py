@@ -46,9 +46,12 @@ class PassCost:
     """
 
     peak: int
-    kept: int  # afterwards; negative where more is freed than made
+    kept: int  # afterwards; negative where more is freed than made; without ``gathered``
     handed_on: int  # besides: the tensor for another stage, until it is sent
     sent: Counter[Collective]  # between ranks of a stage
+    # Weights of FSDP that are there between the chunk's forward and its next backward pass, once
+    # for all micro-batches.
+    gathered: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

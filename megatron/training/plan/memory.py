@@ -23,15 +23,19 @@ def activation_peak(
     """
     alive = peak = leaving = 0
     ready: dict[Transfer, int] = {}  # bytes that are freed once they are sent
+    gathered: dict[int, int] = {}  # of each chunk
     for item in instructions:
         if isinstance(item, Exchange):
             alive += len(item.receives) * cost.message
-            peak = max(peak, alive)
+            peak = max(peak, alive + sum(gathered.values()))
             alive -= leaving
             leaving = sum(ready.pop(transfer) for transfer in item.sends)
             continue
         done = cost.passes[item.kind, item.chunk]
-        peak = max(peak, alive + done.peak)
+        # The peak of a forward pass includes what it gathers; a backward pass finds it there.
+        gathered[item.chunk] = 0 if item.kind == "forward" else done.gathered
+        peak = max(peak, alive + sum(gathered.values()) + done.peak)
+        gathered[item.chunk] = done.gathered if item.kind == "forward" else 0
         kept = done.kept
         if item.kind == "backward" and item.microbatch < first_deferred:
             kept = min(kept, -cost.passes["forward", item.chunk].kept - cost.message)

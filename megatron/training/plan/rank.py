@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.core import device, rank_local
 from megatron.core.diagnostics.timers import Timers
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.distributed.sharding import is_fully_sharded
+from megatron.core.distributed.sharding import is_fully_sharded, reshards_after_forward
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.parallel.context_parallel_partition import (
@@ -292,7 +292,11 @@ class _Trial:
         for kind in kinds:
             self._pass(executor, neighbours, Work(kind, 0, chunk))
         self.repeats.make_gradients()
-        return {kind: self._pass(executor, neighbours, Work(kind, 1, chunk)) for kind in kinds}
+        forward = self._pass(executor, neighbours, Work("forward", 1, chunk))
+        gathered = _gathered(run, chunk)
+        later = {kind: self._pass(executor, neighbours, Work(kind, 1, chunk)) for kind in kinds[1:]}
+        later["backward"] = _without(later["backward"], -gathered)
+        return {"forward": _without(forward, gathered), **later}
 
     def _pass(self, executor: Executor, neighbours: _Neighbours, work: Work) -> PassCost:
         neighbours.received = 0
@@ -308,6 +312,18 @@ class _Trial:
             handed_on=handed_on,
             sent=measured.sent,
         )
+
+
+def _gathered(run: Runtime, chunk: int) -> int:
+    """Bytes of weights that a forward pass has left for backward, which drops them."""
+    if not (is_fully_sharded(run.config.ddp) and reshards_after_forward(run.config.ddp)):
+        return 0
+    return storage_bytes(p for p in run.model_chunks[chunk].parameters() if local_part(p) is p)
+
+
+def _without(cost: PassCost, gathered: int) -> PassCost:
+    """``cost`` with what was gathered, or dropped, apart."""
+    return replace(cost, kept=cost.kept - gathered, gathered=abs(gathered))
 
 
 def _may_skip(run: Runtime) -> bool:

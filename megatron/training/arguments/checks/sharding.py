@@ -15,14 +15,19 @@ def _flags(run: RunConfig) -> str:
     return f"--data-parallel-sharding-strategy {run.ddp.data_parallel_sharding_strategy}"
 
 
-def sharded_parameters_have_one_stage(run: RunConfig) -> Iterator[str]:
-    """Gathering a layer for every micro-batch of a pipeline would cost more than it saves."""
-    pp = run.model.pipeline_model_parallel_size
-    if is_fully_sharded(run.ddp) and pp > 1:
-        yield (
-            f"{_flags(run)} with --pipeline-model-parallel-size {pp}: every stage would gather "
-            "its layers for every micro-batch; set it to 1, or use --use-distributed-optimizer"
-        )
+def sharded_gradients_are_reduced_in_backward(run: RunConfig) -> Iterator[str]:
+    """FSDP2 reduces what autograd has accumulated; a later weight gradient would miss that."""
+    schedule = run.model.pipeline_schedule or ""
+    later = {
+        f"--pipeline-schedule {schedule}": schedule.startswith("zb"),
+        "--defer-embedding-wgrad-compute": run.model.defer_embedding_wgrad_compute,
+    }
+    for flag, is_given in later.items():
+        if is_fully_sharded(run.ddp) and is_given:
+            yield (
+                f"{_flags(run)} reduces weight gradients in the backward pass, {flag} computes "
+                "them after it: drop the second, or use --use-distributed-optimizer"
+            )
 
 
 def sharded_parameters_have_processes(run: RunConfig) -> Iterator[str]:
