@@ -40,7 +40,7 @@ def test_logits_that_do_not_fit_are_named_with_their_cure() -> None:
         "OutOfMemory: rank 0 is out of memory in step 1, forward pass: an allocation of "
         f"{LOGITS_GIB:.3f} GiB failed"
     )
-    assert "output_loss.py" in lines[0]
+    assert "fused_linear_cross_entropy.py" in lines[0]
     sizes = {name: float(gib) for gib, name in re.findall(r"^ +([\d.]+)  (\S.*)$", said, re.M)}
     assert any(name.startswith("parameters of embedding.word_embeddings") for name in sizes)
     assert any(name.startswith("activations of decoder.layers.*.mlp.linear_fc2") for name in sizes)

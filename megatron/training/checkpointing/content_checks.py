@@ -60,7 +60,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_numbers(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
+    """Negative ones too: a loss scaler counts below zero while steps are skipped."""
+    return isinstance(value, dict) and all(
+        type(number) in (int, float) and abs(number) < _TOO_LARGE for number in value.values()
+    )
 
 
 def _are_plain(value: Any) -> bool:
