@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -45,14 +44,6 @@ CASES = {
     ),
     "T5": (1, "--model-kind t5 --decoder-num-layers 12 --decoder-seq-length 32"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_collection_of_garbage() -> Iterator[None]:
-    """Garbage that waits for its collection is memory, and when that happens is arbitrary."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.feature("Planner: seconds for models of any depth, the bytes of tracing each layer")
