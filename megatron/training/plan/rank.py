@@ -8,7 +8,6 @@ collectives do nothing.
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -100,7 +99,6 @@ def _imagined(config: RunConfig) -> Iterator[None]:
         mock.patch.object(F, "scaled_dot_product_attention", attention_without_memory),
         mock.patch.object(token_dispatcher, "counts_of", partial(_even_counts, config.model)),
         _own_tables(),
-        _no_garbage_collection(),
         _fake_tensors() if is_fake else contextlib.nullcontext(),
     ):
         yield
@@ -128,19 +126,6 @@ def _fake_tensors() -> Iterator[None]:
         mock.patch.object(DeviceMesh, "from_group", mesh),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keep the collector off: when it runs is arbitrary, and what it frees changes the counts."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

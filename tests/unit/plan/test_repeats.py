@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -44,6 +45,14 @@ CASES = {
     ),
     "T5": (1, "--model-kind t5 --decoder-num-layers 12 --decoder-seq-length 32"),
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_collection_of_garbage() -> Iterator[None]:
+    """Garbage that waits for its collection is memory, and when that happens is arbitrary."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.mark.feature("Planner: seconds for models of any depth, the bytes of tracing each layer")
