@@ -135,7 +135,7 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
     tracker = Tracker([*params, *buffers, *state])
     peaks = []
     with tracker:
-        for _ in range(3):
+        for _ in range(5):
             tracker.peak = tracker.alive
             _gradients(run, run.batches.num_microbatches(0))
             own = _bytes(p.grad for p in params if p.grad is not None)
