@@ -41,10 +41,10 @@ FIRST_SAMPLE = 250
 WARM_UP = FIRST_SAMPLE + 2000
 # Largest slopes, per step.  glibc grows a heap by 128 KiB or more at once and keeps it; one such
 # step half-way tilts a line through 2,700 steps by 1.5 * 128 Ki / 2,700 = 73 bytes a step, and runs
-# that stay flat over 14,000 steps show two.  Saves that were freed late showed 1,200 and more.
+# that stay flat over 14,000 steps show two: 146.  Saves that were freed late showed 251 and more.
 BOUNDS = {
-    "resident": 250.0,
-    "private": 250.0,
+    "resident": 160.0,
+    "private": 160.0,
     "descriptors": 0.0005,
     "threads": 0.0005,
 }
