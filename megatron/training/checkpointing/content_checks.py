@@ -33,7 +33,7 @@ def check_common(common: Mapping[str, Any], folder: Path) -> None:
         "counters": isinstance(counters, dict) and all(map(_is_number, counters.values())),
         "optimizer": optimizer is None or isinstance(optimizer, dict),
         "optimizer.step": _is_number(steps),
-        "optimizer.grad_scaler": scaler is None or _are_numbers(scaler),
+        "optimizer.grad_scaler": scaler is None or _is_scaler(scaler),
         "opt_param_scheduler": schedule is None or _are_plain(schedule),
     }
     for name, is_right in problems.items():
@@ -59,10 +59,11 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < _TOO_LARGE
 
 
-def _are_numbers(value: Any) -> bool:
-    """Negative ones too: a loss scaler counts below zero while steps are skipped."""
+def _is_scaler(value: Any) -> bool:
+    """Counters of a loss scaler are negative while steps are skipped; its scale never is."""
     return isinstance(value, dict) and all(
-        type(number) in (int, float) and abs(number) < _TOO_LARGE for number in value.values()
+        _is_number(abs(number) if type(number) is int and name != "scale" else number)
+        for name, number in value.items()
     )
 
 
