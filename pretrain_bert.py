@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import megatron.training.early_sigterm  # noqa: F401  (before the imports that take seconds)
+import megatron.training.process.early_sigterm  # noqa: F401  (before the imports that take seconds)
 
 # isort: split
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.core.diagnostics.straggler import StragglerDetector
 from megatron.core.enums import ModelType
 from megatron.core.models.bert.bert_model import BertModel
-from megatron.training.batch import next_batch
+from megatron.training.data.batch import next_batch
 from megatron.training.global_vars import get_run
 from megatron.training.models.bert import apply_bert
 from megatron.training.training import pretrain

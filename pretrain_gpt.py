@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import megatron.training.early_sigterm  # noqa: F401  (before the imports that take seconds)
+import megatron.training.process.early_sigterm  # noqa: F401  (before the imports that take seconds)
 
 # isort: split
 from collections.abc import Iterator, Sequence
@@ -15,11 +15,11 @@ from torch import Tensor
 from megatron.core.diagnostics.straggler import StragglerDetector
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.training.batch import next_batch
+from megatron.training.data.batch import next_batch
+from megatron.training.data.datasets import build_datasets
 from megatron.training.global_vars import get_run
-from megatron.training.models.datasets import build_datasets
 from megatron.training.models.gpt import apply_gpt
-from megatron.training.models.registry import build_stage
+from megatron.training.runtime.setup import build_stage
 from megatron.training.training import pretrain
 
 stimer = StragglerDetector()  # measures under --log-straggler

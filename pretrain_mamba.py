@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import megatron.training.early_sigterm  # noqa: F401  (before the imports that take seconds)
+import megatron.training.process.early_sigterm  # noqa: F401  (before the imports that take seconds)
 
 # isort: split
 from megatron.core.enums import ModelType

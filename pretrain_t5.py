@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import megatron.training.early_sigterm  # noqa: F401  (before the imports that take seconds)
+import megatron.training.process.early_sigterm  # noqa: F401  (before the imports that take seconds)
 
 # isort: split
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megatron.core.enums import ModelType
 from megatron.core.models.T5 import T5Model
-from megatron.training.batch import next_batch
+from megatron.training.data.batch import next_batch
 from megatron.training.global_vars import get_run
-from megatron.training.models.registry import build_stage
 from megatron.training.models.t5 import apply_t5
+from megatron.training.runtime.setup import build_stage
 from megatron.training.training import pretrain
 from pretrain_gpt import loss_func, stimer, train_valid_test_datasets_provider
 

@@ -19,11 +19,11 @@ import pretrain_gpt
 from benchmarks import ours, peers
 from megatron.core import device
 from megatron.core.params.param_info import info_of
-from megatron.training import setup
+from megatron.training.estimates.peak_flops import measured_gemm_rate
 from megatron.training.initialize import configure, start
-from megatron.training.memory_warmup import make_optimizer_state
-from megatron.training.peak_flops import measured_gemm_rate
-from megatron.training.step import train_step
+from megatron.training.memory.warmup import make_optimizer_state
+from megatron.training.runtime import setup
+from megatron.training.step.train_step import train_step
 
 STEPS_OF_DATA = 64
 
@@ -149,7 +149,7 @@ class OurTrainer:
         self.run.forward_step_func = pretrain_gpt.forward_step
         self.run.train_iters = 1_000_000
         setup.setup_tokenizer(self.run)
-        setup.build_model(self.run, pretrain_gpt.model_provider)
+        setup.build_model_chunks(self.run, pretrain_gpt.model_provider)
         if not shape.experts:
             _fill_ours(self.run.model_chunks[0], shape)
         setup.build_optimizer(self.run)

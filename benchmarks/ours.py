@@ -10,11 +10,11 @@ from torch import Tensor, nn
 import pretrain_gpt
 from benchmarks.peers import ADAM, CLIP, WEIGHT_DECAY, Shape, batches, weights
 from megatron.core.params.param_info import info_of
-from megatron.training import setup
-from megatron.training.flops import num_floating_point_operations
+from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.initialize import configure, start
-from megatron.training.runtime import Runtime
-from megatron.training.step import train_step
+from megatron.training.runtime import setup
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.step.train_step import train_step
 
 
 def flags(shape: Shape, dtype: str) -> list[str]:
@@ -47,7 +47,7 @@ class OurTrainer:
         self.run.forward_step_func = pretrain_gpt.forward_step
         self.run.train_iters = 1_000_000
         setup.setup_tokenizer(self.run)
-        setup.build_model(self.run, pretrain_gpt.model_provider)
+        setup.build_model_chunks(self.run, pretrain_gpt.model_provider)
         copy_weights(self.run.model_chunks[0], shape)
         setup.build_optimizer(self.run)
         self.run.train_data = endless(batches(shape, steps))

@@ -32,10 +32,10 @@ from torch.profiler import ProfilerActivity, profile
 import pretrain_gpt
 from megatron.core.diagnostics import collective_tracer
 from megatron.core.enums import ModelType
-from megatron.core.tensor_parallel.layers import _start_reduction as start_reduction
-from megatron.training import step
-from megatron.training.runtime import Runtime
-from megatron.training.state import StepResult
+from megatron.core.tensor_parallel.linear import start_reduction
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.state import StepResult
+from megatron.training.step import train_step
 from megatron.training.training import pretrain
 
 _LAYERS, _SEQUENCES, _TOKENS = 4, 4, 512
@@ -93,7 +93,7 @@ class Measured:
             profiler.start()
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         waited_s = collective_tracer.record.waited_s
-        result = step.train_step(run)
+        result = train_step.train_step(run)
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
         under_way_s = 0.0
         if profiler is not None:
@@ -141,7 +141,7 @@ def serve(
         mock.patch("sys.argv", ["pretrain_gpt.py", *argv]),
         mock.patch("megatron.training.loop.train_step", Measured(pipe)),
         mock.patch(
-            "megatron.core.tensor_parallel.linear._start_reduction",
+            "megatron.core.tensor_parallel.linear.start_reduction",
             _sum_at_once if name == _TP_WAITS else start_reduction,
         ),
     ):

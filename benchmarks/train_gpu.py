@@ -27,12 +27,12 @@ import torch
 from benchmarks import gpu_contenders
 from benchmarks.gpu_contenders import SHAPES, Shape, contenders, make_trainer
 from megatron.core import device
-from megatron.training.arguments.parameter_count import padded_vocab_size
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from megatron.training.flops import causal_model_flops
-from megatron.training.memory_report import is_lack_of_memory
-from megatron.training.peak_flops import known_peak
+from megatron.training.estimates.flops import causal_model_flops
+from megatron.training.estimates.parameter_count import padded_vocab_size
+from megatron.training.estimates.peak_flops import known_peak
+from megatron.training.memory.report import is_lack_of_memory
 
 COMPARED_STEPS = 20
 _GIB = 2**30

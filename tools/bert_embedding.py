@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.embedding import (
+from megatron.training.inference.embedding import (
     Corpus,
     huggingface_embedder,
     megatron_embedder,
@@ -27,7 +27,7 @@ from megatron.training.embedding import (
 )
 from megatron.training.initialize import shut_down
 from megatron.training.preprocess.cli import add_format_arguments, record_format, run_tool
-from megatron.training.rank_print import is_rank0
+from megatron.training.process.rank_print import is_rank0
 
 
 def get_parser() -> argparse.ArgumentParser:

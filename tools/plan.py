@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or not
 
-from megatron.training.arguments.check_only import check_only
 from megatron.training.arguments.parser import parse_args
+from megatron.training.plan.check import check_only
 
 
 def main() -> None:

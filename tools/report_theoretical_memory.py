@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # installed or 
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
-from megatron.training.arguments.parameter_count import padded_vocab_size
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from megatron.training.rank_print import world_size
-from megatron.training.theoretical_memory_usage import print_memory
+from megatron.training.estimates.parameter_count import padded_vocab_size
+from megatron.training.estimates.theoretical_memory import print_memory
+from megatron.training.process.rank_print import world_size
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def main() -> None:
             return
         # Torch takes a second to import: only where it is used.
         from megatron.core.inference.sampling_params import SamplingParams
-        from megatron.training.generation import answer
+        from megatron.training.inference.generation import answer
 
         params = SamplingParams(
             temperature=args.temperature,

@@ -24,11 +24,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # installed or not
 
-from megatron.training import setup
-from megatron.training.data import train_valid_test_num_samples
+from megatron.training.data.datasets import build_datasets
+from megatron.training.data.loaders import train_valid_test_num_samples
 from megatron.training.initialize import configure, start
-from megatron.training.models.datasets import build_datasets
-from megatron.training.models.registry import build_stage
+from megatron.training.runtime import setup
+from megatron.training.runtime.setup import build_stage
 
 
 def main() -> int:
@@ -38,7 +38,7 @@ def main() -> int:
         run = start(configure(argv=flags))
         run.train_iters = run.config.training.train_iters
         setup.setup_tokenizer(run)
-        setup.build_model(run, partial(build_stage, run))  # its stages say what is read
+        setup.build_model_chunks(run, partial(build_stage, run))  # its stages say what is read
         train, valid, _ = build_datasets(run, train_valid_test_num_samples(run))
     unigram = unigram_loss(asked_for(train), asked_for(valid))
     losses = last_validation_losses(Path(log).read_text())

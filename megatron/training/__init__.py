@@ -8,12 +8,12 @@ _UTILS = ("print_rank_0", "print_rank_last", "is_last_rank", "is_rank0")
 __getattr__ = lazy_exports(
     __name__,
     {
-        **dict.fromkeys(_GLOBALS, "megatron.training.global_vars"),
-        **dict.fromkeys(_UTILS, "megatron.training.utils"),
+        **dict.fromkeys(_GLOBALS, "megatron.training.compat.global_vars"),
+        **dict.fromkeys(_UTILS, "megatron.training.compat.utils"),
         "initialize_megatron": "megatron.training.initialize",
         "pretrain": "megatron.training.training",
-        "get_model": "megatron.training.own_loop",
-        "get_train_valid_test_num_samples": "megatron.training.own_loop",
+        "get_model": "megatron.training.compat.train_loop",
+        "get_train_valid_test_num_samples": "megatron.training.compat.train_loop",
         "inprocess_restart": "megatron.training.inprocess_restart",
     },
 )

@@ -1,60 +1,7 @@
-"""The running Runtime, for scripts; nothing inside ``megatron/`` calls get_args."""
+"""Megatron-LM's import path of `megatron.training.compat.global_vars`: the same module."""
 
-from __future__ import annotations
+import sys
 
-from typing import Any
+from megatron.training.compat import global_vars
 
-from megatron.core.diagnostics.timers import Timers
-from megatron.core.rank_local import each_rank_owns
-from megatron.training.arguments.legacy import ReadOnlyNamespace, legacy_namespace, refresh
-from megatron.training.runtime import Runtime
-
-_runtime: Runtime | None = None
-_namespace: ReadOnlyNamespace | None = None
-each_rank_owns(__name__, "_runtime", "_namespace")
-
-
-def set_run(run: Runtime | None) -> None:
-    """Make ``run`` what the functions below answer from."""
-    global _runtime, _namespace
-    _runtime, _namespace = run, None
-
-
-def get_run() -> Runtime:
-    """The running Runtime."""
-    if _runtime is None:
-        raise RuntimeError("nothing runs yet: call pretrain() or initialize_megatron() first")
-    return _runtime
-
-
-def get_args() -> Any:
-    """The configuration and the counters in the old flat form, read-only.
-
-    One object for the whole run, whose counters are brought up to date at each call.
-    """
-    global _namespace
-    if _namespace is None:
-        _namespace = legacy_namespace(get_run())
-    else:
-        refresh(_namespace, get_run())
-    return _namespace
-
-
-def get_tokenizer() -> Any:
-    """The tokenizer of the run."""
-    return get_run().tokenizer
-
-
-def get_timers() -> Timers:
-    """The timers of the run."""
-    return get_run().timers
-
-
-def get_tensorboard_writer() -> Any:
-    """The TensorBoard writer on the last rank, else None."""
-    return get_run().callbacks.tensorboard_writer()
-
-
-def get_wandb_writer() -> Any:
-    """The W&B run on the last rank, else None."""
-    return get_run().callbacks.wandb_writer()
+sys.modules[__name__] = global_vars

@@ -37,26 +37,30 @@ from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.schedules import graphs_of
 from megatron.core.tensor_parallel.random import model_parallel_seed
-from megatron.training import global_vars
-from megatron.training.arguments.check_only import check_only
-from megatron.training.arguments.legacy import resolve_args
+from megatron.training import plan
 from megatron.training.arguments.parser import apply_defaults, parse_args
 from megatron.training.arguments.sections import SECTIONS, flags_and_defaults
 from megatron.training.arguments.without_effect import without_effect_on_a_cpu
 from megatron.training.checkpointing import apply_checkpoint_args
+from megatron.training.compat import global_vars
+from megatron.training.compat.arguments import resolve_args
 from megatron.training.config.run import RunConfig
-from megatron.training.failure_watch import tell_launcher
-from megatron.training.groups import create_groups
-from megatron.training.launcher_watch import end_with_launcher
-from megatron.training.log_setup import setup_logging
-from megatron.training.preflight import folder_problems, needs_rendezvous, rendezvous_problems
-from megatron.training.rank_print import print_rank_0, rank, survive_lost_output, world_size
-from megatron.training.rendezvous import meet
-from megatron.training.runtime import Runtime
-from megatron.training.schedule import number_of_train_iters
-from megatron.training.setup import setup_tokenizer
-from megatron.training.signals import catch_stop_signal
-from megatron.training.step_graph import StepGraph
+from megatron.training.process.failure_watch import tell_launcher
+from megatron.training.process.launcher_watch import end_with_launcher
+from megatron.training.process.log_setup import setup_logging
+from megatron.training.process.preflight import (
+    folder_problems,
+    needs_rendezvous,
+    rendezvous_problems,
+)
+from megatron.training.process.rank_print import print_rank_0, rank, survive_lost_output, world_size
+from megatron.training.process.rendezvous import meet
+from megatron.training.process.signals import catch_stop_signal
+from megatron.training.runtime.groups import create_groups
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.schedule import number_of_train_iters
+from megatron.training.runtime.setup import setup_tokenizer
+from megatron.training.runtime.step_graph import StepGraph
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _PROCESS_STARTED_AT_S = time.time()
@@ -92,7 +96,7 @@ def configure(
         apply_checkpoint_args(namespace)
     _read_layers(namespace)
     if namespace.check_only:
-        status = check_only(namespace)
+        status = plan.check_only(namespace)
         if status and rank() != 0:
             _wait_for_the_end()
         raise SystemExit(status)

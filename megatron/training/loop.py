@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.training.flops import num_floating_point_operations
-from megatron.training.runtime import Runtime
-from megatron.training.step import train_step
+from megatron.training.estimates.flops import num_floating_point_operations
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.step.train_step import train_step
 
 
 def train(run: Runtime) -> None:

@@ -17,10 +17,10 @@ from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
 from megatron.core.transformer.attention_backends import AttentionRequest, attention_report
 from megatron.core.transformer.heterogeneous.heterogeneous_config import NO_OP
 from megatron.core.transformer.moe.deep_ep import unsupported_reason
-from megatron.training.arguments.model_layers import kind_of, layers_of
 from megatron.training.config.run import RunConfig
-from megatron.training.rank_print import print_rank_0
-from megatron.training.runtime import Runtime
+from megatron.training.estimates.model_layers import layers_of, model_kind_name
+from megatron.training.process.rank_print import print_rank_0
+from megatron.training.runtime.runtime import Runtime
 
 _NAME_WIDTH = 48
 
@@ -82,7 +82,7 @@ def _engine_computes(run: Runtime) -> bool:
 
 def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
     """What attention needs in training, under an exchange of this type if any."""
-    model, data, kind = config.model, config.data, kind_of(config)
+    model, data, kind = config.model, config.data, model_kind_name(config)
     has_sink = model.softmax_type != "vanilla"
     is_whole = comm_type in ("", "a2a") and not has_sink
     positions, is_causal = config.language_model.position_embedding_type, kind not in ("bert", "t5")

@@ -11,13 +11,15 @@ from megatron.core.config.errors import MegatronError
 from megatron.core.enums import ModelType
 from megatron.core.lazy import lazy_exports
 from megatron.core.parallel.run_store import RunStore
-from megatron.training import data, setup
-from megatron.training import evaluate as evaluation
-from megatron.training.arguments.legacy import flat_values
+from megatron.training.arguments.flat_values import flat_values
 from megatron.training.callbacks.default import default_callbacks
-from megatron.training.checkpoint_io import convert, finish_at_failure, load, save_last
-from megatron.training.early_sigterm import end_of_imports
-from megatron.training.failure_watch import failure_watch
+from megatron.training.checkpointing.run_checkpoint import (
+    convert,
+    finish_at_failure,
+    load,
+    save_last,
+)
+from megatron.training.data import loaders
 from megatron.training.initialize import (
     configure,
     connect,
@@ -27,11 +29,14 @@ from megatron.training.initialize import (
     shut_down,
 )
 from megatron.training.loop import train
-from megatron.training.memory_report import report_oom
-from megatron.training.memory_warmup import make_optimizer_state, rehearse
-from megatron.training.rank_print import print_rank_0
-from megatron.training.runtime import Runtime
-from megatron.training.schedule import number_of_train_iters, recount_train_iters
+from megatron.training.memory.report import report_oom
+from megatron.training.memory.warmup import make_optimizer_state, rehearse
+from megatron.training.process.early_sigterm import end_of_imports
+from megatron.training.process.failure_watch import failure_watch
+from megatron.training.process.rank_print import print_rank_0
+from megatron.training.runtime import setup
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.schedule import number_of_train_iters, recount_train_iters
 from megatron.training.startup_log import (
     print_arguments,
     print_attention_backends,
@@ -43,6 +48,7 @@ from megatron.training.startup_log import (
     print_low_precision,
     print_token_travel,
 )
+from megatron.training.step import evaluate as evaluation
 
 # What scripts that bring their own loop look for here.
 _OWN_LOOP = (
@@ -51,12 +57,14 @@ _OWN_LOOP = (
     "get_train_valid_test_num_samples save_checkpoint_and_time setup_model_and_optimizer "
     "train_step training_log update_train_iters"
 ).split()
-__getattr__ = lazy_exports(__name__, dict.fromkeys(_OWN_LOOP, "megatron.training.own_loop"))
+__getattr__ = lazy_exports(
+    __name__, dict.fromkeys(_OWN_LOOP, "megatron.training.compat.train_loop")
+)
 end_of_imports()  # entry scripts import this last
 
 
 def pretrain(
-    train_valid_test_dataset_provider: data.Provider,
+    train_valid_test_dataset_provider: loaders.Provider,
     model_provider: setup.ModelProvider,
     model_type: ModelType,
     forward_step_func: Callable[..., Any],
@@ -131,7 +139,7 @@ def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
     setup.setup_tokenizer(run)
     print_datetime("after megatron is initialized")
     run.timers("model-and-optimizer-setup", log_level=0).start(barrier=True)
-    setup.build_model(run, model_provider)
+    setup.build_model_chunks(run, model_provider)
     print_gradient_accumulation(run)
     if not run.config.validation.skip_train:
         setup.build_optimizer(run)
@@ -141,9 +149,9 @@ def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
     print_datetime("after model, optimizer, and learning rate scheduler are built")
 
 
-def _prepare_data(run: Runtime, provider: data.Provider) -> None:
+def _prepare_data(run: Runtime, provider: loaders.Provider) -> None:
     run.timers("train/valid/test-data-iterators-setup", log_level=0).start(barrier=True)
-    data.build_data(run, provider)
+    loaders.build_data(run, provider)
     run.timers("train/valid/test-data-iterators-setup").stop()
     print_datetime("after dataloaders are built")
     print_rank_0("done with setup ...")

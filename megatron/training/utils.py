@@ -1,49 +1,7 @@
-"""Small helpers that training scripts import."""
+"""Megatron-LM's import path of `megatron.training.compat.utils`: the same module."""
 
-from __future__ import annotations
+import sys
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from megatron.training.compat import utils
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-
-from megatron.core.datasets.gpt_dataset import (
-    get_ltor_masks_and_position_ids as get_ltor_masks_and_position_ids,
-)
-from megatron.core.optimizer import clip_grads
-from megatron.core.parallel import parallel_state
-from megatron.core.utils import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
-from megatron.training.batch import get_batch_on_this_tp_rank as get_batch_on_this_tp_rank
-from megatron.training.data import get_blend_and_blend_per_split as get_blend_and_blend_per_split
-from megatron.training.rank_print import is_last_rank as is_last_rank
-from megatron.training.rank_print import is_rank0 as is_rank0
-from megatron.training.rank_print import print_rank_0 as print_rank_0
-from megatron.training.rank_print import print_rank_last as print_rank_last
-
-
-def unwrap_model(model: Any, wrappers: Iterable[type] | None = None) -> Any:
-    """The model inside data-parallel and precision wrappers; lists stay lists."""
-    if isinstance(model, list):
-        return [unwrap_model(m, wrappers) for m in model]
-    while isinstance(model, nn.Module) and isinstance(model._modules.get("module"), nn.Module):
-        model = model.module
-    return model
-
-
-def average_losses_across_data_parallel_group(losses: Iterable[Tensor]) -> Tensor:
-    """Mean of each loss over the replicas.  Collective over dp_cp."""
-    stacked = torch.cat([loss.detach().reshape(1) for loss in losses])
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    dist.all_reduce(stacked, group=group)
-    return stacked / group.size()
-
-
-def calc_params_l2_norm(
-    model: nn.Module | Sequence[nn.Module], force_create_fp32_copy: bool = False
-) -> float:
-    """L2 norm of all parameters of the model.  Collective over the ranks that hold it."""
-    del force_create_fp32_copy  # sums are in fp32 whatever the parameters are
-    chunks = [model] if isinstance(model, nn.Module) else model
-    return clip_grads.calc_params_l2_norm(chunks, parallel_state.current())
+sys.modules[__name__] = utils

@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments.legacy import core_transformer_config_from_args
+from megatron.training.compat.arguments import core_transformer_config_from_args
 
 
 def core_transformer_config_from_yaml(

@@ -13,9 +13,10 @@ import pretrain_gpt
 from megatron.core.dist_checkpointing.megatron_formats.archive import MappedFile
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.training import checkpoint_io, setup
+from megatron.training.checkpointing import run_checkpoint
 from megatron.training.initialize import configure, start
-from megatron.training.schedule import number_of_train_iters
+from megatron.training.runtime import setup
+from megatron.training.runtime.schedule import number_of_train_iters
 from tests.distributed.test_fsdp import INSTANCES, SHARD
 from tests.functional.runs import TINY, run_gpt
 from tests.ranks import run_ranks
@@ -50,10 +51,10 @@ def load_and_save(rank: int, world_size: int, argv: Sequence[str]) -> None:
         run = start(configure())
     run.train_iters = number_of_train_iters(run.config, run.batches)
     setup.setup_tokenizer(run)
-    setup.build_model(run, pretrain_gpt.model_provider)
+    setup.build_model_chunks(run, pretrain_gpt.model_provider)
     setup.build_optimizer(run)
-    checkpoint_io.load(run)
-    checkpoint_io.save(run)
+    run_checkpoint.load(run)
+    run_checkpoint.save(run)
 
 
 def content(root: Path) -> dict[str, torch.Tensor]:

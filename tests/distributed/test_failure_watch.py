@@ -21,8 +21,8 @@ from megatron.core.parallel.run_store import RunStore
 from megatron.core.pipeline_parallel.plan import Exchange, Placement, Transfer
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
-from megatron.training.failure_watch import failure_watch
-from megatron.training.stall_report import StallReport
+from megatron.training.process.failure_watch import failure_watch
+from megatron.training.process.stall_report import StallReport
 from tests import ranks
 from tests.ranks import run_ranks
 

@@ -22,10 +22,10 @@ from megatron.core.distributed.fsdp import FullyShardedDataParallel
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params import param_init
 from megatron.core.params.param_info import ParamInfo, info_of, local_part
-from megatron.training import setup
 from megatron.training.initialize import configure, start
-from megatron.training.runtime import Runtime
-from megatron.training.schedule import number_of_train_iters
+from megatron.training.runtime import setup
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.schedule import number_of_train_iters
 from tests.distributed.test_fsdp import INSTANCES, SHARD
 from tests.functional.runs import TINY, train_gpt
 from tests.ranks import run_ranks
@@ -95,7 +95,7 @@ def build(flags: str, watched: contextlib.AbstractContextManager[Any]) -> Runtim
         run.train_iters = number_of_train_iters(run.config, run.batches)
         setup.setup_tokenizer(run)
         with watched:
-            setup.build_model(run, pretrain_gpt.model_provider)
+            setup.build_model_chunks(run, pretrain_gpt.model_provider)
     return run
 
 

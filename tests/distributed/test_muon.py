@@ -19,8 +19,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import ParamInfo, info_of, local_part, set_info
 from megatron.training.initialize import configure, start
-from megatron.training.setup import build_model, build_optimizer, setup_tokenizer
-from megatron.training.step import _gradients, _update
+from megatron.training.runtime.setup import build_model_chunks, build_optimizer, setup_tokenizer
+from megatron.training.step.train_step import _gradients, _update
 from tests import tolerances
 from tests.distributed.test_planner import _data
 from tests.functional.runs import TINY
@@ -161,7 +161,7 @@ def _embedding(rank: int, world_size: int, words: str) -> Tensor:
     with contextlib.redirect_stdout(io.StringIO()):
         run = start(configure(argv=[*TINY, *words.split()]))
         setup_tokenizer(run)
-        build_model(run, pretrain_gpt.model_provider)
+        build_model_chunks(run, pretrain_gpt.model_provider)
         build_optimizer(run)
     run.forward_step_func = pretrain_gpt.forward_step
     run.train_data = [_data(run.config) for _ in run.model_chunks]

@@ -17,11 +17,11 @@ from megatron.core.params.param_info import local_part
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.initialize import configure, start
-from megatron.training.models.registry import kind_of
+from megatron.training.models.registry import model_kind_of
 from megatron.training.plan.stages import plan_run
 from megatron.training.plan.tracing import Tracker
-from megatron.training.setup import build_model, build_optimizer, setup_tokenizer
-from megatron.training.step import _gradients, _update
+from megatron.training.runtime.setup import build_model_chunks, build_optimizer, setup_tokenizer
+from megatron.training.step.train_step import _gradients, _update
 from tests.functional.runs import TINY
 from tests.ranks import run_ranks
 
@@ -123,7 +123,7 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
         run = start(configure(argv=argv))
         setup_tokenizer(run)
         entry = importlib.import_module(f"pretrain_{run.config.language_model.model_kind or 'gpt'}")
-        build_model(run, entry.model_provider)
+        build_model_chunks(run, entry.model_provider)
         build_optimizer(run)
     run.forward_step_func = entry.forward_step
     run.train_data = [_data(run.config) for _ in run.model_chunks]
@@ -152,7 +152,7 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
 
 
 def _data(config: Any) -> Iterator[dict[str, Tensor]]:
-    table, num_stages = kind_of(config).batch, config.placement.num_stages
+    table, num_stages = model_kind_of(config).batch, config.placement.num_stages
     needed = {
         name: expected
         for stage in range(num_stages)

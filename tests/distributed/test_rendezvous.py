@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.config.errors import LaunchError
-from megatron.training import rendezvous
-from megatron.training.signals import StopSignal
+from megatron.training.process import rendezvous
+from megatron.training.process.signals import StopSignal
 from tests.ranks import run_ranks
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron.core import device
 from megatron.training.initialize import configure, start
-from megatron.training.setup import setup_tokenizer
+from megatron.training.runtime.setup import setup_tokenizer
 from tests.functional.runs import TINY
 from tests.ranks import run_ranks
 

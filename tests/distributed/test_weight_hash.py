@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing import hashing
 from megatron.core.dist_checkpointing.mapping import Piece, ShardedTensor, from_param
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.params.param_info import ParamInfo
-from megatron.training.weight_hash import check_replicas, params_hash
+from megatron.training.step.weight_hash import check_replicas, params_hash
 from tests.functional.runs import TINY, heard, run_gpt
 from tests.ranks import run_ranks
 from tests.unit.checkpointing.tiny_run import advance, make_parts

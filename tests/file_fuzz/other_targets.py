@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.optional import require
 from megatron.training.arguments.config_file import read_config_file
 from megatron.training.conversion import hf_folder
-from megatron.training.data import _lists_per_split
+from megatron.training.data.loaders import _lists_per_split
 from megatron.training.tokenizer import TokenizerSpec, create_tokenizer
 from megatron.training.tokenizer.fingerprint import read_fingerprint, sidecar_path
 from tests.file_fuzz.mutations import INTEGERS, change_bytes, change_json, replace_file

@@ -21,10 +21,9 @@ from typing import Any
 from unittest import mock
 
 from megatron.training import training
-from megatron.training.callbacks.base import Callback
-from megatron.training.checkpoint_io import poll
-from megatron.training.runtime import Runtime
-from megatron.training.state import StepResult
+from megatron.training.checkpointing.run_checkpoint import poll
+from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.runtime.state import StepResult
 from tests.functional.runs import ROOT
 
 _KIB = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from megatron.core.optimizer import clip_grads, optimizer
-from megatron.training import setup
+from megatron.training.runtime import setup
 from tests.functional.runs import TINY, train_gpt, without_times
 from tests.ranks import run_ranks
 

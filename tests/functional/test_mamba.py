@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core.inference.sampling_params import SamplingParams
-from megatron.training.generation import open_writer
+from megatron.training.inference.generation import open_writer
 from tests.functional.runs import losses, run_gpt
 from tests.ranks import run_ranks
 

@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional as F
 
 from megatron.core.config.errors import OutOfMemory
-from megatron.training import memory_report
-from megatron.training.memory_breakdown import LOGITS, owners
-from megatron.training.memory_warmup import make_optimizer_state
+from megatron.training.memory import report
+from megatron.training.memory.breakdown import LOGITS, owners
+from megatron.training.memory.warmup import make_optimizer_state
 from tests.functional.runs import TINY, refusal
 from tests.ranks import run_ranks
 from tests.unit.callbacks.helpers import fake_run
@@ -57,7 +57,7 @@ def test_all_ranks_end_and_name_the_one(monkeypatch: pytest.MonkeyPatch) -> None
 
 def without_a_plan(rank: int, world_size: int, argv: list[str]) -> str:
     """Without the seconds that a process takes to plan."""
-    with mock.patch.object(memory_report, "_planned", return_value=()):
+    with mock.patch.object(report, "_planned", return_value=()):
         return refusal(rank, world_size, argv)
 
 
@@ -92,8 +92,8 @@ def test_what_autograd_keeps_belongs_to_the_module_that_reads_it() -> None:
     ],
 )  # fmt: skip
 def test_failed_allocations_are_known_by_their_words(error: Exception, size: int | None) -> None:
-    assert memory_report.is_lack_of_memory(error)
-    assert memory_report.asked_bytes(error) == size
+    assert report.is_lack_of_memory(error)
+    assert report.asked_bytes(error) == size
 
 
 def test_state_of_an_optimizer_that_does_not_fit_is_called_so() -> None:
@@ -101,15 +101,15 @@ def test_state_of_an_optimizer_that_does_not_fit_is_called_so() -> None:
     run.optimizer = mock.Mock(named_state=mock.Mock(side_effect=MemoryError()))
     with pytest.raises(MemoryError) as found:
         make_optimizer_state(run)
-    head, *_ = memory_report._circumstances(run, found.value)
+    head, *_ = report._circumstances(run, found.value)
     assert "making the state of the optimizer: an allocation failed" in head
 
 
 def test_other_errors_pass_through() -> None:
     run = run_with_one_layer()
-    with pytest.raises(RuntimeError, match="shapes"), memory_report.report_oom(run):
+    with pytest.raises(RuntimeError, match="shapes"), report.report_oom(run):
         raise RuntimeError("shapes cannot be multiplied")
     told = OutOfMemory("told already")
-    with pytest.raises(OutOfMemory) as found, memory_report.report_oom(run):
+    with pytest.raises(OutOfMemory) as found, report.report_oom(run):
         raise told
     assert found.value is told

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from megatron.training import evaluate
+from megatron.training.step import evaluate
 from tests import tolerances
 from tests.functional.runs import TINY, losses, refusal, run_gpt, train_gpt
 from tests.ranks import run_ranks
@@ -151,7 +151,7 @@ def test_a_signal_in_a_long_evaluation_saves_and_ends_the_run(tmp_path: Path) ->
 
 def generate(rank: int, world_size: int, load: str, prompt: str) -> tuple[str, list[int]]:
     from megatron.core.inference.sampling_params import SamplingParams
-    from megatron.training.generation import open_writer
+    from megatron.training.inference.generation import open_writer
 
     writer = open_writer(load, device_kind="cpu")
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=8)

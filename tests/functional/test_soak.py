@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from megatron.training import training
-from megatron.training.callbacks.base import Callback
-from megatron.training.runtime import Runtime
-from megatron.training.state import StepResult
+from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.runtime.state import StepResult
 from tests.functional.runs import TINY, train_gpt
 from tests.functional.soak import grown
 from tests.functional.soak_probe import Probe, finish_save, read_samples

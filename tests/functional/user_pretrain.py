@@ -18,8 +18,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
-from megatron.training import utils as helpers
 from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.compat import utils as helpers
 
 seen = {"num_microbatches": set(), "training": set(), "non_loss": [], "iterations": []}
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
-from megatron.training.arguments.check_only import check_only
 from megatron.training.arguments.config_file import resolved_values
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.arguments.sections import SECTIONS
 from megatron.training.config.run import RunConfig
+from megatron.training.plan.check import check_only
 from tests.functional.runs import ROOT, defaults_of
 
 GOLDEN = Path(__file__).parent / "examples.json"

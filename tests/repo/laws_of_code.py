@@ -18,7 +18,7 @@ DEVICE_FILE = "megatron/core/device/__init__.py"
 DEVICE_NAME = re.compile(r"(cuda|cpu|xpu|mps|hpu)(:\d+)?")
 
 # Files that translate between namespaces and configs: there a name is data.
-ARGUMENT_FACADES = ("megatron/training/arguments/", "megatron/training/global_vars.py")
+ARGUMENT_FACADES = ("megatron/training/arguments/", "megatron/training/compat/global_vars.py")
 
 # Where leaving the process is the job, and why.
 MAY_EXIT = {

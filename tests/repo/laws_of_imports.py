@@ -42,6 +42,37 @@ MAY_IMPORT = {
     "export": _UPPER | {"quantization"},
 }
 
+# Packages of megatron/training, lowest first.  A package imports only packages of lower rows: what
+# was asked (config), what it describes (models), how it is read (arguments), what runs (runtime),
+# what it reads and saves, a step, what happens around it (callbacks), the loop (entry).
+TRAINING_LAYERS = (
+    {"config"},
+    {"tokenizer", "process"},
+    {"models"},
+    {"estimates"},
+    {"arguments"},
+    {"runtime"},
+    {"data", "checkpointing"},
+    {"step", "plan"},
+    {"callbacks", "memory"},
+    {"compat"},
+    {"entry"},  # files directly in megatron/training
+    {"conversion", "preprocess"},
+    {"inference"},
+)
+_ENTRY_ROW = TRAINING_LAYERS.index({"entry"})
+ENTRY = {"__init__", "initialize", "loop", "startup_log", "training"}
+# Files directly in megatron/training that exist because Megatron-LM has their import path.
+MEGATRON_PATHS = {
+    "activations",
+    "global_vars",
+    "inprocess_restart",
+    "theoretical_memory_usage",
+    "utils",
+    "yaml_arguments",
+    "datasets",
+}
+
 # Public entries that scripts written for the reference call without groups or a run.
 DOORS = {
     # Import paths of Megatron-LM, for scripts alone: the modules lie in packages.
@@ -61,17 +92,18 @@ DOORS = {
         "megatron/core/utils.py",  # get_batch_on_this_cp_rank for scripts
         "megatron/core/tensor_parallel/random.py",
         "megatron/training/initialize.py",  # installs it
-        "megatron/training/utils.py",  # the reference's helpers for scripts
-        "megatron/training/batch.py",  # get_batch_on_this_tp_rank for scripts
+        "megatron/training/compat/utils.py",  # the reference's helpers for scripts
     },
-    "megatron.training.global_vars": {
+    # Import paths of Megatron-LM, for scripts alone: the modules lie in compat/.
+    "megatron.training.global_vars": set(),
+    "megatron.training.utils": set(),
+    "megatron.training.compat.global_vars": {
         "megatron/training/__init__.py",
+        "megatron/training/global_vars.py",  # the import path of Megatron-LM
         "megatron/training/initialize.py",  # installs it
-        "megatron/training/own_loop.py",  # get_model(), train_step() and their like, for scripts
-        "megatron/training/training.py",
-        "megatron/training/utils.py",
-        "megatron/training/batch.py",
-        "megatron/training/checkpointing/facade.py",  # the reference's save and load for scripts
+        "megatron/training/compat/train_loop.py",  # get_model(), train_step() and their like
+        "megatron/training/compat/utils.py",
+        "megatron/training/compat/checkpointing.py",  # the reference's save and load
     },
 }
 
@@ -111,6 +143,32 @@ def core_packages_keep_their_direction(source: Source) -> Iterator[str]:
         there = package_of(name)
         if there and there != here and there not in MAY_IMPORT[here]:
             yield f"{line}: {here} must not import {name}"
+
+
+def _training_layer(module: str) -> tuple[int, str] | None:
+    """Row and package of a module below megatron.training; None for everything else."""
+    parts = module.split(".")
+    if parts[:2] != ["megatron", "training"] or len(parts) < 3:
+        return None
+    rows = [row for row, packages in enumerate(TRAINING_LAYERS) if parts[2] in packages]
+    # What is no package is a file beside them, or one of their exports.
+    return (rows[0], parts[2]) if rows else (_ENTRY_ROW, "entry")
+
+
+def training_packages_keep_their_layers(source: Source) -> Iterator[str]:
+    """A package of megatron/training imports packages of lower layers, for types too."""
+    here = _training_layer(source.module)
+    if here is None:
+        return
+    unit = source.module.split(".")[2]
+    if unit in MEGATRON_PATHS:
+        return
+    if here[1] == "entry" and unit not in ENTRY:
+        yield f"{unit} is in no layer: put it into a package, or the package into TRAINING_LAYERS"
+    for line, name in source.imports():
+        there = _training_layer(name)
+        if there is not None and here[1] != there[1] and there[0] >= here[0]:
+            yield f"{line}: {here[1]} must not import {name}, which is of no lower layer"
 
 
 def imports_point_downwards(source: Source) -> Iterator[str]:
@@ -175,6 +233,7 @@ def kernels_alone_import_triton(source: Source) -> Iterator[str]:
 
 LAWS = [
     core_packages_keep_their_direction,
+    training_packages_keep_their_layers,
     imports_point_downwards,
     only_doors_read_global_state,
     pure_modules_import_no_torch,

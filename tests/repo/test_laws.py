@@ -20,14 +20,26 @@ BREACHES = {
         ("megatron/core/transformer/x.py", "from ..models import gpt"),
         ("megatron/core/unheard_of/x.py", "import os"),
     ],
+    "training_packages_keep_their_layers": [
+        ("megatron/training/runtime/x.py", "from megatron.training.step.train_step import f"),
+        ("megatron/training/step/x.py", "from megatron.training import pretrain"),
+        ("megatron/training/x.py", "import os"),
+        (
+            "megatron/training/data/x.py",
+            "if TYPE_CHECKING:\n    from megatron.training.checkpointing.load import load_run",
+        ),
+    ],
     "imports_point_downwards": [
-        ("megatron/core/x.py", "from megatron.training.state import TrainState"),
+        ("megatron/core/x.py", "from megatron.training.runtime.state import TrainState"),
         ("megatron/training/x.py", "import tools.preprocess_data"),
         ("tools/x.py", "from tests.ranks import run_ranks"),
     ],
     "only_doors_read_global_state": [
         ("megatron/core/transformer/x.py", "from megatron.core import parallel_state"),
-        ("megatron/training/step.py", "from megatron.training.global_vars import get_run"),
+        (
+            "megatron/training/step/train_step.py",
+            "from megatron.training.compat.global_vars import get_run",
+        ),
     ],
     "pure_modules_import_no_torch": [("megatron/core/config/x.py", "import torch.nn")],
     "imports_stand_at_the_top": [

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.config.errors import DataError
 from megatron.training.config.data import DataConfig
-from megatron.training.data import get_blend_and_blend_per_split
+from megatron.training.data.loaders import get_blend_and_blend_per_split
 
 PER_SPLIT = "--per-split-data-args-path"
 

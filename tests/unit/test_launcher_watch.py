@@ -19,7 +19,7 @@ os.kill(os.getpid(), 9)
 """
 _RANK = """
 import sys
-import megatron.training.early_sigterm
+import megatron.training.process.early_sigterm
 print("up", flush=True)
 sys.stdin.read()
 print("ended in order", file=sys.stderr)

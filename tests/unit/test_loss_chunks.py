@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.training.loss_chunks import chunk_line, resolve_loss_chunks
+from megatron.training.estimates.loss_chunks import chunk_line, resolve_loss_chunks
 from megatron.training.plan.report import plan_lines
 from megatron.training.plan.stages import plan_run
 from tests.unit.arguments.commands import run_of

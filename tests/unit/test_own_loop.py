@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from megatron.core.config.errors import ConfigError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.training import global_vars, own_loop
-from megatron.training.arguments.legacy import core_transformer_config_from_args, flat_values
-from megatron.training.checkpointing import facade
+from megatron.training.arguments.flat_values import flat_values
+from megatron.training.compat import checkpointing, global_vars, train_loop
+from megatron.training.compat.arguments import core_transformer_config_from_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.initialize import initialize_megatron
 from megatron.training.inprocess_restart import maybe_wrap_for_inprocess_restart
@@ -31,7 +31,7 @@ def nothing_runs():
 
 
 def test_an_iterator_has_no_end_and_passes_begin_at_the_first():
-    data = own_loop.DataIterator(DataLoader(torch.arange(3), batch_size=1))
+    data = train_loop.DataIterator(DataLoader(torch.arange(3), batch_size=1))
     assert [int(next(data)) for _ in range(4)] == [0, 1, 2, 0]
     assert [int(x) for x in data] == [0, 1, 2]
     assert int(next(data)) == 1
@@ -42,34 +42,34 @@ def test_train_iters_follow_from_samples():
     values = {"train_samples": 50, "data_parallel_size": 1, "rampup_batch_size": None}
     values |= {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": None}
     args = argparse.Namespace(**values, decrease_batch_size_if_needed=False)
-    own_loop.update_train_iters(args)
+    train_loop.update_train_iters(args)
     assert args.train_iters == 6
     args.train_samples = 8
-    own_loop.update_train_iters(args)
+    train_loop.update_train_iters(args)
     assert args.train_iters == 6
 
 
 def test_another_schedule_is_refused():
     with pytest.raises(ConfigError, match="the layout has one schedule.*leave the argument out"):
-        own_loop.train_step(None, None, [], None, None, forward_backward_func=print)
+        train_loop.train_step(None, None, [], None, None, forward_backward_func=print)
 
 
 def test_a_short_lived_checkpoint_needs_its_kind(nothing_runs):
     config = SimpleNamespace(checkpoint=SimpleNamespace(non_persistent_ckpt_type=None))
     global_vars.set_run(SimpleNamespace(config=config))
     with pytest.raises(ConfigError, match="needs --non-persistent-ckpt-type global or local"):
-        facade.save_checkpoint(1, [], None, None, 0, non_persistent_ckpt=True)
+        checkpointing.save_checkpoint(1, [], None, None, 0, non_persistent_ckpt=True)
 
 
 def test_logging_comes_after_a_step(nothing_runs):
     global_vars.set_run(SimpleNamespace(last_step=None))
     with pytest.raises(AssertionError, match=r"train_step\(\) comes before training_log\(\)"):
-        own_loop.training_log({}, {}, 0.1, None, 1, 1.0, False, 0, None, None, None)
+        train_loop.training_log({}, {}, 0.1, None, 1, 1.0, False, 0, None, None, None)
 
 
 def test_without_a_run_scripts_hear_what_comes_first(nothing_runs):
     with pytest.raises(RuntimeError, match="call pretrain.. or initialize_megatron.. first"):
-        own_loop.get_model(lambda **stage: None)
+        train_loop.get_model(lambda **stage: None)
 
 
 def test_process_groups_are_always_made():

@@ -8,7 +8,7 @@ from itertools import accumulate
 import pytest
 
 from megatron.core.transformer.layer_layout import layer_ranges
-from megatron.training.pipeline_split import balanced_sizes, costs, resolve_pipeline_split
+from megatron.training.estimates.pipeline_split import balanced_sizes, costs, resolve_pipeline_split
 from tests.unit.arguments.commands import run_of
 
 

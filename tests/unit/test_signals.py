@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
-from megatron.training import signals
-from megatron.training.callbacks.exit import received_anywhere
-from megatron.training.signals import StopSignal, catch_stop_signal
+from megatron.training.process import signals
+from megatron.training.process.signals import StopSignal, catch_stop_signal
+from megatron.training.runtime.stop_requests import received_anywhere
 from tests.ranks import run_ranks
 
 
@@ -66,9 +66,9 @@ def test_a_signal_to_one_rank_is_known_to_all() -> None:
 
 _EARLY = """
 import os, signal, sys
-import megatron.training.early_sigterm
+import megatron.training.process.early_sigterm
 os.kill(os.getpid(), signal.SIGTERM)
-from megatron.training.signals import catch_stop_signal
+from megatron.training.process.signals import catch_stop_signal
 assert "torch" not in sys.modules, "the signal is caught before the imports that take seconds"
 assert catch_stop_signal().received
 """

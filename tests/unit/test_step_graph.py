@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.training.prefetch import ReadAhead, read_ahead
-from megatron.training.step_graph import StepGraph
+from megatron.training.data.prefetch import ReadAhead, read_ahead
+from megatron.training.runtime.step_graph import StepGraph
 from tests.graph_stand_in import graphs_on_cpu
 
 

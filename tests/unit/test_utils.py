@@ -17,7 +17,7 @@ from megatron.core.utils import (
     get_attr_wrapped_model,
     get_model_config,
 )
-from megatron.training.utils import unwrap_model
+from megatron.training.compat.utils import unwrap_model
 
 
 class Wrapper(nn.Module):

@@ -21,7 +21,7 @@ from megatron.core import device
 
 SECRET_BYTES = 32
 _CODE_DIGITS = 64  # of SHA-256 in hexadecimal
-# Counter of ranks that have ended without a word; see `megatron.training.failure_watch`.
+# Counter of ranks that have ended without a word; see `megatron.training.process.failure_watch`.
 LOST_RANKS = "lost_ranks"
 
 

@@ -5,9 +5,9 @@ from megatron.core.lazy import lazy_exports
 __getattr__ = lazy_exports(
     __name__,
     {
-        "parse_args": "megatron.training.arguments.legacy",
-        "validate_args": "megatron.training.arguments.legacy",
-        "core_transformer_config_from_args": "megatron.training.arguments.legacy",
+        "parse_args": "megatron.training.compat.arguments",
+        "validate_args": "megatron.training.compat.arguments",
+        "core_transformer_config_from_args": "megatron.training.compat.arguments",
         "_add_tokenizer_args": "megatron.training.arguments.tokenizer_flags",
     },
 )

@@ -16,17 +16,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, options_of
 from megatron.core.text_files import parse_yaml
+from megatron.training.arguments.argument_parser import Parser
 from megatron.training.arguments.config_keys import translate
 from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS
 from megatron.training.config.run import RunConfig
-
-if TYPE_CHECKING:
-    from megatron.training.arguments.parser import Parser
 
 # Headings under which the reference's YAML files nest their keys.
 _HEADINGS = ("language_model", "model_parallel")

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 
 from megatron.core import device
 from megatron.core.transformer.adaptive_recompute import SavedBytes, Search, apply
-from megatron.training.callbacks.base import Callback
-from megatron.training.rank_print import print_rank_0
-
-if TYPE_CHECKING:
-    from megatron.training.runtime import Runtime
-    from megatron.training.state import StepResult
-
+from megatron.training.process.rank_print import print_rank_0
+from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.runtime.state import StepResult
 
 _GIB = 1 << 30
 

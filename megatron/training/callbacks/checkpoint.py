@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.training.callbacks.base import Callback
-from megatron.training.checkpoint_io import poll, save_unless_saved
-from megatron.training.runtime import Runtime
-from megatron.training.state import StepResult
+from megatron.training.checkpointing.run_checkpoint import poll, save_unless_saved
+from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.runtime.state import StepResult
 
 
 class CheckpointCallback(Callback):

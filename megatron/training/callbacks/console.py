@@ -10,14 +10,11 @@ import logging
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
-from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
-
-if TYPE_CHECKING:
-    from megatron.training.runtime import Runtime
-    from megatron.training.state import StepResult
+from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.runtime.state import StepResult
 
 # Label -> format.  Labels without an entry are losses.
 FORMATS: dict[str, str] = {

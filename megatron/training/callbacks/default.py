@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from megatron.core import device
-from megatron.training.arguments.legacy import flat_values
+from megatron.training.arguments.flat_values import flat_values
 from megatron.training.callbacks.adaptive_recompute import AdaptiveRecompute
-from megatron.training.callbacks.base import Callback, CallbackList
 from megatron.training.callbacks.checkpoint import CheckpointCallback
 from megatron.training.callbacks.console import ConsoleSink, ProgressBar, terminal
 from megatron.training.callbacks.energy import energy_meter
@@ -26,9 +25,9 @@ from megatron.training.callbacks.sync import TrainSync
 from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.wandb import WandbSink, wandb_folder
 from megatron.training.config.resilience import ResilienceConfig
-from megatron.training.rank_print import ranks_here
-from megatron.training.runtime import Runtime
-from megatron.training.signals import catch_stop_signal
+from megatron.training.process.rank_print import ranks_here
+from megatron.training.process.signals import catch_stop_signal
+from megatron.training.runtime.runtime import Callback, CallbackList, Runtime
 
 
 def default_callbacks(run: Runtime) -> CallbackList:

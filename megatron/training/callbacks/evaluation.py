@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.training.callbacks.base import Callback
-from megatron.training.evaluate import evaluate_all
-from megatron.training.runtime import Runtime
-from megatron.training.state import StepResult
+from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.runtime.state import StepResult
+from megatron.training.step.evaluate import evaluate_all
 
 
 class EvaluationCallback(Callback):

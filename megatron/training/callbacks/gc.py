@@ -6,13 +6,9 @@ A collection stops one rank for a moment and, at the next collective, all of the
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
 
-from megatron.training.callbacks.base import Callback, PauseReason
-
-if TYPE_CHECKING:
-    from megatron.training.runtime import Runtime
-    from megatron.training.state import StepResult
+from megatron.training.runtime.runtime import Callback, PauseReason, Runtime
+from megatron.training.runtime.state import StepResult
 
 
 class ManualGC(Callback):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from megatron.training.flops import causal_model_flops, num_floating_point_operations
-from megatron.training.peak_flops import Peak
-
-if TYPE_CHECKING:
-    from megatron.training.runtime import Runtime
-    from megatron.training.state import StepResult
+from megatron.training.estimates.flops import causal_model_flops, num_floating_point_operations
+from megatron.training.estimates.peak_flops import Peak
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.state import StepResult
 
 
 class Interval:

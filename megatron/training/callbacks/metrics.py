@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,19 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.device.async_host_copy import AsyncHostCopy
 from megatron.core.diagnostics.timers import TENSORBOARD, largest_s
-from megatron.training.callbacks.base import Callback, CheckpointEvent, EvalResult, PauseReason
 from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.interval import Interval
 from megatron.training.callbacks.records import EvalRecord, SinkList, StepRecord
-from megatron.training.peak_flops import Peak, device_peak
-from megatron.training.theoretical_memory_usage import print_memory
-
-if TYPE_CHECKING:
-    from megatron.training.runtime import Runtime
-    from megatron.training.state import StepResult
+from megatron.training.estimates.peak_flops import Peak, device_peak
+from megatron.training.estimates.theoretical_memory import print_memory
+from megatron.training.runtime.runtime import (
+    Callback,
+    CheckpointEvent,
+    EvalResult,
+    PauseReason,
+    Runtime,
+)
+from megatron.training.runtime.state import StepResult
 
 # In the order in which they are printed.
 TIMERS_TO_LOG = (

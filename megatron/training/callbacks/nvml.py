@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron.training.callbacks.sink_failure import warn_switched_off
+from megatron.training.runtime.sink_failure import warn_switched_off
 
 
 class Gpu:

@@ -11,18 +11,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch.autograd.profiler import emit_nvtx
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
 from megatron.core import device
-from megatron.training.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from megatron.training.config.run import RunConfig
-    from megatron.training.runtime import Runtime
-    from megatron.training.state import StepResult
+from megatron.training.config.run import RunConfig
+from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.runtime.state import StepResult
 
 logger = logging.getLogger(__name__)
 

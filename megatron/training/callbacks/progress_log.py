@@ -11,13 +11,9 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megatron.training.callbacks.base import Callback, CheckpointEvent
-from megatron.training.callbacks.sink_failure import SinkFailed
-
-if TYPE_CHECKING:
-    from megatron.training.runtime import Runtime
+from megatron.training.runtime.runtime import Callback, CheckpointEvent, Runtime
+from megatron.training.runtime.sink_failure import SinkFailed
 
 _DATE = "%Y-%m-%d %H:%M:%S"
 _EVENTS = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.training.callbacks.sink_failure import SINK_ERRORS, call_each, warn_switched_off
+from megatron.training.runtime.sink_failure import SINK_ERRORS, call_each, warn_switched_off
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,11 +28,10 @@ import torch.distributed as dist
 from megatron.core import device
 from megatron.core.diagnostics import straggler
 from megatron.core.optional import available, require
-from megatron.training.callbacks.base import Callback, PauseReason
 from megatron.training.callbacks.nvml import Gpu
-from megatron.training.flops import FORWARD_AND_BACKWARD, num_floating_point_operations
-from megatron.training.runtime import Runtime
-from megatron.training.state import StepResult
+from megatron.training.estimates.flops import FORWARD_AND_BACKWARD, num_floating_point_operations
+from megatron.training.runtime.runtime import Callback, PauseReason, Runtime
+from megatron.training.runtime.state import StepResult
 
 logger = logging.getLogger(__name__)
 

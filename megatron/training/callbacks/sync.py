@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from megatron.core import device
-from megatron.training.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from megatron.training.runtime import Runtime
-    from megatron.training.state import StepResult
+from megatron.training.runtime.runtime import Callback, Runtime
+from megatron.training.runtime.state import StepResult
 
 
 class TrainSync(Callback):

@@ -12,8 +12,8 @@ from typing import Any
 
 from megatron.core.optional import require
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
-from megatron.training.callbacks.sink_failure import SinkFailed
 from megatron.training.config.logging import LoggingConfig
+from megatron.training.runtime.sink_failure import SinkFailed
 
 SAMPLES = " vs samples"
 # Tags, beside the losses, that are also drawn over samples.

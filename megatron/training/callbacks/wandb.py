@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.core.optional import require
 from megatron.training.callbacks.records import EvalRecord, Sink, StepRecord
-from megatron.training.callbacks.sink_failure import SinkFailed
 from megatron.training.config.run import RunConfig
+from megatron.training.runtime.sink_failure import SinkFailed
 
 
 class WandbSink(Sink):

@@ -13,7 +13,7 @@ _FACADE = (
 __getattr__ = lazy_exports(
     __name__,
     {
-        **dict.fromkeys(_FACADE, "megatron.training.checkpointing.facade"),
+        **dict.fromkeys(_FACADE, "megatron.training.compat.checkpointing"),
         "RunParts": "megatron.training.checkpointing.checkpoint_tensors",
         "save_run": "megatron.training.checkpointing.save",
         "load_run": "megatron.training.checkpointing.load",

@@ -14,7 +14,7 @@ from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.transformer.spec_utils import why_not_own_spec
 from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpointing.paths import find, read_content, usable
-from megatron.training.rank_print import print_rank_0
+from megatron.training.process.rank_print import print_rank_0
 
 # What experts, latent attention and YaRN are described by, dests of our flags.
 EXPERTS = tuple(

@@ -47,7 +47,7 @@ from megatron.training.checkpointing.same_model import compare_models
 from megatron.training.checkpointing.save import layout_of
 from megatron.training.checkpointing.upcycling import as_dense, finish_upcycling
 from megatron.training.config.checkpoint import CheckpointConfig
-from megatron.training.rank_print import print_rank_0
+from megatron.training.process.rank_print import print_rank_0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, layer_pattern
-from megatron.training.arguments.legacy import flat_values
+from megatron.training.arguments.flat_values import flat_values
 from megatron.training.arguments.resolve import DERIVATIONS, assemble
 from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.checkpointing.checkpoint_args import (

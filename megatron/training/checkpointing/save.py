@@ -31,7 +31,7 @@ from megatron.training.checkpointing.checkpoint_tensors import (
 )
 from megatron.training.checkpointing.rng_state import rng_state
 from megatron.training.config.checkpoint import CheckpointConfig
-from megatron.training.rank_print import print_rank_0
+from megatron.training.process.rank_print import print_rank_0
 
 # The reference's number for its arrangement of query, key and value rows, which is ours too.
 CHECKPOINT_VERSION = 3.0

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.mapping import LazyPiece, ShardedTensor
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.serialization import Contents, begin, conclude, publish, write
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
-from megatron.training.arguments.legacy import flat_values
+from megatron.training.arguments.flat_values import flat_values
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.resolve import resolve
 from megatron.training.checkpointing.checkpoint_args import (
@@ -44,7 +44,7 @@ from megatron.training.conversion.family import Family
 from megatron.training.conversion.lazy import made_ahead
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.verify import compare_logits
-from megatron.training.state import TrainState
+from megatron.training.runtime.state import TrainState
 from megatron.training.tokenizer import (
     MissingToken,
     TokenizerSpec,

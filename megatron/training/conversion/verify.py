@@ -18,9 +18,9 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection, make_grids
 from megatron.core.params.param_info import info_of
-from megatron.training.arguments.model_layers import kind_of
 from megatron.training.config.run import RunConfig
-from megatron.training.models.registry import build_model
+from megatron.training.estimates.model_layers import model_kind_name
+from megatron.training.models.registry import build_model_stage
 
 TOLERANCE = 1e-4  # of the largest logit, or of 1
 _PROMPTS, _LENGTH = 3, 16
@@ -73,8 +73,8 @@ def compare_logits(
 def _their_logits(folder: Path, run: RunConfig, prompts: Tensor) -> list[Tensor]:
     transformers = optional.require("transformers", "comparing logits")
     transformers.utils.logging.disable_progress_bar()
-    auto = {"t5": "Seq2SeqLM", "bert": "MaskedLM"}.get(kind_of(run), "CausalLM")
-    if kind_of(run) == "bert" and run.language_model.bert_binary_head:
+    auto = {"t5": "Seq2SeqLM", "bert": "MaskedLM"}.get(model_kind_name(run), "CausalLM")
+    if model_kind_name(run) == "bert" and run.language_model.bert_binary_head:
         auto = "PreTraining"
     options = {"local_files_only": True, "trust_remote_code": False}
     model = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
@@ -96,9 +96,9 @@ def our_logits(
 
 def their_outputs(model: Any, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
     """What `our_outputs` is compared with, of a model of `transformers`."""
-    if kind_of(run) == "t5":
+    if model_kind_name(run) == "t5":
         yield model(input_ids=ids, decoder_input_ids=ids.flip(1), use_cache=False).logits
-    elif kind_of(run) == "bert":
+    elif model_kind_name(run) == "bert":
         types = _types(ids) if run.language_model.bert_binary_head else None
         yield from model(ids, token_type_ids=types, return_dict=True).to_tuple()
     else:
@@ -107,9 +107,9 @@ def their_outputs(model: Any, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
 
 def our_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
     """The logits of ids [b, s]; a decoder behind an encoder reads them backwards."""
-    if kind_of(run) == "t5":
+    if model_kind_name(run) == "t5":
         yield model(ids, ids.flip(1))
-    elif kind_of(run) == "bert":
+    elif model_kind_name(run) == "bert":
         types = _types(ids) if run.language_model.bert_binary_head else None
         yield from (logits for logits in model(ids, None, types) if logits is not None)
     else:
@@ -127,7 +127,7 @@ def our_model(run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int
     config = replace(
         run.model, params_dtype=torch.float32, bf16=False, fp16=False, perform_initialization=False
     )
-    model = build_model(
+    model = build_model_stage(
         replace(run, model=config),
         vocab_size=vocab_size,
         padded_vocab_size=vocab_size,

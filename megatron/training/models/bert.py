@@ -25,7 +25,6 @@ from megatron.training.models.kind import (
     TensorSpec,
     language_arguments,
 )
-from megatron.training.runtime import Runtime
 
 
 def build_bert_model(
@@ -46,17 +45,17 @@ def build_bert_model(
     )
 
 
-def bert_dataset_config(run: Runtime, **common: Any) -> BERTMaskedWordPieceDatasetConfig:
+def bert_dataset_config(config: RunConfig, **common: Any) -> BERTMaskedWordPieceDatasetConfig:
     """How much is hidden: the rest of the rules are the reference's."""
     return BERTMaskedWordPieceDatasetConfig(
-        masking_probability=run.config.data.mask_prob,
-        short_sequence_probability=run.config.data.short_seq_prob,
+        masking_probability=config.data.mask_prob,
+        short_sequence_probability=config.data.short_seq_prob,
         masking_max_ngram=3,
         masking_do_full_word=True,
         masking_do_permutation=False,
         masking_use_longer_ngrams=False,
         masking_use_geometric_distribution=False,
-        classification_head=run.config.language_model.bert_binary_head,
+        classification_head=config.language_model.bert_binary_head,
         **common,
     )
 

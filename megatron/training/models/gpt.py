@@ -28,7 +28,6 @@ from megatron.training.models.kind import (
     TensorSpec,
     language_arguments,
 )
-from megatron.training.runtime import Runtime
 
 
 def build_gpt_model(config: RunConfig, *, vp_stage: int | None = None, **stage: Any) -> GPTModel:
@@ -58,9 +57,9 @@ def gpt_layer_spec(config: RunConfig) -> Any:
     return get_gpt_layer_with_transformer_engine_spec(config=config.model)
 
 
-def gpt_dataset_config(run: Runtime, **common: Any) -> GPTDatasetConfig:
+def gpt_dataset_config(config: RunConfig, **common: Any) -> GPTDatasetConfig:
     """How samples are cut from documents."""
-    data = run.config.data
+    data = config.data
     return GPTDatasetConfig(
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,

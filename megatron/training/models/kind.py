@@ -33,8 +33,8 @@ class ModelKind:
 
     ``build(config, *, vocab_size, padded_vocab_size, groups, pre_process, post_process, vp_stage,
     parallel_output)`` gives one pipeline stage on the current device.  ``datasets`` are the class
-    that reads files and the one that makes samples up; ``dataset_config(run, **common)`` is their
-    config, where ``common`` are the arguments that all kinds share.  ``batch(config, stage,
+    that reads files and the one that makes samples up; ``dataset_config(config, **common)`` is
+    their config, where ``common`` are the arguments that all kinds share.  ``batch(config, stage,
     num_stages)`` says what one stage reads, ``apply(model, batch)`` runs it: what it returns on the
     last stage is for the loss function of the entry script.
     """

@@ -10,7 +10,6 @@ from torch import nn
 from megatron.core.lazy import LazyTable
 from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import ModelKind
-from megatron.training.runtime import Runtime
 
 _HOME = "megatron.training.models"
 KINDS: Mapping[str, ModelKind] = LazyTable(
@@ -18,23 +17,13 @@ KINDS: Mapping[str, ModelKind] = LazyTable(
 )
 
 
-def kind_of(config: RunConfig) -> ModelKind:
+def model_kind_of(config: RunConfig) -> ModelKind:
     """What --model-kind names."""
     return KINDS[config.language_model.model_kind or "gpt"]
 
 
-def build_model(config: RunConfig, *, vp_stage: int | None = None, **arguments: Any) -> nn.Module:
+def build_model_stage(
+    config: RunConfig, *, vp_stage: int | None = None, **arguments: Any
+) -> nn.Module:
     """One stage of the model that ``config`` describes; see `ModelKind` for the arguments."""
-    return kind_of(config).build(config, vp_stage=vp_stage, **arguments)
-
-
-def build_stage(run: Runtime, *, vp_stage: int | None = None, **arguments: Any) -> Any:
-    """This rank's stage: with ``pre_process`` and ``post_process`` it is the first, the last."""
-    return build_model(
-        run.config,
-        vocab_size=run.tokenizer.vocab_size,
-        padded_vocab_size=run.padded_vocab_size,
-        groups=run.groups,
-        vp_stage=vp_stage,
-        **arguments,
-    )
+    return model_kind_of(config).build(config, vp_stage=vp_stage, **arguments)

@@ -28,7 +28,6 @@ from megatron.training.models.kind import (
     TensorSpec,
     language_arguments,
 )
-from megatron.training.runtime import Runtime
 
 
 def build_t5_model(config: RunConfig, *, vp_stage: int | None = None, **stage: Any) -> T5Model:
@@ -57,9 +56,9 @@ def build_t5_model(config: RunConfig, *, vp_stage: int | None = None, **stage: A
     )
 
 
-def t5_dataset_config(run: Runtime, **common: Any) -> T5MaskedWordPieceDatasetConfig:
+def t5_dataset_config(config: RunConfig, **common: Any) -> T5MaskedWordPieceDatasetConfig:
     """How sentences become a text with spans missing, and the spans."""
-    data = run.config.data
+    data = config.data
     assert data.decoder_seq_length is not None, "it follows from --seq-length"
     return T5MaskedWordPieceDatasetConfig(
         sequence_length_decoder=data.decoder_seq_length,

@@ -10,6 +10,7 @@ from megatron.core.lazy import lazy_exports
 __getattr__ = lazy_exports(
     __name__,
     {
+        "check_only": "megatron.training.plan.check",
         "fits": "megatron.training.plan.cure",
         "plan_lines": "megatron.training.plan.report",
         "plan_run": "megatron.training.plan.stages",

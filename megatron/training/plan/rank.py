@@ -49,16 +49,16 @@ from megatron.core.transformer.attention_masks import band
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.routing import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.batch import next_batch
 from megatron.training.config.run import RunConfig
-from megatron.training.groups import create_groups
+from megatron.training.data.batch import next_batch
 from megatron.training.models import registry
 from megatron.training.plan.cost import PassCost, RankCost, State
 from megatron.training.plan.repeats import Repeats
 from megatron.training.plan.shapes import KnownShapes
 from megatron.training.plan.tracing import Tracker, attention_without_memory, storage_bytes
-from megatron.training.runtime import Runtime
-from megatron.training.setup import build_model
+from megatron.training.runtime.groups import create_groups
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.setup import build_model_chunks
 
 # What needs memory, a package or a compiler.
 _NOT_HERE = {"perform_initialization": False, "moe_enable_deepep": False, "compile": "none"}
@@ -193,7 +193,7 @@ def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
         padded_vocab_size=padded_vocab_size,
     )
     sizes = {"vocab_size": padded_vocab_size, "padded_vocab_size": padded_vocab_size}
-    build_model(run, partial(registry.build_model, config, groups=groups, **sizes))
+    build_model_chunks(run, partial(registry.build_model_stage, config, groups=groups, **sizes))
     run.optimizer = get_megatron_optimizer(config.optimizer, run.model_chunks, pg_collection=groups)
     for _ in run.optimizer.named_state():
         pass  # the state is made when it is first asked for
@@ -334,7 +334,7 @@ def _may_skip(run: Runtime) -> bool:
 
 def _forward_step(run: Runtime, data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
     batch = next_batch(run, data, model)
-    return registry.kind_of(run.config).apply(model, batch), _loss
+    return registry.model_kind_of(run.config).apply(model, batch), _loss
 
 
 def _loss(output: Tensor | Sequence[Tensor | None]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -348,7 +348,7 @@ def _loss(output: Tensor | Sequence[Tensor | None]) -> tuple[Tensor, Tensor, dic
 
 def _micro_batches(config: RunConfig, num_stages: int) -> Iterator[dict[str, Tensor]]:
     """All that the first and the last stage read."""
-    table = registry.kind_of(config).batch
+    table = registry.model_kind_of(config).batch
     needed = {
         name: expected
         for stage in range(num_stages)

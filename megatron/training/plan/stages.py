@@ -10,17 +10,17 @@ from megatron.core.pipeline_parallel.plan import Placement
 from megatron.core.pipeline_parallel.schedules import plan_of
 from megatron.core.pipeline_parallel.simulate import Durations, Simulated, simulate
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
-from megatron.training.arguments.model_layers import layers_of, layers_of_stages
-from megatron.training.arguments.parameter_count import padded_vocab_size
 from megatron.training.config.run import RunConfig
-from megatron.training.groups import grids_of
-from megatron.training.loss_chunks import chunk_line, resolve_loss_chunks
-from megatron.training.pipeline_split import costs, resolve_pipeline_split
+from megatron.training.estimates.loss_chunks import chunk_line, resolve_loss_chunks
+from megatron.training.estimates.model_layers import layers_of, layers_of_stages
+from megatron.training.estimates.parameter_count import padded_vocab_size
+from megatron.training.estimates.pipeline_split import costs, resolve_pipeline_split
 from megatron.training.plan.communication import Volume, volumes
 from megatron.training.plan.cost import RankCost
 from megatron.training.plan.memory import activation_peak
 from megatron.training.plan.rank import cost_of_rank
 from megatron.training.plan.shapes import KnownShapes
+from megatron.training.runtime.groups import grids_of
 
 # Rounds of micro-batches through the pipeline after which a step only repeats itself.
 _ROUNDS = 4

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron.core.extensions.transformer_engine.engine import unsupported_reason
-from megatron.training.arguments.check_only import check_only
 from megatron.training.arguments.input_files import vocabulary_of
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
+from megatron.training.plan.check import check_only
 from tests.unit.arguments.commands import argv
 
 

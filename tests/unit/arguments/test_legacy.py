@@ -14,12 +14,13 @@ import torch
 
 import megatron.training.arguments as facade
 from megatron.core.config.errors import ConfigError
-from megatron.training import global_vars
-from megatron.training.arguments.legacy import legacy_namespace, resolve_args
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
+from megatron.training.compat import global_vars
+from megatron.training.compat.arguments import resolve_args
 from megatron.training.config.run import RunConfig
-from megatron.training.state import TrainState
+from megatron.training.runtime.flat_namespace import legacy_namespace
+from megatron.training.runtime.state import TrainState
 from tests.unit.arguments.commands import argv, run_of
 
 

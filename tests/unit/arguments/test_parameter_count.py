@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from megatron.training.arguments.parameter_count import layer_parameters, padded_vocab_size
+from megatron.training.estimates.parameter_count import layer_parameters, padded_vocab_size
+from megatron.training.estimates.theoretical_memory import count_parameters
 from megatron.training.models.gpt import build_gpt_model
-from megatron.training.models.registry import build_model
-from megatron.training.theoretical_memory_usage import count_parameters
+from megatron.training.models.registry import build_model_stage
 from tests.unit.arguments.commands import run_of
 from tests.unit.one_process import one_process_groups
 
@@ -69,7 +69,7 @@ OTHERS = [
 def test_the_estimate_of_other_kinds_is_exact_on_one_rank(words: str) -> None:
     run = run_of(f"--position-embedding-type none {words}")
     sizes = {"vocab_size": 128, "padded_vocab_size": 128}
-    model = build_model(run, groups=one_process_groups(), **sizes)
+    model = build_model_stage(run, groups=one_process_groups(), **sizes)
     counted = sum(p.numel() for p in model.parameters())
     count = count_parameters(run, 128)
     assert count.layers + count.embeddings == counted == count.most_loaded_shard

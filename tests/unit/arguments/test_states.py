@@ -32,7 +32,7 @@ DECLARATIONS = (
     "megatron/training/config/",
     "megatron/training/arguments/checks/",
     "megatron/training/arguments/without_effect.py",
-    "megatron/training/arguments/legacy.py",
+    "megatron/training/compat/arguments.py",
 )
 
 

@@ -9,7 +9,7 @@ from megatron.core.diagnostics.timers import Timers
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
-from megatron.training.state import StepResult, TrainState
+from megatron.training.runtime.state import StepResult, TrainState
 
 TINY_GPT = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "

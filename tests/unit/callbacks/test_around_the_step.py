@@ -16,9 +16,8 @@ from megatron.core import device
 from megatron.training.callbacks import energy as energy_module
 from megatron.training.callbacks import exit as exit_module
 from megatron.training.callbacks import progress_log as progress_module
-from megatron.training.callbacks.base import CallbackList, CheckpointEvent
 from megatron.training.callbacks.energy import EnergyMeter, energy_meter
-from megatron.training.callbacks.exit import ExitConditions, minutes_over_limit
+from megatron.training.callbacks.exit import ExitConditions
 from megatron.training.callbacks.gc import ManualGC
 from megatron.training.callbacks.profiler import (
     MemoryHistory,
@@ -27,7 +26,10 @@ from megatron.training.callbacks.profiler import (
 )
 from megatron.training.callbacks.progress_log import ProgressLog, SeriesStart, series_start
 from megatron.training.callbacks.sync import TrainSync
-from megatron.training.signals import StopSignal
+from megatron.training.process.signals import StopSignal
+from megatron.training.runtime import stop_requests
+from megatron.training.runtime.runtime import CallbackList, CheckpointEvent
+from megatron.training.runtime.stop_requests import minutes_over_limit
 from tests.unit.callbacks.helpers import fake_run, step_result
 
 
@@ -71,7 +73,7 @@ def test_exit_duration_counts_from_the_start_of_the_process(
     saved: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(exit_module.time, "time", lambda: now[0])
+    monkeypatch.setattr(stop_requests.time, "time", lambda: now[0])
     run = fake_run("--exit-duration-in-mins 2")
     now[0] = 120.0
     assert minutes_over_limit(run) is None

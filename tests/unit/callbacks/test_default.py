@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.training.callbacks import console, default
-from megatron.training.callbacks.base import Callback, CallbackList, CheckpointEvent, EvalResult
 from megatron.training.callbacks.default import default_callbacks
+from megatron.training.runtime.runtime import Callback, CallbackList, CheckpointEvent, EvalResult
 from tests.unit.callbacks.helpers import fake_run, step_result
 
 

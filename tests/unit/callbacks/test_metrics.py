@@ -18,14 +18,14 @@ from megatron.core.config.errors import MissingDependency
 from megatron.core.diagnostics import timers as timers_module
 from megatron.training.callbacks import metrics as metrics_module
 from megatron.training.callbacks import wandb as wandb_sink
-from megatron.training.callbacks.base import CallbackList, EvalResult
 from megatron.training.callbacks.console import ConsoleSink
 from megatron.training.callbacks.metrics import Metrics
 from megatron.training.callbacks.metrics_file import MetricsFileSink
 from megatron.training.callbacks.records import EvalRecord, Sink, SinkList, StepRecord
 from megatron.training.callbacks.tensorboard import TensorBoardSink
 from megatron.training.callbacks.wandb import WandbSink
-from megatron.training.peak_flops import Peak
+from megatron.training.estimates.peak_flops import Peak
+from megatron.training.runtime.runtime import CallbackList, EvalResult
 from tests.log_parser import TrainingLine, ValidationLine, parse_log
 from tests.unit.callbacks.helpers import fake_run, run_config, step_result
 

@@ -18,12 +18,12 @@ from megatron.core import device
 from megatron.training.callbacks import default
 from megatron.training.callbacks import straggler as straggler_module
 from megatron.training.callbacks import wandb as wandb_module
-from megatron.training.callbacks.base import Callback, CallbackList, CheckpointEvent
 from megatron.training.callbacks.console import ProgressBar
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.profiler import MemoryHistory
 from megatron.training.callbacks.straggler import gpu_reader, report
+from megatron.training.runtime.runtime import Callback, CallbackList, CheckpointEvent
 from tests.unit.callbacks.helpers import fake_run, step_result
 from tests.unit.callbacks.test_tensorboard import log_steps
 
@@ -158,7 +158,7 @@ def test_a_terminal_that_is_closed_takes_its_bar_along(caplog: pytest.LogCapture
 def test_output_that_was_closed_before_the_start_is_lost_and_goes_into_no_file(closed: str) -> None:
     lines = (
         "import os, sys",
-        "from megatron.training.rank_print import survive_lost_output",
+        "from megatron.training.process.rank_print import survive_lost_output",
         "survive_lost_output()",
         "opened = os.open('/dev/zero', os.O_RDONLY)",
         "for stream in (sys.stdout, sys.stderr): print('x', file=stream); stream.isatty()",

@@ -15,7 +15,7 @@ from megatron.training.checkpointing.checkpoint_args import (
 )
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.save import save_run
-from megatron.training.generation import open_writer
+from megatron.training.inference.generation import open_writer
 from tests.unit.checkpointing.tiny_run import counters, make_parts, options
 
 SAVED = {

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.core.config.errors import CheckpointError
-from megatron.training import checkpointing, global_vars
-from megatron.training.state import TrainState
+from megatron.training import checkpointing
+from megatron.training.compat import global_vars
+from megatron.training.runtime.state import TrainState
 from tests.unit.checkpointing.tiny_run import (
     advance,
     assert_equal,
@@ -24,7 +25,7 @@ from tests.unit.checkpointing.tiny_run import (
 def run(tmp_path, monkeypatch):
     """A run that goes on, as far as the facade asks."""
     monkeypatch.setattr(
-        "megatron.training.checkpointing.facade.write_config",
+        "megatron.training.compat.checkpointing.write_config",
         lambda config, path: Path(path).write_text("{}"),
     )
     run = SimpleNamespace(

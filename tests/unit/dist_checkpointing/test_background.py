@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
 from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.parallel.run_store import RunStore
 from megatron.core.params.param_info import ParamInfo
-from megatron.training import step
+from megatron.training.step import train_step
 from tests.unit.dist_checkpointing.tiny import global_tensors, names_in, records, shares
 
 
@@ -116,7 +116,7 @@ def test_buffers_and_values_are_copied_at_once_and_weights_before_an_update(tmp_
 
     saving.wait_for_copies = open_and_wait
     config = SimpleNamespace(optimizer=SimpleNamespace(barrier_with_L1_time=False))
-    step._update(
+    train_step._update(
         SimpleNamespace(pending_save=saving, optimizer=optimizer, timers=MagicMock(), config=config)
     )
     assert steps == [True]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.checkpointing.paths import open_checkpoint
-from megatron.training.generation import generation_config
+from megatron.training.inference.generation import generation_config
 from tests.reference_checkpoints import unpack
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.training import peak_flops as module
 from megatron.training.callbacks.metrics import _announced
-from megatron.training.peak_flops import Peak, device_peak, measured_gemm_rate
+from megatron.training.estimates import peak_flops as module
+from megatron.training.estimates.peak_flops import Peak, device_peak, measured_gemm_rate
 
 SIZES = (64, 128, 256, 512, 1024)
 

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.config.errors import ConfigError
-from megatron.training.arguments.legacy import flat_values
-from megatron.training.models.gpt import build_gpt_model
-from megatron.training.theoretical_memory_usage import (
+from megatron.training.arguments.flat_values import flat_values
+from megatron.training.estimates.theoretical_memory import (
     activation_bytes,
     count_parameters,
     memory_lines,
     print_memory,
-    report_theoretical_memory,
     weight_and_optimizer_bytes,
 )
+from megatron.training.models.gpt import build_gpt_model
+from megatron.training.theoretical_memory_usage import report_theoretical_memory
 from tests.unit.callbacks.helpers import run_config
 from tests.unit.one_process import one_process_groups
 

@@ -1,0 +1,43 @@
+"""All settings of a run as one flat mapping, under the names of their flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.config.option import dest_of, options_of
+from megatron.training.arguments.resolve import DERIVED_FIELDS
+from megatron.training.arguments.sections import SECTIONS
+from megatron.training.config.run import RunConfig
+
+# What a run has done so far; all else in a flat namespace is what it was asked to do.
+COUNTERS = (
+    "iteration",
+    "consumed_train_samples",
+    "skipped_train_samples",
+    "consumed_valid_samples",
+    "num_floating_point_operations_so_far",
+)
+
+
+def flat_values(run: RunConfig) -> dict[str, Any]:
+    """dest -> value of all flags after resolving, and the values derived from them."""
+    values = dict(run.asked)
+    for name, cls in SECTIONS.items():
+        section = vars(vars(run)[name])
+        for f, opt in options_of(cls):
+            value = section[f.name]
+            value = not value if opt.inverted else value
+            values[dest_of(f, opt)] = list(value) if isinstance(value, tuple) else value
+        for name_of_field in DERIVED_FIELDS & section.keys():
+            values[name_of_field] = section[name_of_field]
+    m = run.model
+    values.update(run.extra)
+    values.setdefault("yaml_cfg", None)  # what the file said stands in the other values
+    values.update(
+        world_size=run.world_size,
+        data_parallel_size=run.data_parallel_size,
+        transformer_pipeline_model_parallel_size=m.pipeline_model_parallel_size,
+        use_dist_ckpt=run.checkpoint.ckpt_format != "torch",
+        variable_seq_lengths=False,
+    )
+    return values

@@ -1,0 +1,232 @@
+"""What a run does when it saves, and what it takes over when it loads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron.core.diagnostics.fault_injection import fault_point
+from megatron.core.dist_checkpointing.background import (
+    BackgroundSave,
+    Worker,
+    finish_apart,
+    start_in_thread,
+)
+from megatron.core.dist_checkpointing.formats import FORMATS
+from megatron.core.dist_checkpointing.mapping import SavePlan
+from megatron.core.dist_checkpointing.serialization import SaveFailed, SaveResult
+from megatron.core.parallel.run_store import RunStore
+from megatron.training.arguments.config_file import write_config
+from megatron.training.checkpointing.checkpoint_tensors import RunParts
+from megatron.training.checkpointing.load import load_run
+from megatron.training.checkpointing.non_persistent import transient
+from megatron.training.checkpointing.save import begin_save, log_saved, save_local_run, save_run
+from megatron.training.config.checkpoint import CheckpointConfig
+from megatron.training.estimates.model_layers import layers_of_stages
+from megatron.training.process.rank_print import print_rank_0
+from megatron.training.runtime.flat_namespace import legacy_namespace
+from megatron.training.runtime.runtime import CheckpointEvent, Runtime
+
+
+def load(run: Runtime) -> None:
+    """Fill model, optimizer, scheduler, random states and counters.  Collective.
+
+    Nothing happens without --load and --pretrained-checkpoint.
+    """
+    fault_point("load.before")
+    run.timers("load-checkpoint", log_level=0).start(barrier=True)
+    loaded = load_run(run.config.checkpoint, _parts(run))
+    run.timers("load-checkpoint").stop(barrier=True)
+    if loaded is None:
+        return
+    run.timers.log(["load-checkpoint"])
+    run.state.load(dict(loaded.counters))
+    if not run.config.checkpoint.moe_use_upcycling:
+        run.saved_at = run.state.iteration
+    # The learning rate follows the samples, also where the optimizer's state was left behind.
+    if run.scheduler is not None and not loaded.has_schedule and run.state.iteration > 0:
+        run.scheduler.step(run.state.consumed_train_samples)
+
+
+def save(run: Runtime, *, is_last: bool = False, is_transient: bool = False) -> None:
+    """Publish a checkpoint of the present step, or begin to with --async-save.  Collective.
+
+    A save that fails is told, and training goes on after --ckpt-max-failed-saves of them in a row.
+    The last one of a run is waited for; its failure raises SaveFailed.  ``is_transient``: one of
+    --non-persistent-save-interval, in its own place.
+    """
+    config = run.config.checkpoint
+    is_local = is_transient and config.non_persistent_ckpt_type == "local"
+    in_background = bool(config.async_save) and not is_last and not is_local
+    if is_transient:
+        config = transient(config)
+    iteration, failure = run.state.iteration, None
+    with run.callbacks.paused(run, "checkpoint"):
+        began_s = time.perf_counter()
+        run.timers("save-checkpoint", log_level=0).start(barrier=True)
+        _ask(run, BackgroundSave.wait)
+        fault_point("save.before", step=iteration)
+        try:
+            saved = _save(run, config, in_background, is_local)
+        except SaveFailed as error:
+            failure = error
+        run.timers("save-checkpoint").stop(barrier=True)
+        run.timers.log(["save-checkpoint"])
+        stall_s = time.perf_counter() - began_s
+    if failure is not None:
+        if is_last:
+            raise failure
+        _go_on_after(failure, run)
+        return
+    if not is_transient:
+        run.saved_at = iteration
+    if saved is None:
+        run.callbacks.on_checkpoint(
+            run, CheckpointEvent(kind="scheduled", iteration=iteration, stall_s=stall_s)
+        )
+    else:
+        _report(run, saved, CheckpointEvent(kind="saved", iteration=iteration, stall_s=stall_s))
+
+
+def _save(
+    run: Runtime, config: CheckpointConfig, in_background: bool, is_local: bool
+) -> SaveResult | None:
+    """What was published; None if that is to come."""
+    parts, counters = _parts(run), run.state.to_dict()
+    more: dict[str, Any] = {
+        "asked": _asked(run, config),
+        "write_config": lambda path: write_config(run.config, path),
+    }
+    if is_local:
+        return save_local_run(config, parts, counters, **more)
+    if config.ckpt_assume_constant_structure:
+        run.save_plan = more["plan"] = run.save_plan or SavePlan()
+    if not in_background:
+        return save_run(config, parts, counters, **more)
+    begun = begin_save(config, parts, counters, **more)
+    start = start_in_thread
+    if config.use_persistent_ckpt_worker:
+        run.checkpoint_worker = run.checkpoint_worker or Worker()
+        start = run.checkpoint_worker.start
+    run.pending_save = BackgroundSave(begun, run.snapshot_memory, run.groups.world, start)
+    print_rank_0(
+        f"  scheduled an async checkpoint save at iteration {begun.iteration:7d} to {config.save}"
+    )
+    return None
+
+
+def convert(run: Runtime) -> None:
+    """Write what was loaded in the format of --ckpt-convert-format.  Collective."""
+    options = run.config.checkpoint
+    assert options.ckpt_convert_format is not None
+    assert options.ckpt_convert_save is not None
+    target = replace(
+        options,
+        save=str(Path(options.ckpt_convert_save) / options.ckpt_convert_format),
+        ckpt_format=options.ckpt_convert_format,
+    )
+    save_run(target, _parts(run), run.state.to_dict(), asked=_asked(run, target))
+    print_rank_0(f"> converted checkpoint: {options.load} -> {target.save}")
+
+
+def poll(run: Runtime) -> None:
+    """Take note of a background save that is over.  Collective while one is pending."""
+    _ask(run, BackgroundSave.poll)
+
+
+def save_unless_saved(run: Runtime, *, is_transient: bool = False) -> None:
+    """`save` if the run saves at all and this step is not in a checkpoint yet."""
+    config = run.config.checkpoint
+    if not (is_transient or config.save is not None) or run.saved_at == run.state.iteration:
+        return
+    if run.pending_save is None or config.async_save_when_busy == "wait":
+        save(run, is_transient=is_transient)
+    else:
+        print_rank_0(
+            f"NOTE: iteration {run.state.iteration} is not saved: the checkpoint of iteration "
+            f"{run.pending_save.iteration} is still being written (--async-save-when-busy skip)"
+        )
+
+
+def save_last(run: Runtime) -> None:
+    """Finish what is being written, and save this step if no checkpoint has it.  Collective."""
+    _ask(run, BackgroundSave.wait)
+    if run.config.checkpoint.save is not None and run.saved_at != run.state.iteration:
+        save(run, is_last=True)
+
+
+def finish_at_failure(run: Runtime, store: RunStore) -> None:
+    """Finish what is being written when an exception ends the run, and say how that went.
+
+    Not collective: every rank calls it, wherever it is.
+    """
+    world = run.groups.world
+    try:
+        saved = finish_apart(run.pending_save, store, world.rank(), world.size())
+    except (SaveFailed, RuntimeError, AssertionError) as error:  # the last: its thread has failed
+        if run.pending_save is not None:
+            print_rank_0(f"WARNING: what was being written when the run failed is lost: {error}")
+        return
+    if saved is not None:
+        log_saved(run.groups, saved)
+
+
+def _ask(run: Runtime, how: Callable[[BackgroundSave], SaveResult | None]) -> None:
+    pending = run.pending_save
+    if pending is None:
+        return
+    try:
+        saved = how(pending)
+    except SaveFailed as error:
+        run.pending_save = run.saved_at = None
+        _go_on_after(error, run)
+        return
+    if saved is not None:
+        run.pending_save = None
+        log_saved(run.groups, saved)
+        waited_s = pending.waited_s
+        event = CheckpointEvent(kind="finalized", iteration=pending.iteration, stall_s=waited_s)
+        _report(run, saved, event)
+
+
+def _report(run: Runtime, saved: SaveResult, event: CheckpointEvent) -> None:
+    run.failed_saves = 0
+    run.callbacks.on_checkpoint(run, event)
+    for iteration in saved.deleted:
+        run.callbacks.on_checkpoint(run, CheckpointEvent(kind="deleted", iteration=iteration))
+
+
+def _go_on_after(error: SaveFailed, run: Runtime) -> None:
+    """Warn of a failed save; the same on all ranks.  Raises SaveFailed if there were too many."""
+    run.failed_saves += 1
+    limit = run.config.checkpoint.ckpt_max_failed_saves
+    if run.failed_saves > limit:
+        raise SaveFailed(
+            f"{error}; it is failed save {run.failed_saves} in a row and --ckpt-max-failed-saves "
+            f"is {limit}"
+        )
+    print_rank_0(
+        f"WARNING: {error}; training goes on: it is failed save {run.failed_saves} in a row, "
+        f"--ckpt-max-failed-saves is {limit}"
+    )
+
+
+def _asked(run: Runtime, options: CheckpointConfig) -> Mapping[str, Any]:
+    """The command line as parsed; for Megatron-LM with what it derives from it."""
+    is_foreign = FORMATS[options.ckpt_format].is_foreign
+    return vars(legacy_namespace(run)) if is_foreign else run.config.asked
+
+
+def _parts(run: Runtime) -> RunParts:
+    return RunParts(
+        model_chunks=run.model_chunks,
+        groups=run.groups,
+        optimizer=run.optimizer,
+        scheduler=run.scheduler,
+        stages=layers_of_stages(run.config),
+        kind=run.config.language_model.model_kind,
+        asked=run.config.asked,
+    )

@@ -1,0 +1,66 @@
+"""Megatron-LM's functions on arguments, for scripts that parse and validate by themselves."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments import parser as parsing
+from megatron.training.arguments.flat_values import COUNTERS, flat_values
+from megatron.training.arguments.options import read_config
+from megatron.training.arguments.resolve import resolve
+from megatron.training.config.run import RunConfig
+from megatron.training.process.rank_print import rank, world_size
+
+# What validate_args() leaves in a namespace: the RunConfig that it stands for.
+_VALIDATED = "validated_run"
+
+
+def parse_args(
+    extra_args_provider: parsing.ExtraArgsProvider | None = None, ignore_unknown_args: bool = False
+) -> Namespace:
+    """The command line as the reference's scripts expect it: with rank and world_size."""
+    args = parsing.parse_args(extra_args_provider, ignore_unknown_args)
+    vars(args).update(rank=rank(), world_size=world_size())
+    return args
+
+
+def resolve_args(args: Namespace, world_size: int) -> RunConfig:
+    """`resolve`, also of arguments that were validated before and perhaps changed since."""
+    before = vars(args).get(_VALIDATED)
+    if before is None:
+        return resolve(args, world_size)
+    filled_in = {**flat_values(before), **dict.fromkeys(COUNTERS, 0), _VALIDATED: before}
+    changed = {
+        dest: value
+        for dest, value in vars(args).items()
+        if dest not in filled_in or filled_in[dest] != value
+    }
+    return resolve(Namespace(**{"yaml_cfg": None, **before.asked, **changed}), world_size)
+
+
+def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Namespace:
+    """Check ``args`` and fill in every derived value, in place.  Raises ConfigError."""
+    parsing.apply_defaults(args, defaults or {})
+    run = resolve_args(args, vars(args).get("world_size") or world_size())
+    vars(args).update(flat_values(run), **dict.fromkeys(COUNTERS, 0))
+    vars(args)[_VALIDATED] = run
+    vars(args).setdefault("rank", rank())
+    return args
+
+
+def core_transformer_config_from_args(
+    args: argparse.Namespace, config_class: type[TransformerConfig] | None = None
+) -> TransformerConfig:
+    """The model section of ``args``, which come from get_args() or validate_args()."""
+    if "activation_func" not in vars(args):
+        raise ConfigError(
+            "core_transformer_config_from_args() needs validated arguments: call validate_args() "
+            "first or take get_args()"
+        )
+    config: TransformerConfig = read_config(config_class or TransformerConfig, args)
+    return config

@@ -1,0 +1,143 @@
+"""The reference's names for scripts: they speak of the run that is going on."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megatron.core.config.errors import ConfigError
+from megatron.training.arguments.config_file import write_config
+from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
+from megatron.training.checkpointing.checkpoint_tensors import RunParts
+from megatron.training.checkpointing.load import load_run
+from megatron.training.checkpointing.non_persistent import transient
+from megatron.training.checkpointing.paths import checkpoint_folder
+from megatron.training.checkpointing.paths import (
+    get_checkpoint_tracker_filename as get_checkpoint_tracker_filename,
+)
+from megatron.training.checkpointing.save import save_local_run, save_run
+from megatron.training.compat import global_vars
+from megatron.training.estimates.model_layers import layers_of_stages
+
+
+def save_checkpoint(
+    iteration: int,
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: object = None,
+    non_persistent_ckpt: bool = False,
+    **layout: object,
+) -> None:
+    """Save the given objects with the counters of the run in ``--save``.  Collective.
+
+    ``non_persistent_ckpt``: in the place of short-lived ones.
+
+    ``checkpointing_context`` and the ranks in ``layout`` change nothing: the run knows its layout.
+    The checkpoint is on disk when this returns, also with --async-save: nobody would look after
+    one in the background.
+    """
+    del checkpointing_context, layout
+    run = global_vars.get_run()
+    config = run.config.checkpoint
+    if non_persistent_ckpt and config.non_persistent_ckpt_type is None:
+        raise ConfigError(
+            "save_checkpoint(non_persistent_ckpt=True) needs --non-persistent-ckpt-type global or "
+            "local: where is it to be kept?"
+        )
+    counters = run.state.to_dict() | {
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
+    }
+    parts = _parts(model, optimizer, opt_param_scheduler)
+    is_local = non_persistent_ckpt and config.non_persistent_ckpt_type == "local"
+    how = save_local_run if is_local else save_run
+    how(
+        transient(config) if non_persistent_ckpt else config,
+        parts,
+        counters,
+        asked=run.config.asked,
+        write_config=lambda path: write_config(run.config, path),
+    )
+
+
+def load_checkpoint(
+    ddp_model: nn.Module | Sequence[nn.Module],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    load_arg: str = "load",
+    strict: bool = True,
+    checkpointing_context: object = None,
+) -> tuple[int, float]:
+    """Fill the given objects from the directory of option ``load_arg``.  Collective.
+
+    Returns iteration and floating-point operations so far, both 0 if there is nothing to load;
+    the counters of the run are set.  Without ``strict``, differing keys are logged.
+    """
+    del checkpointing_context
+    run = global_vars.get_run()
+    config = run.config.checkpoint
+    config = replace(config, load=vars(config)[load_arg])
+    if not strict:
+        config = replace(config, dist_ckpt_strictness="log_all")
+    loaded = load_run(config, _parts(ddp_model, optimizer, opt_param_scheduler))
+    if loaded is None:
+        return 0, 0
+    run.state.load(dict(loaded.counters))
+    return loaded.iteration, run.state.num_floating_point_operations_so_far
+
+
+def load_args_from_checkpoint(
+    args: argparse.Namespace, load_arg: str = "load", checkpointing_context: object = None
+) -> tuple[argparse.Namespace, argparse.Namespace | None]:
+    """``args`` with the model's shape from a checkpoint, and the arguments it was made with.
+
+    The second is None if there is no checkpoint.
+    """
+    del checkpointing_context
+    asked = apply_checkpoint_args(args, vars(args)[load_arg])
+    return args, None if asked is None else argparse.Namespace(**asked)
+
+
+def get_checkpoint_name(
+    checkpoints_path: str,
+    iteration: int,
+    release: bool = False,
+    *ranks: object,
+    return_base_dir: bool = False,
+    basename: str = "model_optim_rng.pt",
+) -> str:
+    """The folder of an iteration (``return_base_dir``), or this rank's file in the old tree.
+
+    ``mp_rank_TT[_PPP][_EEE]``: the ranks that count are those of the run, not ``ranks``.
+    """
+    del ranks
+    folder = checkpoint_folder(checkpoints_path, iteration, release)
+    if return_base_dir:
+        return folder
+    groups = global_vars.get_run().groups
+    name = f"mp_rank_{groups.tp.rank():02d}"
+    if groups.pp.size() > 1:
+        name += f"_{groups.pp.rank():03d}"
+    if groups.ep.size() > 1:
+        name += f"_{groups.ep.rank():03d}"
+    return str(Path(folder) / name / basename)
+
+
+def _parts(model: nn.Module | Sequence[nn.Module], optimizer: Any, scheduler: Any) -> RunParts:
+    run = global_vars.get_run()
+    is_per_rank = run.config.checkpoint.ckpt_format == "torch"
+    return RunParts(
+        model_chunks=[model] if isinstance(model, nn.Module) else model,
+        groups=run.groups,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        stages=layers_of_stages(run.config) if is_per_rank else (),
+        asked=run.config.asked,
+    )

@@ -1,0 +1,265 @@
+"""The reference's functions for scripts that bring their own loop.
+
+They act on the run that ``initialize_megatron()`` has started, take its arguments and return what
+the reference's return.  ``train_step`` counts the step; a script has nothing to count.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.training.callbacks.default import default_callbacks
+from megatron.training.callbacks.metrics import Metrics
+from megatron.training.checkpointing.run_checkpoint import load
+from megatron.training.compat.checkpointing import save_checkpoint
+from megatron.training.compat.global_vars import get_run
+from megatron.training.data import loaders
+from megatron.training.estimates.flops import num_floating_point_operations
+from megatron.training.process.rank_print import print_rank_last
+from megatron.training.runtime import setup
+from megatron.training.runtime.schedule import build_scheduler
+from megatron.training.step import evaluate
+from megatron.training.step import train_step as optimizer_step
+
+Model = nn.Module | Sequence[nn.Module]
+
+
+def get_model(
+    model_provider_func: setup.ModelProvider, model_type: object = None, wrap_with_ddp: bool = True
+) -> list[nn.Module]:
+    """The model chunks of this rank.  Collective."""
+    del model_type
+    run = get_run()
+    setup.build_model_chunks(run, model_provider_func, wrap=wrap_with_ddp)
+    return run.model_chunks
+
+
+def get_optimizer_param_scheduler(optimizer: Any) -> Any:
+    """The schedule of ``optimizer``'s parameter groups that the flags ask for."""
+    run = get_run()
+    run.optimizer = optimizer
+    run.scheduler = build_scheduler(run)
+    return run.scheduler
+
+
+def setup_model_and_optimizer(
+    model_provider_func: setup.ModelProvider,
+    model_type: object = None,
+    no_wd_decay_cond: Callable[[str, nn.Parameter], bool] | None = None,
+    scale_lr_cond: Callable[[str, nn.Parameter], bool] | None = None,
+    lr_mult: float = 1.0,
+    checkpointing_context: object = None,
+) -> tuple[list[nn.Module], Any, Any]:
+    """Model chunks, optimizer and scheduler, filled from ``--load``.  Collective.
+
+    The conditions take a parameter's name and the parameter.
+    """
+    del model_type, checkpointing_context
+    run = get_run()
+    setup.build_model_chunks(run, model_provider_func)
+    setup.build_optimizer(
+        run, no_weight_decay_cond=no_wd_decay_cond, scale_lr_cond=scale_lr_cond, lr_mult=lr_mult
+    )
+    load(run)
+    run.callbacks = default_callbacks(run)
+    return run.model_chunks, run.optimizer, run.scheduler
+
+
+class DataIterator:
+    """Micro-batches without end; ``iter()`` of it is one pass from the first on."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.dataset = loader, loader.dataset
+        self._current = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._current)
+        except StopIteration:
+            self._current = iter(self.loader)
+            return next(self._current)
+
+
+def get_train_valid_test_num_samples() -> tuple[int | None, int | None, int | None]:
+    """How many samples each set must offer."""
+    return loaders.train_valid_test_num_samples(get_run())
+
+
+def build_train_valid_test_datasets(
+    build_train_valid_test_datasets_provider: loaders.Provider,
+    train_valid_test_num_samples: Sequence[int | None] | None = None,
+) -> tuple[Any, Any, Any]:
+    """What the provider gives for the samples asked for."""
+    return build_train_valid_test_datasets_provider(
+        train_valid_test_num_samples or get_train_valid_test_num_samples()
+    )
+
+
+def build_train_valid_test_data_iterators(
+    build_train_valid_test_datasets_provider: loaders.Provider,
+) -> tuple[Any, Any, Any]:
+    """Iterators of the three sets, None where this rank reads nothing.  Collective.
+
+    Training goes on at the run's consumed samples; several validation sets are a list.
+    """
+    run = get_run()
+    loaders.build_data(run, build_train_valid_test_datasets_provider)
+    valid = [_endless(loader) for loader in run.valid_loaders]
+    several = run.config.validation.multiple_validation_sets
+    return run.train_data, valid if several else valid[0], _endless(run.test_loader)
+
+
+def _endless(loader: Any) -> Any:
+    is_loader = isinstance(loader, torch.utils.data.DataLoader)
+    return DataIterator(loader) if is_loader else loader
+
+
+def train_step(
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Model,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    config: object = None,
+    forward_backward_func: Callable[..., Any] | None = None,
+) -> tuple[dict[str, Any], int, bool, bool, int, Any, int | None]:
+    """Forward, backward and update on one global batch; the step is counted.  Collective.
+
+    Returns losses (last stage), 1 if the update was skipped, should_checkpoint, should_exit,
+    exit code, gradient norm and number of zeros.  Nobody here asks for a checkpoint or an exit:
+    what is not finite raises.
+    """
+    del config  # of the model, which has it
+    if forward_backward_func not in (None, get_forward_backward_func()):
+        raise ConfigError(
+            "train_step(forward_backward_func=...): the layout has one schedule, that of "
+            "get_forward_backward_func(); leave the argument out"
+        )
+    run = get_run()
+    run.forward_step_func, run.train_data = forward_step_func, data_iterator
+    run.model_chunks = _chunks(model)
+    run.optimizer, run.scheduler = optimizer, opt_param_scheduler
+    result = run.last_step = optimizer_step.train_step(run)
+    flops = num_floating_point_operations(run.config, result.batch_size, run.padded_vocab_size)
+    run.state.advance(result, flops)
+    skipped = int(result.skipped)
+    return result.losses, skipped, False, False, 0, result.grad_norm, result.num_zeros
+
+
+def evaluate_and_print_results(
+    prefix: str,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Model,
+    iteration: int,
+    process_non_loss_data_func: Callable[..., Any] | None = None,
+    config: object = None,
+    verbose: bool = False,
+    write_to_tensorboard: bool = True,
+    non_loss_data_func: Callable[..., Any] | None = None,
+) -> None:
+    """Mean losses over ``--eval-iters`` global batches, printed on the last rank.  Collective."""
+    del iteration, config, verbose  # the run and the model have them
+    run = get_run()
+    run.forward_step_func, run.model_chunks = forward_step_func, _chunks(model)
+    run.process_non_loss_data_func = process_non_loss_data_func
+    run.non_loss_data_func = non_loss_data_func
+    result = evaluate.evaluate(run, data_iterator)
+    if result is None:
+        return
+    if write_to_tensorboard:
+        run.callbacks.on_eval_end(run, result)
+    if not (write_to_tensorboard and len(run.callbacks)):
+        losses = " | ".join(f"{key} value: {loss:.6E}" for key, loss in result.losses.items())
+        print_rank_last(f" validation loss at {prefix} | {losses} |")
+
+
+def training_log(
+    loss_dict: dict[str, Any],
+    total_loss_dict: dict[str, Any],
+    learning_rate: float,
+    decoupled_learning_rate: float | None,
+    iteration: int,
+    loss_scale: float,
+    report_memory_flag: bool,
+    skipped_iter: int,
+    grad_norm: Tensor | float | None,
+    params_norm: float | None,
+    num_zeros_in_grad: int | None,
+) -> bool:
+    """Log the step that `train_step` has made, as the flags ask for.  Collective.
+
+    Needs `setup_model_and_optimizer`.  Sums over steps are kept here, ``total_loss_dict`` stays
+    as it is.  Returns False: memory is reported when it is asked for.
+    """
+    del total_loss_dict, iteration, report_memory_flag
+    run = get_run()
+    assert run.last_step is not None, "train_step() comes before training_log()"
+    result = replace(
+        run.last_step,
+        losses=loss_dict,
+        grad_norm=grad_norm,
+        num_zeros=num_zeros_in_grad,
+        params_norm=params_norm,
+        learning_rate=learning_rate,
+        decoupled_learning_rate=decoupled_learning_rate,
+        loss_scale=loss_scale,
+        skipped=bool(skipped_iter),
+    )
+    timer = run.timers("interval-time", log_level=0)
+    if not timer.is_running:  # as a rule the script has started it before its loop
+        timer.start()
+    for callback in run.callbacks:
+        if isinstance(callback, Metrics):
+            callback.on_step_end(run, result)
+    return False
+
+
+def save_checkpoint_and_time(
+    iteration: int,
+    model: Model,
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: object = None,
+    non_persistent_ckpt: bool = False,
+    train_data_iterator: object = None,
+) -> None:
+    """`save_checkpoint`, with its time among the timers.  Collective."""
+    del checkpointing_context, train_data_iterator
+    run = get_run()
+    run.timers("save-checkpoint", log_level=0).start(barrier=True)
+    save_checkpoint(
+        iteration,
+        model,
+        optimizer,
+        opt_param_scheduler,
+        num_floating_point_operations_so_far,
+        non_persistent_ckpt=non_persistent_ckpt,
+    )
+    run.timers("save-checkpoint").stop(barrier=True)
+    run.timers.log(["save-checkpoint"])
+
+
+def update_train_iters(args: argparse.Namespace) -> None:
+    """Fill ``args.train_iters`` from ``train_samples``; in get_args() it is filled."""
+    if args.train_iters or not args.train_samples:
+        return
+    batches = NumMicroBatchesCalculator.from_config(args, args.data_parallel_size)
+    vars(args).update(train_iters=batches.train_iters(args.train_samples))
+
+
+def _chunks(model: Model) -> list[nn.Module]:
+    return [model] if isinstance(model, nn.Module) else list(model)

@@ -1,0 +1,64 @@
+"""Small helpers that training scripts import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.datasets.gpt_dataset import (
+    get_ltor_masks_and_position_ids as get_ltor_masks_and_position_ids,
+)
+from megatron.core.optimizer import clip_grads
+from megatron.core.parallel import parallel_state
+from megatron.core.utils import get_batch_on_this_cp_rank as get_batch_on_this_cp_rank
+from megatron.training.compat import global_vars
+from megatron.training.data.batch import load_batch
+from megatron.training.data.loaders import (
+    get_blend_and_blend_per_split as get_blend_and_blend_per_split,
+)
+from megatron.training.models.registry import model_kind_of
+from megatron.training.process.rank_print import is_last_rank as is_last_rank
+from megatron.training.process.rank_print import is_rank0 as is_rank0
+from megatron.training.process.rank_print import print_rank_0 as print_rank_0
+from megatron.training.process.rank_print import print_rank_last as print_rank_last
+
+
+def unwrap_model(model: Any, wrappers: Iterable[type] | None = None) -> Any:
+    """The model inside data-parallel and precision wrappers; lists stay lists."""
+    if isinstance(model, list):
+        return [unwrap_model(m, wrappers) for m in model]
+    while isinstance(model, nn.Module) and isinstance(model._modules.get("module"), nn.Module):
+        model = model.module
+    return model
+
+
+def average_losses_across_data_parallel_group(losses: Iterable[Tensor]) -> Tensor:
+    """Mean of each loss over the replicas.  Collective over dp_cp."""
+    stacked = torch.cat([loss.detach().reshape(1) for loss in losses])
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(stacked, group=group)
+    return stacked / group.size()
+
+
+def calc_params_l2_norm(
+    model: nn.Module | Sequence[nn.Module], force_create_fp32_copy: bool = False
+) -> float:
+    """L2 norm of all parameters of the model.  Collective over the ranks that hold it."""
+    del force_create_fp32_copy  # sums are in fp32 whatever the parameters are
+    chunks = [model] if isinstance(model, nn.Module) else model
+    return clip_grads.calc_params_l2_norm(chunks, parallel_state.current())
+
+
+def get_batch_on_this_tp_rank(data_iterator: Any) -> dict[str, Tensor | None]:
+    """`load_batch` for scripts that pass nothing but the iterator: what this rank's stages need."""
+    run = global_vars.get_run()
+    tables = [
+        model_kind_of(run.config).batch(run.config, stage, run.placement.num_stages)
+        for stage in run.stages
+    ]
+    table = {name: next((t[name] for t in tables if t[name]), None) for name in tables[0]}
+    return load_batch(data_iterator, table, parallel_state.current().tp)

@@ -1,0 +1,1 @@
+"""From data flags to micro-batches on the device."""

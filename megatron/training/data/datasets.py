@@ -1,0 +1,76 @@
+"""Data sets of whichever kind a run is of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.training.data.loaders import get_blend_and_blend_per_split, reads_data
+from megatron.training.models.kind import ModelKind
+from megatron.training.models.registry import model_kind_of
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.tokenizer.checks import check_data
+
+
+def build_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:
+    """Train, validation and test set with at least ``num_samples`` samples each."""
+    data, kind = run.config.data, model_kind_of(run.config)
+    if data.dataloader_type == "external":
+        raise ConfigError(
+            "--dataloader-type external is for programs that bring their own loaders, and this one "
+            "builds data sets: use single or cyclic"
+        )
+    config = kind.dataset_config(run.config, **_common(run))
+    if run.is_rank_0 and not data.mock_data:
+        _check_data(run, kind, config)
+    reads = reads_data(run)
+    cls = kind.datasets[data.mock_data]
+    builder = BlendedMegatronDatasetBuilder(cls, list(num_samples), lambda: reads, config)
+    train, valid, test = builder.build()
+    if train is None and reads and not run.config.validation.skip_train:
+        given = f"--split {config.split}" if config.split else "the data of each split"
+        raise DataError(f"{given} leaves nothing to train on: give training data, or --skip-train")
+    return train, valid, test
+
+
+def _common(run: Runtime) -> dict[str, Any]:
+    """What the data sets of all kinds are told."""
+    data, validation = run.config.data, run.config.validation
+    blend, blend_per_split = get_blend_and_blend_per_split(data)
+    return {
+        "random_seed": run.config.training.seed,
+        "sequence_length": data.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "split": data.split,
+        "multiple_validation_sets": validation.multiple_validation_sets,
+        "full_validation": validation.full_validation,
+        "num_dataset_builder_threads": data.num_dataset_builder_threads,
+        "path_to_cache": data.data_cache_path,
+        "mmap_bin_files": data.mmap_bin_files,
+        "object_storage_cache_path": data.object_storage_cache_path,
+        "mid_level_dataset_surplus": data.mid_level_dataset_surplus,
+        "tokenizer": run.tokenizer,
+        "verify_data": data.verify_data,
+    }
+
+
+def _check_data(run: Runtime, kind: ModelKind, config: BlendedMegatronDatasetConfig) -> None:
+    """On one rank: the data fits the tokenizer, the vocabulary and the flags that act on EOD."""
+    data = run.config.data
+    given = {
+        "--reset-position-ids": data.reset_position_ids,
+        "--reset-attention-mask": data.reset_attention_mask,
+        "--eod-mask-loss": data.eod_mask_loss,
+    }
+    blends = [config.blend] if config.blend is not None else config.blend_per_split or []
+    for prefix in {p: None for blend in blends if blend is not None for p in blend[0]}:
+        check_data(
+            kind.datasets[False].build_low_level_dataset(prefix, config),  # type: ignore[arg-type]
+            run.tokenizer,
+            run.padded_vocab_size,
+            [flag for flag, is_given in given.items() if is_given],
+        )

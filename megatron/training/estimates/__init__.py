@@ -1,0 +1,1 @@
+"""Arithmetic on the configuration: layers, parameters, FLOPs, memory, chunk sizes."""

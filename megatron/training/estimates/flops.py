@@ -1,0 +1,198 @@
+"""Model FLOPs: what a step computes by the mathematics of the model, not what the device executes.
+
+Counted are matrix multiplications (two operations per multiply-add), forward once and backward
+twice; of a Mamba layer also its convolution, and its scan as a recurrence.  Recomputation, norms,
+softmax and the optimizer are not.
+
+Two counts exist:
+- `num_floating_point_operations` is Megatron-LM's, behind "throughput per GPU": a causal query
+  meets half of the sequence, and every token of BERT the vocabulary.
+- `causal_model_flops` is behind "MFU": query i meets exactly the i + 1 keys that the causal mask
+  leaves, fewer under a sliding window; and only BERT's hidden tokens meet the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.core.ssm.mixer_shape import mixer_shape
+from megatron.core.transformer.attention_masks import window_of_layer
+from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.run import RunConfig
+from megatron.training.estimates.model_layers import Layer, layers_of, model_kind_name
+
+FORWARD_AND_BACKWARD = 3
+MULTIPLY_ADD = 2
+_SCALE = FORWARD_AND_BACKWARD * MULTIPLY_ADD
+
+# Of a layer, counted in its stack, and a length: what a query meets on average, causal or not.
+Keys = Callable[[int, int, bool], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlops:
+    """FLOPs of training on one batch, split by where they arise."""
+
+    linear: float  # products with weights: projections, MLP, logits
+    attention: float  # queries with keys, scores with values; convolutions and scans
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.linear + self.attention
+
+
+def num_floating_point_operations(
+    config: RunConfig, batch_size: int, padded_vocab_size: int
+) -> float:
+    """FLOPs of a step on ``batch_size`` samples by Megatron-LM's formula."""
+    return _flops(config, batch_size, padded_vocab_size, _half_of_all, 1).total
+
+
+def causal_model_flops(config: RunConfig, batch_size: int, padded_vocab_size: int) -> ModelFlops:
+    """FLOPs of a step on ``batch_size`` samples with attention counted under its mask."""
+    hidden_share = config.data.mask_prob if model_kind_name(config) == "bert" else 1
+    return _flops(config, batch_size, padded_vocab_size, _keys_of(config.model), hidden_share)
+
+
+def layer_flops(config: RunConfig) -> list[float]:
+    """FLOPs of each layer for one of the sample's tokens, attention counted under its mask.
+
+    Behind the decoder's stand those of tokens ahead, without their projections.
+    """
+    keys, length = _keys_of(config.model), _seq_length(config)
+    return [
+        _SCALE * sum(_multiply_adds(config, layer, i, keys)) / length
+        for i, layer in enumerate(layers_of(config))
+    ]
+
+
+def _half_of_all(_layer_index: int, length: int, is_causal: bool) -> float:
+    return length / 2 if is_causal else length
+
+
+def _keys_of(model: TransformerConfig) -> Keys:
+    def keys(layer_index: int, length: int, is_causal: bool) -> float:
+        before, behind = _keys_in_window(model, layer_index)
+        found = mean_keys_per_query(length, before)
+        return found if is_causal else found + mean_keys_per_query(length, behind) - 1
+
+    return keys
+
+
+def mean_keys_per_query(seq_length: int, window: int | None = None) -> float:
+    """Keys a query meets on average: itself and what stands before it, at most ``window``."""
+    window = seq_length if window is None else min(window, seq_length)
+    growing = window * (window + 1) / 2  # queries that do not fill the window yet
+    return (growing + (seq_length - window) * window) / seq_length
+
+
+def _keys_in_window(model: TransformerConfig, layer_index: int) -> list[int | None]:
+    """A query's own key and those before it that its window holds, and those behind it.
+
+    None without a limit.
+    """
+    window = window_of_layer(model, layer_index) or (-1, -1)
+    return [None if count < 0 else count + 1 for count in window]
+
+
+def _flops(
+    config: RunConfig, batch_size: int, padded_vocab_size: int, keys: Keys, hidden_share: float
+) -> ModelFlops:
+    """``hidden_share`` of BERT's tokens meet the vocabulary."""
+    parts = [_multiply_adds(config, layer, i, keys) for i, layer in enumerate(layers_of(config))]
+    linear = sum(linear for linear, _ in parts) + _heads(config, padded_vocab_size, hidden_share)
+    scale = _SCALE * batch_size
+    return ModelFlops(
+        linear=float(scale * linear), attention=float(scale * sum(mixing for _, mixing in parts))
+    )
+
+
+def _heads(config: RunConfig, padded_vocab_size: int, hidden_share: float) -> float:
+    """Multiply-adds behind the layers for one sample, and the projections of tokens ahead."""
+    model, hidden, length = config.model, config.model.hidden_size, _seq_length(config)
+    kind = model_kind_name(config)
+    if kind == "bert":
+        order = hidden * (hidden + 2) if config.language_model.bert_binary_head else 0
+        return hidden_share * length * hidden * (hidden + padded_vocab_size) + order
+    if kind == "t5":
+        return (config.data.decoder_seq_length or 0) * hidden * padded_vocab_size
+    ahead = model.mtp_num_layers or 0
+    columns = padded_vocab_size + ahead * (padded_vocab_size + 2 * hidden)
+    return length * hidden * columns
+
+
+def _multiply_adds(
+    config: RunConfig, layer: Layer, layer_index: int, keys: Keys
+) -> tuple[float, float]:
+    """Of one sample, forward: in products with weights, and between tokens.
+
+    Per token of a full layer, with h = hidden, a = heads, g = query groups, d = kv channels:
+    q and output projection 2*h*a*d, k and v 2*h*g*d, MLP 2 or (gated) 3 times h*ffn, scores and
+    their product with the values 2*a*d*keys.  A part that is replaced by one matrix has h*h, an
+    absent one nothing.  Keys and values of cross attention are those of the encoder's tokens.
+    """
+    model, source = config.model, _seq_length(config)
+    tokens = source
+    if layer.has_cross_attention:
+        tokens = config.data.decoder_seq_length or 0
+    hidden, groups_width = model.hidden_size, model.num_query_groups * model.kv_channels
+    heads_width = model.num_attention_heads * model.kv_channels
+    full: float = 2 * (heads_width + groups_width)
+    if model.multi_latent_attention:  # the mean of the widths of keys and of values
+        full = _latent_columns(model)
+        heads_width = model.num_attention_heads * (model.kv_channels + model.v_head_dim) // 2
+    mlp = {FULL: (3 if model.gated_linear_unit else 2) * layer.ffn_hidden_size, LINEAR: hidden}
+    if layer.has_experts:
+        mlp[FULL] = _expert_columns(model)
+    columns = {FULL: full, LINEAR: hidden}.get(layer.attention, 0) + mlp.get(layer.mlp, 0)
+    linear, mixing = float(tokens * hidden * columns), 0.0
+    if layer.attention == FULL:
+        is_causal = not layer.is_encoder and model_kind_name(config) != "bert"
+        at = min(layer_index, model.num_layers - 1)  # tokens ahead are like the decoder's last
+        if layer.has_cross_attention:
+            at = layer_index - model.num_layers
+        mixing += tokens * 2 * heads_width * keys(at, tokens, is_causal)
+    if layer.has_cross_attention:
+        linear += 2 * hidden * (tokens * heads_width + source * groups_width)
+        mixing += tokens * 2 * heads_width * source
+    if layer.has_mixer:
+        shape = mixer_shape(model)
+        matrices = hidden * (sum(shape.projected) + shape.inner)
+        linear += tokens * matrices
+        mixing += tokens * (shape.flops_per_token / MULTIPLY_ADD - matrices)
+    return linear, mixing
+
+
+def _latent_columns(model: TransformerConfig) -> float:
+    """Elements of the matrices of latent attention, in columns of h rows."""
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+    key_value = heads * (model.qk_head_dim + model.v_head_dim)
+    narrow = model.kv_lora_rank + model.qk_pos_emb_head_dim + heads * model.v_head_dim
+    raised = model.kv_lora_rank * key_value
+    if model.q_lora_rank is None:
+        return narrow + query + raised / hidden
+    return narrow + model.q_lora_rank + (raised + model.q_lora_rank * query) / hidden
+
+
+def _expert_columns(model: TransformerConfig) -> int:
+    """Columns of the matrices that a token meets: router, chosen experts, shared ones."""
+    assert model.num_moe_experts is not None, "called for a layer with experts"
+    width = model.moe_router_topk * (model.moe_ffn_hidden_size or 0)
+    width += model.moe_shared_expert_intermediate_size or 0
+    gate = 1 if model.moe_shared_expert_gate else 0
+    return (3 if model.gated_linear_unit else 2) * width + model.num_moe_experts + gate
+
+
+def tokens_of_a_sample(config: RunConfig) -> int:
+    """Those of the sequence, and under T5 those that the decoder reads."""
+    is_t5 = config.language_model.model_kind == "t5"
+    return _seq_length(config) + (config.data.decoder_seq_length or 0) * is_t5
+
+
+def _seq_length(config: RunConfig) -> int:
+    assert config.data.seq_length is not None, "resolve() has checked --seq-length"
+    return config.data.seq_length

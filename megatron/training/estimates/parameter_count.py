@@ -1,0 +1,138 @@
+"""How many parameters a model has on one tensor-parallel rank: arithmetic on the configuration."""
+
+from __future__ import annotations
+
+from megatron.core.ssm.mixer_shape import mixer_shape
+from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.config.run import RunConfig
+from megatron.training.estimates.model_layers import Layer, layers_of, model_kind_name
+
+
+def padded_vocab_size(run: RunConfig) -> int | None:
+    """Rows of the word embedding over all ranks; None if only the tokenizer knows them."""
+    t, tp = run.tokenizer, run.model.tensor_model_parallel_size
+    if t.padded_vocab_size is not None:
+        return t.padded_vocab_size
+    if t.vocab_size is None:
+        return None
+    # A NullTokenizer adds its end-of-document token to --vocab-size.
+    size = t.vocab_size + (1 if t.tokenizer_type == "NullTokenizer" else 0)
+    multiple = run.language_model.make_vocab_size_divisible_by * tp
+    return -(-size // multiple) * multiple
+
+
+def layer_parameters(run: RunConfig) -> int:
+    """Parameters of all layers on one tensor-parallel rank, with those of tokens ahead."""
+    m = run.model
+    joining = 2 * m.hidden_size**2 + 3 * m.hidden_size * _parameters_per_channel(m)
+    layers = sum(_layer_parameters(m, layer) for layer in layers_of(run))
+    return (m.mtp_num_layers or 0) * joining + layers
+
+
+def head_parameters(run: RunConfig, padded_vocab_size: int) -> int:
+    """What is neither layer nor word or position embedding, on one tensor-parallel rank."""
+    m = run.model
+    hidden, tp = m.hidden_size, m.tensor_model_parallel_size
+    norm = hidden * _parameters_per_channel(m)
+    kind = model_kind_name(run)
+    if kind == "bert":
+        has_order = run.language_model.bert_binary_head
+        order = 2 * hidden + hidden * (hidden + 1) + 2 * (hidden + 1) if has_order else 0
+        return norm + hidden * (hidden + 1) + norm + padded_vocab_size // tp + order
+    if kind == "t5":
+        is_relative = run.language_model.position_embedding_type == "relative"
+        buckets = m.relative_attention_num_buckets if is_relative else 0
+        bias = buckets * m.num_attention_heads // tp
+        is_tied = not run.language_model.untie_embeddings_and_output_weights
+        has_bias = is_tied and m.add_bias_linear
+        return 2 * (norm + bias) + (padded_vocab_size // tp if has_bias else 0)
+    return norm
+
+
+def _layer_parameters(m: TransformerConfig, layer: Layer) -> int:
+    total = _attention_parameters(m, layer.attention)
+    total += _expert_parameters(m) if layer.has_experts else _mlp_parameters(m, layer)
+    if layer.has_cross_attention:
+        total += _attention_parameters(m, FULL)
+    if layer.has_mixer:
+        shape = mixer_shape(m)
+        total += shape.num_parameters // m.tensor_model_parallel_size + _norms_of_part(m)
+    return total
+
+
+def _attention_parameters(m: TransformerConfig, kind: str) -> int:
+    if kind != FULL:
+        return _replaced(m, kind)
+    tp, hidden = m.tensor_model_parallel_size, m.hidden_size
+    around = _norms_of_part(m)
+    if m.softmax_type == "learnable":
+        around += m.num_attention_heads // tp
+    if m.multi_latent_attention:
+        return _latent_parameters(m) + around
+    query, key_value = m.kv_channels * m.num_attention_heads, m.kv_channels * m.num_query_groups
+    projections = (query + 2 * key_value) // tp
+    biases = projections if m.add_bias_linear or m.add_qkv_bias else 0
+    biases += hidden if m.add_bias_linear else 0
+    norms = 0
+    if m.qk_layernorm_full_width:  # an RMS norm, whatever the others are
+        norms = m.kv_channels * (m.num_attention_heads + m.num_query_groups) // tp
+    elif m.qk_layernorm:
+        norms = 2 * m.kv_channels * _parameters_per_channel(m)
+    return hidden * (projections + query // tp) + biases + norms + around
+
+
+def _latent_parameters(m: TransformerConfig) -> int:
+    heads = m.num_attention_heads // m.tensor_model_parallel_size
+    hidden, query = m.hidden_size, m.qk_head_dim + m.qk_pos_emb_head_dim
+    kv = hidden * (m.kv_lora_rank + m.qk_pos_emb_head_dim)
+    kv += m.kv_lora_rank * heads * (m.qk_head_dim + m.v_head_dim)
+    raised = (hidden if m.q_lora_rank is None else m.q_lora_rank) * heads * query
+    down = hidden * (m.q_lora_rank or 0)
+    bias = hidden if m.add_bias_linear else 0
+    norms = m.kv_lora_rank + (m.q_lora_rank or 0) if m.qk_layernorm else 0
+    out = heads * m.v_head_dim * hidden + bias
+    return kv + raised + down + out + norms * _parameters_per_channel(m)
+
+
+def _mlp_parameters(m: TransformerConfig, layer: Layer) -> int:
+    if layer.mlp != FULL:
+        return _replaced(m, layer.mlp)
+    matrices = _mlp_matrices(m, layer.ffn_hidden_size, m.tensor_model_parallel_size)
+    return matrices + _norms_of_part(m)
+
+
+def _mlp_matrices(m: TransformerConfig, width: int, tp: int) -> int:
+    inner = width // tp * (2 if m.gated_linear_unit else 1)
+    biases = m.hidden_size + inner if m.add_bias_linear else 0
+    return m.hidden_size * (inner + width // tp) + biases
+
+
+def _expert_parameters(m: TransformerConfig) -> int:
+    """Router, the experts of a rank, shared ones."""
+    assert m.num_moe_experts is not None, "called for a layer with experts"
+    one = _mlp_matrices(m, m.moe_ffn_hidden_size or 0, m.expert_tensor_parallel_size or 1)
+    total = (
+        m.hidden_size + m.add_bias_linear
+    ) * m.num_moe_experts + m.num_moe_experts // m.expert_model_parallel_size * one
+    if m.moe_shared_expert_intermediate_size:
+        width = m.moe_shared_expert_intermediate_size
+        total += _mlp_matrices(m, width, m.tensor_model_parallel_size)
+        total += m.hidden_size if m.moe_shared_expert_gate else 0
+    return total + _norms_of_part(m)
+
+
+def _replaced(m: TransformerConfig, kind: str) -> int:
+    """A part that is one matrix, or absent with its norm."""
+    if kind != LINEAR:
+        return 0
+    return m.hidden_size**2 // m.tensor_model_parallel_size + _norms_of_part(m)
+
+
+def _norms_of_part(m: TransformerConfig) -> int:
+    norms = 2 if m.layer_norm_placement == "sandwich" else 1
+    return norms * m.hidden_size * _parameters_per_channel(m)
+
+
+def _parameters_per_channel(m: TransformerConfig) -> int:
+    return 2 if m.normalization == "LayerNorm" else 1

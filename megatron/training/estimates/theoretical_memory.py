@@ -1,0 +1,115 @@
+"""How much memory parameters, optimizer and activations take, from the configuration alone.
+
+MiB are called MB in the lines, as in Megatron-LM.  Activations follow "Reducing Activation
+Recomputation in Large Transformer Models" (arXiv 2205.05198), in bytes of 16-bit values; they are
+given where its formula holds: sequence parallelism with selective recomputation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron.core.parallel.context_parallel_partition import local_sequence_length
+from megatron.training.config.run import RunConfig
+from megatron.training.estimates.parameter_count import head_parameters, layer_parameters
+
+_MIB = 2**20
+_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCount:
+    """Parameters of the whole model, and of the stage that holds most of them."""
+
+    layers: int
+    embeddings: int  # input and, if untied, output
+    most_loaded_shard: float
+
+
+def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCount:
+    """Parameters by formula; positions that are learned are not counted."""
+    whole, of_rank = (_undivided(config, keep_experts=keep) for keep in (False, True))
+    embedding = config.model.hidden_size * padded_vocab_size
+    num_embeddings = 2 if config.language_model.untie_embeddings_and_output_weights else 1
+    pp, tp = config.model.pipeline_model_parallel_size, config.model.tensor_model_parallel_size
+    on_first_stage = embedding * (num_embeddings if pp == 1 else 1)
+    rest = head_parameters(whole, padded_vocab_size)
+    return ParameterCount(
+        layers=layer_parameters(whole) + rest,
+        embeddings=num_embeddings * embedding,
+        most_loaded_shard=((layer_parameters(of_rank) + rest) / pp + on_first_stage) / tp,
+    )
+
+
+def _undivided(config: RunConfig, *, keep_experts: bool) -> RunConfig:
+    sizes = {"tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
+    if not keep_experts:
+        sizes["expert_model_parallel_size"] = 1
+    return replace(config, model=replace(config.model, **sizes))
+
+
+def weight_and_optimizer_bytes(config: RunConfig, padded_vocab_size: int) -> float:
+    """Bytes on the most loaded rank: 16-bit weight, gradient, main weight and two moments.
+
+    The distributed optimizer divides the last three over the replicas.  Of a main weight in fp32
+    a precision-aware one keeps what the 16-bit weight lacks.
+    """
+    o = config.optimizer
+    main = 2 if o.use_precision_aware_optimizer else 4
+    state = main + _BYTES[o.exp_avg_dtype] + _BYTES[o.exp_avg_sq_dtype]
+    shares = config.data_parallel_size if o.use_distributed_optimizer else 1
+    per_parameter = 2 + _BYTES[o.main_grads_dtype] + state / shares
+    return count_parameters(config, padded_vocab_size).most_loaded_shard * per_parameter
+
+
+def activation_bytes(config: RunConfig, padded_vocab_size: int, num_microbatches: int) -> float:
+    """Bytes of activations on the first stage, under sequence parallelism and 1F1B."""
+    model, training = config.model, config.training
+    assert config.data.seq_length is not None, "resolve() has checked --seq-length"
+    assert training.micro_batch_size is not None, "resolve() has checked --micro-batch-size"
+    length = local_sequence_length(config.data.seq_length, cp=model.context_parallel_size)
+    tokens = length * training.micro_batch_size
+    pp = model.pipeline_model_parallel_size
+    vp = model.virtual_pipeline_model_parallel_size
+    wide = tokens * model.hidden_size
+    layers = wide * model.num_layers * (18 + 4 * model.ffn_hidden_size / model.hidden_size)
+    # ids and positions (8 bytes each) and the dropout mask of each micro-batch in flight
+    total = layers + 8 * tokens * pp + wide * pp
+    if vp is not None:
+        total *= 1 + (pp - 1) / (pp * vp)
+    elif pp > 1:
+        total *= min(1.0, num_microbatches / pp)
+    if pp == 1:  # the output layer: its input and fp32 logits
+        total += wide * 4 * (1 + padded_vocab_size / model.hidden_size)
+    return total / model.tensor_model_parallel_size
+
+
+def memory_lines(
+    config: RunConfig, padded_vocab_size: int, num_microbatches: int, verbose: bool = False
+) -> list[str]:
+    """What `print_memory` prints."""
+    count = count_parameters(config, padded_vocab_size)
+    lines = []
+    if verbose:
+        total = count.layers + count.embeddings
+        lines = [
+            f"Number of parameters in transformer layers in billions: {count.layers / 1e9: .2f}",
+            f"Number of parameters in embedding layers in billions: {count.embeddings / 1e9:.2f}",
+            f"Total number of parameters in billions: {total / 1e9:.2f}",
+            "Number of parameters in most loaded shard in billions: "
+            f"{count.most_loaded_shard / 1e9:.4f}",
+        ]
+    weights = weight_and_optimizer_bytes(config, padded_vocab_size) / _MIB
+    text = f"Theoretical memory footprints: weight and optimizer={weights:.2f} MB"
+    model = config.model
+    if model.sequence_parallel and model.recompute_granularity == "selective":
+        activations = activation_bytes(config, padded_vocab_size, num_microbatches) / _MIB
+        text += f", activation={activations:.2f} MB, total={weights + activations:.2f} MB"
+    return [*lines, text]
+
+
+def print_memory(
+    config: RunConfig, padded_vocab_size: int, num_microbatches: int = 1, verbose: bool = False
+) -> None:
+    """Print the estimate on this rank."""
+    print("\n".join(memory_lines(config, padded_vocab_size, num_microbatches, verbose)), flush=True)

@@ -1,0 +1,1 @@
+"""Text and embeddings from a checkpoint."""

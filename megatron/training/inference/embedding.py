@@ -1,0 +1,206 @@
+"""Vectors of texts: the mean of BERT's last hidden states over a text, [CLS] and [SEP] left out.
+
+``n`` texts, ``b`` of a batch, ``s`` tokens, ``h`` width.  Batches are computed by all ranks
+together; the first one writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.models.bert.pooler import mean_of_text
+from megatron.core.optional import require
+from megatron.training.checkpointing.checkpoint_args import without_code_and_paths
+from megatron.training.checkpointing.checkpoint_tensors import RunParts
+from megatron.training.checkpointing.load import load_run
+from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.conversion.hf_folder import has_tokenizer
+from megatron.training.inference.generation import generation_config
+from megatron.training.initialize import start
+from megatron.training.preprocess.documents import RecordFormat, read_documents
+from megatron.training.process.rank_print import is_rank0
+from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """A model with its tokenizer: texts to ids, and ids with a mask [b, s] to vectors [b, h]."""
+
+    tokenize: Callable[[str], list[int]]  # without special tokens
+    vectors: Callable[[Tensor, Tensor], Tensor]
+    cls: int
+    sep: int
+    pad: int
+    longest: int  # tokens of a text with its special ones
+    width: int
+
+
+def megatron_embedder(load: str, *, step: int | None = None, device_kind: str = "auto") -> Embedder:
+    """The BERT that ``load`` holds, saved in any layout.  Collective over all ranks.
+
+    Raises CheckpointError if there is no checkpoint, ConfigError if it is of another kind.
+    """
+    asked = without_code_and_paths(open_checkpoint(load, step).asked, {})
+    config = generation_config(asked, load, step=step, device_kind=device_kind)
+    lm = config.language_model
+    if lm.model_kind != "bert":
+        raise ConfigError(f"--load {load} holds a {lm.model_kind or 'gpt'}: give one of BERT")
+    run = start(config)
+    setup_tokenizer(run)
+    build_model_chunks(run, partial(build_stage, run, return_embeddings=True), wrap=False)
+    load_run(
+        config.checkpoint,
+        RunParts(model_chunks=run.model_chunks, groups=run.groups, asked=config.asked),
+    )
+    model, tokenizer = run.model_chunks[0].eval(), run.tokenizer
+
+    def vectors(ids: Tensor, mask: Tensor) -> Tensor:
+        kinds = torch.zeros_like(ids) if lm.bert_binary_head else None
+        found: Tensor = model(ids, mask, tokentype_ids=kinds)
+        return found
+
+    def ids_of(text: str) -> list[int]:
+        """Some tokenizers put special tokens around a text by themselves."""
+        ids: list[int] = tokenizer.tokenize(text)
+        ids = ids[1:] if ids[:1] == [tokenizer.cls] else ids
+        return ids[:-1] if ids[-1:] == [tokenizer.sep] else ids
+
+    assert lm.max_position_embeddings is not None, "resolve() has checked it"
+    return Embedder(
+        ids_of,
+        vectors,
+        tokenizer.cls,
+        tokenizer.sep,
+        tokenizer.pad,
+        lm.max_position_embeddings,
+        config.model.hidden_size,
+    )
+
+
+def huggingface_embedder(folder: str, *, device_kind: str = "auto") -> Embedder:
+    """The model in a local folder, on this process alone."""
+    transformers = require("transformers", "--bert-embedder-type huggingface")
+    path = Path(folder)
+    if path.is_dir() and not has_tokenizer(path):
+        raise ConfigError(f"--load {folder}: no tokenizer is beside the model; put its files there")
+    options = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        model = transformers.AutoModel.from_pretrained(folder, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"--load {folder}: {reason}; give the folder of a BERT") from error
+    device.choose(device_kind, 0)
+    model = model.to(device.current()).eval()
+
+    def vectors(ids: Tensor, mask: Tensor) -> Tensor:
+        hidden = model(ids, attention_mask=mask).last_hidden_state
+        return mean_of_text(hidden.transpose(0, 1), mask)
+
+    return Embedder(
+        partial(tokenizer.encode, add_special_tokens=False),
+        vectors,
+        tokenizer.cls_token_id,
+        tokenizer.sep_token_id,
+        tokenizer.pad_token_id,
+        model.config.max_position_embeddings,
+        model.config.hidden_size,
+    )
+
+
+class Corpus:
+    """Texts of a file of documents, or the documents of an indexed dataset, as ids."""
+
+    def __init__(self, path: str, record_format: RecordFormat, embedder: Embedder) -> None:
+        self._path, self._format, self._embedder = path, record_format, embedder
+        self._indexed = IndexedDataset(path) if IndexedDataset.exists(path) else None
+
+    def __len__(self) -> int:
+        if self._indexed is not None:
+            return len(self._indexed.document_indices) - 1
+        return sum(1 for _ in self._texts())
+
+    def rows(self, first: int) -> Iterator[list[int]]:
+        """The ids of each text from number ``first`` on, cut to what the model can read."""
+        room = self._embedder.longest - 2
+        if self._indexed is None:
+            for text in islice(self._texts(), first, None):
+                yield self._embedder.tokenize(text)[:room]
+            return
+        for number in range(first, len(self)):
+            begin, end = self._indexed.document_indices[number : number + 2].tolist()
+            sentences = self._indexed[begin:end]
+            yield [token for part in sentences for token in part.tolist()][:room]
+
+    def _texts(self) -> Iterator[str]:
+        for _, found in read_documents(self._path, self._format):
+            for text in found[self._format.json_keys[0]]:
+                yield text if isinstance(text, str) else " ".join(text)
+
+
+def write_vectors(
+    corpus: Corpus, embedder: Embedder, output: str, *, batch_size: int, origin: str
+) -> int:
+    """[n, h] float32 as ``output``, a .npy; how many were there already.  Collective.
+
+    Until it is whole it is called ``output.part``, and ``output.done`` says how many rows are
+    final: an interrupted run of the same ``origin`` goes on there.
+    """
+    count, part, done = len(corpus), f"{output}.part", f"{output}.done"
+    if count == 0:
+        raise DataError("there is no text to embed: look at --input and --json-keys")
+    first = _rows_done(part, done, origin, (count, embedder.width))
+    table: Any = None
+    if is_rank0():
+        mode: Any = "r+" if first else "w+"
+        shape = (count, embedder.width)
+        table = np.lib.format.open_memmap(part, mode=mode, dtype=np.float32, shape=shape)
+    at, rows = first, corpus.rows(first)
+    while batch := list(islice(rows, batch_size)):
+        found = embed(batch, embedder)
+        if table is not None:
+            table[at : at + len(batch)] = found.cpu().numpy()
+            table.flush()
+            with open(done, "w", encoding="utf-8") as file:
+                json.dump({"origin": origin, "rows": at + len(batch)}, file)
+        at += len(batch)
+    if table is not None:
+        os.replace(part, output)
+        os.remove(done)
+    return first
+
+
+@torch.no_grad()
+def embed(rows: list[list[int]], embedder: Embedder) -> Tensor:
+    """Vectors [b, h] of texts given by their ids."""
+    lengths = torch.tensor([len(row) + 2 for row in rows])
+    ids = torch.full((len(rows), int(lengths.max())), embedder.pad)
+    for i, row in enumerate(rows):
+        ids[i, : lengths[i]] = torch.tensor([embedder.cls, *row, embedder.sep])
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    return embedder.vectors(ids.to(device.current()), mask.to(device.current()))
+
+
+def _rows_done(part: str, done: str, origin: str, shape: tuple[int, int]) -> int:
+    """How many rows of an earlier run stand; 0 where it was of other texts or another model."""
+    try:
+        with open(done, encoding="utf-8") as file:
+            noted = json.load(file)
+        is_same = noted["origin"] == origin and np.load(part, mmap_mode="r").shape == shape
+    except (OSError, ValueError, EOFError):
+        return 0
+    return int(noted["rows"]) if is_same else 0

@@ -1,0 +1,180 @@
+"""From a checkpoint directory to a model that writes; nothing else is needed.
+
+Any layout the checkpoint was saved in loads into the layout of this run: one process, or
+``torchrun`` with tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from megatron.core import device
+from megatron.core.config.errors import ConfigError
+from megatron.core.config.option import dest_of, options_of
+from megatron.core.inference.engines.static_engine import Generated, Generator, generate
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.training.arguments.resolve import resolve
+from megatron.training.arguments.sections import SECTIONS
+from megatron.training.checkpointing.checkpoint_args import (
+    FORCED,
+    IF_UNSET,
+    saved_namespace,
+    without_code_and_paths,
+)
+from megatron.training.checkpointing.checkpoint_tensors import RunParts
+from megatron.training.checkpointing.load import load_run
+from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.config.run import RunConfig
+from megatron.training.initialize import shut_down, start
+from megatron.training.process.rank_print import is_rank0, world_size
+from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
+from megatron.training.tokenizer import MissingToken
+
+# Of the saved command line a run of its own takes what describes model and tokenizer; the rest
+# (saving, data, logging, layout, updates) is of training, and may name files and programs.
+_TAKEN = ("model", "language_model", "tokenizer", "inference")
+_LEFT_OUT = frozenset(
+    "pipeline_model_parallel_size encoder_pipeline_model_parallel_size context_parallel_size "
+    "cp_comm_type hierarchical_context_parallel_sizes config_logger_dir "
+    "calculate_per_token_loss".split()
+)
+# It decides this.
+_OWN = {
+    **dict.fromkeys(("finetune", "no_load_optim", "no_load_rng", "skip_train"), True),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
+    "exit_on_missing_checkpoint": True,
+    "load_main_params_from_ckpt": True,  # weights of another precision are converted
+}
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A generator with its tokenizer."""
+
+    generator: Generator
+    tokenizer: Any
+
+    def write(
+        self,
+        prompt: str,
+        params: SamplingParams,
+        on_token: Callable[[Generated], None] | None = None,
+    ) -> tuple[str, list[Generated]]:
+        """The text that follows ``prompt``, and its tokens.  Collective over the run's ranks.
+
+        Of an encoder-decoder it answers the prompt, instead of following it.
+        """
+        tokens = self.tokenizer.tokenize(prompt)
+        out = generate(self.generator, tokens, params, on_token)
+        ids = [item.token for item in out if item.token != self.generator.eod]
+        if self.generator.decoder_start is not None:
+            return self.tokenizer.detokenize(ids), out
+        whole = self.tokenizer.detokenize([*tokens, *ids])
+        begin = self.tokenizer.detokenize(tokens)
+        return whole.removeprefix(begin), out
+
+
+def answer(
+    prompts: Iterable[str],
+    load: str,
+    params: SamplingParams,
+    *,
+    step: int | None = None,
+    device_kind: str = "auto",
+    as_json: bool = False,
+    cache_mla_latents: bool = False,
+    spec: Sequence[str] | None = None,
+) -> Iterator[str]:
+    """What to print for each prompt, on the first rank.  Collective over all ranks."""
+    own: dict[str, Any] = {"cache_mla_latents": True} if cache_mla_latents else {}
+    own |= {"spec": list(spec)} if spec else {}
+    writer = open_writer(load, step=step, device_kind=device_kind, **own)
+    for prompt in prompts:
+        text, tokens = writer.write(prompt, params)
+        if not is_rank0():
+            continue
+        if not as_json:
+            yield text if writer.generator.decoder_start is not None else prompt + text
+            continue
+        ids, log_probs = [t.token for t in tokens], [t.log_prob for t in tokens]
+        yield json.dumps({"prompt": prompt, "text": text, "tokens": ids, "log_probs": log_probs})
+    shut_down()
+
+
+def open_writer(
+    load: str, *, step: int | None = None, device_kind: str = "auto", **flags: Any
+) -> Writer:
+    """Build the model that ``load`` holds and fill it.  Collective over all ranks.
+
+    ``flags``, dest -> value, go before those that were saved.
+    Raises CheckpointError if there is no checkpoint, ConfigError if it does not fit the ranks.
+    """
+    content = open_checkpoint(load, step)
+    if content.asked.get("model_kind") == "bert":
+        raise ConfigError(f"{load} holds a BERT, which writes no text: tools/bert_embedding.py")
+    asked = {**without_code_and_paths(content.asked, flags), **flags}
+    config = generation_config(asked, load, step=step, device_kind=device_kind)
+    run = start(config)
+    setup_tokenizer(run)
+    build_model_chunks(run, partial(build_stage, run, parallel_output=False), wrap=False)
+    load_run(
+        config.checkpoint,
+        RunParts(model_chunks=run.model_chunks, groups=run.groups, asked=config.asked),
+    )
+    model, has_encoder = run.model_chunks[0].eval(), config.language_model.model_kind == "t5"
+    generator = Generator(
+        model=model,
+        max_sequence_length=config.language_model.max_position_embeddings,
+        vocab_size=run.tokenizer.vocab_size,
+        eod=_token(run.tokenizer, "eos" if has_encoder else "eod"),
+        tp_group=run.groups.tp,
+        device=device.current(),
+        decoder_start=_start_of_decoder(run.tokenizer) if has_encoder else None,
+    )
+    return Writer(generator, run.tokenizer)
+
+
+def generation_config(
+    asked: Mapping[str, Any], load: str, *, step: int | None, device_kind: str
+) -> RunConfig:
+    """The saved command line, cut down to a model on this run's ranks."""
+    taken = {dest_of(f, opt) for name in _TAKEN for f, opt in options_of(SECTIONS[name])}
+    taken = (taken | {*FORCED, *IF_UNSET, "bf16", "fp16"}) - _LEFT_OUT
+    namespace = saved_namespace({k: v for k, v in asked.items() if k in taken})
+    ranks = world_size()
+    own = {
+        "load": load,
+        "ckpt_step": step,
+        "device": device_kind,
+        "tensor_model_parallel_size": ranks,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": None,
+        "micro_batch_size": 1,
+        "global_batch_size": 1,
+        "distributed_backend": None,
+    }
+    vars(namespace).update(_OWN | own)
+    # Ranks route the same few tokens each, which nothing but a gradient would count twice.
+    namespace.sequence_parallel = ranks > 1 and bool(namespace.num_experts)
+    config = resolve(namespace, ranks, extra={})
+    return replace(config, model=replace(config.model, sequence_parallel=False))
+
+
+def _start_of_decoder(tokenizer: Any) -> int:
+    """What decoder samples begin with, in training too: BOS, else PAD as in the published T5."""
+    begin = _token(tokenizer, "bos")
+    pad: int = tokenizer.pad if begin is None else begin
+    return pad
+
+
+def _token(tokenizer: Any, role: str) -> int | None:
+    """The id of a special token; None for a tokenizer that has no such token."""
+    try:
+        token: int = getattr(tokenizer, role)
+    except MissingToken:
+        return None
+    return token

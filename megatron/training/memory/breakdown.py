@@ -1,0 +1,147 @@
+"""Who holds this rank's memory, by name: looked at once, when an allocation has failed.
+
+Each storage counts once, with its first owner: a parameter, a gradient buffer, the optimizer, what
+autograd keeps for backward (told by the module whose backward reads it), any other tensor.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megatron.core import device
+from megatron.core.params.param_info import local_part
+from megatron.training.runtime.runtime import Runtime
+
+ACTIVATIONS, GRADIENTS, OPTIMIZER = "activations", "gradients", "optimizer"
+LOGITS = "logits of the loss"
+_VIEWS = ("TBackward0", "TransposeBackward0", "ViewBackward0")
+_LOSSES = ("_LinearCrossEntropy", "_VocabParallelCrossEntropy")
+
+
+class Owner(NamedTuple):
+    """``kind`` and ``name`` of what holds ``num_bytes`` in ``count`` tensors."""
+
+    kind: str
+    name: str
+    num_bytes: int
+    count: int
+
+
+def owners(run: Runtime) -> list[Owner]:
+    """All of them, the largest first."""
+    ledger = _Ledger()
+    for name, param in _named_parameters(run):
+        ledger.add("parameters", _pattern(name), param)
+        if (stored := getattr(param, "gathered_codes", None)) is not None:
+            ledger.add("parameters", "weights stored in 8 bits", stored.scaled.codes)
+    for chunk in run.model_chunks:
+        for buffer in getattr(chunk, "grad_buffers", {}).values():
+            ledger.add(GRADIENTS, f"buffers in {buffer.data.dtype}", buffer.data)
+    for name, param in _named_parameters(run):
+        if param.grad is not None:
+            ledger.add(GRADIENTS, _pattern(name), param.grad)
+    if run.optimizer is not None:
+        for kind, tensor in run.optimizer.tensors_by_kind():
+            ledger.add(OPTIMIZER, kind, tensor)
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
+    for kind, name, tensor in _saved_for_backward(run, tensors):
+        ledger.add(kind, name, tensor)
+    for tensor in tensors:
+        ledger.add("other tensors", "", tensor)
+    return ledger.largest_first()
+
+
+class _Ledger:
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._bytes: Counter[tuple[str, str]] = Counter()
+        self._count: Counter[tuple[str, str]] = Counter()
+
+    def add(self, kind: str, name: str, tensor: Tensor) -> None:
+        """Unless somebody owns its storage already, or it lies elsewhere."""
+        if tensor.device.type != device.current().type or tensor.is_sparse:
+            return
+        storage = local_part(tensor).untyped_storage()
+        if storage._cdata not in self._seen and storage.nbytes():
+            self._seen.add(storage._cdata)
+            self._bytes[kind, name] += storage.nbytes()
+            self._count[kind, name] += 1
+
+    def largest_first(self) -> list[Owner]:
+        """What was added."""
+        return [Owner(*key, size, self._count[key]) for key, size in self._bytes.most_common()]
+
+
+def _named_parameters(run: Runtime) -> Iterator[tuple[str, Any]]:
+    for chunk in run.model_chunks:
+        for name, param in chunk.named_parameters():
+            yield name.removeprefix("module.").removeprefix("module."), param
+
+
+def _pattern(name: str) -> str:
+    """One name for the same part of all layers."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _saved_for_backward(run: Runtime, tensors: list[Tensor]) -> Iterator[tuple[str, str, Tensor]]:
+    """What the graphs behind ``tensors`` keep: kind, module and operation, tensor.
+
+    An operation without parameters counts with the module that reads its result.
+    """
+    names = {id(p): _pattern(name).rpartition(".")[0] for name, p in _named_parameters(run)}
+    todo = [(node, "") for node in _last_nodes([t.grad_fn for t in tensors if t.grad_fn])]
+    seen: set[int] = set()
+    while todo:
+        node, module = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        inputs = _inputs(node)
+        leaves = [names.get(id(getattr(_viewed(leaf), "variable", None))) for leaf in inputs]
+        module = next(filter(None, leaves), module)
+        operation = re.sub("Backward[0-9]*$", "", type(node).__name__)
+        name = LOGITS if operation in _LOSSES else f"{module} {operation}".strip()
+        for tensor in _saved(node):
+            yield ACTIVATIONS, name, tensor
+        todo += [(following, module) for following in inputs]
+
+
+def _last_nodes(nodes: list[Any]) -> list[Any]:
+    """Of the graphs that end in ``nodes`` those that no other reads; they keep all others."""
+    consumed: dict[int, Any] = {}  # the nodes themselves, so that no id comes again
+    todo = list(nodes)
+    while todo:
+        new = {id(child): child for child in _inputs(todo.pop()) if id(child) not in consumed}
+        consumed |= new
+        todo += new.values()
+    return [node for node in nodes if id(node) not in consumed]
+
+
+def _viewed(node: Any) -> Any:
+    """What ``node`` is a view of: products read the transpose of a weight."""
+    while type(node).__name__ in _VIEWS and _inputs(node):
+        (node,) = _inputs(node)
+    return node
+
+
+def _inputs(node: Any) -> list[Any]:
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def _saved(node: Any) -> Iterator[Tensor]:
+    """What one operation keeps; nothing once its backward pass has been."""
+    names = [name for name in dir(node) if name.startswith("_saved_")] or ["saved_tensors"]
+    for name in names:
+        try:
+            value = getattr(node, name, ())
+        except RuntimeError:  # freed
+            continue
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, Tensor):
+                yield one

@@ -1,0 +1,187 @@
+"""What is said when memory is not enough: what was asked for, who holds how much, what helps.
+
+An allocation that fails on the GPU or the CPU ends the run on all ranks with `OutOfMemory`.
+Nothing here costs anything before that, nor talks to other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import traceback
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator
+from types import TracebackType
+
+from megatron.core import device, virtual_ranks
+from megatron.core.config.errors import MegatronError, OutOfMemory
+from megatron.training import plan
+from megatron.training.arguments.resolve import resolve
+from megatron.training.estimates.loss_chunks import logits_bytes
+from megatron.training.memory.breakdown import ACTIVATIONS, LOGITS, OPTIMIZER, Owner, owners
+from megatron.training.process.rank_print import rank, ranks_here
+from megatron.training.runtime.runtime import Runtime
+
+_GIB = 2**30
+_SHOWN = 10
+_SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
+_ASKED = re.compile(r"(?:[Tt]ried|Unable) to allocate ([\d.]+) (\w+)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": _GIB, "TiB": 2**40}
+_PHASES = {  # by the function that runs, the innermost counts
+    "build_model_chunks": "building the model",
+    "build_optimizer": "building the optimizer",
+    "load": "loading a checkpoint",
+    "build_data": "building the data",
+    "make_optimizer_state": "making the state of the optimizer",
+    "train_step": "training",
+    "forward_step": "forward pass",
+    "backward_step": "backward pass",
+    "_finalize": "reduction of the gradients",
+    "_update": "update of the parameters",
+    "evaluate": "evaluation",
+    "rehearse": "rehearsal",
+    "_save": "saving a checkpoint",
+}
+
+
+@contextlib.contextmanager
+def report_oom(run: Runtime) -> Iterator[None]:
+    """Turn a failed allocation inside into OutOfMemory, whose message is the report."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, OutOfMemory) or not is_lack_of_memory(error):
+            raise
+        trace = error.__traceback__
+        head = list(_circumstances(run, error))
+        held = owners(run)
+        traceback.clear_frames(trace)  # with them go the activations: the rest needs room
+        device.empty_cache()
+        text = "\n".join([*head, *_largest(held), *_planned(run), *_cures(run, held)])
+        raise OutOfMemory(text) from None
+
+
+def is_lack_of_memory(error: BaseException) -> bool:
+    """Whether an allocation has failed, by the words of torch, numpy, NCCL and C++."""
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in _SIGNS)
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """The size of the failed allocation, where the error tells it."""
+    found = _ASKED.search(str(error))
+    if found is None or found[2] not in _UNITS:
+        return None
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _circumstances(run: Runtime, error: BaseException) -> Iterator[str]:
+    asked = asked_bytes(error)
+    size = "an allocation" if asked is None else f"an allocation of {asked / _GIB:.3f} GiB"
+    frames = list(_frames(error.__traceback__))
+    phases = [_PHASES[name] for _, name in frames if name in _PHASES]
+    phase = phases[-1] if phases else "start-up"
+    yield (
+        f"rank {rank()} is out of memory in step {run.state.iteration + 1}, {phase}: {size} failed"
+    )
+    own = [place for place, name in frames if "megatron" in place]
+    if own:
+        yield f"  at {own[-1]}"
+    stats, total = device.memory_stats(), _memory()
+    in_pieces = stats["reserved"] - stats["allocated"]
+    yield (
+        f"  {device.name()}: {stats['allocated'] / _GIB:.3f} GiB in use (most so far "
+        f"{stats['max_allocated'] / _GIB:.3f}), "
+        + (f"{in_pieces / _GIB:.3f} GiB free in pieces, " if in_pieces else "")
+        + f"of {total / _GIB:.3f} GiB for this rank"
+    )
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[str, str]]:
+    """Place and name of each function that was running, the innermost last."""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        yield f"{os.path.relpath(code.co_filename)}:{trace.tb_lineno} {code.co_name}", code.co_name
+        trace = trace.tb_next
+
+
+def _largest(held: list[Owner]) -> Iterator[str]:
+    yield f"what holds most, GiB (of {sum(o.num_bytes for o in held) / _GIB:.3f} in tensors):"
+    for owner in held[:_SHOWN]:
+        of = f" of {owner.name}" if owner.name else ""
+        yield f"  {owner.num_bytes / _GIB:9.3f}  {owner.kind}{of} ({owner.count})"
+    rest = sum(owner.num_bytes for owner in held[_SHOWN:])
+    yield f"  {rest / _GIB:9.3f}  everything else"
+
+
+def _planned(run: Runtime) -> Iterator[str]:
+    """What the planner says of this rank's stage."""
+    yield "what was planned, GiB of tensors (as --check-only):"
+    asked = Namespace(**run.config.asked, yaml_cfg=None)
+    try:
+        with virtual_ranks.without_groups():
+            config = resolve(asked, run.config.world_size)
+            only = run.groups.pp.rank()
+            planned = plan.plan_run(config, rank(), only=only, memory=_memory())
+    except (MemoryError, RuntimeError, MegatronError) as error:
+        yield f"  no answer: {error}"
+        return
+    (stage,) = planned.stages
+    state = stage.cost.state
+    for name, size in (
+        ("parameters", state.parameters),
+        ("gradients", state.gradients),
+        ("optimizer", state.optimizer),
+        ("activations", stage.activations),
+        ("in all", stage.peak),
+    ):
+        yield f"  {size / _GIB:9.3f}  {name}"
+
+
+def _memory() -> int:
+    return device.total_memory(ranks_here())
+
+
+def _cures(run: Runtime, held: list[Owner]) -> Iterator[str]:
+    """Flags that are not given yet, the cheapest in time first, and what they would about save."""
+    sizes: Counter[str] = Counter()
+    for owner in held:
+        if owner.name != LOGITS:
+            sizes[owner.kind] += owner.num_bytes
+    yield "what would help, the cheapest first (about so many GiB of what is listed above):"
+    for flags, saving in _savings(run, sizes):
+        yield f"  {saving / _GIB:9.3f}  {flags}" if saving else f"             {flags}"
+
+
+def _savings(run: Runtime, sizes: Counter[str]) -> Iterator[tuple[str, float]]:
+    """Sums of kinds -> flags and bytes; 0 where a saving is not known.
+
+    By the formulas of docs/recompute.md: of a layer with its attention in a kernel, all kept,
+    selective recomputation of the MLP and the norms keeps a half, full recomputation a tenth.
+    """
+    m, o, batch = run.config.model, run.config.optimizer, run.config.training.micro_batch_size or 1
+    activations, optimizer = sizes[ACTIVATIONS], sizes[OPTIMIZER]
+    logits = logits_bytes(run.config, run.padded_vocab_size) if run.has_loss else 0
+    replicas = run.config.data_parallel_size
+    if logits and not m.loss_chunk_size:
+        yield "--loss-chunk-size 1024", logits
+    if m.tensor_model_parallel_size > 1 and not m.sequence_parallel:
+        yield "--sequence-parallel", activations * (1 - 1 / m.tensor_model_parallel_size) / 2
+    if replicas > 1 and not o.use_distributed_optimizer:
+        yield "--use-distributed-optimizer", optimizer * (1 - 1 / replicas)
+    if not o.use_precision_aware_optimizer and (m.bf16 or m.fp16):
+        flags = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+        yield flags, optimizer / 2
+    if m.recompute_granularity is None:
+        yield "--recompute-granularity adaptive (as little as fits)", activations * 0.9
+        flags = "--recompute-granularity selective --recompute-modules mlp layernorm"
+        yield flags, activations / 2
+    if batch > 1:
+        yield f"--micro-batch-size {batch // 2}", (activations + logits) / 2
+    if m.recompute_granularity != "full":
+        flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        yield flags, activations * 0.9
+    if not o.optimizer_cpu_offload and device.host_is_apart():
+        yield "--optimizer-cpu-offload", optimizer
+    yield "more --tensor-model-parallel-size or --pipeline-model-parallel-size", 0

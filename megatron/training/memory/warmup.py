@@ -1,0 +1,96 @@
+"""The most memory that a run needs, needed before its first step: no peak is left for hour nine.
+
+What grows later otherwise: the optimizer's state, which the first update makes and the second
+step finds beside its activations; micro-batches between forward and backward, which are fewer
+while a batch ramps up; the first evaluation.  Weights, random numbers, the order of the data and
+what layers count are as before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.core import device
+from megatron.core.aux_loss import aux_losses_of
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.pipeline_parallel.step_hooks import StepHooks
+from megatron.training.checkpointing.rng_state import rng_state, set_rng_state
+from megatron.training.data.prefetch import ReadAhead
+from megatron.training.process.rank_print import print_rank_0, ranks_here
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.step.train_step import forward_backward
+
+_GIB = 2**30
+_ROUNDS = 4  # of micro-batches through a pipeline, after which a step only repeats itself
+
+
+def make_optimizer_state(run: Runtime) -> None:
+    """As zeros, which the first update would make: from now on it is counted."""
+    for _ in run.optimizer.named_state():
+        pass
+
+
+def rehearse(run: Runtime) -> None:
+    """Send the largest step's micro-batches, and an evaluation's, through the model.
+
+    Collective over all ranks, as a step without its update.
+    """
+    count = _num_microbatches(run)
+    random_state = rng_state()
+    buffers = [(b, b.clone()) for chunk in run.model_chunks for b in chunk.buffers()]
+    run.train_data, data = _first_microbatch_again(run.train_data)
+    for chunk in run.model_chunks:
+        chunk.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    hooks = StepHooks(
+        grad_scale_func=run.optimizer.scale_loss,
+        finalize_model_grads_func=partial(finalize_model_grads, pg_collection=run.groups),
+    )
+    forward_backward(run, data, count, forward_only=False, hooks=hooks)
+    if run.valid_loaders:
+        _evaluate(run, data, count)
+    run.optimizer.zero_grad()
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    for losses in aux_losses_of(run.model_chunks):
+        losses.take()
+    set_rng_state(random_state)
+    most, of = device.memory_stats()["max_allocated"], device.total_memory(ranks_here())
+    print_rank_0(
+        f"rehearsed {count} micro-batches: at most {most / _GIB:.3f} GiB of {of / _GIB:.3f}"
+    )
+
+
+def _num_microbatches(run: Runtime) -> int:
+    """As many as the pipeline ever holds."""
+    model = run.config.model
+    stages = model.pipeline_model_parallel_size
+    group = model.microbatch_group_size_per_vp_stage or 1
+    return min(run.batches.num_microbatches_at_full_size(), _ROUNDS * max(stages, group))
+
+
+def _first_microbatch_again(data: Any) -> tuple[Any, Any]:
+    """Iterators that go on as ``data`` would have, and some that repeat its first micro-batch."""
+    if isinstance(data, list):
+        pairs = [_first_microbatch_again(one) for one in data]
+        return [going for going, _ in pairs], [again for _, again in pairs]
+    if data is None:
+        return None, None
+    if isinstance(data, ReadAhead):
+        return data, itertools.repeat(data.first())
+    first = next(data)
+    return itertools.chain([first], data), itertools.repeat(first)
+
+
+def _evaluate(run: Runtime, data: Any, count: int) -> None:
+    for chunk in run.model_chunks:
+        chunk.eval()
+    with torch.no_grad():
+        forward_backward(run, data, count, forward_only=True, hooks=StepHooks())
+    for chunk in run.model_chunks:
+        chunk.train()

@@ -1,0 +1,179 @@
+"""--check-only: what a run would do on N ranks, or every reason why it cannot.
+
+Talks to no other process and to no GPU, reads no data; it takes the place of a dry run.  Memory,
+communication and bubble are those of `megatron.training.plan`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from megatron.core.config.errors import ConfigError, MissingDependency
+from megatron.core.extensions.transformer_engine.engine import unsupported_reason
+from megatron.core.parallel.rank_grid import RankGrid
+from megatron.training.arguments.input_files import missing_files, vocabulary_of
+from megatron.training.arguments.resolve import resolve
+from megatron.training.config.run import RunConfig
+from megatron.training.plan.cure import Fit, fits
+from megatron.training.plan.report import plan_lines
+from megatron.training.plan.stages import RunPlan, plan_run
+from megatron.training.process.rank_print import is_rank0, print_rank_0
+from megatron.training.process.rank_print import world_size as world_size_of_launcher
+from megatron.training.runtime.groups import grids_of
+
+_BYTES_PER_GIB = 2**30
+_SHOWN_RANKS = 8
+_SILENT_S = 3.0  # before progress is reported
+
+
+def check_only(args: Namespace, write: Callable[[str], object] = print_rank_0) -> int:
+    """``write`` the plan of the run, status 0; or why it cannot start or does not fit, status 1.
+
+    Every conflict with its cure; or, with --check-device-memory-gib, by how much it does not fit
+    and the cheapest change with which it does.  Files that are not on this machine are reported
+    in either case, and do not change the status.
+    """
+    missing = missing_files(args)
+    try:
+        world_size = args.check_world_size or world_size_of_launcher()
+        run = resolve(args, world_size)
+        if not 0 <= args.check_rank < world_size:
+            raise ConfigError(f"--check-rank {args.check_rank}: ranks are 0 to {world_size - 1}")
+        if not is_rank0():  # the first one plans
+            return 0
+        vocabulary = vocabulary_of(run.tokenizer)
+        run = replace(run, tokenizer=replace(run.tokenizer, vocab_size=vocabulary.size))
+        limit = args.check_device_memory_gib
+        memory = None if limit is None else limit * _BYTES_PER_GIB
+        planned = plan_run(run, args.check_rank, memory=memory, progress=_progress())
+    except (ConfigError, MissingDependency) as error:
+        write(str(error))
+        for line in _noted("missing files", missing):
+            write(line)
+        return 1
+    fits = limit is None or planned.fullest.peak <= limit * _BYTES_PER_GIB
+    notes = [vocabulary.note] if vocabulary.note else []
+    for line in (*_verdict(run, planned, limit), *report(run, planned, [*notes, *missing])):
+        write(line)
+    if limit is None or fits:
+        return 0
+    write("")
+    for line in _cure(args, run, planned, limit):
+        write(line)
+    return 1
+
+
+def _progress() -> Callable[[str], None]:
+    """Reports what is planned on standard error, once a plan has taken some seconds."""
+    begin = time.monotonic()
+
+    def tell(line: str) -> None:
+        if time.monotonic() - begin > _SILENT_S:
+            print(line, file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _verdict(run: RunConfig, planned: RunPlan, limit: float | None) -> Iterator[str]:
+    """Whether the run can start, and whether it fits the memory of a device."""
+    fullest = planned.fullest
+    need = f"rank {fullest.rank} needs {fullest.peak / _BYTES_PER_GIB:.2f} GiB"
+    if limit is not None and fullest.peak > limit * _BYTES_PER_GIB:
+        yield f"this run does not fit --check-device-memory-gib {limit:g}: {need}"
+        return
+    yield f"this run can start on {run.world_size} ranks"
+    if limit is None:
+        yield f"memory: {need}; give --check-device-memory-gib to compare it with a device"
+    else:
+        yield f"memory: {need} and fits --check-device-memory-gib {limit:g}"
+
+
+def _cure(args: Namespace, run: RunConfig, planned: RunPlan, limit: float) -> Iterator[str]:
+    tried: list[Fit] = []
+    for fit in fits(args, run, planned.number_of_fullest, limit * _BYTES_PER_GIB):
+        tried.append(fit)
+        if fit.peak <= limit * _BYTES_PER_GIB:
+            yield f"cheapest change: {fit.change.words}, {fit.peak / _BYTES_PER_GIB:.2f} GiB"
+            return
+    yield "no single change is enough:"
+    yield from (f"  {f.change.words}: {f.peak / _BYTES_PER_GIB:.2f} GiB" for f in tried)
+
+
+def report(run: RunConfig, planned: RunPlan, notes: Sequence[str] = ()) -> Iterator[str]:
+    """The lines of the report: layout, memory, communication, batches, length, warnings.
+
+    ``notes`` are further warnings.
+    """
+    yield ""
+    yield from _layout(run)
+    yield ""
+    yield from plan_lines(planned)
+    yield ""
+    yield from _batches(run)
+    warnings = [*run.warnings, *notes]
+    if run.model.require_transformer_engine and (reason := unsupported_reason()) is not None:
+        warnings.append(f"--require-transformer-engine: this machine cannot start it: {reason}")
+    yield from _noted("warnings", warnings)
+
+
+def _noted(title: str, lines: Sequence[str]) -> Iterator[str]:
+    if lines:
+        yield ""
+        yield f"{title}:"
+        yield from (f"  - {line}" for line in lines)
+
+
+def _layout(run: RunConfig) -> Iterator[str]:
+    dense, _ = grids_of(run)
+    yield "axis              ranks  groups  first group"
+    for name, axes in (
+        ("tensor", ("tp",)),
+        ("context", ("cp",)),
+        ("pipeline", ("pp",)),
+        ("data", ("dp",)),
+        ("one replica", ("tp", "cp", "pp")),
+    ):
+        yield _row(name, dense, axes)
+
+
+def _row(name: str, grid: RankGrid, axes: tuple[str, ...]) -> str:
+    groups = grid.groups(*axes)
+    first = groups[0]
+    shown = " ".join(str(rank) for rank in first[:_SHOWN_RANKS])
+    more = f" ... {first[-1]}" if len(first) > _SHOWN_RANKS else ""
+    return f"{name:16s} {len(first):6d} {len(groups):7d}  {shown}{more}"
+
+
+def _batches(run: RunConfig) -> Iterator[str]:
+    t, v, seq = run.training, run.validation, run.data.seq_length or 0
+    batch, micro, dp = t.global_batch_size or 0, t.micro_batch_size or 1, run.data_parallel_size
+    micro_batches = batch // (micro * dp)
+    effective = micro_batches * micro * dp
+    yield (
+        f"batch: {effective:,} samples a step = {dp} replicas x {micro_batches} micro-batches x "
+        f"{micro} samples; {effective * seq:,} tokens a step"
+    )
+    if t.rampup_batch_size is not None:
+        start, increment, samples = t.rampup_batch_size
+        yield f"ramp-up: from {start} by {increment} until {samples:,} samples are consumed"
+    if v.skip_train:
+        yield "length: no training (--skip-train)"
+        return
+    if t.train_iters is not None:
+        steps, train = t.train_iters, t.train_iters * effective
+        yield f"length: {steps:,} steps, {train:,} samples, {train * seq:,} tokens"
+    else:
+        train = t.train_samples or 0
+        steps = train // effective
+        at_least = "at least " if t.rampup_batch_size is not None else ""
+        yield f"length: {train:,} samples, {at_least}{steps:,} steps, {train * seq:,} tokens"
+    if not v.full_validation:
+        passes = steps // v.eval_interval + 1
+        yield (
+            f"evaluation: {passes:,} times {v.eval_iters} batches = "
+            f"{passes * v.eval_iters * effective:,} samples; test {v.eval_iters * effective:,}"
+        )

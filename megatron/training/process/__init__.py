@@ -1,0 +1,1 @@
+"""This process and its peers: printing, signals, rendezvous, watching for failures."""

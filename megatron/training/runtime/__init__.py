@@ -1,0 +1,1 @@
+"""The live objects of a run, and how they are built from its configuration."""

@@ -1,0 +1,72 @@
+"""Settings and counters of a run as one read-only namespace, as Megatron-LM's args are.
+
+get_args() returns it to scripts, and checkpoints in Megatron-LM's formats store it.  Nothing else
+inside ``megatron/`` reads it.
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from typing import Any
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.utils import PaddedSize
+from megatron.training.arguments.flat_values import COUNTERS, flat_values
+from megatron.training.arguments.sections import flags_and_defaults
+from megatron.training.process.rank_print import rank
+from megatron.training.runtime.runtime import Runtime
+
+
+class ReadOnlyNamespace(Namespace):
+    """A namespace that says how to change a value instead of changing it.
+
+    Its copies are plain namespaces, which may be written.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in flags_and_defaults():
+            cure = f"set {flags_and_defaults()[name][0]} or give pretrain() args_defaults"
+        elif name in (*COUNTERS, "curr_iteration"):
+            cure = "steps are counted by pretrain(), train_step() and load_checkpoint()"
+        else:
+            cure = "write to copy.copy(get_args()), or keep the value in a variable of your own"
+        raise ConfigError(f"get_args() is read-only, {name} = {value!r} changes nothing: {cure}")
+
+    def __delattr__(self, name: str) -> None:
+        raise ConfigError(f"get_args() is read-only: deleting {name} would change nothing")
+
+    def __reduce__(self) -> tuple[type[Namespace], tuple[()], dict[str, Any]]:
+        return Namespace, (), dict(vars(self))
+
+
+def legacy_namespace(runtime: Runtime) -> ReadOnlyNamespace:
+    """Configuration and counters of a running program, in the reference's flat form."""
+    namespace = ReadOnlyNamespace()
+    values = flat_values(runtime.config)
+    vars(namespace).update(values, rank=rank(), local_rank=_local_rank(runtime))
+    refresh(namespace, runtime)
+    return namespace
+
+
+def refresh(namespace: ReadOnlyNamespace, runtime: Runtime) -> None:
+    """Bring up to date what changes in the life of ``runtime``.  Cheap: once per get_args()."""
+    values, state = vars(namespace), vars(runtime.state)
+    for name in COUNTERS:
+        values[name] = state[name]
+    values["curr_iteration"] = state["iteration"]
+    if runtime.train_iters:
+        values["train_iters"] = runtime.train_iters
+    if runtime.padded_vocab_size and not isinstance(values["padded_vocab_size"], PaddedSize):
+        values["padded_vocab_size"] = _padded_vocab_size(runtime)
+
+
+def _padded_vocab_size(runtime: Runtime) -> int:
+    """The size for a model; it remembers the true one if padding stays out of the loss."""
+    if runtime.config.language_model.pad_vocab_in_loss:
+        return runtime.padded_vocab_size
+    return PaddedSize(runtime.padded_vocab_size, runtime.tokenizer.vocab_size)
+
+
+def _local_rank(runtime: Runtime) -> int:
+    return int(os.environ.get("LOCAL_RANK", runtime.config.distributed.local_rank))

@@ -1,0 +1,60 @@
+"""Run length, learning rate and weight decay of a run, from its configuration."""
+
+from __future__ import annotations
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, schedule_lengths
+from megatron.training.config.run import RunConfig
+from megatron.training.process.rank_print import print_rank_0
+from megatron.training.runtime.runtime import Runtime
+
+
+def number_of_train_iters(config: RunConfig, batches: NumMicroBatchesCalculator) -> int:
+    """Steps of the run; a sample-based run drops its last partial batch."""
+    if config.training.train_iters is not None:
+        return config.training.train_iters
+    if config.training.train_samples is None:
+        return 0
+    iters = batches.train_iters(config.training.train_samples)
+    print_rank_0(f"setting training iterations to {iters}")
+    return iters
+
+
+def recount_train_iters(run: Runtime) -> None:
+    """Let a resumed run take all of --train-samples, also where its batch sizes have changed."""
+    samples, state = run.config.training.train_samples, run.state
+    if run.config.training.train_iters is None and samples is not None:
+        left = run.batches.train_iters(samples, state.consumed_train_samples)
+        run.train_iters = state.iteration + left
+
+
+def build_scheduler(run: Runtime) -> OptimizerParamScheduler:
+    """The schedule of ``run.optimizer``'s parameter groups.  Raises ConfigError."""
+    optimizer, scheduler = run.config.optimizer, run.config.scheduler
+    if optimizer.lr is None:
+        raise ConfigError("--lr is missing: give the peak learning rate")
+    lengths = schedule_lengths(
+        scheduler,
+        train_iters=run.config.training.train_iters,
+        train_samples=run.config.training.train_samples,
+        global_batch_size=run.batches.global_batch_size_wanted,
+    )
+    start, end = scheduler.start_weight_decay, scheduler.end_weight_decay
+    return OptimizerParamScheduler(
+        run.optimizer,
+        init_lr=scheduler.lr_warmup_init,
+        max_lr=optimizer.lr,
+        min_lr=optimizer.min_lr or 0.0,
+        lr_warmup_steps=lengths.warmup,
+        lr_decay_steps=lengths.decay,
+        lr_decay_style=scheduler.lr_decay_style,
+        start_wd=optimizer.weight_decay if start is None else start,
+        end_wd=optimizer.weight_decay if end is None else end,
+        wd_incr_steps=lengths.weight_decay_increase,
+        wd_incr_style=scheduler.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=scheduler.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=scheduler.override_opt_param_scheduler,
+        wsd_decay_steps=lengths.wsd_decay,
+        lr_wsd_decay_style=scheduler.lr_wsd_decay_style,
+    )

@@ -1,0 +1,215 @@
+"""Set-up between start-up and the loop: tokenizer, model, wrappers, optimizer, scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core import device, distributed
+from megatron.core.config.errors import ConfigError
+from megatron.core.distributed.sharding import is_fully_sharded
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.param_groups import (
+    ParamCondition,
+    is_of_head,
+    no_weight_decay_on_embeddings,
+)
+from megatron.core.params.param_init import initialize_parameters
+from megatron.core.tensor_parallel.quantized_linear import quantizers_of
+from megatron.core.transformer.compiled import compile_layers
+from megatron.core.transformer.module import Float16Module
+from megatron.training.estimates.loss_chunks import chunk_line, resolve_loss_chunks
+from megatron.training.estimates.pipeline_split import resolve_pipeline_split
+from megatron.training.models.registry import build_model_stage
+from megatron.training.process.rank_print import print_rank_0, ranks_here
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.schedule import build_scheduler
+from megatron.training.tokenizer import (
+    TokenizerSpec,
+    create_tokenizer,
+    padded_vocab_size,
+    padding_message,
+)
+from megatron.training.tokenizer.checks import check_vocab
+
+ModelProvider = Callable[..., nn.Module]
+
+
+def setup_tokenizer(run: Runtime) -> None:
+    """Build the tokenizer; settle the padded vocabulary size, and what follows from it.
+
+    Collective over all ranks.
+    """
+    print_rank_0(f"> building {run.config.tokenizer.tokenizer_type} tokenizer ...")
+    run.tokenizer = create_tokenizer(TokenizerSpec.of(run.config.tokenizer))
+    asked = run.config.tokenizer.padded_vocab_size
+    if asked is not None:
+        run.padded_vocab_size = asked
+        check_vocab(run.tokenizer, asked)
+    else:
+        vocab_size = run.tokenizer.vocab_size
+        run.padded_vocab_size = padded_vocab_size(
+            vocab_size,
+            run.config.language_model.make_vocab_size_divisible_by,
+            run.config.model.tensor_model_parallel_size,
+        )
+        print_rank_0(padding_message(vocab_size, run.padded_vocab_size))
+    if run.config.model.pipeline_split == "auto":
+        run.config = resolve_pipeline_split(run.config, run.padded_vocab_size)
+        layout = run.config.model.pipeline_model_parallel_layout
+        print_rank_0(f" > --pipeline-split auto: --pipeline-model-parallel-layout '{layout}'")
+    memory = _least_of_all(device.total_memory(ranks_here()))
+    run.config = resolve_loss_chunks(run.config, run.padded_vocab_size, memory)
+    if (line := chunk_line(run.config, run.padded_vocab_size)) is not None:
+        print_rank_0(line)
+
+
+def _least_of_all(number: int) -> int:
+    """Over all ranks: those that compute a loss together have to cut it alike.  Collective."""
+    least = torch.tensor(number, device=device.current())
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least)
+
+
+def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: bool = True) -> None:
+    """Fill ``run.model_chunks``: built on the device, initialised, in the run's precision.
+
+    With --init-model-with-meta-device each rank has memory for its part of a sharded model alone.
+    """
+    ddp = run.config.ddp
+    on_meta = wrap and ddp.init_model_with_meta_device and is_fully_sharded(ddp)
+    stages = range(len(run.stages))
+    chunks = [_build_chunk(run, model_provider, chunk, on_meta=on_meta) for chunk in stages]
+    for chunk in chunks:
+        _initialize(run, chunk)
+    _print_number_of_parameters(run, chunks)
+    run.model_chunks = [_wrapped(run, chunk, wrap) for chunk in chunks]
+    if wrap:
+        for model in run.model_chunks:
+            compile_layers(model, run.config.model.compile)
+            if run.config.model.uses_graphs:
+                model.keep_values()
+        for quantizer in quantizers_of(run.model_chunks):
+            quantizer.keeps_transposed = ddp.keep_fp8_transpose_cache
+    if on_meta:
+        for model in run.model_chunks:
+            _initialize(run, model)
+
+
+def build_stage(run: Runtime, *, vp_stage: int | None = None, **arguments: Any) -> Any:
+    """This rank's stage: with ``pre_process`` and ``post_process`` it is the first, the last."""
+    return build_model_stage(
+        run.config,
+        vocab_size=run.tokenizer.vocab_size,
+        padded_vocab_size=run.padded_vocab_size,
+        groups=run.groups,
+        vp_stage=vp_stage,
+        **arguments,
+    )
+
+
+def _initialize(run: Runtime, model: nn.Module) -> None:
+    """Values for the parameters that have memory."""
+    config = run.config
+    initialize_parameters(model, config.training.seed, random=config.model.perform_initialization)
+
+
+def _build_chunk(
+    run: Runtime, model_provider: ModelProvider, chunk: int, *, on_meta: bool
+) -> nn.Module:
+    stage = run.stages[chunk]
+    arguments: dict[str, Any] = {
+        "pre_process": stage == 0,
+        "post_process": stage == run.placement.num_stages - 1,
+    }
+    takes_stage = "vp_stage" in inspect.signature(model_provider).parameters
+    if takes_stage:
+        arguments["vp_stage"] = chunk if len(run.stages) > 1 else None
+    elif len(run.stages) > 1:
+        raise ConfigError(
+            f"a pipeline rank with {len(run.stages)} virtual stages needs a model provider that "
+            "takes vp_stage: add the argument and hand it to the model, or leave one virtual stage"
+        )
+    with torch.device("meta") if on_meta else contextlib.nullcontext():
+        model = model_provider(**arguments)
+    return model if on_meta else model.to(device.current())
+
+
+def _wrapped(run: Runtime, model: nn.Module, with_data_parallelism: bool) -> nn.Module:
+    """In the run's precision, and in the data-parallel wrapper."""
+    config = run.config
+    model_config = vars(model).get("config", config.model)  # a script may have varied it
+    if config.model.fp16 or config.model.bf16:
+        model = Float16Module(model_config, model)
+    if with_data_parallelism:
+        wrapper: Any = (
+            distributed.FullyShardedDataParallel
+            if is_fully_sharded(config.ddp)
+            else distributed.DistributedDataParallel
+        )
+        ddp = replace(
+            config.ddp, grad_reduce_in_fp32=config.ddp.grad_reduce_in_fp32 and _sums_gradients(run)
+        )
+        model = wrapper(config=model_config, ddp_config=ddp, module=model, pg_collection=run.groups)
+        if config.training.data_parallel_random_init:
+            model.broadcast_params()
+    return model
+
+
+def _sums_gradients(run: Runtime) -> bool:
+    """Whether anything is ever added to, or done with, the gradient that a backward pass leaves.
+
+    If not, fp32 would hold the same 16 bits.  A GPU writes products to it in fp32.
+    """
+    config, training = run.config, run.config.training
+    return (
+        config.world_size > 1
+        or device.is_cuda()
+        or training.global_batch_size != training.micro_batch_size
+        or config.model.calculate_per_token_loss
+        or config.model.mtp_num_layers is not None
+    )
+
+
+def build_optimizer(
+    run: Runtime,
+    *,
+    no_weight_decay_cond: ParamCondition | None = None,
+    scale_lr_cond: ParamCondition | None = None,
+    lr_mult: float = 1.0,
+) -> None:
+    """Fill ``run.optimizer`` and ``run.scheduler``; the conditions are `make_param_groups`'s."""
+    own_embedding_std = run.config.asked.get("embedding_init_method_std") is not None
+    if no_weight_decay_cond is None and own_embedding_std:
+        no_weight_decay_cond = no_weight_decay_on_embeddings
+    head_lr_mult = run.config.scheduler.head_lr_mult
+    if lr_mult == 1.0 and head_lr_mult != 1.0:
+        lr_mult, scale_lr_cond = head_lr_mult, scale_lr_cond or is_of_head
+    run.optimizer = get_megatron_optimizer(
+        run.config.optimizer,
+        run.model_chunks,
+        no_weight_decay_cond=no_weight_decay_cond,
+        scale_lr_cond=scale_lr_cond,
+        lr_mult=lr_mult,
+        pg_collection=run.groups,
+    )
+    run.optimizer.timers = run.timers
+    run.scheduler = build_scheduler(run)
+
+
+def _print_number_of_parameters(run: Runtime, chunks: Sequence[nn.Module]) -> None:
+    if run.groups.dp.rank() == 0 and run.groups.cp.rank() == 0:
+        number = sum(p.numel() for chunk in chunks for p in chunk.parameters())
+        tp, pp = run.groups.tp.rank(), run.groups.pp.rank()
+        print(
+            f" > number of parameters on (tensor, pipeline) model parallel rank "
+            f"({tp}, {pp}): {number}",
+            flush=True,
+        )

@@ -1,0 +1,51 @@
+"""Whether the run was asked to stop: by a signal to any rank, or by --exit-duration-in-mins."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import device
+from megatron.training.process.signals import StopSignal, catch_stop_signal
+from megatron.training.runtime.runtime import Runtime
+
+
+def received_anywhere(stop_signal: StopSignal) -> bool:
+    """Whether any rank has received it.  Collective over all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return stop_signal.received
+    flag = torch.tensor([int(stop_signal.received)], device=device.current())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def reason_to_hurry(run: Runtime) -> str | None:
+    """Why an evaluation is not finished; the loop then stops for the same reason.
+
+    Collective over all ranks if --exit-duration-in-mins or --exit-signal-handler is given.
+    """
+    if minutes_over_limit(run) is not None:
+        return "timelimit reached"
+    if run.config.training.exit_signal_handler:
+        stop_signal = catch_stop_signal()
+        if received_anywhere(stop_signal):
+            return f"{stop_signal.name} received"
+    return None
+
+
+def minutes_over_limit(run: Runtime) -> float | None:
+    """Minutes since the first rank started, once any rank is beyond --exit-duration-in-mins.
+
+    Collective over all ranks if that flag is given; the same on all of them.
+    """
+    limit = run.config.training.exit_duration_in_mins
+    if not limit:
+        return None
+    minutes = (time.time() - run.started_at_s) / 60.0
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        longest = torch.tensor([minutes], dtype=torch.float64, device=device.current())
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        minutes = float(longest.item())
+    return minutes if minutes > limit else None

@@ -1,0 +1,111 @@
+"""Evaluation: the step without backward, on the same samples in every pass.
+
+Order of collectives: those of the forward passes, then one all-reduce per loss key over dp_cp.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+
+from megatron.core.diagnostics.fault_injection import fault_point
+from megatron.training.data.loaders import agree_on, chunk_iterators
+from megatron.training.process.rank_print import print_rank_0
+from megatron.training.runtime.runtime import EvalResult, Runtime
+from megatron.training.runtime.stop_requests import reason_to_hurry
+from megatron.training.step.train_step import forward_backward, reduce_losses, sum_losses
+
+
+def evaluate_all(run: Runtime, *, is_final: bool = False) -> list[EvalResult]:
+    """Evaluate every validation set; each starts at its first sample.  Collective."""
+    several = len(run.valid_loaders) > 1
+    results = (
+        evaluate(run, loader, set_index=i if several else None, is_final=is_final)
+        for i, loader in enumerate(run.valid_loaders)
+    )
+    return [result for result in results if result is not None]
+
+
+def evaluate(
+    run: Runtime,
+    loader: Any,
+    *,
+    split: Literal["validation", "test"] = "validation",
+    set_index: int | None = None,
+    is_final: bool = False,
+) -> EvalResult | None:
+    """Mean losses over --eval-iters global batches, or the whole set.  Collective.
+
+    None when --exit-duration-in-mins is over before the pass is, or a stop signal came.
+    """
+    config = run.config
+    num_microbatches = run.batches.num_microbatches_at_full_size()
+    batch_size = run.batches.full_global_batch_size
+    eval_iters = config.validation.eval_iters
+    if config.validation.full_validation and split == "validation":
+        eval_iters = whole_pass_iters(run, loader)
+    if is_final:
+        print_rank_0(f"Evaluating on {eval_iters * batch_size} samples")
+    data = chunk_iterators(run, loader)
+    for chunk in run.model_chunks:
+        chunk.eval()
+    totals: dict[str, torch.Tensor] | None = {}
+    with torch.no_grad():
+        for i in range(eval_iters):
+            if is_final and i % config.logging.log_interval == 0:
+                print_rank_0(f"Evaluating iter {i + 1}/{eval_iters}")
+            fault_point("evaluate.iter", step=i)
+            reported = forward_backward(run, data, num_microbatches, forward_only=True)
+            for key, pair in sum_losses(reported).items():
+                totals[key] = totals[key] + pair if key in totals else pair
+            if (reason := reason_to_hurry(run)) is not None:
+                print_rank_0(f"Exiting during evaluation, {reason}")
+                totals = None
+                break
+        if totals is not None:
+            _report_non_loss_data(run, loader)
+    for chunk in run.model_chunks:
+        chunk.train()
+    if totals is None:
+        return None
+    reduced = reduce_losses([totals], run.groups.dp_cp) if run.has_loss else {}
+    return EvalResult(
+        losses={key: float(value) for key, value in reduced.items()},
+        split=split,
+        set_index=set_index,
+        is_final=is_final,
+    )
+
+
+def _report_non_loss_data(run: Runtime, loader: Any) -> None:
+    """Hand what a program looks at besides losses to its own function, with the TensorBoard writer.
+
+    It comes from the program's ``non_loss_data_func``, else from one more forward pass over the
+    first global batch.  Collective.
+    """
+    process = run.process_non_loss_data_func
+    if run.non_loss_data_func is not None:
+        collected = run.non_loss_data_func(run.model_chunks)
+    elif process is not None:
+        collected = forward_backward(
+            run,
+            chunk_iterators(run, loader),
+            run.batches.num_microbatches_at_full_size(),
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    writer = run.callbacks.tensorboard_writer()  # of the last rank
+    if process is not None and writer is not None:
+        process(collected, run.state.iteration, writer)
+
+
+def whole_pass_iters(run: Runtime, loader: Any) -> int:
+    """Global batches of a whole set, the last one filled up.
+
+    Collective over mp: the ranks that do not read have no loader.
+    """
+    samples = 0 if loader is None else len(loader.dataset)
+    (samples,) = agree_on(run.groups.mp, samples)
+    return max(1, math.ceil(samples / run.batches.full_global_batch_size))

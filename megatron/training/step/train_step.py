@@ -1,0 +1,245 @@
+"""One optimizer step.
+
+Order of collectives: what forward and backward need (tensor parallel), the gradient reduction of
+the data-parallel wrapper, the norm inside the optimizer, then the losses of layers of experts over
+all ranks, the reported losses and those of tokens ahead over dp_cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core import device
+from megatron.core.diagnostics.fault_injection import fault_point
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.distributed.non_finite import FiniteLosses, naming_step
+from megatron.core.optimizer.clip_grads import calc_params_l2_norm
+from megatron.core.params.param_info import local_part
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.pipeline_parallel.step_hooks import StepHooks
+from megatron.core.tensor_parallel.quantized_linear import update_amax_histories
+from megatron.core.transformer.moe.expert_bias import update_expert_biases
+from megatron.training.checkpointing.checkpoint_tensors import RunParts
+from megatron.training.data.prefetch import read_ahead
+from megatron.training.estimates.flops import tokens_of_a_sample
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.state import StepResult
+from megatron.training.step.aux_loss_logging import added_losses
+from megatron.training.step.weight_hash import check_replicas, params_hash
+
+
+def train_step(run: Runtime) -> StepResult:
+    """Forward, backward and update on one global batch.  Collective over all ranks.
+
+    A step of --iterations-to-skip takes its data and does nothing with it.  Raises NonFiniteError
+    when a loss or gradient is not finite and the run checks for it.
+    """
+    config = run.config
+    iteration = run.state.iteration + 1
+    fault_point("step.before", step=iteration)
+    num_microbatches = run.batches.num_microbatches(run.state.consumed_train_samples)
+    batch_size = run.batches.global_batch_size(run.state.consumed_train_samples)
+    nominal = run.batches.nominal_batch_size(run.state.consumed_train_samples)
+    run.state.skipped_train_samples += nominal - batch_size
+    losses: list[dict[str, Tensor]] = []
+    updated, grad_norm, num_zeros = False, None, None
+    if iteration in config.training.iterations_to_skip:
+        _pass_over(run.train_data, num_microbatches)
+        run.state.skipped_train_samples += batch_size
+    else:
+        with naming_step(iteration):
+            losses = _gradients(run, num_microbatches)
+            updated, grad_norm, num_zeros = _update(run)
+    if fault_point("step.updated", step=iteration) == "bitflip":
+        _flip_a_bit(run.model_chunks[0])
+    if updated:
+        run.scheduler.step(increment=batch_size)
+    if config.training.empty_unused_memory_level >= 2:
+        device.empty_cache()
+
+    reduced, layer_losses = _all_losses(run, losses, num_microbatches)
+    interval = config.training.check_weight_hash_across_dp_replicas_interval
+    if interval is not None and iteration % interval == 0:
+        check_replicas(RunParts(model_chunks=run.model_chunks, groups=run.groups), iteration)
+    lr, decoupled_lr = run.scheduler.current_learning_rates()
+    return StepResult(
+        losses=reduced,
+        grad_norm=grad_norm,
+        num_zeros=num_zeros,
+        params_norm=_params_norm(run),
+        learning_rate=lr,
+        decoupled_learning_rate=decoupled_lr,
+        loss_scale=float(run.optimizer.get_loss_scale()),
+        skipped=not updated,
+        nan=not updated and any(_not_finite(loss) for loss in reduced.values()),
+        batch_size=batch_size,
+        num_tokens=batch_size * tokens_of_a_sample(config),
+        params_hash=_params_hash(run, iteration),
+        layer_losses=layer_losses,
+    )
+
+
+def _all_losses(
+    run: Runtime, reported: list[dict[str, Tensor]], num_microbatches: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Losses of the step by key, with those that layers have added; those of single layers."""
+    experts, layers, ahead = added_losses(run, num_microbatches)
+    if not run.has_loss:
+        return {}, {}
+    group = run.groups.dp_cp
+    return reduce_losses(reported, group) | experts | reduce_losses([ahead], group), layers
+
+
+def _pass_over(data: Any, num_microbatches: int) -> None:
+    """Read the micro-batches of a step, on the ranks that read."""
+    for iterator in data if isinstance(data, list) else [data]:
+        for _ in range(num_microbatches if iterator is not None else 0):
+            next(iterator)
+
+
+def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
+    """Leave the gradients of the step in the buffers; returns what each micro-batch reported."""
+    for chunk in run.model_chunks:
+        chunk.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    barrier = run.config.optimizer.barrier_with_L1_time
+    run.timers("forward-backward", log_level=1).start(barrier=barrier)
+    passes = partial(forward_backward, run, num_microbatches=num_microbatches, forward_only=False)
+    if run.step_graph is None:
+        losses = passes(run.train_data)
+        read_ahead(run.train_data)
+    else:
+        losses = run.step_graph.run(passes, run.train_data, num_microbatches, run.model_chunks)
+        read_ahead(run.train_data, num_microbatches)
+    run.timers("forward-backward").stop()
+    if run.config.training.empty_unused_memory_level >= 1:
+        device.empty_cache()
+    return losses
+
+
+def _update(run: Runtime) -> tuple[bool, float | None, int | None]:
+    """Whether the parameters were updated, the gradient norm, how many gradients are zero."""
+    if run.pending_save is not None:
+        run.pending_save.wait_for_copies()
+    run.timers("optimizer", log_level=1).start(barrier=run.config.optimizer.barrier_with_L1_time)
+    result: tuple[bool, float | None, int | None] = run.optimizer.step()
+    run.timers("optimizer").stop()
+    return result
+
+
+def _flip_a_bit(chunk: nn.Module) -> None:
+    """Of the first weight of this rank."""
+    chunk.finish_param_sync()
+    weight = local_part(next(chunk.parameters()).detach()).flatten()
+    weight[:1].view(torch.uint8)[0] ^= 1
+
+
+def _scaled_loss(run: Runtime, loss: Tensor) -> Tensor:
+    """The loss to call backward on."""
+    if fault_point("step.gradient", step=run.state.iteration + 1) == "nan":
+        loss = loss * float("nan")
+    scaled: Tensor = run.optimizer.scale_loss(loss)
+    return scaled
+
+
+def forward_backward(
+    run: Runtime,
+    data_iterator: object,
+    num_microbatches: int,
+    *,
+    forward_only: bool,
+    collect_non_loss_data: bool = False,
+    hooks: StepHooks | None = None,
+) -> list[dict[str, Tensor]]:
+    """Run the schedule; returns the reported dictionary of each micro-batch (last stage)."""
+    check = FiniteLosses() if run.config.ddp.check_for_nan_in_grad else None
+    hooks = hooks or StepHooks(
+        grad_scale_func=partial(_scaled_loss, run) if run.optimizer is not None else None,
+        finalize_model_grads_func=partial(_finalize, run, check),
+        loss_check_func=check,
+        timers=None if forward_only else run.timers,  # evaluation is no part of training time
+        barrier_with_level_1_timers=run.config.optimizer.barrier_with_L1_time,
+    )
+    return get_forward_backward_func()(
+        forward_step_func=run.forward_step_func,
+        data_iterator=data_iterator,
+        model=run.model_chunks,
+        num_microbatches=num_microbatches,
+        seq_length=run.config.data.seq_length,
+        micro_batch_size=run.config.training.micro_batch_size,
+        decoder_seq_length=run.config.data.decoder_seq_length,
+        forward_only=forward_only,
+        collect_non_loss_data=collect_non_loss_data,
+        config=run.config.model,
+        groups=run.groups,
+        hooks=hooks,
+    )
+
+
+def _finalize(
+    run: Runtime, check: FiniteLosses | None, chunks: Sequence[Any], num_tokens: Tensor | None
+) -> None:
+    """What follows the last backward pass.  Collective over all ranks."""
+    if check is not None:
+        check.check()
+    finalize_model_grads(chunks, num_tokens, run.groups)
+    update_expert_biases(chunks, run.groups, run.config.model.moe_router_bias_update_rate)
+    update_amax_histories(chunks, run.groups)
+
+
+def reduce_losses(
+    reported: Iterable[dict[str, Tensor]], group: dist.ProcessGroup
+) -> dict[str, Tensor]:
+    """One number per loss key from what each micro-batch reported.
+
+    A pair [sum, count] becomes sum over sum, over micro-batches and replicas; a single value is
+    averaged over micro-batches only.  Collective over ``group``.
+    """
+    totals = sum_losses(reported)
+    return {key: _finish(total, group) for key, total in totals.items()}
+
+
+def sum_losses(reported: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Per key [sum, count] over micro-batches; of a single value [sum, count, 0].
+
+    Which of the two it is shows in the shape: to read a number would wait for the device.
+    """
+    totals: dict[str, Tensor] = {}
+    for losses in reported:
+        for key, value in losses.items():
+            flat = value.detach().reshape(-1).to(torch.float32)
+            if flat.numel() == 1:
+                flat = torch.cat([flat, flat.new_ones(1), flat.new_zeros(1)])
+            totals[key] = totals[key] + flat if key in totals else flat
+    return totals
+
+
+def _finish(total: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if total.numel() == 2 and group.size() > 1:
+        total = total.clone()
+        dist.all_reduce(total, group=group)
+    return total[0] / total[1].clamp(min=1)
+
+
+def _not_finite(loss: Tensor | float) -> bool:
+    return not bool(torch.isfinite(torch.as_tensor(loss)).all())
+
+
+def _params_norm(run: Runtime) -> float | None:
+    """Every step, as TensorBoard shows it; the line shows that of its last step."""
+    if not run.config.logging.log_params_norm:
+        return None
+    return calc_params_l2_norm(run.model_chunks, run.groups)
+
+
+def _params_hash(run: Runtime, iteration: int) -> int | None:
+    interval = run.config.logging.log_params_hash_interval
+    if interval is None or iteration % interval:
+        return None
+    return params_hash(RunParts(model_chunks=run.model_chunks, groups=run.groups))
