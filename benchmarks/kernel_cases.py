@@ -19,7 +19,7 @@ from megatron.core.activations import openai_gelu
 from megatron.core.distributed.grad_buffer import add_into
 from megatron.core.fusions.bias_glu import activation, glu
 from megatron.core.fusions.causal_attention import causal_attention
-from megatron.core.fusions.linear_cross_entropy import loss_and_gradient
+from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
 from megatron.core.fusions.rms_norm import layer_norm, rms_norm
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.optimizer.clip_grads import sum_of_squares
@@ -58,7 +58,7 @@ def cross_entropy(dtype: torch.dtype) -> Case:
     return Case(
         f"softmax cross entropy and its gradient, {_short(dtype)}",
         2 * logits.nbytes,
-        lambda: loss_and_gradient(logits, target, group=group, num_columns=_VOCABULARY),
+        lambda: loss_and_gradient(logits, target, VocabularyPart(group, _VOCABULARY)),
         lambda: logits.copy_(source),
         in_place=True,
     )

@@ -15,7 +15,7 @@ from megatron.core import device
 from megatron.core.activations import quick_gelu
 from megatron.core.fusions.bias_glu import glu
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
-from megatron.core.fusions.linear_cross_entropy import loss_and_gradient
+from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
 from megatron.core.fusions.quantize import product, quantize, quantize_and_look
 from megatron.core.fusions.rms_norm import layer_norm, rms_norm
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
@@ -33,7 +33,7 @@ def _loss() -> Case:
     return Case(
         "loss and gradient of the logits",
         2 * logits.nbytes,
-        lambda: loss_and_gradient(logits, target, group=group, num_columns=_VOCABULARY),
+        lambda: loss_and_gradient(logits, target, VocabularyPart(group, _VOCABULARY)),
     )
 
 

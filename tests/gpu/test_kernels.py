@@ -14,12 +14,13 @@ from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
 from megatron.core.fusions import linear_cross_entropy as loss_fusion
 from megatron.core.fusions.bias_glu import glu, glu_reference, weighed
 from megatron.core.fusions.fused_bias_dropout import bias_dropout_add
-from megatron.core.fusions.linear_cross_entropy import loss_and_gradient
-from megatron.core.fusions.rms_norm import layer_norm, rms_norm, rms_norm_reference
-from megatron.core.fusions.rope import RotaryTable, apply_rotary, apply_rotary_reference
+from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
+from megatron.core.fusions.rms_norm import layer_norm, rms_norm
+from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.moe.permute import Order, by_expert, combine, expand
 from tests import tolerances
+from tests.unit.fusions import references
 from tests.unit.one_process import one_rank
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -85,7 +86,7 @@ def test_rotary_positions(rotated: int, interleaved: bool, dtype: torch.dtype, w
     angles = torch.randn(5, 2, 1, rotated // 2, device=where)
     table = RotaryTable(angles.cos(), angles.sin(), interleaved)
     wide = torch.randn(5, 2, 3, 40, device=where).to(dtype)
-    both = [lambda x, f=f: f(x[..., 4:28], table) for f in (apply_rotary, apply_rotary_reference)]
+    both = [lambda x, f=f: f(x[..., 4:28], table) for f in (apply_rotary, references.apply_rotary)]
     compare(*both, wide)
 
 
@@ -93,7 +94,7 @@ def test_rotary_positions_of_all_sequences_alike(where: str) -> None:
     angles = torch.randn(5, 1, 1, 4, device=where)
     table = RotaryTable(angles.cos(), angles.sin())
     x = torch.randn(5, 1, 600, 8, device=where)
-    compare(lambda x: apply_rotary(x, table), lambda x: apply_rotary_reference(x, table), x)
+    compare(lambda x: apply_rotary(x, table), lambda x: references.apply_rotary(x, table), x)
 
 
 def some_logits(where: str, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
@@ -111,7 +112,7 @@ def test_the_loss_and_its_gradient(width: int, dtype: torch.dtype, where: str) -
     expected = F.cross_entropy(leaf[:, : width - 2], target, reduction="none", ignore_index=-100)
     scale = loss_fusion.gradient_scale(dtype)
     (expected.sum() * scale).backward()
-    loss = loss_and_gradient(logits, target, group=one_rank(), num_columns=width - 2)
+    loss = loss_and_gradient(logits, target, VocabularyPart(one_rank(), width - 2))
     torch.testing.assert_close(loss, expected.float(), **tolerances.of(torch.float32))
     assert leaf.grad is not None
     torch.testing.assert_close(logits, leaf.grad.to(dtype), **tolerances.of(dtype))
@@ -129,13 +130,14 @@ def test_the_loss_of_a_divided_vocabulary(
 
     def results() -> list[Tensor]:
         own, group = logits[:, 501 * rank : 501 * rank + 501].clone(), Group(rank)
-        rows = loss_fusion._Rows(target, group, 501, columns)
+        part = VocabularyPart(group, columns)
+        rows = loss_fusion._Rows(target, part, 501)
         sums = loss_fusion._own_sums(own, rows, slice(None))
         loss = loss_fusion._turn_into_gradient_divided(own, rows, group)
         own[2] = 0  # is never looked at, and plain torch leaves the softmax there
         again = logits[:, 501 * rank : 501 * rank + 501].clone()
         both = sums[0].clamp_min(2), torch.tensor([0.5, 2.0, 3.0, -1.0], device=where)
-        loss_fusion.gradient_from_sums(again, target, both, group=group, num_columns=columns)
+        loss_fusion.gradient_from_sums(again, target, both, part)
         return [*sums, loss, own, again]
 
     torch.testing.assert_close(results(), plain(results), **tolerances.of(torch.float32))
@@ -213,7 +215,7 @@ def test_norms(
     weight, bias = torch.randn(2, width, device=where).to(dtype)
     if is_rms:
         ours = lambda x, w: rms_norm(x, w, 1e-3)  # noqa: E731
-        compare(ours, lambda x, w: rms_norm_reference(x, w, 1e-3), x, weight)
+        compare(ours, lambda x, w: references.rms_norm(x, w, 1e-3), x, weight)
     else:
         plain = lambda x, w, b: F.layer_norm(x, (width,), w, b, 1e-3)  # noqa: E731
         compare(lambda x, w, b: layer_norm(x, w, b, 1e-3), plain, x, weight, bias)

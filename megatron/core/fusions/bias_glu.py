@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.activations import openai_gelu, quick_gelu, squared_relu
+from megatron.core.autograd import Context, Function
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions import kernels
 from megatron.core.fusions.cpu import glu as cpu_glu
@@ -37,15 +37,15 @@ def glu_reference(
     return act(gate) * (up + offset if offset else up)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Context[None], gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context[None], grad: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
         out = torch.empty_like(gate_up)
@@ -55,19 +55,24 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
 
-class _GLU(torch.autograd.Function):
+_How = tuple[Activation, float | None, float]  # the arguments of `glu_reference` after gate_up
+
+
+class _GLU(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, *how: Any) -> Tensor:
+    def forward(
+        ctx: Context[_How], gate_up: Tensor, act: Activation, clamp: float | None, offset: float
+    ) -> Tensor:
         ctx.save_for_backward(gate_up)
-        ctx.how = how
-        return glu_reference(gate_up, *how)
+        ctx.values = act, clamp, offset
+        return glu_reference(gate_up, act, clamp, offset)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[_How], grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.enable_grad():
             gate_up = ctx.saved_tensors[0].detach().requires_grad_()
-            y = glu_reference(gate_up, *ctx.how)
-        return *torch.autograd.grad(y, gate_up, grad), *(None for _ in ctx.how)
+            y = glu_reference(gate_up, *ctx.values)
+        return *torch.autograd.grad(y, gate_up, grad), None, None, None
 
 
 def glu(
@@ -81,8 +86,10 @@ def glu(
 ) -> Tensor:
     """[..., 2 f] -> [..., f], each row times its weight [...] where there are weights."""
     found = kernels.find("glu", gate_up, weights) if fused and act in _FUSED else None
+    y: Tensor
     if found and gate_up.is_contiguous():
-        return found.glu(gate_up, _FUSED[act], clamp, offset, weights)
+        y = found.glu(gate_up, _FUSED[act], clamp, offset, weights)
+        return y
     if act is F.silu and clamp is None and not offset:
         y = _SwiGLU.apply(gate_up)
     else:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.autograd import Context, Function
 from megatron.core.device import cpu_kernels
 
 _BLOCK = 128  # queries
@@ -23,19 +23,10 @@ _SCORES = 1 << 21  # at a time, so that they stay in the cache
 _WIDE = torch.float32
 
 
-def causal_attention_reference(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """[s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d] in plain torch."""
-    group = query.shape[2] // key.shape[2]
-    key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)
-    scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * scale
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return torch.einsum("bnqk,kbnd->qbnd", scores.masked_fill(later, -math.inf).softmax(-1), value)
-
-
-class _CausalAttention(torch.autograd.Function):
+class _CausalAttention(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[tuple[float, float, bool]],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -58,25 +49,28 @@ class _CausalAttention(torch.autograd.Function):
                     kept.append(is_kept)
                 out_msd[heads, start:stop] = torch.bmm(probs, v[heads, :stop])
         ctx.save_for_backward(q, k, v, *kept)
-        ctx.scale, ctx.dropout, ctx.fused = scale, dropout, fused
+        ctx.values = scale, dropout, fused
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Context[tuple[float, float, bool]], grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         q, k, v, *kept = ctx.saved_tensors
+        scale, dropout, fused = ctx.values
         num_sequences, grad = grad.shape[1], _heads_first(grad)
-        scaled_q, scaled_k = q * ctx.scale, k * ctx.scale
+        scaled_q, scaled_k = q * scale, k * scale
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         blocks = [(heads, span) for heads in _passes(q) for span in _blocks(q.shape[1])]
         # From the last block of each pass: it is the one that reaches all keys.
         for heads, (start, stop) in reversed(blocks):
-            rows, is_kept = grad[heads, start:stop], kept.pop() if ctx.dropout > 0 else None
+            rows, is_kept = grad[heads, start:stop], kept.pop() if dropout > 0 else None
             probs = dropped = kept.pop()
             grad_probs = torch.bmm(rows, v[heads, :stop].transpose(1, 2))
             if is_kept is not None:
-                dropped = probs * is_kept * (1 / (1 - ctx.dropout))
-                grad_probs = grad_probs.mul_(is_kept).mul_(1 / (1 - ctx.dropout))
-            grad_scores = _causal_softmax_backward(grad_probs, probs, start, fused=ctx.fused)
+                dropped = probs * is_kept * (1 / (1 - dropout))
+                grad_probs = grad_probs.mul_(is_kept).mul_(1 / (1 - dropout))
+            grad_scores = _causal_softmax_backward(grad_probs, probs, start, fused=fused)
             grad_q[heads, start:stop] = torch.bmm(grad_scores, scaled_k[heads, :stop])
             more_k = torch.bmm(grad_scores.transpose(1, 2), scaled_q[heads, start:stop])
             more_v = torch.bmm(dropped.transpose(1, 2), rows)

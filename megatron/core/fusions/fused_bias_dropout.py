@@ -29,7 +29,8 @@ def bias_dropout_add(
     are_alike = x.shape == residual.shape and x.is_contiguous() and residual.is_contiguous()
     can = fused and is_several and are_alike
     if can and (found := kernels.find("bias_dropout_add", x, bias, residual)):
-        return found.bias_dropout_add(x, bias, residual, prob)
+        out: Tensor = found.bias_dropout_add(x, bias, residual, prob)
+        return out
     if bias is not None:
         x = x + bias
     if prob > 0.0:

@@ -3,13 +3,14 @@
 ``t`` tokens, ``h`` width, ``v`` true and ``p`` padded local vocabulary.  Logits [t, p] in the
 compute dtype are turned in place, a few rows at a time in float32, into what backward needs,
 softmax minus one-hot.  Logits and their gradient are never held in float32 for all tokens, and
-never both.  `tensor_parallel.output_loss` puts the output layer before it, and can have logits of
-some tokens at a time.  Collectives over the group: one max and one sum.
+never both.  `tensor_parallel.fused_linear_cross_entropy` puts the output layer before it, and can
+have logits of some tokens at a time.  Collectives over the group: one max and one sum.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,27 +30,23 @@ _FP16_SCALE = 1024.0
 _TINY = 1e-30
 
 
-def linear_cross_entropy_reference(
-    x: Tensor, weight: Tensor, target: Tensor, *, vocab_size: int | None = None
-) -> Tensor:
-    """[t, h], [p, h], [t] -> loss of each token [t] in plain torch, for a group of one."""
-    logits = F.linear(x, weight)[:, :vocab_size]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    loss = logits.logsumexp(-1) - logits.gather(-1, target.clamp_min(0)[:, None]).squeeze(-1)
-    return loss.masked_fill(target < 0, 0)
+class VocabularyPart(NamedTuple):
+    """The share of a rank: ``num_columns`` of its p columns are true ids; ``cap`` is of logits."""
+
+    group: ProcessGroup
+    num_columns: int
+    cap: float | None = None
 
 
-def loss_and_gradient(
-    logits: Tensor, target: Tensor, *, group: ProcessGroup, num_columns: int
-) -> Tensor:
+def loss_and_gradient(logits: Tensor, target: Tensor, part: VocabularyPart) -> Tensor:
     """Loss of each token; ``logits`` [t, p] become its gradient, `gradient_scale` times as large.
 
-    ``num_columns`` of this rank's columns are true ones.  Collective over the group.
+    Does not apply the cap of ``part``.  Collective over its group.
     """
-    rows = _Rows(target, group, logits.shape[1], num_columns)
-    if group.size() == 1:
+    rows = _Rows(target, part, logits.shape[1])
+    if part.group.size() == 1:
         return _turn_into_gradient(logits, rows)
-    return _turn_into_gradient_divided(logits, rows, group)
+    return _turn_into_gradient_divided(logits, rows, part.group)
 
 
 def gradient_scale(dtype: torch.dtype) -> float:
@@ -60,11 +57,12 @@ def gradient_scale(dtype: torch.dtype) -> float:
 class _Rows:
     """Where the targets are: column on this rank, whether it is here, whether it counts."""
 
-    def __init__(self, target: Tensor, group: ProcessGroup, width: int, columns: int) -> None:
+    def __init__(self, target: Tensor, part: VocabularyPart, width: int) -> None:
+        columns = part.num_columns
         self.columns, self.ignored = columns, target < 0
-        self.target, self.first = target, group.rank() * width
+        self.target, self.first = target, part.group.rank() * width
         self.is_mine: Tensor | None = None  # everything that counts
-        if group.size() == 1:
+        if part.group.size() == 1:
             self.index = target.clamp_min(0).unsqueeze(-1)
         else:
             index = target - self.first
@@ -123,10 +121,12 @@ def _kernels(logits: Tensor) -> ModuleType | None:
 
 def _turn_into_gradient(logits: Tensor, rows: _Rows) -> Tensor:
     """Overwrite ``logits`` by (softmax - onehot) * scale; the loss of each token."""
-    loss = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
+    loss: Tensor
     scale = gradient_scale(logits.dtype)
     if fused := _kernels(logits):
-        return fused.loss_and_gradient(logits, rows.target, rows.columns, scale)
+        loss = fused.loss_and_gradient(logits, rows.target, rows.columns, scale)
+        return loss
+    loss = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
     rows.hide_padding(logits)
     parts = _parts(logits)
     scratch = _Scratch(logits, parts)
@@ -177,19 +177,17 @@ def gradient_from_sums(
     logits: Tensor,
     target: Tensor,
     sums: tuple[Tensor, Tensor],
-    *,
-    group: ProcessGroup,
-    num_columns: int,
-    cap: float | None = None,
+    vocabulary: VocabularyPart,
 ) -> None:
-    """Overwrite ``logits`` [t, p] by their gradient.  Talks to no rank.
+    """Overwrite ``logits`` [t, p], not yet capped, by their gradient.  No communication.
 
     ``sums``: of each token what `loss_and_sums` has returned, and the gradient of its loss.
     """
     log_sum, grad = sums
-    rows = _Rows(target, group, logits.shape[1], num_columns)
+    cap = vocabulary.cap
+    rows = _Rows(target, vocabulary, logits.shape[1])
     if cap is None and (fused := _kernels(logits)):
-        fused.turn(logits, target, log_sum, rows.first, num_columns, grad.contiguous())
+        fused.turn(logits, target, log_sum, rows.first, rows.columns, grad.contiguous())
         return
     _squash(logits, cap)
     rows.hide_padding(logits)
@@ -212,7 +210,9 @@ def _squash(logits: Tensor, cap: float | None) -> Tensor:
 def _own_sums(logits: Tensor, rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor]:
     """Log of the sum of this rank's exponentials, and the target's logit, for ``tokens``."""
     if fused := _kernels(logits):
-        return fused.own_sums(logits, rows.target[tokens], rows.first, rows.columns)
+        sums: tuple[Tensor, Tensor]
+        sums = fused.own_sums(logits, rows.target[tokens], rows.first, rows.columns)
+        return sums
     rows.hide_padding(logits)
     log_sum = logits.new_empty(logits.shape[0], dtype=_wide(logits.dtype))
     parts = _parts(logits)
@@ -242,24 +242,22 @@ def loss_and_sums(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
+    vocabulary: VocabularyPart,
     *,
-    group: ProcessGroup,
-    num_columns: int,
     bias: Tensor | None = None,
-    cap: float | None = None,
     rows_at_a_time: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token and the logarithm of its sum of exponentials; no gradient.
 
-    Logits are there of ``rows_at_a_time`` tokens, of a few where that is 0; a ``cap`` squashes
+    Logits are there of ``rows_at_a_time`` tokens, of a few where that is 0; the cap squashes
     them by tanh.  Collective over the group.
     """
-    rows = _Rows(target, group, weight.shape[0], num_columns)
+    rows = _Rows(target, vocabulary, weight.shape[0])
     step = rows_at_a_time or _ROWS_WITHOUT_GRADIENT
     sums = [
-        _own_sums(_squash(F.linear(x[part], weight, bias), cap), rows, part)
+        _own_sums(_squash(F.linear(x[part], weight, bias), vocabulary.cap), rows, part)
         for part in (slice(i, i + step) for i in range(0, x.shape[0], step))
     ]
     log_sum, at_target = torch.cat([s for s, _ in sums]), torch.cat([a for _, a in sums])
-    log_sum = _sum_over_ranks(log_sum, at_target, group)
+    log_sum = _sum_over_ranks(log_sum, at_target, vocabulary.group)
     return (log_sum - at_target).masked_fill_(rows.ignored, 0), log_sum

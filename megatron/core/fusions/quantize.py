@@ -24,9 +24,11 @@ def quantize(
     """`low_precision.quantize`: ``x`` [r, c] rounded to codes, with their scales."""
     if to is not E2M1 and (fused := _kernels(x)):
         if block is not None:
-            return Scaled(*fused.by_block(x, to.dtype, block), block)
+            codes, scale = fused.by_block(x, to.dtype, block)
+            return Scaled(codes, scale, block)
         amax = largest(x) if amax is None else amax
-        return Scaled(*fused.cast(x, to.dtype, amax, margin)[:2])
+        codes, scale, _ = fused.cast(x, to.dtype, amax, margin)
+        return Scaled(codes, scale)
     return low_precision.quantize(x, to, block, amax=amax, margin=margin, at_random=at_random)
 
 

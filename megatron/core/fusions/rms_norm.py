@@ -7,13 +7,13 @@ or too wide for ours; on the CPU its formula keeps three tensors of the input's 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.autograd import Context, Function
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions import kernels
 from megatron.core.fusions.cpu import norm
@@ -22,16 +22,9 @@ from megatron.core.fusions.cpu import norm
 _WIDTHS = range(1024, 8193)
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., h], [h] -> [..., h] in plain torch."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight).to(x.dtype)
-
-
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Context[None], x: Tensor, weight: Tensor, eps: float) -> Tensor:
         # Converted first: torch is several times slower where the operands' dtypes differ.
         dtype = torch.promote_types(x.dtype, torch.float32)
         wide = x.to(dtype)
@@ -41,7 +34,7 @@ class _RMSNorm(torch.autograd.Function):
         return (wide * scale).mul_(weight.to(dtype)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Context[None], grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, scale = ctx.saved_tensors
         grad, wide_weight = grad.to(scale.dtype), weight.to(scale.dtype)
         normed = x.to(scale.dtype) * scale
@@ -58,7 +51,8 @@ class _RMSNorm(torch.autograd.Function):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[..., h], [h] -> [..., h]"""
     if fused := _of_gpu(x, weight):
-        return fused.norm(x, weight, None, eps)
+        y: Tensor = fused.norm(x, weight, None, eps)
+        return y
     if device.is_cuda(x.device):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     if _fits(x, weight) and cpu_kernels.take(x, weight):
@@ -69,7 +63,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """[..., h], [h], [h] -> [..., h]; torch has one of its own everywhere."""
     if fused := _of_gpu(x, weight):
-        return fused.norm(x, weight, bias, eps)
+        y: Tensor = fused.norm(x, weight, bias, eps)
+        return y
     # In float32 torch's own is as fast.
     if x.dtype == torch.bfloat16 and _fits(x, weight) and cpu_kernels.take(x, weight, bias):
         return norm.norm(x, weight, bias, eps)

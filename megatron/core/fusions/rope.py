@@ -8,11 +8,11 @@ angle whose cosine and sine are given.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.core.autograd import Context, Function
 from megatron.core.fusions import kernels
 
 
@@ -36,23 +36,12 @@ def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half:width]
 
 
-def apply_rotary_reference(x: Tensor, table: RotaryTable) -> Tensor:
-    """[s, b, n, d] -> [s, b, n, d] in plain torch."""
-    width = 2 * table.cos.shape[-1]
-    first, second = _pairs(x, width, table.interleaved)
-    turned = (
-        first * table.cos - second * table.sin,
-        second * table.cos + first * table.sin,
-    )
-    rotated = torch.stack(turned, -1).flatten(-2) if table.interleaved else torch.cat(turned, -1)
-    return torch.cat((rotated, x[..., width:]), -1)
-
-
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int, fused: bool) -> Tensor:
     """Rotate by the angle times ``sign``; on a CPU four passes over half of ``x``."""
     has_rows = x.dim() == 4 and x.stride(-1) == 1 and cos.shape[::2] == (x.shape[0], 1)
     if fused and has_rows and (found := kernels.find("rope", x, cos, sin)):
-        return found.turn(x, cos, sin, interleaved, sign)
+        turned: Tensor = found.turn(x, cos, sin, interleaved, sign)
+        return turned
     width = 2 * cos.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = _pairs(x, width, interleaved)
@@ -66,19 +55,25 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int, fus
     return out
 
 
-class _Rotary(torch.autograd.Function):
+class _Rotary(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, fused: bool
+        ctx: Context[tuple[bool, bool]],
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        interleaved: bool,
+        fused: bool,
     ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.fused = interleaved, fused
+        ctx.values = interleaved, fused
         return _turn(x, cos, sin, interleaved, 1, fused)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[tuple[bool, bool]], grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _turn(grad, cos, sin, ctx.interleaved, -1, ctx.fused), None, None, None, None
+        interleaved, fused = ctx.values
+        return _turn(grad, cos, sin, interleaved, -1, fused), None, None, None, None
 
 
 def apply_rotary(x: Tensor, table: RotaryTable, *, fused: bool = True) -> Tensor:

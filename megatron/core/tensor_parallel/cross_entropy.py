@@ -7,13 +7,12 @@ sum over the group forward, none backward.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import Context, Function
 from megatron.core.tensor_parallel.layers import check_token_ids
 
 
@@ -29,10 +28,10 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
+class _VocabParallelCrossEntropy(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[tuple[int, float, int]],
         logits: Tensor,
         target: Tensor,
         label_smoothing: float,
@@ -49,10 +48,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
         shifted = true_logits - highest.unsqueeze(-1)
         at_target = _at(shifted, index, is_mine)
-        sums = [shifted.exp().sum(-1), at_target]
+        terms = [shifted.exp().sum(-1), at_target]
         if label_smoothing:
-            sums.append(shifted.sum(-1))
-        sums = torch.stack(sums)
+            terms.append(shifted.sum(-1))
+        sums = torch.stack(terms)
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
         log_sum = sums[0].log()
@@ -62,25 +61,26 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             loss += label_smoothing * (log_sum - sums[2] / total_columns)
         is_ignored = target < 0
         ctx.save_for_backward(logits, highest + log_sum, index, is_mine, is_ignored)
-        ctx.columns, ctx.smoothing, ctx.total_columns = columns, label_smoothing, total_columns
+        ctx.values = columns, label_smoothing, total_columns
         return loss.masked_fill(is_ignored, 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[tuple[int, float, int]], grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, log_sum_exp, index, is_mine, is_ignored = ctx.saved_tensors
+        columns, smoothing, total_columns = ctx.values
         grad = grad.masked_fill(is_ignored, 0).unsqueeze(-1)
-        share = at_least_float32(logits[..., : ctx.columns]) - log_sum_exp.unsqueeze(-1)
+        share = at_least_float32(logits[..., :columns]) - log_sum_exp.unsqueeze(-1)
         share.exp_()
-        if ctx.columns:
-            minus_target = -(1 - ctx.smoothing) * is_mine.to(share.dtype)
+        if columns:
+            minus_target = -(1 - smoothing) * is_mine.to(share.dtype)
             share.scatter_add_(-1, index.unsqueeze(-1), minus_target.unsqueeze(-1))
-        if ctx.smoothing:
-            share -= ctx.smoothing / ctx.total_columns
+        if smoothing:
+            share -= smoothing / total_columns
         share *= grad
-        if ctx.columns == logits.shape[-1]:
+        if columns == logits.shape[-1]:
             return share.to(logits.dtype), None, None, None, None
         grad_logits = torch.zeros_like(logits)
-        grad_logits[..., : ctx.columns] = share
+        grad_logits[..., :columns] = share
         return grad_logits, None, None, None, None
 
 

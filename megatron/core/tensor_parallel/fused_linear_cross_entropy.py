@@ -10,21 +10,23 @@ fourth product beside the three, and adds up the gradient of the weight.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import Context, Function
 from megatron.core.fusions.linear_cross_entropy import (
+    VocabularyPart,
     gradient_from_sums,
     gradient_scale,
     loss_and_gradient,
     loss_and_sums,
 )
-from megatron.core.tensor_parallel.linear import linear_backward, start_reduction
-from megatron.core.tensor_parallel.mappings import all_gather_first_dim, slice_of_first_dim
+from megatron.core.tensor_parallel.linear import LinearCall, linear_backward, start_reduction
+from megatron.core.tensor_parallel.mappings import slice_of_first_dim
 from megatron.core.tensor_parallel.weight_gradient import (
     WeightGrad,
     add_to_main_grad,
@@ -32,62 +34,63 @@ from megatron.core.tensor_parallel.weight_gradient import (
 )
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[LinearCall],
         x: Tensor,
         weight: Tensor,
         target: Tensor,
         is_own: bool,
-        group: ProcessGroup,
         sequence_parallel: bool,
-        num_columns: int,
+        part: VocabularyPart,
     ) -> Tensor:
-        total_x = all_gather_first_dim(x, group) if sequence_parallel else x
-        where: Any = {"group": group, "num_columns": num_columns}
+        group = part.group if part.group.size() > 1 else None
+        ctx.values = call = LinearCall(weight, None, is_own, group, sequence_parallel)
+        total_x = call.gathered(x)
         if not any(ctx.needs_input_grad):
-            return loss_and_sums(total_x, weight, target, **where)[0]
+            return loss_and_sums(total_x, weight, target, part)[0]
         logits = torch.mm(total_x, weight.t())
-        loss = loss_and_gradient(logits, target, **where)
+        loss = loss_and_gradient(logits, target, part)
         ctx.save_for_backward(x, weight, logits, target < 0)
-        ctx.param = weight  # itself, for a queue and for main_grad
-        ctx.is_own, ctx.group, ctx.sequence_parallel = is_own, group, sequence_parallel
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[LinearCall], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, grad_logits, ignored = ctx.saved_tensors
+        call = ctx.values
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         # Tokens weigh differently: scale rows of the narrow matrices, not of the wide one.
         grad = grad.masked_fill(ignored, 0) / gradient_scale(x.dtype)
         scale = grad.unsqueeze(-1).to(x.dtype)
-        own_scale = slice_of_first_dim(scale, ctx.group) if ctx.sequence_parallel else scale
+        gather = call.gather_group
+        own_scale = scale if gather is None else slice_of_first_dim(scale, gather)
         item = WeightGrad(
-            ctx.param if needs_weight else None,
+            call.weight if needs_weight else None,
             None,
             grad_logits,
             x * own_scale if needs_weight else x,
-            group=ctx.group if ctx.sequence_parallel else None,
-            is_own=ctx.is_own,
+            group=gather,
+            is_own=call.is_own,
         )
 
         def partial_grad_x() -> Tensor:
             return torch.mm(grad_logits, weight).mul_(scale)
 
-        grad_x, grad_weight, _ = linear_backward(
-            item,
-            partial_grad_x if needs_x else None,
-            ctx.group if ctx.group.size() > 1 else None,
-            sequence_parallel=ctx.sequence_parallel,
-        )
-        return grad_x, grad_weight, None, None, None, None, None
+        grad_x, grad_weight, _ = linear_backward(item, partial_grad_x if needs_x else None, call)
+        return grad_x, grad_weight, None, None, None, None
 
 
-class _InChunks(torch.autograd.Function):
+class _ChunkedCall(NamedTuple):
+    linear: LinearCall
+    part: VocabularyPart
+    chunk_size: int
+
+
+class _InChunks(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[_ChunkedCall],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -95,43 +98,41 @@ class _InChunks(torch.autograd.Function):
         is_own: bool,
         sequence_parallel: bool,
         chunk_size: int,
-        where: dict[str, Any],
+        part: VocabularyPart,
     ) -> Tensor:
-        total_x = all_gather_first_dim(x, where["group"]) if sequence_parallel else x
+        call = LinearCall(weight, bias, is_own, part.group, sequence_parallel)
         loss, log_sum = loss_and_sums(
-            total_x, weight, target, bias=bias, rows_at_a_time=chunk_size, **where
+            call.gathered(x), weight, target, part, bias=bias, rows_at_a_time=chunk_size
         )
         ctx.save_for_backward(x, weight, target, log_sum)
-        ctx.params, ctx.is_own = (weight, bias), is_own  # themselves, for main_grad
-        ctx.sequence_parallel, ctx.chunk_size, ctx.where = sequence_parallel, chunk_size, where
+        ctx.values = _ChunkedCall(call, part, chunk_size)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[_ChunkedCall], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, target, log_sum = ctx.saved_tensors
-        group, bias = ctx.where["group"], ctx.params[1]
-        needs_x, *needs = ctx.needs_input_grad[:3]
-        params = [p if needed else None for p, needed in zip(ctx.params, needs, strict=True)]
-        total_x = all_gather_first_dim(x, group) if ctx.sequence_parallel else x
-        grad_x = torch.empty_like(total_x) if needs_x else None
+        call, part, chunk_size = ctx.values
+        params = call.params(ctx.needs_input_grad)
+        total_x = call.gathered(x)
+        grad_x = torch.empty_like(total_x) if ctx.needs_input_grad[0] else None
         grads: list[Tensor | None] = [None, None]
-        adds = params[0] is not None and ctx.is_own and adds_to_main_grad(params[0])
+        main = params[0] if call.is_own and adds_to_main_grad(params[0]) else None
         # In 16 bits the sum would be rounded at every chunk.
-        adds_chunks = adds and params[0].main_grad.itemsize > 2
-        for i in range(0, total_x.shape[0], ctx.chunk_size):
-            part = slice(i, i + ctx.chunk_size)
-            logits = F.linear(total_x[part], weight, bias)
-            gradient_from_sums(logits, target[part], (log_sum[part], grad[part]), **ctx.where)
+        adds_chunks = main is not None and main.main_grad.itemsize > 2
+        for i in range(0, total_x.shape[0], chunk_size):
+            rows = slice(i, i + chunk_size)
+            logits = F.linear(total_x[rows], weight, call.bias)
+            gradient_from_sums(logits, target[rows], (log_sum[rows], grad[rows]), part)
             if grad_x is not None:
-                torch.mm(logits, weight, out=grad_x[part])
-            item = WeightGrad(*params, logits, total_x[part], group=None, is_own=adds_chunks)
+                torch.mm(logits, weight, out=grad_x[rows])
+            item = WeightGrad(*params, logits, total_x[rows], group=None, is_own=adds_chunks)
             added = zip(grads, item.compute(), (adds_chunks, False), strict=True)
             grads = [_sum(*terms) for terms in added]
-        if grad_x is not None and group.size() > 1:
-            work, grad_x = start_reduction(grad_x, group, ctx.sequence_parallel)
+        if grad_x is not None and part.group.size() > 1:
+            work, grad_x = start_reduction(grad_x, part.group, call.sequence_parallel)
             work.wait()
-        if adds and not adds_chunks and grads[0] is not None:
-            grads[0] = add_to_main_grad(params[0], grads[0])
+        if main is not None and not adds_chunks and grads[0] is not None:
+            grads[0] = add_to_main_grad(main, grads[0])
         narrow = (None if g is None else g.to(weight.dtype) for g in grads)
         return grad_x, *narrow, *(None,) * 5
 
@@ -167,10 +168,8 @@ def linear_cross_entropy(
     0 for all.  In chunks, as with a ``bias`` [p] or a ``cap`` by tanh, nothing is deferred.
     """
     num_tokens = target.shape[0]
+    part = VocabularyPart(group, num_columns, cap)
     if bias is None and cap is None and not 0 < chunk_size < num_tokens:
-        return _LinearCrossEntropy.apply(
-            x, weight, target, is_own, group, sequence_parallel, num_columns
-        )
-    where = {"group": group, "num_columns": num_columns, "cap": cap}
+        return _LinearCrossEntropy.apply(x, weight, target, is_own, sequence_parallel, part)
     size = chunk_size or max(1, num_tokens)
-    return _InChunks.apply(x, weight, bias, target, is_own, sequence_parallel, size, where)
+    return _InChunks.apply(x, weight, bias, target, is_own, sequence_parallel, size, part)

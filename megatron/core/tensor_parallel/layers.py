@@ -17,7 +17,7 @@ tokens, and adds up results and input gradients of the ranks.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.params.param_info import info_of
 from megatron.core.params.param_init import Init, new_parameter, param_info_for
-from megatron.core.tensor_parallel.linear import linear
+from megatron.core.tensor_parallel.linear import Quantizer, linear
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -64,7 +64,7 @@ class Linear(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.quantizer: Any = None
+        self.quantizer: Quantizer | None = None
 
     def quantize(self, recipe: Recipe, amax_group: ProcessGroup) -> None:
         """Run the layer's GEMMs in the low precision of ``recipe``; needs an own weight."""
@@ -75,7 +75,20 @@ class Linear(nn.Module):
         )
 
 
-class ColumnParallelLinear(Linear):
+class _ShardedLinear(Linear):
+    """A linear layer with one dimension of its weight sharded over ``tp_group``."""
+
+    def __init__(self, input_size: int, output_size: int, tp_group: ProcessGroup) -> None:
+        super().__init__()
+        self.input_size, self.output_size, self.tp_group = input_size, output_size, tp_group
+
+    def extra_repr(self) -> str:
+        """Global sizes and this rank's share."""
+        tp = self.tp_group
+        return f"{self.input_size}, {self.output_size}, rank {tp.rank()} of {tp.size()}"
+
+
+class ColumnParallelLinear(_ShardedLinear):
     """``y = x W^T + b`` with the output dimension sharded over ``tp_group``.
 
     Returns (y, bias); the bias is None unless ``skip_bias_add`` leaves its addition to the caller.
@@ -110,32 +123,31 @@ class ColumnParallelLinear(Linear):
         stride: int = 1,
         tp_comm_buffer_name: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(input_size, output_size, tp_group)
         del tp_comm_buffer_name
         blocks = blocks * stride
         sizes = [output_size * block // sum(blocks) for block in blocks]
         local_size = sum(divide_over_group(size, tp_group, "output size") for size in sizes)
-        self.tp_group = tp_group
-        self.input_size, self.output_size = input_size, output_size
         self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
         talks = tp_group.size() > 1 and not is_expert
         self.sequence_parallel = config.sequence_parallel and talks
         reduces = talks and (self.sequence_parallel or not disable_grad_reduce)
         self._grad_group = tp_group if reduces else None
-        true_size, cut = unpadded_output_size or output_size, {"over": tp_group, "blocks": blocks}
+        true_size = unpadded_output_size or output_size
         self.weight: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         if not skip_weight_param_allocation:
             info = param_info_for(
                 (true_size, input_size),
                 init_method,
-                **cut,
+                over=tp_group,
+                blocks=blocks,
                 is_expert=is_expert,
                 is_embedding_or_output=is_embedding_or_output,
             )
             self.weight = new_parameter((local_size, input_size), config.params_dtype, info)
         if bias:
-            info = param_info_for((true_size,), **cut, is_expert=is_expert)
+            info = param_info_for((true_size,), over=tp_group, blocks=blocks, is_expert=is_expert)
             self.bias = new_parameter((local_size,), config.params_dtype, info)
 
     def forward(
@@ -159,13 +171,8 @@ class ColumnParallelLinear(Linear):
             y = gather_from_tensor_model_parallel_region(y, self.tp_group)
         return y, self.bias if self.skip_bias_add else None
 
-    def extra_repr(self) -> str:
-        """Global sizes and this rank's share."""
-        tp = self.tp_group
-        return f"{self.input_size}, {self.output_size}, rank {tp.rank()} of {tp.size()}"
 
-
-class RowParallelLinear(Linear):
+class RowParallelLinear(_ShardedLinear):
     """``y = x W^T + b`` with the input dimension sharded over ``tp_group``.
 
     Returns (y, bias); the bias is None unless ``skip_bias_add`` leaves its addition, which follows
@@ -175,6 +182,8 @@ class RowParallelLinear(Linear):
     Collective over ``tp_group``: forward all-reduces y, or reduce-scatters it under sequence
     parallelism, in which case backward all-gathers its gradient.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -190,11 +199,9 @@ class RowParallelLinear(Linear):
         is_expert: bool = False,
         tp_comm_buffer_name: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(input_size, output_size, tp_group)
         del tp_comm_buffer_name
         local_size = divide_over_group(input_size, tp_group, "input size")
-        self.tp_group = tp_group
-        self.input_size, self.output_size = input_size, output_size
         self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
         self.is_expert = is_expert
         self.sequence_parallel = config.sequence_parallel and tp_group.size() > 1 and not is_expert
@@ -230,11 +237,6 @@ class RowParallelLinear(Linear):
             return reduce_scatter_to_sequence_parallel_region(y, self.tp_group)
         return y if self.is_expert else reduce_from_tensor_model_parallel_region(y, self.tp_group)
 
-    def extra_repr(self) -> str:
-        """Global sizes and this rank's share."""
-        tp = self.tp_group
-        return f"{self.input_size}, {self.output_size}, rank {tp.rank()} of {tp.size()}"
-
 
 class ReplicatedLinear(Linear):
     """``y = x W^T + b`` with the complete weight on every tensor-parallel rank.
@@ -242,6 +244,8 @@ class ReplicatedLinear(Linear):
     ``has_partial_gradient``: the ranks have different tokens, so their weight gradients must be
     added; the default is the config's sequence parallelism.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,

@@ -7,9 +7,9 @@ backward it is gathered again while the input gradient is computed, then that gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import Context, Function
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim, reduce_scatter_single
 from megatron.core.tensor_parallel.weight_gradient import (
     WeightGrad,
@@ -47,11 +48,34 @@ def linear(
     asks = torch.is_grad_enabled() and (may_be_deferred() or adds_to_main_grad(weight))
     if group is None and not (is_own and asks):
         return F.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias, is_own, group, sequence_parallel)
-    return y
+    return _Linear.apply(x, weight, bias, is_own, group, sequence_parallel)
 
 
-class _Linear(torch.autograd.Function):
+class LinearCall(NamedTuple):
+    """What backward of a linear layer needs besides saved tensors; arguments as in `linear`."""
+
+    weight: Tensor  # itself, for a queue and for main_grad
+    bias: Tensor | None
+    is_own: bool
+    group: ProcessGroup | None
+    sequence_parallel: bool
+
+    @property
+    def gather_group(self) -> ProcessGroup | None:
+        """The group over which the input is sharded, if it is."""
+        return self.group if self.sequence_parallel else None
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return the rows of all ranks.  Collective under sequence parallelism."""
+        return x if self.gather_group is None else all_gather_first_dim(x, self.gather_group)
+
+    def params(self, needs_input_grad: Sequence[bool]) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias, None where no gradient is needed; inputs are x, weight, bias, ..."""
+        _, needs_weight, needs_bias, *_ = needs_input_grad
+        return self.weight if needs_weight else None, self.bias if needs_bias else None
+
+
+class _Linear(Function[Tensor]):
     """x W^T + b whose weight gradient may be left in a queue, where the weight ``is_own``.
 
     With ``group`` it is the matmul of a column layer, its communication hidden behind matmuls.
@@ -59,7 +83,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[LinearCall],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -68,36 +92,29 @@ class _Linear(torch.autograd.Function):
         sequence_parallel: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.params = weight, bias  # themselves, for a queue and for main_grad
-        ctx.is_own, ctx.group, ctx.sequence_parallel = is_own, group, sequence_parallel
-        if sequence_parallel:
-            assert group is not None, "which group cuts the sequence?"
-            x = all_gather_first_dim(x, group)
-        return F.linear(x, weight, bias)
+        ctx.values = call = LinearCall(weight, bias, is_own, group, sequence_parallel)
+        return F.linear(call.gathered(x), weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[LinearCall], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, *needs = ctx.needs_input_grad[:3]
-        params = [p if needed else None for p, needed in zip(ctx.params, needs, strict=True)]
-        gather_group = ctx.group if ctx.sequence_parallel else None
-        item = WeightGrad(*params, grad, x, group=gather_group, is_own=ctx.is_own)
-        grad_x = partial(grad.matmul, weight) if needs_x else None
-        grads = linear_backward(item, grad_x, ctx.group, sequence_parallel=ctx.sequence_parallel)
-        return *grads, None, None, None
+        call = ctx.values
+        weight_param, bias = call.params(ctx.needs_input_grad)
+        item = WeightGrad(weight_param, bias, grad, x, group=call.gather_group, is_own=call.is_own)
+        grad_x = partial(grad.matmul, weight) if ctx.needs_input_grad[0] else None
+        return *linear_backward(item, grad_x, call), None, None, None
 
 
 def linear_backward(
     item: WeightGrad,
     partial_grad_x: Callable[[], Tensor] | None,
-    group: ProcessGroup | None,
-    *,
-    sequence_parallel: bool,
+    call: LinearCall,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias; the latter two None where a queue has taken them.
 
     ``partial_grad_x`` computes this rank's term of the input gradient, which is summed over
-    ``group`` (all-reduce, or reduce-scatter under SP) beside the weight gradient's product.
+    the group of ``call`` (all-reduce, or reduce-scatter under SP) beside the weight gradient's
+    GEMM.
     """
     is_later = is_deferred(item)
     if not is_later:
@@ -105,8 +122,8 @@ def linear_backward(
     reducing = grad_x = term = None
     if partial_grad_x is not None:
         grad_x = term = partial_grad_x()
-        if group is not None:
-            reducing, grad_x = start_reduction(term, group, sequence_parallel)
+        if call.group is not None:
+            reducing, grad_x = start_reduction(term, call.group, call.sequence_parallel)
     grads = (None, None) if is_later else item.compute()
     if reducing is not None:
         reducing.wait()

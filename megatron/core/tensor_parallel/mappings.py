@@ -21,13 +21,14 @@ The group is always given; in a group of one rank every function returns its inp
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import Context, Function
 from megatron.core.parallel.collectives import all_gather_single as all_gather_single
 from megatron.core.parallel.collectives import reduce_scatter_single as reduce_scatter_single
 
@@ -103,15 +104,18 @@ def _share(size: int, group: ProcessGroup) -> int:
 # -- with gradients -------------------------------------------------------------------------
 
 
-class _Through(torch.autograd.Function):
+class _Through(Function[Tensor], Generic[T]):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, about: T, forth: Move[T], back: Move[T]) -> Tensor:
-        ctx.about, ctx.back = about, back
+    def forward(
+        ctx: Context[tuple[T, Move[T]]], x: Tensor, about: T, forth: Move[T], back: Move[T]
+    ) -> Tensor:
+        ctx.values = about, back
         return forth(x, about)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(grad, ctx.about), None, None, None
+    def backward(ctx: Context[tuple[T, Move[T]]], grad: Tensor) -> tuple[Tensor, None, None, None]:
+        about, back = ctx.values
+        return back(grad, about), None, None, None
 
 
 def through(x: Tensor, about: T, forth: Move[T], back: Move[T]) -> Tensor:

@@ -16,21 +16,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.quantize import product, quantize, quantize_and_look
-from megatron.core.low_precision import E2M1, Format, Scaled, largest, rotated
+from megatron.core.low_precision import E2M1, Block, Format, Scaled, largest, rotated
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, set_info
-from megatron.core.tensor_parallel.linear import linear_backward
+from megatron.core.tensor_parallel.linear import LinearCall, linear_backward
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
-from megatron.core.tensor_parallel.weight_gradient import WeightGrad, add_to_main_grad
+from megatron.core.tensor_parallel.weight_gradient import (
+    WeightGrad,
+    add_to_main_grad,
+    adds_to_main_grad,
+)
 
 _INPUT, _GRADIENT = 0, 1  # rows of a history
 
@@ -92,8 +97,7 @@ class LinearQuantizer(nn.Module):
         sequence_parallel: bool,
     ) -> Tensor:
         """x W^T + b; the arguments are those of `linear`."""
-        y: Tensor = _QuantizedLinear.apply(x, weight, bias, self, group, sequence_parallel)
-        return y
+        return _QuantizedLinear.apply(x, weight, bias, self, group, sequence_parallel)
 
     def rows(self, which: int, x: Tensor, *, is_gathered: bool = False) -> Scaled:
         """``x`` [t, w] for a product over w; ``is_gathered``: with the rows of other ranks."""
@@ -224,12 +228,18 @@ def update_amax_histories(models: Sequence[nn.Module], groups: ProcessGroupColle
             quantizer.amax.zero_()
 
 
-class _QuantizedLinear(torch.autograd.Function):
+class _QuantizedCall(NamedTuple):
+    linear: LinearCall
+    quantizer: LinearQuantizer
+    block: Block | None  # of the codes of x that are saved
+
+
+class _QuantizedLinear(Function[Tensor]):
     """Keeps for backward the codes of x that the weight gradient takes, or x where it takes x."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[_QuantizedCall],
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -238,16 +248,16 @@ class _QuantizedLinear(torch.autograd.Function):
         sequence_parallel: bool,
     ) -> Tensor:
         recipe, flat = quantizer.recipe, x.flatten(0, -2)
-        gather = group if sequence_parallel else None
+        call = LinearCall(weight, bias, True, group, sequence_parallel)
+        gather = call.gather_group
         rows = quantizer.rows(_INPUT, flat, is_gathered=gather is not None)
         kept: tuple[Tensor, ...] = (flat,)
-        ctx.block = None
+        block = None
         if recipe.wgrad and ctx.needs_input_grad[1]:
             codes = rows if recipe.block is None else quantizer.columns(_INPUT, flat, gather)
-            kept, ctx.block = (codes.codes, codes.scale), codes.block
+            kept, block = (codes.codes, codes.scale), codes.block
         ctx.save_for_backward(weight, *kept)
-        ctx.params = weight, bias  # themselves, for a queue and for main_grad
-        ctx.quantizer, ctx.group, ctx.sequence_parallel = quantizer, group, sequence_parallel
+        ctx.values = _QuantizedCall(call, quantizer, block)
         if gather is not None:
             rows = _gathered(rows, gather)
         y = product(rows, quantizer.weight(weight), x.dtype, fast=True)
@@ -255,29 +265,26 @@ class _QuantizedLinear(torch.autograd.Function):
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *kept = ctx.saved_tensors
-        quantizer: LinearQuantizer = ctx.quantizer
+    def backward(ctx: Context[_QuantizedCall], grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, x, *scales = ctx.saved_tensors
+        call, quantizer, block = ctx.values
         flat = grad.flatten(0, -2)
-        needs_x, *needs = ctx.needs_input_grad[:3]
-        params = [p if needed else None for p, needed in zip(ctx.params, needs, strict=True)]
-        gather = ctx.group if ctx.sequence_parallel else None
+        params = call.params(ctx.needs_input_grad)
         rows = quantizer.rows(_GRADIENT, flat)
-        if len(kept) == 1:
-            item = WeightGrad(*params, flat, *kept, group=gather, is_own=True)
+        if not scales:
+            item = WeightGrad(*params, flat, x, group=call.gather_group, is_own=True)
         else:
             is_whole = quantizer.recipe.block is None
             codes = rows if is_whole else quantizer.columns(_GRADIENT, flat)
-            x = Scaled(*kept, ctx.block)
-            item = _ScaledWeightGrad(params, flat, codes, x, group=gather)
+            scaled = Scaled(x, scales[0], block)
+            item = _ScaledWeightGrad(*params, flat, codes, scaled, group=call.gather_group)
 
         def grad_x() -> Tensor:
             wide = product(rows, quantizer.weight(weight, transposed=True), grad.dtype)
             return wide.view(*grad.shape[:-1], wide.shape[-1])
 
-        term, sequence_parallel = grad_x if needs_x else None, ctx.sequence_parallel
-        grads = linear_backward(item, term, ctx.group, sequence_parallel=sequence_parallel)
-        return *grads, None, None, None
+        term = grad_x if ctx.needs_input_grad[0] else None
+        return *linear_backward(item, term, call), None, None, None
 
 
 class _ScaledWeightGrad(WeightGrad):
@@ -285,14 +292,14 @@ class _ScaledWeightGrad(WeightGrad):
 
     def __init__(
         self,
-        params: Sequence[Tensor | None],
+        weight: Tensor | None,
+        bias: Tensor | None,
         grad: Tensor,
         codes: Scaled,
         x: Scaled,
         *,
         group: ProcessGroup | None,
     ) -> None:
-        weight, bias = params
         # A queue need not keep the gradient itself, unless its sum is still to be taken.
         grad = codes.codes if bias is None else grad
         super().__init__(weight, bias, grad, x.codes.view(torch.uint8), group=group, is_own=True)
@@ -305,12 +312,13 @@ class _ScaledWeightGrad(WeightGrad):
             self._scaled = Scaled(self._scaled.codes, scale, self._scaled.block)
         super().start()
 
-    def _product(self, weight: Any, *, adds: bool) -> Tensor:
+    def _product(self, weight: Tensor) -> Tensor:
         codes = self.x.view(self._scaled.codes.dtype)
         x = Scaled(codes, self._scaled.scale, self._scaled.block)
-        dtype = weight.main_grad.dtype if adds else weight.dtype
-        result = product(self._codes.t(), x.t(), dtype)
-        return add_to_main_grad(weight, result) if adds else result
+        grad = self._codes.t()
+        if adds_to_main_grad(weight):
+            return add_to_main_grad(weight, product(grad, x.t(), weight.main_grad.dtype))
+        return product(grad, x.t(), weight.dtype)
 
 
 def _gathered(rows: Scaled, group: ProcessGroup) -> Scaled:

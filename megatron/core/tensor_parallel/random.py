@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Generic, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.autograd import Context, Function
 from megatron.core.parallel import parallel_state
 from megatron.core.rank_local import each_rank_owns
 from megatron.core.tensor_parallel.mappings import all_gather_first_dim
 
+R = TypeVar("R")
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 DATA_PARALLEL_STREAM = "data-parallel-rng"
 EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
@@ -192,19 +194,53 @@ def _replayed(states: _States) -> Iterator[None]:
         _set_all_rng_states(now)
 
 
-class _Checkpoint(torch.autograd.Function):
+_SAVED = object()  # in the place of a tensor, which autograd saves
+
+
+class _Call:
+    """A function, its arguments but tensors, and the random states before it ran."""
+
+    def __init__(self, function: Callable[..., object], args: Sequence[object]) -> None:
+        self.function = function
+        self._states = _all_rng_states()
+        self._args = [_SAVED if torch.is_tensor(arg) else arg for arg in args]
+        self.again: tuple[tuple[object, ...], list[object]] | None = None  # what `run_again` gave
+
+    def run_again(
+        self, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
+    ) -> tuple[tuple[object, ...], list[object]]:
+        """Recompute; return the outputs with a graph, and the arguments that receive gradients."""
+        rest = iter(tensors)
+        args = [
+            next(rest).detach().requires_grad_(needed) if arg is _SAVED else arg
+            for arg, needed in zip(self._args, needs_grad, strict=True)
+        ]
+        with torch.enable_grad(), _replayed(self._states):
+            outputs = self.function(*args)
+        return outputs if isinstance(outputs, tuple) else (outputs,), args
+
+
+class _CheckpointCall(NamedTuple):
+    call: _Call
+    group: ProcessGroup | None  # that shares the first tensor,
+    shape: torch.Size  # which has this shape
+
+
+class _Checkpoint(Function[R], Generic[R]):
     """Forward without saving activations; recompute them in backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, function: Callable[..., Any], group: ProcessGroup | None, *args: Any
-    ) -> Any:
-        ctx.group = group
+        ctx: Context[_CheckpointCall],
+        function: Callable[..., object],
+        group: ProcessGroup | None,
+        *args: object,
+    ) -> object:
         tensors = [a for a in args if torch.is_tensor(a)]
+        ctx.values = _CheckpointCall(_Call(function, args), group, tensors[0].shape)
         if group is not None:
-            ctx.first_shape = tensors[0].shape
             tensors[0] = _own_part(tensors[0], group)
-        _keep(ctx, function, args, tensors)
+        ctx.save_for_backward(*tensors)
         with torch.no_grad():
             outputs = function(*args)
         # A returned parameter (a bias added later) would become a non-leaf output: detach it.
@@ -213,52 +249,39 @@ class _Checkpoint(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Context[_CheckpointCall], *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors = list(ctx.saved_tensors)
-        if ctx.group is not None:
-            tensors[0] = all_gather_first_dim(tensors[0], ctx.group).view(ctx.first_shape)
-        outputs, args = _run_again(ctx, tensors)
-        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if _takes_gradient(o)]
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        return None, None, *(a.grad if torch.is_tensor(a) else None for a in args)
+        call, group, shape = ctx.values
+        if group is not None:
+            tensors[0] = all_gather_first_dim(tensors[0], group).view(shape)
+        outputs, args = call.run_again(tensors, ctx.needs_input_grad[2:])
+        return None, None, *_gradients(outputs, grads, args)
 
 
-def _keep(
-    ctx: Any, function: Callable[..., Any], args: Sequence[Any], tensors: Sequence[Tensor]
-) -> None:
-    """Save what `_run_again` needs; ``tensors``: the tensors of ``args``, or shards of them."""
-    ctx.function, ctx.states = function, _all_rng_states()
-    ctx.other_args = [None if torch.is_tensor(a) else a for a in args]
-    ctx.is_tensor = [torch.is_tensor(a) for a in args]
-    ctx.save_for_backward(*tensors)
+def _gradients(
+    outputs: Sequence[object], grads: Sequence[Tensor], args: Sequence[object]
+) -> Iterator[Tensor | None]:
+    """Run backward from ``outputs``; return the gradients of ``args``."""
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if _takes_gradient(o)]
+    torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+    return (a.grad if torch.is_tensor(a) else None for a in args)
 
 
-def _run_again(ctx: Any, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[Any]]:
-    """Recompute; return the outputs with a graph, and the arguments that receive gradients."""
-    needs = ctx.needs_input_grad[2:]
-    rest = iter(tensors)
-    args = [
-        next(rest).detach().requires_grad_(needs[i]) if is_tensor else ctx.other_args[i]
-        for i, is_tensor in enumerate(ctx.is_tensor)
-    ]
-    with torch.enable_grad(), _replayed(ctx.states):
-        outputs = ctx.function(*args)
-    return outputs if isinstance(outputs, tuple) else (outputs,), args
+def _takes_gradient(x: object) -> TypeGuard[Tensor]:
+    return torch.is_tensor(x) and x.requires_grad
 
 
-def _takes_gradient(output: Any) -> bool:
-    return torch.is_tensor(output) and output.requires_grad
-
-
-def _with_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _with_gradient(args: tuple[object, ...]) -> tuple[object, ...]:
     """Return ``args`` with at least one that requires a gradient.
 
     Otherwise autograd would not call backward, and the parameters inside would get no gradients.
     """
     if not torch.is_grad_enabled() or any(_takes_gradient(a) for a in args):
         return args
-    first = next(i for i, a in enumerate(args) if torch.is_tensor(a) and a.is_floating_point())
-    return (*args[:first], args[first].detach().requires_grad_(), *args[first + 1 :])
+    i, first = next(
+        (i, a) for i, a in enumerate(args) if torch.is_tensor(a) and a.is_floating_point()
+    )
+    return (*args[:i], first.detach().requires_grad_(), *args[i + 1 :])
 
 
 def _own_part(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -268,11 +291,11 @@ def _own_part(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., R],
     distribute_saved_activations: bool,
-    *args: Any,
+    *args: object,
     tp_group: ProcessGroup | None = None,
-) -> Any:
+) -> R:
     """``function(*args)``, computed again in backward instead of keeping its activations.
 
     Random streams are replayed.  With ``distribute_saved_activations`` each rank of ``tp_group``
@@ -295,13 +318,14 @@ class CheckpointWithoutOutput:
     """
 
     def __init__(self) -> None:
-        self._context: Any = None
+        self.context: Context[_Call] | None = None
         self._outputs: tuple[Tensor, ...] = ()
 
-    def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
+    def checkpoint(self, function: Callable[..., R], *args: object) -> R:
         """Run ``function`` without keeping its activations."""
-        result = _CheckpointWithoutOutput.apply(function, self, *_with_gradient(args))
-        self._outputs = result if isinstance(result, tuple) else (result,)
+        result: R = _CheckpointWithoutOutput.apply(function, self, *_with_gradient(args))
+        outputs = result if isinstance(result, tuple) else (result,)
+        self._outputs = tuple(o for o in outputs if isinstance(o, Tensor))
         return result
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
@@ -313,30 +337,35 @@ class CheckpointWithoutOutput:
         hook_tensor.register_hook(self._recompute)
 
     def _recompute(self, _grad: Tensor) -> None:
-        context = self._context
-        again, args = _run_again(context, context.saved_tensors)
-        for old, new in zip(self._outputs, again, strict=True):
+        assert self.context is not None, "recomputed once"
+        call, needs_grad = self.context.values, self.context.needs_input_grad[2:]
+        call.again = call.run_again(self.context.saved_tensors, needs_grad)
+        outputs = (o for o in call.again[0] if isinstance(o, Tensor))
+        for old, new in zip(self._outputs, outputs, strict=True):
             size = new.untyped_storage().nbytes()
             with torch.no_grad():
                 old.untyped_storage().resize_(size)
                 old.untyped_storage().copy_(new.untyped_storage())
-        context.again, context.args = again, args
-        self._outputs, self._context = (), None
+        self._outputs, self.context = (), None
 
 
-class _CheckpointWithoutOutput(torch.autograd.Function):
+class _CheckpointWithoutOutput(Function[R], Generic[R]):
     @staticmethod
     def forward(
-        ctx: Any, function: Callable[..., Any], owner: CheckpointWithoutOutput, *args: Any
-    ) -> Any:
-        _keep(ctx, function, args, [a for a in args if torch.is_tensor(a)])
-        owner._context = ctx
+        ctx: Context[_Call],
+        function: Callable[..., object],
+        owner: CheckpointWithoutOutput,
+        *args: object,
+    ) -> object:
+        ctx.values = _Call(function, args)
+        ctx.save_for_backward(*[a for a in args if torch.is_tensor(a)])
+        owner.context = ctx
         with torch.no_grad():
             return function(*args)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        torch.autograd.backward(ctx.again, grads)
-        found = tuple(a.grad if torch.is_tensor(a) else None for a in ctx.args)
-        ctx.again = ctx.args = None
-        return None, None, *found
+    def backward(ctx: Context[_Call], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.values.again is not None, "the hook has recomputed"
+        outputs, args = ctx.values.again
+        ctx.values.again = None
+        return None, None, *_gradients(outputs, grads, args)

@@ -6,44 +6,45 @@ Here its rows go straight into the gradient of the product.  ``t`` tokens, ``h``
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.autograd import Context, Function
+
 Lookups = list[tuple[Tensor, Tensor]]  # ids and gradients of what was read, of one backward pass
 
 
-class _Table(torch.autograd.Function):
+class _Table(Function[Tensor]):
     """The weight itself.  Its backward pass comes after those of all who use it."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, lookups: Lookups) -> Tensor:
+    def forward(ctx: Context[tuple[Tensor, Lookups]], weight: Tensor, lookups: Lookups) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.weight, ctx.lookups = weight, lookups
+        ctx.values = weight, lookups
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor, None]:
+    def backward(ctx: Context[tuple[Tensor, Lookups]], grad: Tensor | None) -> tuple[Tensor, None]:
+        weight, lookups = ctx.values
         if grad is None:  # nothing was multiplied
-            grad = torch.zeros_like(ctx.weight)
+            grad = torch.zeros_like(weight)
         grad = grad.contiguous()  # of its own memory: an expanded one is copied
-        while ctx.lookups:
-            _add_rows(grad, *ctx.lookups.pop())
+        while lookups:
+            _add_rows(grad, *lookups.pop())
         return grad, None
 
 
-class _LookUp(torch.autograd.Function):
+class _LookUp(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, table: Tensor, lookups: Lookups) -> Tensor:
+    def forward(ctx: Context[Lookups], ids: Tensor, table: Tensor, lookups: Lookups) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.lookups = lookups
+        ctx.values = lookups
         return F.embedding(ids, table)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.lookups.append((ctx.saved_tensors[0].flatten(), grad.flatten(0, -2)))
+    def backward(ctx: Context[Lookups], grad: Tensor) -> tuple[None, None, None]:
+        ctx.values.append((ctx.saved_tensors[0].flatten(), grad.flatten(0, -2)))
         return None, None, None
 
 

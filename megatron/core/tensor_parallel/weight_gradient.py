@@ -15,19 +15,31 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import Context, Function
 from megatron.core.params.param_info import info_of
 from megatron.core.tensor_parallel.mappings import all_gather_single
 
 # Key of thread-local state, which autograd copies to the threads in which it runs backward.
 _QUEUE = "megatron weight gradients"
 _living: weakref.WeakSet[WeightGradQueue] = weakref.WeakSet()
+
+
+class MainGradParameter(nn.Parameter):
+    """What the type checker knows of a parameter to whose main gradient a layer adds.
+
+    No object has this class: `distributed.grad_buffer` gives parameters these attributes.
+    """
+
+    main_grad: Tensor
+    overwrite_main_grad: bool
+    grad_added_to_main_grad: bool
 
 
 class WeightGrad:
@@ -58,11 +70,6 @@ class WeightGrad:
         """The parameters that wait for their gradients."""
         return [p for p in (self.weight, self.bias) if p is not None]
 
-    @property
-    def adds(self) -> bool:
-        """Whether `compute` accumulates into the main gradient and returns only a placeholder."""
-        return self.weight is not None and self.is_own and adds_to_main_grad(self.weight)
-
     def start(self) -> None:
         """Start the all-gather of the input, once.  Collective over the layer's group."""
         if self.group is not None:
@@ -72,28 +79,26 @@ class WeightGrad:
             self.group = None
 
     def compute(self) -> tuple[Tensor | None, Tensor | None]:
-        """Gradient of the weight and of the bias."""
+        """Gradient of the weight, or a placeholder if it was added to `main_grad`; of the bias."""
         self.start()
         if self._gathering is not None:
             self._gathering.wait()
-        weight_grad = None
-        if self.weight is not None:
-            weight_grad = self._product(self.weight, adds=self.adds)
+        weight_grad = None if self.weight is None else self._product(self.weight)
         return weight_grad, None if self.bias is None else self.grad.sum(0)
 
-    def _product(self, weight: Tensor, *, adds: bool) -> Tensor:
-        """Return grad^T x, or a placeholder if the GEMM ``adds`` to the main gradient."""
-        if adds:
+    def _product(self, weight: Tensor) -> Tensor:
+        """Return grad^T x, or a placeholder if the GEMM adds to the main gradient."""
+        if self.is_own and adds_to_main_grad(weight):
             return _add_product(weight, self.grad.t(), self.x)
         return self.grad.t().matmul(self.x)
 
 
-def adds_to_main_grad(weight: Tensor) -> bool:
+def adds_to_main_grad(weight: Tensor | None) -> TypeGuard[MainGradParameter]:
     """Whether the wrapper lets a layer add to ``weight.main_grad`` (`distributed.grad_buffer`)."""
     return hasattr(weight, "overwrite_main_grad")
 
 
-def _add_product(weight: Any, grad: Tensor, x: Tensor) -> Tensor:
+def _add_product(weight: MainGradParameter, grad: Tensor, x: Tensor) -> Tensor:
     """Accumulate ``grad`` @ x in the main gradient with one GEMM; return a placeholder.
 
     The first GEMM of a step overwrites (beta = 0), so the buffer needs no zeroing.
@@ -106,7 +111,7 @@ def _add_product(weight: Any, grad: Tensor, x: Tensor) -> Tensor:
     return has_been_added(weight)
 
 
-def add_to_main_grad(weight: Any, grad: Tensor) -> Tensor:
+def add_to_main_grad(weight: MainGradParameter, grad: Tensor) -> Tensor:
     """Add ``grad`` to the main gradient, or overwrite it; return a placeholder for autograd."""
     if weight.overwrite_main_grad:
         weight.main_grad.copy_(grad)
@@ -115,7 +120,7 @@ def add_to_main_grad(weight: Any, grad: Tensor) -> Tensor:
     return has_been_added(weight)
 
 
-def has_been_added(weight: Any) -> Tensor:
+def has_been_added(weight: MainGradParameter) -> Tensor:
     """Mark ``weight.main_grad`` as written; return a placeholder for autograd.
 
     Autograd must receive a tensor to run the wrapper's hook, which drops it unread.
@@ -124,7 +129,7 @@ def has_been_added(weight: Any) -> Tensor:
     return torch.empty_like(weight)
 
 
-class _Deliver(torch.autograd.Function):
+class _Deliver(Function[Tensor]):
     """A graph of one node whose backward computes the gradients.
 
     Gradients that autograd computes become ``param.grad`` without a copy; gradients passed to
@@ -132,13 +137,13 @@ class _Deliver(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, item: WeightGrad, *_: Tensor) -> Tensor:
-        ctx.item = item
+    def forward(ctx: Context[WeightGrad], item: WeightGrad, *_: Tensor) -> Tensor:
+        ctx.values = item
         return item.grad.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(g for g in ctx.item.compute() if g is not None)
+    def backward(ctx: Context[WeightGrad], _: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(g for g in ctx.values.compute() if g is not None)
 
 
 class WeightGradQueue:

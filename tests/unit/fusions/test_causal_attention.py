@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions import causal_attention as fusion
-from megatron.core.fusions.causal_attention import causal_attention, causal_attention_reference
+from megatron.core.fusions.causal_attention import causal_attention
 from tests import tolerances
+from tests.unit.fusions import references
 
 S, B, N, D = 11, 2, 4, 8
 
@@ -36,7 +37,7 @@ def inputs(num_groups: int, dtype: torch.dtype) -> list[Tensor]:
 def test_values_and_gradients_are_those_of_the_formula(num_groups: int, dtype: torch.dtype):
     ours, plain = inputs(num_groups, dtype), inputs(num_groups, dtype)
     scale = torch.linspace(-1, 1, S * B * N * D).view(S, B, N, D).to(dtype)
-    out, expected = causal_attention(*ours, 0.3), causal_attention_reference(*plain, 0.3)
+    out, expected = causal_attention(*ours, 0.3), references.causal_attention(*plain, 0.3)
     assert out.is_contiguous()
     torch.testing.assert_close(out, expected, **tolerances.of(dtype))
     out.backward(scale)
@@ -48,7 +49,7 @@ def test_values_and_gradients_are_those_of_the_formula(num_groups: int, dtype: t
 def test_bf16_is_no_further_from_the_truth_than_the_kernel() -> None:
     exact = [x.detach().double() for x in inputs(4, torch.bfloat16)]
     q, k, v = (8 * exact[0]).bfloat16(), exact[1].bfloat16(), exact[2].bfloat16()
-    truth = causal_attention_reference(8 * exact[0], *exact[1:], 0.3)
+    truth = references.causal_attention(8 * exact[0], *exact[1:], 0.3)
     heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     kernel = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, scale=0.3)
     error = (causal_attention(q, k, v, 0.3) - truth).norm()
@@ -59,7 +60,7 @@ def test_values_may_be_wider_than_keys() -> None:
     q, k, _ = inputs(4, torch.float64)
     v = torch.randn(S, B, N, 3, dtype=torch.float64, requires_grad=True)
     out = causal_attention(q, k, v, 0.3)
-    torch.testing.assert_close(out, causal_attention_reference(q, k, v, 0.3))
+    torch.testing.assert_close(out, references.causal_attention(q, k, v, 0.3))
     out.sum().backward()
     assert v.grad is not None
     assert v.grad.shape == v.shape

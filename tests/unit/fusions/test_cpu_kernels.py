@@ -15,7 +15,7 @@ from megatron.core.device import cpu_kernels
 from megatron.core.distributed.grad_buffer import add_into
 from megatron.core.fusions.bias_glu import activation, glu
 from megatron.core.fusions.causal_attention import causal_attention
-from megatron.core.fusions.linear_cross_entropy import loss_and_gradient
+from megatron.core.fusions.linear_cross_entropy import VocabularyPart, loss_and_gradient
 from megatron.core.fusions.rms_norm import layer_norm, rms_norm
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.optimizer.clip_grads import sum_of_squares
@@ -35,7 +35,7 @@ def cross_entropy(as_given: As) -> list[Tensor]:
     logits = as_given(torch.randn(37, 1501).mul_(4))
     target = torch.randint(1490, (37,))
     target[5] = -100
-    loss = loss_and_gradient(logits, target, group=one_rank(), num_columns=1490)
+    loss = loss_and_gradient(logits, target, VocabularyPart(one_rank(), 1490))
     logits[5] = 0  # nobody reads the gradient of a token that does not count
     return [loss, logits]
 

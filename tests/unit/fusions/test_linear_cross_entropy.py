@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions import linear_cross_entropy as fusion
-from megatron.core.fusions.linear_cross_entropy import linear_cross_entropy_reference
 from megatron.core.tensor_parallel.fused_linear_cross_entropy import linear_cross_entropy
 from tests import tolerances
+from tests.unit.fusions import references
 from tests.unit.one_process import one_rank
 
 pytestmark = pytest.mark.usefixtures("each_form")
@@ -40,7 +40,7 @@ def test_values_and_gradients_are_those_of_the_plain_path(dtype: torch.dtype) ->
     assert loss.dtype == torch.promote_types(dtype, torch.float32)
     (loss * scale).sum().backward()
     plain_x, plain_w, _, _ = inputs(dtype)
-    expected = linear_cross_entropy_reference(plain_x, plain_w, target, vocab_size=13)
+    expected = references.linear_cross_entropy(plain_x, plain_w, target, vocab_size=13)
     (expected * scale).sum().backward()
     torch.testing.assert_close(loss, expected, **tolerances.of(dtype))
     for grad, plain in ((x.grad, plain_x.grad), (weight.grad, plain_w.grad)):
@@ -99,7 +99,7 @@ def test_chunks_are_added_up_before_they_become_16_bits() -> None:
 def test_columns_without_a_number_are_summed_as_torch_does(kind: float) -> None:
     x, weight = torch.ones(2, 1), torch.full((5, 1), kind)
     target = torch.tensor([-1, 2])
-    own = fusion._Rows(target, one_rank(), 5, 5)
+    own = fusion._Rows(target, fusion.VocabularyPart(one_rank(), 5), 5)
     log_sum, _ = fusion._own_sums(x @ weight.t(), own, slice(None))
     torch.testing.assert_close(log_sum, torch.full((2,), kind), equal_nan=True)
 

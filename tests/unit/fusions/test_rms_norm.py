@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.fusions.rms_norm import layer_norm, rms_norm, rms_norm_reference
+from megatron.core.fusions.rms_norm import layer_norm, rms_norm
 from tests import tolerances
+from tests.unit.fusions import references
 
 pytestmark = pytest.mark.usefixtures("each_form")
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("each_form")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_values_and_gradients_are_those_of_the_plain_form(dtype: torch.dtype) -> None:
     results = []
-    for function in (rms_norm, rms_norm_reference):
+    for function in (rms_norm, references.rms_norm):
         torch.manual_seed(0)
         x = torch.randn(5, 3, 16, dtype=torch.float64).to(dtype).requires_grad_()
         weight = torch.randn(16, dtype=torch.float64).to(dtype).requires_grad_()

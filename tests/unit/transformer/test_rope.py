@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.fusions.rope import RotaryTable, apply_rotary, apply_rotary_reference
+from megatron.core.fusions.rope import RotaryTable, apply_rotary
 from megatron.core.transformer.rope import (
     RopeScaling,
     RotaryEmbedding,
@@ -16,6 +16,7 @@ from megatron.core.transformer.rope import (
     llama3_frequencies,
 )
 from tests import tolerances
+from tests.unit.fusions import references
 
 
 def rotate_by_hand(x: Tensor, width: int, interleaved: bool) -> Tensor:
@@ -49,7 +50,7 @@ def test_the_kernel_has_the_values_and_gradients_of_the_reference(
     table = RotaryTable(angles.cos(), angles.sin(), interleaved)
     wide = torch.randn(7, 2, 3, 16, dtype=torch.float64)
     results = []
-    for function in (apply_rotary, apply_rotary_reference):
+    for function in (apply_rotary, references.apply_rotary):
         source = wide.clone().requires_grad_()
         out = function(source[..., 4:12], table)
         (out * torch.linspace(0, 1, out.numel()).view(out.shape)).sum().backward()

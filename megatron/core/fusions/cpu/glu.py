@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from megatron.core.autograd import Context, Function
 from megatron.core.device import cpu_kernels
 
 
@@ -18,24 +17,32 @@ def glu(
     return _GLU.apply(gate_up, weights, act, (bound, offset))
 
 
-class _GLU(torch.autograd.Function):
+_Numbers = tuple[float, float]  # the bound of clamping and the offset
+
+
+class _GLU(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, weights: Tensor | None, act: str, numbers: tuple[float, float]
+        ctx: Context[tuple[str, _Numbers]],
+        gate_up: Tensor,
+        weights: Tensor | None,
+        act: str,
+        numbers: _Numbers,
     ) -> Tensor:
         ctx.save_for_backward(gate_up, weights)
-        ctx.act, ctx.numbers = act, numbers
+        ctx.values = act, numbers
         out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
         _run_rows(f"{act}_glu", out, [gate_up, out, _in_float(weights)], numbers)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[tuple[str, _Numbers]], grad: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weights = ctx.saved_tensors
+        act, numbers = ctx.values
         out, dense = torch.empty_like(gate_up), _in_float(weights)
         of_weights = None if dense is None else torch.empty_like(dense)
         tensors = [gate_up, grad.contiguous(), out, dense, of_weights]
-        _run_rows(f"{ctx.act}_glu_backward", grad, tensors, ctx.numbers)
+        _run_rows(f"{act}_glu_backward", grad, tensors, numbers)
         if of_weights is not None:
             of_weights = of_weights.to(weights.dtype)
         return out, of_weights, None, None
@@ -45,9 +52,7 @@ def _in_float(weights: Tensor | None) -> Tensor | None:
     return None if weights is None else weights.float().contiguous()
 
 
-def _run_rows(
-    kernel: str, like: Tensor, tensors: list[Tensor | None], numbers: tuple[float, float]
-) -> None:
+def _run_rows(kernel: str, like: Tensor, tensors: list[Tensor | None], numbers: _Numbers) -> None:
     """Over the rows of ``like`` [..., f]."""
     width = max(1, like.shape[-1])
     cpu_kernels.run(
@@ -66,18 +71,19 @@ def activation(x: Tensor, act: str) -> Tensor:
     return _Activation.apply(x, act)
 
 
-class _Activation(torch.autograd.Function):
+class _Activation(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, act: str) -> Tensor:
+    def forward(ctx: Context[str], x: Tensor, act: str) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.act, out = act, torch.empty_like(x)
+        ctx.values = act
+        out = torch.empty_like(x)
         cpu_kernels.run(act, [x, out], format=x.dtype, count=x.numel())
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context[str], grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         out = torch.empty_like(x)
         tensors = [x, grad.contiguous(), out]
-        cpu_kernels.run(f"{ctx.act}_backward", tensors, format=x.dtype, count=x.numel())
+        cpu_kernels.run(f"{ctx.values}_backward", tensors, format=x.dtype, count=x.numel())
         return out, None

@@ -5,11 +5,10 @@ Gradients of weight and bias are summed within pieces of rows, and then over pie
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from megatron.core.autograd import Context, Function
 from megatron.core.device import cpu_kernels
 
 _ROWS, _PIECES = 16, 64  # at least so many rows in a piece, at most so many pieces
@@ -20,9 +19,11 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     return _Norm.apply(x, weight, bias, eps)
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    def forward(
+        ctx: Context[None], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
         out, width = torch.empty_like(x), x.shape[-1]
         rows = x.numel() // width
         scale = x.new_empty(rows, dtype=torch.float32)
@@ -40,7 +41,7 @@ class _Norm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[None], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale, *means = ctx.saved_tensors
         mean = means[0] if means else None
         grad, rows, width = grad.contiguous(), len(scale), x.shape[-1]

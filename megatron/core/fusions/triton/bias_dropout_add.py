@@ -8,39 +8,50 @@ that hold the same tensor drop the same, and a recomputation does again.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.autograd import Context, Function
+
 _BLOCK, _WARPS = 1024, 4
 _SEEDS = 2**62
 
 
-class _Seam(torch.autograd.Function):
+class _Values(NamedTuple):
+    prob: float
+    width: int
+    dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+
+
+class _Seam(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor, prob: float) -> Tensor:
+    def forward(
+        ctx: Context[_Values], x: Tensor, bias: Tensor | None, residual: Tensor, prob: float
+    ) -> Tensor:
         seed = torch.randint(_SEEDS, (1,), device=x.device) if prob else None
         out = torch.empty_like(residual)
         width = x.shape[-1]
         _launch(_forward, x, bias, residual, out, seed, width=width, prob=prob)
         ctx.save_for_backward(seed)
-        ctx.prob, ctx.width, ctx.dtype = prob, width, x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.values = _Values(prob, width, x.dtype, None if bias is None else bias.dtype)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[_Values], grad: Tensor) -> tuple[Tensor | None, ...]:
         (seed,) = ctx.saved_tensors
-        of_x, of_bias = grad.to(ctx.dtype), None
-        if ctx.prob:
+        prob, width, dtype, bias_dtype = ctx.values
+        of_x, of_bias = grad.to(dtype), None
+        if prob:
             grad = grad.contiguous()
-            of_x = torch.empty_like(grad, dtype=ctx.dtype)
-            _launch(_backward, grad, of_x, seed, width=ctx.width, prob=ctx.prob)
+            of_x = torch.empty_like(grad, dtype=dtype)
+            _launch(_backward, grad, of_x, seed, width=width, prob=prob)
         if ctx.needs_input_grad[1]:
-            of_bias = of_x.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+            of_bias = of_x.flatten(0, -2).sum(0).to(bias_dtype)
         return of_x, of_bias, grad, None
 
 
@@ -49,7 +60,9 @@ def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, prob: flo
     return _Seam.apply(x, bias, residual, prob)
 
 
-def _launch(kernel: Any, first: Tensor, *tensors: Tensor | None, width: int, prob: float) -> None:
+def _launch(
+    kernel: triton.JITFunction, first: Tensor, *tensors: Tensor | None, width: int, prob: float
+) -> None:
     count = first.numel()
     if count:
         kernel[(triton.cdiv(count, _BLOCK),)](

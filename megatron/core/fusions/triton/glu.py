@@ -7,12 +7,14 @@ order.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron.core.autograd import Context, Function
 
 _BLOCK, _WARPS = 1024, 4  # 8 elements a thread: one load of 16 bytes in bf16
 
@@ -24,10 +26,16 @@ def glu(
     return _GLU.apply(gate_up, weights, act, clamp, offset)
 
 
-class _GLU(torch.autograd.Function):
+class _Launch(NamedTuple):
+    rows: int
+    numbers: tuple[int, float, float]  # width, clamp and offset
+    options: dict[str, object]
+
+
+class _GLU(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[_Launch],
         gate_up: Tensor,
         weights: Tensor | None,
         act: str,
@@ -37,28 +45,31 @@ class _GLU(torch.autograd.Function):
         ctx.save_for_backward(gate_up, weights)
         width = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
-        ctx.numbers = width, clamp or 0.0, offset
-        ctx.how = _how(width, act, clamp, weights)
-        ctx.rows = out.numel() // width
-        if ctx.rows:
+        rows, numbers = out.numel() // width, (width, clamp or 0.0, offset)
+        options = _options(width, act, clamp, weights)
+        ctx.values = _Launch(rows, numbers, options)
+        if rows:
             dense = None if weights is None else weights.contiguous()
-            _forward[(ctx.rows,)](gate_up, dense, out, *ctx.numbers, **ctx.how)
+            _forward[(rows,)](gate_up, dense, out, *numbers, **options)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[_Launch], grad: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, weights = ctx.saved_tensors
+        rows, numbers, options = ctx.values
         out, of_weights, dense = torch.empty_like(gate_up), None, None
         if weights is not None:
             dense = weights.contiguous()
             of_weights = torch.empty_like(dense)
-        if ctx.rows:
+        if rows:
             tensors = gate_up, dense, grad.contiguous(), out, of_weights
-            _backward[(ctx.rows,)](*tensors, *ctx.numbers, **ctx.how)
+            _backward[(rows,)](*tensors, *numbers, **options)
         return out, of_weights, None, None, None
 
 
-def _how(width: int, act: str, clamp: float | None, weights: Tensor | None) -> dict[str, object]:
+def _options(
+    width: int, act: str, clamp: float | None, weights: Tensor | None
+) -> dict[str, object]:
     return {
         "ACT": act,
         "CLAMPS": clamp is not None,

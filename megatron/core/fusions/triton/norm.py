@@ -7,38 +7,41 @@ stages in one order: each of a fixed number of programs adds up its rows, then t
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.autograd import Context, Function
+
 _PROGRAMS = 528  # in backward: four for each of the 132 processors of an H100
 _ROWS = 16  # of each, at least: then the first sums weigh little
 
 
-class _Norm(torch.autograd.Function):
+class _Norm(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    def forward(
+        ctx: Context[dict[str, int]], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
         width = x.shape[-1]
         rows, out = x.numel() // width, torch.empty_like(x)
         mean, scale = x.new_empty(2, rows, dtype=torch.float32)
-        ctx.how = {"CENTERS": bias is not None, **_shape(width)}
+        ctx.values = how = {"CENTERS": bias is not None, **_shape(width)}
         ctx.save_for_backward(x, weight, mean, scale)
         if rows:
             tensors = x, weight, bias, out, mean, scale
-            _forward[(rows,)](*tensors, width, eps, **ctx.how)
+            _forward[(rows,)](*tensors, width, eps, **how)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[dict[str, int]], grad: Tensor) -> tuple[Tensor | None, ...]:
+        how = ctx.values
         x, weight, mean, scale = ctx.saved_tensors
         width, rows = x.shape[-1], len(scale)
         out, programs = torch.empty_like(x), max(1, min(rows // _ROWS, _PROGRAMS))
-        sums = x.new_empty(2 if ctx.how["CENTERS"] else 1, programs, width, dtype=torch.float32)
+        sums = x.new_empty(2 if how["CENTERS"] else 1, programs, width, dtype=torch.float32)
         tensors = x, weight, grad.contiguous(), mean, scale, out, sums
-        _backward[(programs,)](*tensors, rows, triton.cdiv(rows, programs), width, **ctx.how)
+        _backward[(programs,)](*tensors, rows, triton.cdiv(rows, programs), width, **how)
         of_weight, *of_bias = sums.sum(1).to(weight.dtype)
         return out, of_weight, of_bias[0] if of_bias else None, None
 
