@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Generic, TypeVar
 
 from torch.distributed import ProcessGroup
 
@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.collectives import gather_json, is_so_ever
 from megatron.core.dist_checkpointing.serialization import (
     PendingSave,
     SaveResult,
+    Verdict,
     conclude,
     detach,
     not_written,
@@ -38,8 +39,10 @@ from megatron.core.dist_checkpointing.serialization import (
     write,
 )
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
+from megatron.core.dist_checkpointing.value_types import JsonObject, Nested
 from megatron.core.parallel.run_store import LOST_RANKS, RunStore
 
+T = TypeVar("T")
 Start = Callable[[Callable[[], None]], None]  # makes a call in another thread
 _APART = "finish_apart"  # / rank, and / verdict
 _BEAT_S = 1.0  # interval of the heartbeats of a rank that is still writing
@@ -74,12 +77,12 @@ def start_in_thread(call: Callable[[], None]) -> None:
     threading.Thread(target=call, name="checkpoint", daemon=True).start()
 
 
-class _Task:
+class _Task(Generic[T]):
     """A call that runs in another thread, and its result."""
 
-    def __init__(self, call: Callable[[], Any], start: Start) -> None:
-        self._call: Callable[[], Any] | None = call
-        self._results: list[Any] = []
+    def __init__(self, call: Callable[[], T], start: Start) -> None:
+        self._call: Callable[[], T] | None = call
+        self._results: list[T] = []
         self._done = threading.Event()
         start(self._run)
 
@@ -102,7 +105,7 @@ class _Task:
         """Wait until the call has returned."""
         self._done.wait(timeout_s)
 
-    def result(self, beat: Callable[[], object] | None = None) -> Any:
+    def result(self, beat: Callable[[], object] | None = None) -> T:
         """Wait for the call and return its result.
 
         With ``beat``, call it once a second meanwhile, and raise RuntimeError after `_WRITING_S`.
@@ -140,7 +143,7 @@ class BackgroundSave:
         self._group = group
         self._copied = threading.Event()
         self._writing = _Task(partial(self._copy_and_write, buffer, device.side_stream()), start)
-        self._publishing: _Task | None = None
+        self._publishing: _Task[Verdict | None] | None = None
 
     def wait_for_copies(self) -> None:
         """Wait until the tensors are copied and the optimizer may change them.  Not collective."""
@@ -153,8 +156,8 @@ class BackgroundSave:
 
         Raises SaveFailed on every rank if any rank failed: then nothing was published.
         """
-        task = self._publishing or self._writing
-        if not is_so_everywhere(not task.is_alive(), self._group):
+        is_done = not (self._publishing or self._writing).is_alive()
+        if not is_so_everywhere(is_done, self._group):
             return None
         if self._publishing is not None:
             return conclude(self._begun, self._publishing.result(), self._group)
@@ -177,27 +180,25 @@ class BackgroundSave:
         """Whether all ranks have written their files, so that only rank 0 has work left."""
         return self._publishing is not None
 
-    def written(self, beat: Callable[[], object]) -> dict[str, Any]:
+    def written(self, beat: Callable[[], object]) -> JsonObject:
         """Wait for this rank's `write` and return its report.  Not collective."""
-        report: dict[str, Any] = self._writing.result(beat)
-        return report
+        return self._writing.result(beat)
 
     def publish_apart(
-        self, reports: Callable[[], list[Any]], beat: Callable[[], object]
-    ) -> dict[str, Any]:
+        self, reports: Callable[[], list[JsonObject | None]], beat: Callable[[], object]
+    ) -> Verdict | None:
         """Publish on rank 0 and return its verdict; ``reports()`` returns each rank's `written`."""
         if self._publishing is None:
             absent = not_written(RuntimeError("it had no such save"))
             told = [report or absent for report in reports()]
             self._publishing = _Task(partial(publish, self._begun, told), self._start)
-        verdict: dict[str, Any] = self._publishing.result(beat)
-        return verdict
+        return self._publishing.result(beat)
 
-    def conclude_apart(self, verdict: dict[str, Any]) -> SaveResult:
+    def conclude_apart(self, verdict: Verdict) -> SaveResult:
         """Return the result of a verdict, or raise SaveFailed.  Not collective."""
         return conclude(self._begun, verdict, None)
 
-    def _copy_and_write(self, buffer: HostBuffer, stream: Any) -> dict[str, Any]:
+    def _copy_and_write(self, buffer: HostBuffer, stream: object) -> JsonObject:
         device.use_in_this_thread()
         try:
             with device.on_stream(stream):
@@ -220,13 +221,14 @@ def finish_apart(
     if pending is not None and not pending.is_written and store.add(LOST_RANKS, 0):
         raise RuntimeError("a rank has ended before it has written its part")
     beat = partial(store.add, f"{_APART}/beats", 1)
-    _put(store, str(rank), pending and pending.written(beat))
+    _put(store, str(rank), None if pending is None else pending.written(beat))
     if rank == 0:
         verdict = None
         try:
-            verdict = pending and pending.publish_apart(
-                lambda: _take(store, *map(str, range(world_size))), beat
-            )
+            if pending is not None:
+                verdict = pending.publish_apart(
+                    lambda: _take(store, *map(str, range(world_size))), beat
+                )
         finally:  # also after an error, so that no rank waits for the verdict
             _put(store, "verdict", verdict)
     if pending is None:
@@ -235,11 +237,11 @@ def finish_apart(
     return verdict and pending.conclude_apart(verdict)
 
 
-def _put(store: RunStore, name: str, value: Any) -> None:
+def _put(store: RunStore, name: str, value: JsonObject | Verdict | None) -> None:
     store.set(f"{_APART}/{name}", json.dumps(value))
 
 
-def _take(store: RunStore, *names: str) -> list[Any]:
+def _take(store: RunStore, *names: str) -> list[Nested]:
     """Wait for values as long as some rank sends heartbeats.  Raises RuntimeError."""
     beats, alive_at_s, began_s = -1, time.monotonic(), time.monotonic()
     while None in (texts := [store.get(f"{_APART}/{name}") for name in names]):

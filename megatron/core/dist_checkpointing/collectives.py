@@ -1,12 +1,14 @@
 """Small JSON values between ranks.  Bytes on the wire are JSON, never pickles.
 
 ``group`` None is a world of one: nothing is sent.  Each function is collective over its group.
+A tuple in a value arrives as a list, which unpacks alike.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+
+T = TypeVar("T")
+
+JsonError = list[bool | str]  # whether it is CheckpointDamaged, and its message
 
 
 def rank_in(group: ProcessGroup | None) -> int:
@@ -21,7 +29,7 @@ def rank_in(group: ProcessGroup | None) -> int:
     return 0 if group is None else group.rank()
 
 
-def gather_json(value: Any, group: ProcessGroup | None) -> list[Any] | None:
+def gather_json(value: T, group: ProcessGroup | None) -> list[T] | None:
     """The values of all ranks, on rank 0; None elsewhere."""
     if group is None or group.size() == 1:
         return [value]
@@ -30,17 +38,17 @@ def gather_json(value: Any, group: ProcessGroup | None) -> list[Any] | None:
     dist.gather(padded, received, group=group, group_dst=0)
     if received is None:
         return None
-    return [_decode(data[:length]) for data, length in zip(received, lengths, strict=True)]
+    return [json.loads(_bytes(d[:length])) for d, length in zip(received, lengths, strict=True)]
 
 
-def all_gather_json(value: Any, group: ProcessGroup | None) -> list[Any]:
+def all_gather_json(value: T, group: ProcessGroup | None) -> list[T]:
     """The values of all ranks, everywhere."""
     if group is None or group.size() == 1:
         return [value]
     lengths, padded = _padded(value, group)
     received = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(received, padded, group=group)
-    return [_decode(data[:length]) for data, length in zip(received, lengths, strict=True)]
+    return [json.loads(_bytes(d[:length])) for d, length in zip(received, lengths, strict=True)]
 
 
 def is_so_everywhere(value: bool, group: ProcessGroup | None) -> bool:
@@ -52,8 +60,8 @@ def is_so_everywhere(value: bool, group: ProcessGroup | None) -> bool:
     return bool(flag)
 
 
-def broadcast_json(value: Any, group: ProcessGroup | None) -> Any:
-    """The value of rank 0, everywhere."""
+def broadcast_json(value: T, group: ProcessGroup | None) -> T:
+    """The value of rank 0, everywhere; that of other ranks is not looked at."""
     if group is None or group.size() == 1:
         return value
     data = _encode(value if group.rank() == 0 else None, group)
@@ -62,10 +70,46 @@ def broadcast_json(value: Any, group: ProcessGroup | None) -> Any:
     if group.rank() > 0:
         data = data.new_empty(int(length))
     dist.broadcast(data, group=group, group_src=0)
-    return _decode(data)
+    received: T = json.loads(_bytes(data))
+    return received
 
 
-def _padded(value: Any, group: ProcessGroup) -> tuple[list[int], Tensor]:
+def all_or_none(call: Callable[[], T], where: object, group: ProcessGroup | None) -> T:
+    """Return this rank's result of ``call``; if it raises on any rank, raise on all.
+
+    An OSError becomes CheckpointDamaged, with ``where`` before its message.  The error is that of
+    the lowest rank that has one.
+    """
+    error: CheckpointError | None = None
+    try:
+        result = call()
+    except CheckpointError as problem:
+        error = problem
+    except OSError as problem:
+        error = CheckpointDamaged(f"{where}: {reason_of(problem)}")
+    errors = gather_json(None if error is None else error_as_json(error), group)
+    raise_if(broadcast_json(next(filter(None, errors or ()), None), group))
+    return result
+
+
+def error_as_json(error: CheckpointError | OSError) -> JsonError:
+    """``error`` for other ranks; an OSError counts as damage."""
+    is_damaged = not isinstance(error, CheckpointError) or isinstance(error, CheckpointDamaged)
+    return [is_damaged, reason_of(error)]
+
+
+def raise_if(error: JsonError | None) -> None:
+    """Raise the error that `error_as_json` was given, if any."""
+    if error is not None:
+        raise (CheckpointDamaged if error[0] else CheckpointError)(error[1])
+
+
+def reason_of(error: BaseException) -> str:
+    """The message of ``error``, or its type if it has none."""
+    return str(error) or type(error).__name__
+
+
+def _padded(value: object, group: ProcessGroup) -> tuple[list[int], Tensor]:
     """Lengths of all ranks, and this rank's bytes filled up to the longest."""
     data = _encode(value, group)
     length = torch.tensor([data.numel()], device=data.device)
@@ -75,7 +119,7 @@ def _padded(value: Any, group: ProcessGroup) -> tuple[list[int], Tensor]:
     return sizes, torch.cat([data, data.new_zeros(max(sizes) - data.numel())])
 
 
-def _encode(value: Any, group: ProcessGroup) -> Tensor:
+def _encode(value: object, group: ProcessGroup) -> Tensor:
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return on_wire(data, group)
 
@@ -85,5 +129,5 @@ def on_wire(data: Tensor, group: ProcessGroup) -> Tensor:
     return data.to(device.current()) if dist.get_backend(group) == "nccl" else data
 
 
-def _decode(data: Tensor) -> Any:
-    return json.loads(bytes(data.cpu().numpy()))
+def _bytes(data: Tensor) -> bytes:
+    return bytes(data.cpu().numpy())

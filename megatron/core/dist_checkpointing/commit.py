@@ -38,7 +38,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.diagnostics.fault_injection import fault_point
@@ -67,6 +66,7 @@ from megatron.core.dist_checkpointing.manifest import (
     write_manifest,
     write_text,
 )
+from megatron.core.dist_checkpointing.value_types import Layout
 from megatron.core.rank_local import each_rank_owns
 
 # Space for the JSON files and the file system's metadata, in addition to the tensors.
@@ -87,7 +87,7 @@ class Pending:
     attempt: str
     folder: Path
     sequence: int
-    tracker_before: list[Any] | None
+    tracker_before: list[str | int] | None
     unreadable: tuple[Found, ...] = ()
 
 
@@ -139,7 +139,7 @@ def begin(root: Path, iteration: int, num_bytes: int, attempt: str) -> Pending:
 
 def publish(
     pending: Pending,
-    layout: Mapping[str, Any],
+    layout: Layout,
     files: Mapping[str, FileEntry],
     *,
     manifest_name: str = MANIFEST,
@@ -295,7 +295,7 @@ def _human(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"
 
 
-def _tracker_as_found(root: Path) -> list[Any] | None:
+def _tracker_as_found(root: Path) -> list[str | int] | None:
     path = root / TRACKER
     try:
         return [path.read_text(errors="replace").strip(), path.stat().st_mtime_ns]

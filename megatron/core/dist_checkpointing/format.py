@@ -16,16 +16,15 @@ Nothing here communicates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.incremental import HASH, hashes_of, link_unchanged
+from megatron.core.dist_checkpointing.incremental import hashes_of, link_unchanged
 from megatron.core.dist_checkpointing.manifest import (
     COMMON,
     FORMAT,
@@ -42,14 +41,37 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     piece_name,
     write_file,
 )
+from megatron.core.dist_checkpointing.value_types import (
+    Arguments,
+    Common,
+    JsonObject,
+    PieceEntry,
+    TensorEntry,
+)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank wrote: its share of the index, and its files.  Plain JSON values inside."""
+    """What one rank wrote: its share of the index, its files, and what its format adds.
 
-    tensors: dict[str, dict[str, Any]]
-    files: dict[str, dict[str, int]]
+    ``error``: why it could not write.
+    """
+
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    objects: JsonObject = field(default_factory=dict)
+    error: str | None = None
+
+    @classmethod
+    def from_json(cls, values: JsonObject) -> RankReport:
+        """The report of which ``values`` is ``asdict``."""
+        files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
+        return cls(**{**values, "files": files})
+
+
+def files_of(reports: Iterable[RankReport]) -> dict[str, FileEntry]:
+    """The files of all ranks."""
+    return {name: entry for report in reports for name, entry in report.files.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +81,10 @@ class Share:
     folder: Path
     rank: int
     tensors: Sequence[ShardedTensor]
-    rank_state: Mapping[str, Any] | None
+    rank_state: JsonObject | None
     iteration: int
     attempt: str
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    asked: Arguments = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,7 +101,7 @@ class Format:
 
     name: str
     write_rank_files: Callable[[Share], RankReport]
-    complete: Callable[[Path, Sequence[RankReport], Mapping[str, Any]], Mapping[str, FileEntry]]
+    complete: Callable[[Path, Sequence[RankReport], Common], Mapping[str, FileEntry]]
     is_foreign: bool = False
     num_copies: int = 1
 
@@ -89,7 +111,7 @@ def write_rank_files(share: Share, *, incremental: bool = False) -> RankReport:
 
     ``incremental``: constant tensors lie in a file of their own, which is linked where it can be.
     """
-    rank, report = share.rank, RankReport(tensors={}, files={})
+    rank, report = share.rank, RankReport()
     constant = [tensor for tensor in share.tensors if incremental and tensor.is_constant]
     changing = [tensor for tensor in share.tensors if not (incremental and tensor.is_constant)]
     _write_tensors(share, f"__{rank}_0.safetensors", changing, report)
@@ -97,7 +119,7 @@ def write_rank_files(share: Share, *, incremental: bool = False) -> RankReport:
         _write_or_link(share, f"__{rank}_1.safetensors", constant, report)
     if share.rank_state is not None:
         name = rank_state_name(rank)
-        report.files[name] = asdict(write_json(share.folder / name, share.rank_state))
+        report.files[name] = write_json(share.folder / name, share.rank_state)
     return report
 
 
@@ -119,10 +141,17 @@ def _write_tensors(
     named = [_lazy(tensor, piece) for tensor, piece in boxes]
     origin = {"iteration": str(share.iteration), "attempt": share.attempt, "file": name}
     done = write_file(share.folder / name, named, {"format": "pt", **origin}, share.iteration)
-    report.files[name] = asdict(FileEntry(done.num_bytes, done.header_bytes, done.header_crc32))
+    report.files[name] = FileEntry(done.num_bytes, done.header_bytes, done.header_crc32)
     for (tensor, piece), written in zip(boxes, done.tensors, strict=True):
-        place = {"file": name, "offset": list(piece.offset), "shape": list(piece.shape)}
-        report.tensors[tensor.key]["pieces"].append(place | asdict(written))
+        entry = PieceEntry(
+            file=name,
+            offset=list(piece.offset),
+            shape=list(piece.shape),
+            start=written.start,
+            num_bytes=written.num_bytes,
+            crc32=written.crc32,
+        )
+        report.tensors[tensor.key]["pieces"].append(entry)
 
 
 def _write_or_link(
@@ -138,11 +167,11 @@ def _write_or_link(
     _write_tensors(share, name, tensors, report)
     for key, pieces in hashes.items():
         for entry, hash in zip(report.tensors[key]["pieces"], pieces, strict=True):
-            entry[HASH] = hash
+            entry["sha256_128"] = hash
 
 
 def complete(
-    folder: Path, reports: Sequence[RankReport], common: Mapping[str, Any], *, is_whole: bool = True
+    folder: Path, reports: Sequence[RankReport], common: Common, *, is_whole: bool = True
 ) -> dict[str, FileEntry]:
     """Write and fsync the index and the common values.  ``is_whole``: no element may be absent."""
     index = merge_index((report.tensors for report in reports), is_whole=is_whole)
@@ -155,13 +184,15 @@ INCREMENTAL = replace(
 )
 
 
-def merge_index(reports: Iterable[Mapping[str, Any]], *, is_whole: bool = True) -> dict[str, Any]:
+def merge_index(
+    reports: Iterable[Mapping[str, TensorEntry]], *, is_whole: bool = True
+) -> dict[str, object]:
     """One index from the ``tensors`` of all ranks' reports.
 
     Raises CheckpointError unless every element of every tensor was written exactly once; part of a
     checkpoint that ``is_whole`` only together with others is not looked at.
     """
-    merged: dict[str, dict[str, Any]] = {}
+    merged: dict[str, TensorEntry] = {}
     for tensors in reports:
         for key, mine in tensors.items():
             entry = merged.setdefault(key, {**mine, "pieces": []})
@@ -176,7 +207,7 @@ def merge_index(reports: Iterable[Mapping[str, Any]], *, is_whole: bool = True) 
     return {"block_bytes": BLOCK_BYTES, "tensors": dict(sorted(merged.items()))}
 
 
-def check_written_once(key: str, entry: Mapping[str, Any]) -> None:
+def check_written_once(key: str, entry: TensorEntry) -> None:
     """Raise CheckpointError unless the pieces of an index entry cover its shape, each once."""
     offsets = [tuple(piece["offset"]) for piece in entry["pieces"]]
     written = sum(prod(piece["shape"]) for piece in entry["pieces"])

@@ -41,7 +41,7 @@ _READERS: Mapping[str, type[CheckpointReader]] = LazyTable(
 def format_of(folder: Path) -> str | None:
     """The format that lies in ``folder``; None for no checkpoint.  One look at names, one file."""
     try:
-        param_info_for = read_json(folder / MANIFEST)
+        found = read_json(folder / MANIFEST)
     except FileNotFoundError:
         if any(folder.glob("mp_rank_0*")):
             return "torch"
@@ -49,8 +49,9 @@ def format_of(folder: Path) -> str | None:
         return "torch_dcp" if is_dcp else None
     except CheckpointDamaged:
         return FORMAT  # damaged, which its reader says
-    is_foreign = isinstance(param_info_for, dict) and "sharded_backend" in param_info_for
-    return str(param_info_for["sharded_backend"]) if is_foreign else FORMAT
+    if isinstance(found, dict) and "sharded_backend" in found:
+        return str(found["sharded_backend"])
+    return FORMAT
 
 
 def open_reader(folder: str | Path, *, verify: bool = True) -> CheckpointReader:

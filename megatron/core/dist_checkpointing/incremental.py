@@ -10,26 +10,24 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import folder_name, read_tracker
 from megatron.core.dist_checkpointing.manifest import (
     INDEX,
+    FileEntry,
     json_object,
     read_checked,
     read_manifest,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, bytes_of
-
-HASH = "sha256_128"  # field of a piece in the index: the first 128 bits, as hex digits
+from megatron.core.dist_checkpointing.value_types import PieceEntry, TensorEntry
 
 
 def hashes_of(tensors: Sequence[ShardedTensor]) -> dict[str, list[str]]:
-    """Key -> hash of the bytes of each piece, as they lie in the file."""
+    """Key -> the first 128 bits of the SHA-256 of each piece, as hex digits."""
     return {
         tensor.key: [
             hashlib.sha256(bytes_of(piece.data.to(tensor.dtype))).hexdigest()[:32]
@@ -41,7 +39,7 @@ def hashes_of(tensors: Sequence[ShardedTensor]) -> dict[str, list[str]]:
 
 def link_unchanged(
     folder: Path, name: str, tensors: Sequence[ShardedTensor], hashes: Mapping[str, list[str]]
-) -> tuple[dict[str, Any], dict[str, int]] | None:
+) -> tuple[dict[str, TensorEntry], FileEntry] | None:
     """Link the file that holds just these pieces in the newest checkpoint beside ``folder``.
 
     Returns their part of the index and the file's entry; None if there is no such file, or it
@@ -56,29 +54,26 @@ def link_unchanged(
         if manifest is None:
             return None
         data = read_checked(previous, INDEX, manifest)
-        index = json_object(data, str(previous / INDEX))["tensors"]
-        found = {t.key: _pieces(index.get(t.key), t, hashes[t.key]) for t in tensors}
-        files = {piece["file"] for pieces in found.values() for piece in pieces or [{"file": None}]}
-        if len(files) != 1 or None in files:
-            return None
-        (old,) = files
+        index: dict[str, TensorEntry] = json_object(data, str(previous / INDEX))["tensors"]
+        found = {t.key: _pieces(index[t.key], t, hashes[t.key]) for t in tensors}
+        (old,) = {piece["file"] for pieces in found.values() for piece in pieces}
         read_checked(previous, old, manifest)
         os.link(previous / old, folder / name)
-    except (OSError, CheckpointError, AttributeError, KeyError, TypeError):
+    except (OSError, CheckpointError, AttributeError, KeyError, TypeError, ValueError):
         return None
-    entries = {
-        t.key: index[t.key] | {"pieces": [piece | {"file": name} for piece in found[t.key] or ()]}
-        for t in tensors
+    entries: dict[str, TensorEntry] = {
+        key: {**index[key], "pieces": [{**piece, "file": name} for piece in pieces]}
+        for key, pieces in found.items()
     }
-    return entries, asdict(manifest.files[old])
+    return entries, manifest.files[old]
 
 
-def _pieces(
-    stored: Mapping[str, Any] | None, tensor: ShardedTensor, hashes: Sequence[str]
-) -> list[dict[str, Any]] | None:
-    """The stored pieces that are those of ``tensor``, in its order; None if one is not there."""
-    if stored is None or stored["dtype"] != DTYPE_NAMES[tensor.dtype]:
-        return None
-    known = {(tuple(p["offset"]), tuple(p["shape"]), p.get(HASH)): p for p in stored["pieces"]}
-    wanted = [(p.offset, p.shape, h) for p, h in zip(tensor.pieces, hashes, strict=True)]
-    return [known[key] for key in wanted] if all(key in known for key in wanted) else None
+def _pieces(stored: TensorEntry, tensor: ShardedTensor, hashes: Sequence[str]) -> list[PieceEntry]:
+    """The stored pieces that are those of ``tensor``, in its order; KeyError if one is missing."""
+    if stored["dtype"] != DTYPE_NAMES[tensor.dtype]:
+        raise KeyError(tensor.key)
+    known = {
+        (tuple(p["offset"]), tuple(p["shape"]), p.get("sha256_128")): p for p in stored["pieces"]
+    }
+    wanted = zip(tensor.pieces, hashes, strict=True)
+    return [known[piece.offset, piece.shape, hash] for piece, hash in wanted]

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +57,7 @@ from megatron.core.dist_checkpointing.serialization import (
 )
 from megatron.core.dist_checkpointing.validation import shorten
 
+SaveName = list[int | str]  # when the save began, in ns, and the run's id
 _PART = replace(SAFETENSORS_DIST, complete=partial(complete, is_whole=False))
 _PART_ROOT = re.compile(r"rank_([0-9]{5,})")
 _CHUNK_BYTES = 64 << 20
@@ -97,7 +97,7 @@ def save_local(
     SaveFailed on every rank if any rank fails; the parts of the save before are whole then.
     """
     rank = group.rank()
-    name = broadcast_json([time.time_ns(), commit.attempt_id()], group)
+    name: SaveName = broadcast_json([time.time_ns(), commit.attempt_id()], group)
     chosen = to_write(contents.tensors, share_work) if share_work else contents.tensors
     mine = replace(
         contents,
@@ -134,13 +134,14 @@ def _drop(root: Path, chosen: Callable[[list[Found]], list[Found]], iteration: i
 
 
 def _exchange(
-    root: Path, folder: Path | None, distance: int, save_name: list[Any], group: ProcessGroup
+    root: Path, folder: Path | None, distance: int, save_name: SaveName, group: ProcessGroup
 ) -> str | None:
     """Send ``folder`` ``distance`` ranks further and keep what comes; what failed here."""
     size, rank = group.size(), group.rank()
     to, source = (rank + distance) % size, (rank - distance) % size
     files = sorted((path.name, path.stat().st_size) for path in folder.iterdir()) if folder else []
-    their_name, their_files = all_gather_json([folder and folder.name, files], group)[source]
+    name = None if folder is None else folder.name
+    their_name, their_files = all_gather_json((name, files), group)[source]
     copy = _Copy(part_root(root, source), their_name, save_name)
     for mine, theirs in zip_longest(_chunks(files), _chunks(their_files)):
         operations: list[dist.P2POp] = []
@@ -173,7 +174,7 @@ def _read(folder: Path, name: str, begin: int, count: int) -> Tensor:
 class _Copy:
     """A part that comes from another rank.  Peers wait for each other, so errors are kept."""
 
-    def __init__(self, root: Path, name: str | None, save_name: list[Any]) -> None:
+    def __init__(self, root: Path, name: str | None, save_name: SaveName) -> None:
         self._final = root / (name or "nothing")
         self._temporary = self._final.with_name(f"{name}.tmp-{commit.attempt_id()}")
         self._is_wanted = name is not None and not _is_here(self._final, save_name)
@@ -214,11 +215,11 @@ class _Copy:
         return None
 
 
-def _is_of(manifest: Manifest | None, save_name: list[Any]) -> bool:
+def _is_of(manifest: Manifest | None, save_name: SaveName) -> bool:
     return manifest is not None and manifest.layout.get(SAVE) == save_name
 
 
-def _is_here(folder: Path, save_name: list[Any]) -> bool:
+def _is_here(folder: Path, save_name: SaveName) -> bool:
     """Whether the rank has just written this part here itself: it is on the same node."""
     try:
         return _is_of(read_manifest(folder), save_name)

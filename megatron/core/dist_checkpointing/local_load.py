@@ -16,14 +16,13 @@ from functools import partial
 from math import prod
 from operator import methodcaller
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.collectives import all_gather_json, on_wire
+from megatron.core.dist_checkpointing.collectives import all_gather_json, all_or_none, on_wire
 from megatron.core.dist_checkpointing.folders import published
 from megatron.core.dist_checkpointing.local import part_roots
 from megatron.core.dist_checkpointing.manifest import SAVE
@@ -35,7 +34,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.safetensors_file import DTYPE_NAMES, bytes_of
-from megatron.core.dist_checkpointing.serialization import all_or_none
+from megatron.core.dist_checkpointing.value_types import JsonObject, Layout
 
 Box = tuple[str, str, tuple[int, ...], tuple[int, ...]]  # key, dtype, offset, shape
 
@@ -52,8 +51,8 @@ class LocalSet:
 class LocalContent:
     """What was loaded besides tensors: common values, and what only this rank knew."""
 
-    common: Mapping[str, Any]
-    rank_state: Mapping[str, Any] | None
+    common: JsonObject
+    rank_state: JsonObject | None
 
 
 @dataclass(frozen=True)
@@ -62,18 +61,18 @@ class _Part:
     iteration: int
     save: tuple[int, str]
     folder: Path
-    layout: Mapping[str, Any] = field(default_factory=dict)
+    layout: Layout = field(default_factory=dict)
 
 
 def find_local(
-    root: Path, layout: Mapping[str, Any], newer_than_ns: int, group: ProcessGroup
+    root: Path, layout: Layout, newer_than_ns: int, group: ProcessGroup
 ) -> tuple[LocalSet | None, list[str]]:
     """The newest save after ``newer_than_ns`` that is whole, and why newer ones were passed over.
 
     Collective.  ``layout`` has to be that of the save.  The same on all ranks, but for ``parts``.
     """
     held = _held(root)
-    told = all_gather_json([[*p.save, p.iteration, p.layout == layout] for p in held], group)
+    told = all_gather_json([(*p.save, p.iteration, p.layout == layout) for p in held], group)
     saves: dict[tuple[int, str], tuple[int, bool]] = {}
     for when, attempt, iteration, fits in (entry for rank in told for entry in rank):
         fits_all = saves.get((when, attempt), (0, True))[1] and fits
@@ -87,7 +86,7 @@ def find_local(
             notes.append(f"{what} is of another layout or number of ranks")
             continue
         parts, problems = _whole(part for part in held if part.save == save)
-        answers = all_gather_json([sorted(parts), problems], group)
+        answers = all_gather_json((sorted(parts), problems), group)
         notes += sorted({problem for _, found in answers for problem in found})
         lost = sorted(set(range(group.size())) - {rank for ranks, _ in answers for rank in ranks})
         if not lost:
@@ -139,8 +138,11 @@ def _send_and_receive(
 ) -> None:
     """Each box that a rank lacks, from a rank that has it."""
     me = group.rank()
-    asked = [[_box(box) for box in boxes] for boxes in all_gather_json(list(missing), group)]
-    wishes = [(rank, i, box) for rank, boxes in enumerate(asked) for i, box in enumerate(boxes)]
+    wishes = [
+        (rank, i, (key, dtype, tuple(offset), tuple(shape)))
+        for rank, boxes in enumerate(all_gather_json(list(missing), group))
+        for i, (key, dtype, offset, shape) in enumerate(boxes)
+    ]
     can = all_gather_json([n for n, (_, _, box) in enumerate(wishes) if box in offered], group)
     givers: dict[int, list[int]] = {}
     for rank, numbers in enumerate(can):
@@ -174,9 +176,8 @@ def _content(readers: Mapping[int, CheckpointReader], group: ProcessGroup) -> Lo
     """Common values from the first rank that has any; a lost rank's own from who holds its part."""
     holders = all_gather_json(sorted(readers), group)
     me, first = group.rank(), next(r for r, parts in enumerate(holders) if parts)
-    common = all_gather_json(next(iter(readers.values())).common() if me == first else None, group)[
-        first
-    ]
+    common = next(iter(readers.values())).common() if me == first else {}
+    common = all_gather_json(common, group)[first]
     lost = [rank for rank, parts in enumerate(holders) if rank not in parts]
     mine = {
         str(rank): readers[rank].rank_state(0)
@@ -217,9 +218,3 @@ def _whole(parts: Iterable[_Part]) -> tuple[dict[int, Path], list[str]]:
             continue
         whole[part.rank] = part.folder
     return whole, problems
-
-
-def _box(box: Sequence[Any]) -> Box:
-    """As it was before it was JSON."""
-    key, dtype, offset, shape = box
-    return key, dtype, tuple(offset), tuple(shape)

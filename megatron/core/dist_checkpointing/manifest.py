@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from megatron.core import optional
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.value_types import JsonObject, Layout
 from megatron.core.file_names import path_inside
 
 FORMAT = "safetensors_dist"
@@ -73,8 +74,8 @@ class Manifest:
     sequence: int = 0
     attempt: str = ""  # names the process group that wrote it
     published_at_ns: int = 0
-    tracker_before: list[Any] | None = None
-    layout: Mapping[str, Any]  # degrees and rank order of the run that wrote it
+    tracker_before: list[str | int] | None = None
+    layout: Layout
     files: Mapping[str, FileEntry]
 
 
@@ -83,7 +84,7 @@ def rank_state_name(rank: int) -> str:
     return f"__{rank}_state.json"
 
 
-def write_json(path: Path, value: Any) -> FileEntry:
+def write_json(path: Path, value: object) -> FileEntry:
     """Write ``value`` to ``path`` and fsync it.  Raises OSError; TypeError for what is no JSON."""
     return write_text(path, json.dumps(value, separators=(",", ":")))
 
@@ -162,7 +163,7 @@ def _read(path: Path) -> Manifest | None:
         raise CheckpointDamaged(f"{path} is damaged: {error} is not of a manifest") from None
 
 
-def _manifest_of(body: Mapping[str, Any], path: Path) -> Manifest:
+def _manifest_of(body: JsonObject, path: Path) -> Manifest:
     """The manifest in ``body``.  Raises CheckpointDamaged, and what Python raises for others."""
     files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
     for name in files:
@@ -183,7 +184,7 @@ def _manifest_of(body: Mapping[str, Any], path: Path) -> Manifest:
     return found
 
 
-def _check_layout(layout: Mapping[str, Any]) -> None:
+def _check_layout(layout: Layout) -> None:
     """Raise ValueError unless it is empty, or names sizes of the axes of a grid of ranks."""
     if not isinstance(layout, dict) or not is_count(layout.get("world_size", 0)):
         raise ValueError(f"layout {layout!r}")
@@ -195,12 +196,12 @@ def _check_layout(layout: Mapping[str, Any]) -> None:
             raise ValueError(f"layout {layout!r}")
 
 
-def is_count(value: Any) -> TypeGuard[int]:
+def is_count(value: object) -> TypeGuard[int]:
     """Whether ``value`` is an integer from 0 to 2**63 - 1; True and 1.0 are none."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def are_counts(values: Any) -> TypeGuard[list[int]]:
+def are_counts(values: object) -> TypeGuard[list[int]]:
     """Whether ``values`` is a list of integers from 0 to 2**63 - 1."""
     return isinstance(values, list) and all(map(is_count, values))
 
@@ -237,7 +238,7 @@ def parsing(path: Path) -> Iterator[None]:
         ) from None
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> object:
     """What a JSON file holds.  Raises FileNotFoundError, and CheckpointDamaged for all else."""
     try:
         data = path.read_bytes()
@@ -248,7 +249,7 @@ def read_json(path: Path) -> Any:
     return parse_json(data, f"{path} is damaged: it")
 
 
-def parse_json(data: bytes, what: str) -> Any:
+def parse_json(data: bytes, what: str) -> object:
     """The JSON value in ``data``, no key of an object twice.
 
     Raises CheckpointDamaged, whose message begins with ``what``, for anything else.
@@ -261,7 +262,7 @@ def parse_json(data: bytes, what: str) -> Any:
         raise CheckpointDamaged(f"{what} is no JSON: {error}") from None
 
 
-def json_object(data: bytes, what: str) -> dict[str, Any]:
+def json_object(data: bytes, what: str) -> JsonObject:
     """`parse_json` of what must be an object."""
     found = parse_json(data, what)
     if not isinstance(found, dict):
@@ -269,7 +270,7 @@ def json_object(data: bytes, what: str) -> dict[str, Any]:
     return found
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """The object of ``pairs``; ValueError if it has a key twice: readers differ in what counts."""
     out = dict(pairs)
     if len(out) < len(pairs):
@@ -304,9 +305,9 @@ def check_size(folder: Path, name: str, entry: FileEntry) -> None:
         raise CheckpointDamaged(f"{path} has {size} bytes, {entry.num_bytes} were written")
 
 
-def _checksum(body: Mapping[str, Any]) -> int:
+def _checksum(body: JsonObject) -> int:
     return crc32(_canonical(body).encode())
 
 
-def _canonical(body: Mapping[str, Any]) -> str:
+def _canonical(body: JsonObject) -> str:
     return json.dumps(body, sort_keys=True, indent=1)

@@ -14,29 +14,39 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypedDict
 
 from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.diagnostics.fault_injection import InjectedFault, fault_point
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.collectives import broadcast_json, gather_json, rank_in
+from megatron.core.dist_checkpointing.collectives import (
+    all_or_none,
+    broadcast_json,
+    error_as_json,
+    gather_json,
+    rank_in,
+    reason_of,
+)
 from megatron.core.dist_checkpointing.folders import KEEP_ALL, Retention, published
-from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format, RankReport, Share
+from megatron.core.dist_checkpointing.format import (
+    SAFETENSORS_DIST,
+    Format,
+    RankReport,
+    Share,
+    files_of,
+)
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
     MANIFEST_BESIDE,
-    CheckpointDamaged,
-    FileEntry,
 )
 from megatron.core.dist_checkpointing.mapping import (
     SavePlan,
@@ -49,13 +59,12 @@ from megatron.core.dist_checkpointing.shared_load import fill_shared
 from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.dist_checkpointing.validation import (
     Differences,
+    Plan,
+    agree,
     check_strictness,
-    compare_keys,
-    judge,
     shorten,
 )
-
-T = TypeVar("T")
+from megatron.core.dist_checkpointing.value_types import Common, JsonObject, Layout
 
 _MAX_THREADS = 4  # that read at the same time; more do not help on one disk or one memory
 # Errors that a rank reports in the next collective instead of raising before it, which would leave
@@ -75,10 +84,19 @@ class Contents:
     """
 
     tensors: Sequence[ShardedTensor]
-    rank_state: Mapping[str, Any] | None = None
-    common: Mapping[str, Any] = field(default_factory=dict)
-    layout: Mapping[str, Any] = field(default_factory=dict)
+    rank_state: JsonObject | None = None
+    common: Common = field(default_factory=dict)
+    layout: Layout = field(default_factory=dict)
     write_config: Callable[[Path], object] | None = None
+
+
+class Verdict(TypedDict, total=False):
+    """The result of `publish`: why it failed, or else what `SaveResult` says."""
+
+    error: str | None
+    folder: str
+    deleted: list[int | None]
+    warnings: list[str]
 
 
 @dataclass(frozen=True)
@@ -87,7 +105,7 @@ class SaveResult:
 
     folder: Path
     iteration: int
-    deleted: tuple[int, ...] = ()
+    deleted: tuple[int | None, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -108,13 +126,21 @@ class PendingSave:
 
 
 def save(
-    root: Path, iteration: int, contents: Contents, group: ProcessGroup | None, **how: Any
+    root: Path,
+    iteration: int,
+    contents: Contents,
+    group: ProcessGroup | None,
+    *,
+    format: Format = SAFETENSORS_DIST,
+    retention: Retention = KEEP_ALL,
 ) -> SaveResult:
-    """Publish a checkpoint of ``iteration`` in ``root``; ``how`` as for `begin`.  Collective.
+    """Publish a checkpoint of ``iteration`` in ``root``: `begin` and `finish`.  Collective.
 
     Raises SaveFailed on every rank if any rank fails: then nothing was published.
     """
-    return finish(begin(root, iteration, contents, group, **how), group)
+    return finish(
+        begin(root, iteration, contents, group, format=format, retention=retention), group
+    )
 
 
 def begin(
@@ -138,14 +164,14 @@ def begin(
     mine = choose(contents.tensors, share_work)
     sizes = gather_json(sum(tensor.num_bytes for tensor in mine), group)
     pending: commit.Pending | None = None
-    answer: dict[str, Any] = {}
+    answer: dict[str, str] = {}
     if sizes is not None:
         try:
             num_bytes = format.num_copies * sum(sizes)
             pending = commit.begin(root, iteration, num_bytes, commit.claim(root))
             answer = {"folder": str(pending.folder), "attempt": pending.attempt}
         except REPORTED as error:
-            answer = {"error": _reason(error)}
+            answer = {"error": reason_of(error)}
     answer = broadcast_json(answer, group)
     if "error" in answer:
         raise SaveFailed(save_failed(root, iteration, answer["error"]))
@@ -187,8 +213,8 @@ def snapshot(begun: PendingSave, buffer: HostBuffer) -> PendingSave:
     return replace(begun, tensors=copy_out(begun.tensors, buffer))
 
 
-def write(begun: PendingSave) -> dict[str, Any]:
-    """Write this rank's files; return {"report": files, "error": reason}.  Not collective."""
+def write(begun: PendingSave) -> JsonObject:
+    """Write this rank's files; return its `RankReport` as JSON.  Not collective."""
     try:
         fault_point("save.write", step=begun.iteration)
         share = Share(
@@ -204,15 +230,21 @@ def write(begun: PendingSave) -> dict[str, Any]:
         fault_point("save.written", step=begun.iteration)
     except REPORTED as error:
         return not_written(error)
-    return {"report": asdict(report), "error": None}
+    return asdict(report)
 
 
-def not_written(error: BaseException) -> dict[str, Any]:
+def not_written(error: BaseException) -> JsonObject:
     """Return the result of a `write` that failed with ``error``."""
-    return {"report": asdict(RankReport({}, {})), "error": _reason(error)}
+    return asdict(RankReport(error=reason_of(error)))
 
 
-def publish(begun: PendingSave, written: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def reports_of(written: Sequence[JsonObject]) -> tuple[list[RankReport], list[str]]:
+    """Return the reports of all ranks, and the errors among them."""
+    reports = [RankReport.from_json(each) for each in written]
+    return reports, [f"rank {r}: {each.error}" for r, each in enumerate(reports) if each.error]
+
+
+def publish(begun: PendingSave, written: Sequence[JsonObject]) -> Verdict:
     """On rank 0: publish if all ranks have written, else remove the folder.  Not collective.
 
     ``written`` has the result of `write` of each rank.  Retention deletes older checkpoints only
@@ -220,13 +252,12 @@ def publish(begun: PendingSave, written: Sequence[Mapping[str, Any]]) -> dict[st
     """
     pending = begun.pending
     assert pending is not None, "rank 0 publishes"
-    errors = [f"rank {r}: {each['error']}" for r, each in enumerate(written) if each["error"]]
+    reports, errors = reports_of(written)
     if errors:
         return {"error": shorten([*commit.abandon(pending), *errors])}
-    reports = [RankReport(**each["report"]) for each in written]
-    files = {name: FileEntry(**e) for report in reports for name, e in report.files.items()}
     try:
-        files |= begun.format.complete(begun.folder, reports, begun.contents.common)
+        common = begun.contents.common
+        files = {**files_of(reports), **begun.format.complete(begun.folder, reports, common)}
         folder = commit.publish(
             pending,
             begun.contents.layout,
@@ -236,7 +267,7 @@ def publish(begun: PendingSave, written: Sequence[Mapping[str, Any]]) -> dict[st
         )
     except REPORTED as error:
         commit.abandon(pending)
-        return {"error": f"rank 0: {_reason(error)}"}
+        return {"error": f"rank 0: {reason_of(error)}"}
     deleted, warnings = _retire(begun)
     warnings = [*commit.report_once(pending.unreadable), *warnings]
     return {"error": None, "folder": str(folder), "deleted": deleted, "warnings": warnings}
@@ -256,13 +287,11 @@ def _retire(begun: PendingSave) -> tuple[list[int | None], list[str]]:
             if commit.retire(found.folder, begun.attempt, begun.iteration):
                 deleted.append(found.iteration)
         except REPORTED as error:
-            warnings.append(f"{found.folder} could not be deleted: {_reason(error)}")
+            warnings.append(f"{found.folder} could not be deleted: {reason_of(error)}")
     return deleted, warnings
 
 
-def conclude(
-    begun: PendingSave, verdict: Mapping[str, Any] | None, group: ProcessGroup | None
-) -> SaveResult:
+def conclude(begun: PendingSave, verdict: Verdict | None, group: ProcessGroup | None) -> SaveResult:
     """Broadcast the result of `publish` from rank 0.  Collective.  Raises SaveFailed."""
     verdict = broadcast_json(verdict, group)
     assert verdict is not None
@@ -297,7 +326,8 @@ def load(
     """
     check_strictness(strictness)
     reader, plan = _plan(folder, wanted, cast)
-    agreed = _agree(folder, plan, group, strictness, leave_out)
+    stored = reader.tensors if reader is not None else ()
+    agreed = agree(folder, plan, stored, group, strictness, leave_out)
     assert reader is not None
     with reader:
         read = partial(fill, reader=reader, cast=cast)
@@ -332,41 +362,14 @@ def _processors() -> int:
     return os.cpu_count() or 1
 
 
-def all_or_none(call: Callable[[], T], where: object, group: ProcessGroup | None) -> T:
-    """Return this rank's result of ``call``; if it raises on any rank, raise on all.  Collective.
-
-    An OSError becomes CheckpointDamaged, with ``where`` before its message.
-    """
-    error: CheckpointError | None = None
-    try:
-        result = call()
-    except CheckpointError as problem:
-        error = problem
-    except OSError as problem:
-        error = CheckpointDamaged(f"{where}: {_reason(problem)}")
-    raise_on_all_ranks(error, group)
-    return result
-
-
-def raise_on_all_ranks(error: CheckpointError | None, group: ProcessGroup | None) -> None:
-    """Raise the error of the lowest rank that has one, on every rank.  Collective."""
-    report = None if error is None else [isinstance(error, CheckpointDamaged), str(error)]
-    reports = gather_json(report, group)
-    first = next(filter(None, reports), None) if reports is not None else None
-    found = broadcast_json(first, group)
-    if found:
-        raise (CheckpointDamaged if found[0] else CheckpointError)(found[1])
-
-
 def _plan(
     folder: Path, wanted: Sequence[ShardedTensor], cast: bool
-) -> tuple[CheckpointReader | None, dict[str, Any]]:
+) -> tuple[CheckpointReader | None, Plan]:
     """Open the checkpoint and compare it with ``wanted``; return the report for rank 0."""
     try:
         reader = open_reader(folder)
     except (CheckpointError, OSError) as error:
-        damaged = not isinstance(error, CheckpointError) or isinstance(error, CheckpointDamaged)
-        return None, {"error": [damaged, _reason(error)]}
+        return None, {"error": error_as_json(error)}
     problems = []
     for tensor in wanted:
         stored = reader.tensors.get(tensor.key)
@@ -374,70 +377,7 @@ def _plan(
         if problem:
             problems.append(problem)
     keys = [t.key for t in wanted if t.replica is not None and t.replica.index == 0]
-    return reader, {"problems": problems, "wanted": keys, "stored": list(reader.tensors)}
-
-
-def _agree(
-    folder: Path,
-    plan: dict[str, Any],
-    group: ProcessGroup | None,
-    strictness: str,
-    leave_out: tuple[str, ...],
-) -> Differences:
-    """Compare over all ranks; return the permitted differences or raise on all.  Collective."""
-    stored = plan.pop("stored", [])
-    plans = gather_json(plan, group)
-    verdict: dict[str, Any] | None = None
-    if plans is not None:
-        verdict = _verdict(folder, plans, stored, strictness, leave_out)
-    verdict = broadcast_json(verdict, group)
-    assert verdict is not None
-    if verdict["error"]:
-        is_damaged, message = verdict["error"]
-        raise (CheckpointDamaged if is_damaged else CheckpointError)(message)
-    return Differences(tuple(verdict["absent"]), tuple(verdict["unused"]))
-
-
-_PRECISION_FLAGS = {
-    "bfloat16": "--bf16",
-    "float16": "--fp16",
-    "float32": "neither --bf16 nor --fp16",
-}
-
-
-def _verdict(
-    folder: Path,
-    plans: Sequence[Mapping[str, Any]],
-    stored: Sequence[str],
-    strictness: str,
-    leave_out: tuple[str, ...],
-) -> dict[str, Any]:
-    """On rank 0: return the error, or the differences that ``strictness`` permits."""
-    for plan in plans:
-        if "error" in plan:
-            return {"error": plan["error"]}
-    problems = sorted({problem for plan in plans for problem in plan["problems"]})
-    if problems:
-        text = f"{folder} does not fit this run: {shorten(problems)}"
-        found = (re.search(r"has dtype (\w+) in the checkpoint", problem) for problem in problems)
-        dtypes = [match[1] for match in found if match]
-        if dtypes:
-            flag = _PRECISION_FLAGS.get(dtypes[0], f"another precision ({dtypes[0]})")
-            text += (
-                f"; the checkpoint was saved with {flag}: give this run the same precision; "
-                "--no-load-optim --load-main-params-from-ckpt converts the weights"
-            )
-        return {"error": [False, text]}
-    asked = [key for plan in plans for key in plan["wanted"]]
-    differences = compare_keys(asked, stored, leave_out)
-    problem = judge(differences, strictness, folder)
-    if problem:
-        return {"error": [False, problem]}
-    return {"error": None, **asdict(differences)}
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+    return reader, {"problems": problems, "wanted": keys}
 
 
 def save_failed(root: Path, iteration: int, reason: str) -> str:

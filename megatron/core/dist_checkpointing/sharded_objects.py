@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
+
+from megatron.core.dist_checkpointing.value_types import Nested
 
 ReplicaId = int | tuple[int, ...]
 
@@ -21,7 +22,7 @@ class ShardedObject:
     """A value of which each rank has its own, at ``global_offset`` in an array of such values."""
 
     key: str
-    data: Any
+    data: Nested
     global_shape: tuple[int, ...]
     global_offset: tuple[int, ...]
     replica_id: ReplicaId = 0
@@ -44,12 +45,12 @@ class ShardedTensorFactory:
 
     key: str
     data: Tensor
-    build_fn: Callable[..., Any]
-    merge_fn: Callable[[Any], Any]
+    build_fn: Callable[[str, Tensor, ReplicaId, slice | None], Nested]
+    merge_fn: Callable[[Nested], Nested]
     replica_id: ReplicaId = 0
     flattened_range: slice | None = None
 
-    def build(self) -> Any:
+    def build(self) -> Nested:
         """The sharded state dict in place of this entry."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
@@ -57,9 +58,9 @@ class ShardedTensorFactory:
 class LocalNonpersistentObject:
     """A value that is not saved; `load` returns it as it is."""
 
-    def __init__(self, obj: Any) -> None:
+    def __init__(self, obj: Nested) -> None:
         self.obj = obj
 
-    def unwrap(self) -> Any:
+    def unwrap(self) -> Nested:
         """The value itself."""
         return self.obj

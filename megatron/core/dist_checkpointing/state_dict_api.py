@@ -14,9 +14,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -26,11 +25,10 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.collectives import broadcast_json, gather_json, rank_in
 from megatron.core.dist_checkpointing.commit import attempt_id
-from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, RankReport, Share
+from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Share, files_of
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.manifest import (
     MANIFEST,
-    FileEntry,
     Manifest,
     fsync_folder,
     write_manifest,
@@ -44,6 +42,7 @@ from megatron.core.dist_checkpointing.sharded_objects import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.validation import STRICTNESS, StrictHandling, shorten
+from megatron.core.dist_checkpointing.value_types import JsonObject, Nested, StateDict
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +53,14 @@ _COMMON_TENSOR = "common."  # prefix of the keys of common tensors
 
 
 def save(
-    sharded_state_dict: dict[str, Any],
+    sharded_state_dict: StateDict,
     checkpoint_dir: str | Path,
-    sharded_strategy: Any = None,
-    common_strategy: Any = None,
+    sharded_strategy: object = None,
+    common_strategy: object = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
-    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
-    content_metadata: dict[str, Any] | None = None,
+    preprocess_common_before_consistancy_check: Callable[[StateDict], StateDict] | None = None,
+    content_metadata: JsonObject | None = None,
 ) -> None:
     """Write ``sharded_state_dict`` into the existing folder ``checkpoint_dir``.  Collective.
 
@@ -84,13 +83,13 @@ def save(
 
 
 def load(
-    sharded_state_dict: dict[str, Any],
+    sharded_state_dict: StateDict,
     checkpoint_dir: str | Path,
-    sharded_strategy: Any = None,
-    common_strategy: Any = None,
+    sharded_strategy: object = None,
+    common_strategy: object = None,
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
-) -> Any:
+) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """The state dict in ``checkpoint_dir``: common values, and what the given dict asks for.
 
     Tensors are read into the memory of the given ones, in whatever layout they were saved.
@@ -119,7 +118,7 @@ def load(
         common = decode(content.get(_COMMON, {}), reader.read)
         absent = set(differences.absent)
 
-        def loaded(entry: Any) -> Any:
+        def loaded(entry: Nested) -> Nested:
             if isinstance(entry, ShardedObject):
                 if entry.unique_key not in objects:
                     raise CheckpointError(f"{folder} holds no object {entry.unique_key}")
@@ -130,28 +129,28 @@ def load(
                 return _ABSENT if entry.key in absent else entry.data
             return _ABSENT  # a common value: the checkpoint's counts
 
-        state = _merged(common, _pruned(_mapped(asked, loaded)))
+        state: StateDict = _merged(common, _pruned(_mapped(asked, loaded)))
     state = _merge_factories(sharded_state_dict, state)
     if mode.value.startswith("return"):
         return state, set(differences.unused), set(differences.absent)
     return state
 
 
-def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
+def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
     """What is no sharded entry.  Local."""
     with open_reader(Path(checkpoint_dir)) as reader:
-        common: dict[str, Any] = decode(reader.common().get(_COMMON, {}), reader.read)
+        common: StateDict = decode(reader.common().get(_COMMON, {}), reader.read)
     return common
 
 
-def load_content_metadata(checkpoint_dir: str | Path) -> dict[str, Any] | None:
+def load_content_metadata(checkpoint_dir: str | Path) -> JsonObject | None:
     """The ``content_metadata`` that `save` was given.  Local."""
     with open_reader(Path(checkpoint_dir)) as reader:
-        metadata: dict[str, Any] | None = reader.common().get(_METADATA)
+        metadata: JsonObject | None = reader.common().get(_METADATA)
     return metadata
 
 
-_ABSENT: Any = object()  # an entry that a loaded state dict lacks
+_ABSENT = object()  # an entry that a loaded state dict lacks
 
 
 def _world() -> ProcessGroup | None:
@@ -159,7 +158,7 @@ def _world() -> ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _only_default_strategies(*strategies: Any) -> None:
+def _only_default_strategies(*strategies: object) -> None:
     for strategy in strategies:
         if strategy is not None:
             raise CheckpointError(
@@ -169,14 +168,14 @@ def _only_default_strategies(*strategies: Any) -> None:
 
 
 def _write(
-    sharded_state_dict: dict[str, Any], folder: Path, group: ProcessGroup | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write this rank's files; the report or the error, and on rank 0 the common values."""
+    sharded_state_dict: StateDict, folder: Path, group: ProcessGroup | None
+) -> tuple[JsonObject, JsonObject]:
+    """Write this rank's files; its report as JSON, and on rank 0 the common values."""
     rank = rank_in(group)
-    objects: dict[str, Any] = {}
+    objects: JsonObject = {}
     tensors: dict[str, ShardedTensor] = {}
     common_tensors: dict[str, Tensor] = {}
-    common: dict[str, Any] = {}
+    common: JsonObject = {}
     try:
         if not folder.is_dir():
             raise CheckpointError("this folder does not exist: make it first")
@@ -189,10 +188,9 @@ def _write(
         if rank == 0:
             plain = _pruned(_mapped(built, _common_value))
             common = {_COMMON: encode(plain, _COMMON, common_tensors)}
-        records = [
-            *to_write(tensors.values(), share_work=False),
-            *map(_record_of, common_tensors.items()),
-        ]
+        records = to_write(tensors.values(), share_work=False)
+        for place, tensor in common_tensors.items():
+            records.append(ShardedTensor.from_rank_offsets(_COMMON_TENSOR + place, tensor))
         share = Share(
             folder=folder,
             rank=rank,
@@ -201,38 +199,29 @@ def _write(
             iteration=0,
             attempt=attempt_id(),
         )
-        report = SAFETENSORS_DIST.write_rank_files(share)
+        report = replace(SAFETENSORS_DIST.write_rank_files(share), objects=objects)
     except serialization.REPORTED as error:
-        return {**serialization.not_written(error), "objects": {}}, common
-    return {"report": asdict(report), "error": None, "objects": objects}, common
+        return serialization.not_written(error), common
+    return asdict(report), common
 
 
-def _record_of(item: tuple[str, Tensor]) -> ShardedTensor:
-    """A common tensor, whole on rank 0."""
-    return ShardedTensor.from_rank_offsets(_COMMON_TENSOR + item[0], item[1])
-
-
-def _publish(folder: Path, written: Sequence[dict[str, Any]], common: dict[str, Any]) -> str | None:
+def _publish(folder: Path, written: Sequence[JsonObject], common: JsonObject) -> str | None:
     """On rank 0: write index, common values and, last, the manifest; why not, or None."""
-    errors = [f"rank {r}: {each['error']}" for r, each in enumerate(written) if each["error"]]
+    reports, errors = serialization.reports_of(written)
     if errors:
         return shorten(errors)
-    reports = [RankReport(**each["report"]) for each in written]
-    objects = {key: value for each in written for key, value in each["objects"].items()}
-    files = {name: FileEntry(**e) for report in reports for name, e in report.files.items()}
+    objects = {key: value for report in reports for key, value in report.objects.items()}
     try:
         if (folder / MANIFEST).exists():
             logger.warning("%s holds a checkpoint, which is overwritten", folder)
             (folder / MANIFEST).unlink()
-        files |= SAFETENSORS_DIST.complete(folder, reports, {**common, _OBJECTS: objects})
+        more = SAFETENSORS_DIST.complete(folder, reports, {**common, _OBJECTS: objects})
         manifest = Manifest(
             iteration=0,
-            sequence=0,
             attempt=attempt_id(),
             published_at_ns=time.time_ns(),
-            tracker_before=None,
             layout={},
-            files=files,
+            files={**files_of(reports), **more},
         )
         write_manifest(folder, manifest)
         fsync_folder(folder)
@@ -241,12 +230,12 @@ def _publish(folder: Path, written: Sequence[dict[str, Any]], common: dict[str, 
     return None
 
 
-def _built(entry: Any) -> Any:
+def _built(entry: Nested) -> Nested:
     """The state dict that a factory makes; other entries as they are."""
     return _mapped(entry.build(), _built) if isinstance(entry, ShardedTensorFactory) else entry
 
 
-def _merge_factories(asked: Any, state: Any) -> Any:
+def _merge_factories(asked: Nested, state: Nested) -> Nested:
     """Give what was loaded for a factory to its ``merge_fn``."""
     if isinstance(asked, ShardedTensorFactory):
         return asked.merge_fn(state)
@@ -258,12 +247,12 @@ def _merge_factories(asked: Any, state: Any) -> Any:
     return state
 
 
-def _common_value(entry: Any) -> Any:
+def _common_value(entry: Nested) -> Nested:
     sharded = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
     return _ABSENT if isinstance(entry, sharded) else entry
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(value: Nested, path: str = "") -> Iterator[tuple[str, object]]:
     """Entries that are neither dict nor list, with their place for messages."""
     if isinstance(value, dict):
         for key, entry in value.items():
@@ -275,7 +264,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def _mapped(value: Nested, change: Callable[[Nested], Nested]) -> Nested:
     """The same nest with each leaf replaced by ``change(leaf)``."""
     if isinstance(value, dict):
         return {key: _mapped(entry, change) for key, entry in value.items()}
@@ -284,7 +273,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _pruned(value: Any) -> Any:
+def _pruned(value: Nested) -> Nested:
     """The same nest without absent entries, and without dicts that become empty by that.
 
     In a list None takes the place of an absent entry, so that the others keep theirs.
@@ -302,7 +291,7 @@ def _pruned(value: Any) -> Any:
     return value
 
 
-def _merged(common: Any, sharded: Any) -> Any:
+def _merged(common: Nested, sharded: Nested) -> Nested:
     """Both in one nest; where both have a value, the sharded one."""
     if isinstance(common, dict) and isinstance(sharded, dict):
         keys = [*common, *(key for key in sharded if key not in common)]

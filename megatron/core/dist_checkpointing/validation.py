@@ -8,10 +8,23 @@ from __future__ import annotations
 
 import enum
 import logging
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypedDict
+
+from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.collectives import (
+    JsonError,
+    broadcast_json,
+    error_as_json,
+    gather_json,
+    raise_if,
+)
+from megatron.core.dist_checkpointing.value_types import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +66,73 @@ class Differences:
 
     absent: tuple[str, ...] = ()  # wanted, not in the checkpoint: keep their values
     unused: tuple[str, ...] = ()  # in the checkpoint, not wanted
+
+
+class Plan(TypedDict, total=False):
+    """What one rank reports before a load: an error, or what does not fit, and the wanted keys."""
+
+    error: JsonError
+    problems: list[str]
+    wanted: list[str]
+
+
+def agree(
+    folder: Path,
+    plan: Plan,
+    stored: Iterable[str],
+    group: ProcessGroup | None,
+    strictness: str,
+    leave_out: tuple[str, ...],
+) -> Differences:
+    """Compare over all ranks; return the permitted differences or raise on all.  Collective."""
+    plans = gather_json(plan, group)
+    found: JsonObject | None = None
+    if plans is not None:
+        try:
+            found = asdict(_differences(folder, plans, stored, strictness, leave_out))
+        except CheckpointError as error:
+            found = {"error": error_as_json(error)}
+    found = broadcast_json(found, group)
+    assert found is not None
+    raise_if(found.get("error"))
+    return Differences(tuple(found["absent"]), tuple(found["unused"]))
+
+
+_PRECISION_FLAGS = {
+    "bfloat16": "--bf16",
+    "float16": "--fp16",
+    "float32": "neither --bf16 nor --fp16",
+}
+
+
+def _differences(
+    folder: Path,
+    plans: Sequence[Plan],
+    stored: Iterable[str],
+    strictness: str,
+    leave_out: tuple[str, ...],
+) -> Differences:
+    """On rank 0: return the differences that ``strictness`` permits.  Raises CheckpointError."""
+    for plan in plans:
+        raise_if(plan.get("error"))
+    problems = sorted({problem for plan in plans for problem in plan["problems"]})
+    if problems:
+        text = f"{folder} does not fit this run: {shorten(problems)}"
+        found = (re.search(r"has dtype (\w+) in the checkpoint", problem) for problem in problems)
+        dtypes = [match[1] for match in found if match]
+        if dtypes:
+            flag = _PRECISION_FLAGS.get(dtypes[0], f"another precision ({dtypes[0]})")
+            text += (
+                f"; the checkpoint was saved with {flag}: give this run the same precision; "
+                "--no-load-optim --load-main-params-from-ckpt converts the weights"
+            )
+        raise CheckpointError(text)
+    asked = [key for plan in plans for key in plan["wanted"]]
+    differences = compare_keys(asked, stored, leave_out)
+    problem = judge(differences, strictness, folder)
+    if problem:
+        raise CheckpointError(problem)
+    return differences
 
 
 def compare_keys(

@@ -17,14 +17,18 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.collectives import broadcast_json, is_so_everywhere
+from megatron.core.dist_checkpointing.collectives import (
+    all_or_none,
+    broadcast_json,
+    is_so_everywhere,
+)
 from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, Choice
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.local import part_root
 from megatron.core.dist_checkpointing.local_load import LocalContent, find_local, load_local
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, replica_groups
-from megatron.core.dist_checkpointing.serialization import all_or_none, load
+from megatron.core.dist_checkpointing.serialization import load
 from megatron.core.dist_checkpointing.validation import Differences
 from megatron.training.checkpointing.checkpoint_args import check_kind
 from megatron.training.checkpointing.checkpoint_tensors import (

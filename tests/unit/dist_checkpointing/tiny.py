@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing import commit
-from megatron.core.dist_checkpointing.format import Share, complete, write_rank_files
-from megatron.core.dist_checkpointing.manifest import FileEntry
+from megatron.core.dist_checkpointing.format import Share, complete, files_of, write_rank_files
 from megatron.core.dist_checkpointing.mapping import Replica, ShardedTensor, from_param
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.params.param_info import ParamInfo
@@ -98,7 +97,7 @@ def publish_ranks(root: Path, iteration: int, ranks: Sequence[Sequence[ShardedTe
         )
         for rank, tensors in enumerate(ranks)
     ]
-    files = {name: FileEntry(**entry) for report in reports for name, entry in report.files.items()}
+    files = files_of(reports)
     common = {"iteration": iteration, "args": {}, "checkpoint_version": 3.0, "counters": {}}
     files |= complete(pending.folder, reports, common)
     return commit.publish(pending, {"world_size": len(ranks)}, files)

@@ -7,10 +7,9 @@ A rank writes one ``__{rank}_0.distcp``, an archive of torch.save behind the oth
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Size, Tensor
@@ -18,11 +17,13 @@ from torch import Size, Tensor
 from megatron.core.diagnostics.fault_injection import fault_point, flipped
 from megatron.core.dist_checkpointing.manifest import METADATA, FileEntry, adopt_file
 from megatron.core.dist_checkpointing.megatron_formats.pickler import (
+    Named,
     compact,
     named,
     pickled,
     write_archive,
 )
+from megatron.core.dist_checkpointing.value_types import PieceEntry, PlaceEntry, TensorEntry
 
 _CHECKPOINT = "torch.distributed.checkpoint"
 _CLASSES = {
@@ -44,7 +45,7 @@ class DcpFile:
         self.name, self._step = f"__{rank}_{number}.distcp", step
         self._file = open(folder / self.name, "wb")  # noqa: SIM115 - closed by `close`
 
-    def add(self, value: Any) -> dict[str, Any]:
+    def add(self, value: object) -> PlaceEntry:
         """Append a tensor or an object; where it lies."""
         flips = fault_point("save.tensor", step=self._step) == "bitflip"
         start = self._file.tell()
@@ -52,6 +53,17 @@ class DcpFile:
         write_archive(buffer, compact(value) if isinstance(value, Tensor) else value)
         self._file.write(flipped(buffer.getvalue()) if flips else buffer.getbuffer())
         return {"file": self.name, "start": start, "num_bytes": self._file.tell() - start}
+
+    def add_box(self, values: Tensor, offset: Sequence[int]) -> PieceEntry:
+        """Append the box of a tensor that begins at ``offset``."""
+        place = self.add(values)
+        return {
+            "file": place["file"],
+            "start": place["start"],
+            "num_bytes": place["num_bytes"],
+            "offset": list(offset),
+            "shape": list(values.shape),
+        }
 
     def close(self) -> FileEntry:
         """Fsync; the file as the manifest has it, which leaves its records to their checksums."""
@@ -65,26 +77,25 @@ class DcpFile:
 
 def write_metadata(
     folder: Path,
-    tensors: Mapping[str, Mapping[str, Any]],
-    objects: Mapping[str, Mapping[str, Any]],
+    tensors: Mapping[str, TensorEntry],
+    objects: Mapping[str, PlaceEntry],
     *,
-    paths: Mapping[str, tuple[Any, ...]] | None = None,
+    paths: Mapping[str, tuple[object, ...]] | None = None,
     unflattened: Mapping[str, tuple[int, ...]] | None = None,
 ) -> FileEntry:
     """Write and fsync ``.metadata``.
 
-    ``tensors``: dtype, shape and pieces (file, start, num_bytes, offset, shape) of each;
-    ``objects``: file, start, num_bytes.  ``paths``: where a key stands in nested dictionaries;
-    ``unflattened``: see `torch_dist`, None for a plain checkpoint of torch.
+    ``paths``: where a key stands in nested dictionaries; ``unflattened``: see `torch_dist`, None
+    for a plain checkpoint of torch.
     """
-    param_info_for: dict[str, Any] = {}
-    places: dict[Any, Any] = {}
+    entries: dict[str, Named] = {}
+    places: dict[Named, Named] = {}
     for key, entry in tensors.items():
         chunks = [
             _new("ChunkStorageMetadata", offsets=Size(p["offset"]), sizes=Size(p["shape"]))
             for p in entry["pieces"]
         ]
-        param_info_for[key] = _new(
+        entries[key] = _new(
             "TensorStorageMetadata",
             properties=_properties(getattr(torch, entry["dtype"])),
             size=Size(entry["shape"]),
@@ -94,40 +105,38 @@ def write_metadata(
             index = _new("MetadataIndex", fqn=key, offset=Size(piece["offset"]), index=None)
             places[index] = _place(piece)
     for key, place in objects.items():
-        param_info_for[key] = _CLASSES["BytesStorageMetadata"](state={})
+        entries[key] = _CLASSES["BytesStorageMetadata"](state={})
         places[_new("MetadataIndex", fqn=key, offset=None, index=None)] = _place(place)
-    metadata = _new(
-        "Metadata",
-        state_dict_metadata=param_info_for,
-        planner_data=paths,
-        storage_data=places,
-        storage_meta=_new(
-            "StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]
-        ),
-        version=_VERSION,
-    )
+    storage = _new("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
+    state: dict[str, object] = {
+        "state_dict_metadata": entries,
+        "planner_data": paths,
+        "storage_data": places,
+        "storage_meta": storage,
+        "version": _VERSION,
+    }
     if unflattened is not None:
-        metadata.state["mcore_data"] = {
+        state["mcore_data"] = {
             key: {"nd_reformulated_orig_global_shape": unflattened[key]}
             if key in unflattened
             else {}
             for key in tensors
         }
-    (folder / METADATA).write_bytes(pickled(metadata))
+    (folder / METADATA).write_bytes(pickled(_new("Metadata", **state)))
     return adopt_file(folder / METADATA)
 
 
-def _new(name: str, **state: Any) -> Any:
+def _new(name: str, **state: object) -> Named:
     return _CLASSES[name](state=state)
 
 
-def _properties(dtype: torch.dtype) -> Any:
+def _properties(dtype: torch.dtype) -> Named:
     contiguous = _CLASSES["_MEM_FORMAT_ENCODING"](args=(0,))
     state = (dtype, torch.strided, False, contiguous, False)
     return _CLASSES["TensorProperties"](state=state)
 
 
-def _place(piece: Mapping[str, Any]) -> Any:
+def _place(piece: PlaceEntry) -> Named:
     return _new(
         "_StorageInfo",
         relative_path=piece["file"],

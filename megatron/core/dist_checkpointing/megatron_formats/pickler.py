@@ -23,10 +23,10 @@ class Named:
     A plain dictionary as ``state`` is its attributes.
     """
 
-    def __init__(self, *, state: Any = None, args: tuple[Any, ...] | None = None) -> None:
+    def __init__(self, *, state: object = None, args: tuple[object, ...] | None = None) -> None:
         self.state, self.args = state, args
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         if self.args is not None:
             return type(self), self.args
         return copyreg.__newobj__, (type(self),), self.state  # type: ignore[attr-defined]
@@ -54,14 +54,14 @@ class _Pickler(pickle._Pickler):
 _MODULE = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
 
 
-def pickled(value: Any) -> bytes:
+def pickled(value: object) -> bytes:
     """``value`` as a pickle."""
     file = io.BytesIO()
     _Pickler(file, _PROTOCOL).dump(value)
     return file.getvalue()
 
 
-def write_archive(target: Path | BinaryIO, value: Any) -> None:
+def write_archive(target: Path | BinaryIO, value: object) -> None:
     """What torch.save writes of ``value``.  Raises OSError."""
     if isinstance(target, Path):
         with open(target, "wb") as file:  # torch's own files say less when a disk is full

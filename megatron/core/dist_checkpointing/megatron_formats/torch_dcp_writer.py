@@ -11,10 +11,9 @@ parameter (``param_to_group_meta``) and what a main parameter is called are infe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +33,12 @@ from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     reference_rng,
     reference_values,
 )
+from megatron.core.dist_checkpointing.value_types import (
+    Common,
+    PlaceEntry,
+    StateDict,
+    TensorEntry,
+)
 
 _RNG = "rng_state"
 _HALVES = ("_w", "_v")
@@ -49,38 +54,34 @@ class _Stored:
 def write_rank_files(share: Share, *, in_halves: bool = False) -> RankReport:
     """Write and fsync the file of one rank.  Local.  Raises OSError."""
     file = DcpFile(share.folder, share.rank, 0, share.iteration)
-    report = RankReport(tensors={}, files={})
+    report = RankReport()
     for tensor in share.tensors:
         is_cut = in_halves and cut_of(split_state(tensor.key)[1], share.asked).blocks == (1, 1)
         parts = iter([tensor])
         if is_cut:
             parts = split_rows(tensor, [tensor.global_shape[0] // 2] * 2)
         for suffix, part in zip(_HALVES if is_cut else ("",), parts, strict=True):
-            pieces = [
-                {**file.add(p.data.to(part.dtype)), "offset": list(p.offset), "shape": [*p.shape]}
-                for p in part.pieces
-            ]
             report.tensors[tensor.key + suffix] = {
                 "shape": list(part.global_shape),
                 "dtype": str(part.dtype).removeprefix("torch."),
-                "pieces": pieces,
+                "pieces": [file.add_box(p.data.to(part.dtype), p.offset) for p in part.pieces],
             }
     if share.rank_state is not None:
-        report.tensors[_RNG] = dict(share.rank_state[_RNG])
-    report.files[file.name] = asdict(file.close())
+        report.objects[_RNG] = share.rank_state[_RNG]
+    report.files[file.name] = file.close()
     return report
 
 
 def complete(
     folder: Path,
     reports: Sequence[RankReport],
-    common: Mapping[str, Any],
+    common: Common,
     *,
-    state_dict: Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]],
+    state_dict: Callable[[Mapping[str, TensorEntry], Common], StateDict],
 ) -> dict[str, FileEntry]:
     """Write and fsync what is one for all ranks, and ``.metadata``."""
-    stored: dict[str, dict[str, Any]] = {}
-    states = [report.tensors.pop(_RNG) for report in reports if _RNG in report.tensors]
+    stored: dict[str, TensorEntry] = {}
+    states = [report.objects[_RNG] for report in reports if _RNG in report.objects]
     for report in reports:
         for key, entry in report.tensors.items():
             stored.setdefault(key, {**entry, "pieces": []})["pieces"] += entry["pieces"]
@@ -90,26 +91,24 @@ def complete(
     if states:
         state[_RNG] = list(map(reference_rng, states))
     extra = DcpFile(folder, 0, 1, common["iteration"])
-    tensors: dict[str, Any] = {}
-    objects: dict[str, Any] = {}
-    paths = dict(_flattened(state))
-    for name, (path, leaf) in paths.items():
-        del path
+    tensors: dict[str, TensorEntry] = {}
+    objects: dict[str, PlaceEntry] = {}
+    paths: dict[str, tuple[object, ...]] = {}
+    for name, path, leaf in _flattened(state):
+        paths[name] = path
         if isinstance(leaf, _Stored):
             tensors[name] = stored[leaf.key]
         elif isinstance(leaf, Tensor):
-            shape = list(leaf.shape)
-            piece = {**extra.add(leaf), "offset": [0] * len(shape), "shape": shape}
+            piece = extra.add_box(leaf, [0] * leaf.dim())
             dtype = str(leaf.dtype).removeprefix("torch.")
-            tensors[name] = {"shape": shape, "dtype": dtype, "pieces": [piece]}
+            tensors[name] = {"shape": list(leaf.shape), "dtype": dtype, "pieces": [piece]}
         else:
             objects[name] = extra.add(leaf)
     closed = extra.close()
-    where = {name: path for name, (path, _) in paths.items()}
-    return {extra.name: closed, METADATA: write_metadata(folder, tensors, objects, paths=where)}
+    return {extra.name: closed, METADATA: write_metadata(folder, tensors, objects, paths=paths)}
 
 
-def _by_name(stored: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+def _by_name(stored: Mapping[str, TensorEntry], common: Common) -> StateDict:
     """The nested state dict of ``fsdp_dtensor``, with `_Stored` for tensors of the ranks."""
     asked = common["args"]
     every = range(int(asked.get("num_experts") or 0))
@@ -129,8 +128,8 @@ def _by_name(stored: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, 
         (float(group["wd_mult"]), bool(group["is_decoupled_lr"])): group
         for group in param_groups(common, with_step=False)
     }
-    of_param: dict[str, dict[str, Any]] = {}
-    meta: dict[str, Any] = {}
+    of_param: dict[str, dict[str, Tensor | _Stored]] = {}
+    meta: dict[str, StateDict] = {}
     for local, name in names:
         if is_buffer(name):
             continue
@@ -152,7 +151,7 @@ _KINDS = {
 }
 
 
-def _numbered(stored: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+def _numbered(stored: Mapping[str, TensorEntry], common: Common) -> StateDict:
     """The nested state dict, with `_Stored` for tensors of the ranks."""
     asked = common["args"]
     every = range(int(asked.get("num_experts") or 0))
@@ -184,15 +183,15 @@ FSDP_DTENSOR = Format(
 
 
 def _flattened(
-    tree: Any, path: tuple[Any, ...] = ()
-) -> Iterator[tuple[str, tuple[tuple[Any, ...], Any]]]:
-    """(key, (path, leaf)) as torch flattens: plain lists and tuples stay whole."""
+    tree: object, path: tuple[object, ...] = ()
+) -> Iterator[tuple[str, tuple[object, ...], object]]:
+    """(key, path, leaf) as torch flattens: plain lists and tuples stay whole."""
     if isinstance(tree, Mapping):
-        steps: list[tuple[Any, Any]] = [(str(key), value) for key, value in tree.items()]
+        steps: list[tuple[object, object]] = [(str(key), value) for key, value in tree.items()]
     elif isinstance(tree, list) and any(isinstance(v, Mapping | list | _Stored) for v in tree):
         steps = list(enumerate(tree))
     else:
-        yield ".".join(map(str, path)), (path, tree)
+        yield ".".join(map(str, path)), path, tree
         return
     for step, value in steps:
         yield from _flattened(value, (*path, step))

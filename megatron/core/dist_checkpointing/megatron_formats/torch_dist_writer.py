@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -50,6 +49,13 @@ from megatron.core.dist_checkpointing.megatron_formats.reference_values import (
     reference_values,
 )
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
+from megatron.core.dist_checkpointing.value_types import (
+    Arguments,
+    Common,
+    PlaceEntry,
+    StateDict,
+    TensorEntry,
+)
 from megatron.core.parallel.rank_grid import RankGrid
 
 _BACKENDS = {
@@ -67,18 +73,20 @@ def write_rank_files(share: Share) -> RankReport:
     """Write and fsync the file of one rank.  Local.  Raises OSError."""
     asked, rank_state = share.asked, share.rank_state
     file = DcpFile(share.folder, share.rank, 0, share.iteration)
-    report = RankReport(tensors={}, files={})
+    report = RankReport()
     for tensor in (part for whole in share.tensors for part in _in_blocks(whole, asked)):
         key, stack = _reference_key(tensor.key, asked)
         is_plain = not stack and len(tensor.global_shape) < 2  # stretches of it are boxes
         is_flat = tensor.is_flat and key.startswith(STATE_PREFIX) and not is_plain
-        entry = report.tensors.setdefault(key, {})
-        entry |= {
+        found = report.tensors.get(key)
+        entry: TensorEntry = {
             "shape": list(tensor.global_shape),
             "dtype": str(tensor.dtype).removeprefix("torch."),
+            "pieces": [] if found is None else found["pieces"],
             "cut": list(tensor.cut) if is_flat else None,
             "num_stacked": len(stack),
         }
+        report.tensors[key] = entry
         for offset, values in _boxes(tensor):
             front = stack
             values = values.to(tensor.dtype)
@@ -86,44 +94,39 @@ def write_rank_files(share: Share) -> RankReport:
                 front += _share_of(offset, tensor)
                 offset, values = (_start_in_share(offset, tensor),), values.reshape(-1)
             whole = (1,) * len(front) + tuple(values.shape)
-            piece = file.add(values.reshape(whole))
-            piece |= {"offset": [*front, *offset], "shape": list(whole)}
-            entry.setdefault("pieces", []).append(piece)
+            entry["pieces"].append(file.add_box(values.reshape(whole), [*front, *offset]))
     if rank_state is not None:
         state = [[reference_rng(rank_state["rng_state"])]]
-        report.tensors[f"{_RNG}/{share.rank}"] = {"object": file.add(state)}
-    report.files[file.name] = asdict(file.close())
+        report.objects[f"{_RNG}/{share.rank}"] = file.add(state)
+    report.files[file.name] = file.close()
     return report
 
 
-def complete(
-    folder: Path, reports: Sequence[RankReport], common: Mapping[str, Any]
-) -> dict[str, FileEntry]:
+def complete(folder: Path, reports: Sequence[RankReport], common: Common) -> dict[str, FileEntry]:
     """Write and fsync what is one for all ranks: ``.metadata``, common.pt, metadata.json."""
-    tensors: dict[str, dict[str, Any]] = {}
-    objects: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, TensorEntry] = {}
+    objects: dict[str, PlaceEntry] = {}
     unflattened: dict[str, tuple[int, ...]] = {}
     shards = _rng_shards(common)
     for report in reports:
         for key, entry in report.tensors.items():
-            if "object" in entry:
-                if key in shards:
-                    objects[shards[key]] = entry["object"]
-                continue
-            mine = tensors.setdefault(key, {**entry, "pieces": []})
-            mine["pieces"] += entry.get("pieces", [])
+            tensors.setdefault(key, {**entry, "pieces": []})["pieces"] += entry["pieces"]
+        for key, place in report.objects.items():
+            if key in shards:
+                objects[shards[key]] = place
     states: dict[str, list[int]] = {}  # of a matrix: how many layers and experts are stacked
     for key, entry in tensors.items():
         counts = [
             1 + max(piece["offset"][dim] for piece in entry["pieces"])
             for dim in range(entry["num_stacked"])
         ]
-        entry["shape"] = [*counts, *entry["shape"]]
+        own = entry["shape"]
+        entry["shape"] = [*counts, *own]
         if found := _MATRIX.match(key):
             states[found[1]] = counts
         if entry["cut"] is not None:
             unflattened[key] = tuple(entry["shape"])
-            entry["shape"] = _flat_shape(entry)
+            entry["shape"] = _flat_shape(counts, own, entry["cut"])
         check_written_once(key, entry)
     extra = DcpFile(folder, 0, 1, common["iteration"])
     for matrix, counts in states.items():
@@ -143,9 +146,9 @@ def complete(
 TORCH_DIST = Format("torch_dist", write_rank_files, complete, is_foreign=True)
 
 
-def _common_file(common: Mapping[str, Any]) -> dict[str, Any]:
+def _common_file(common: Common) -> StateDict:
     values = reference_values(common)
-    content: dict[str, Any] = {"chained_optim_avoid_prefix": True, "singleton_local_shards": False}
+    content: StateDict = {"chained_optim_avoid_prefix": True, "singleton_local_shards": False}
     if common.get("optimizer") is not None:
         values["optimizer"] = _optimizer(common)
         if is_distributed(common):
@@ -153,14 +156,14 @@ def _common_file(common: Mapping[str, Any]) -> dict[str, Any]:
     return values | {"content_metadata": content}
 
 
-def _optimizer(common: Mapping[str, Any]) -> dict[Any, Any]:
+def _optimizer(common: Common) -> Mapping[int, StateDict] | StateDict:
     """Two optimizers, numbered, where experts have replicas of their own."""
     if has_two_optimizers(common):
         return {n: _one_optimizer(common, is_expert=bool(n)) for n in range(2)}
     return _one_optimizer(common)
 
 
-def _one_optimizer(common: Mapping[str, Any], *, is_expert: bool | None = None) -> dict[str, Any]:
+def _one_optimizer(common: Common, *, is_expert: bool | None = None) -> StateDict:
     groups = param_groups(common, with_step=is_distributed(common), is_expert=is_expert)
     if is_distributed(common):
         kind = {"param_state_sharding_type": "fully_sharded_model_space"}
@@ -170,7 +173,7 @@ def _one_optimizer(common: Mapping[str, Any], *, is_expert: bool | None = None) 
     return {"optimizer": inner, **grad_scaler(common)} if is_half(common) else inner
 
 
-def _rng_shards(common: Mapping[str, Any]) -> dict[str, str]:
+def _rng_shards(common: Common) -> dict[str, str]:
     """Key of a rank's random states -> the reference's, for the first replica of each."""
     layout = layout_of(common["args"])
     if not layout:
@@ -186,7 +189,7 @@ def _rng_shards(common: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _in_blocks(tensor: ShardedTensor, asked: Mapping[str, Any]) -> Iterator[ShardedTensor]:
+def _in_blocks(tensor: ShardedTensor, asked: Arguments) -> Iterator[ShardedTensor]:
     """A tensor for each block of one of a mixer; others as they are."""
     blocks = blocks_of(split_state(tensor.key)[1], asked)
     if not blocks:
@@ -198,7 +201,7 @@ def _in_blocks(tensor: ShardedTensor, asked: Mapping[str, Any]) -> Iterator[Shar
         yield replace(part, key=f"{tensor.key}.{block}", cut=cut)
 
 
-def _reference_key(key: str, asked: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+def _reference_key(key: str, asked: Arguments) -> tuple[str, tuple[int, ...]]:
     """The key there, and which layer's and expert's part of it this is, as far as it is stacked."""
     if key.endswith(AMAX_HISTORY):  # Megatron-LM has no such tensor, and not every layer has one
         return key, ()
@@ -248,9 +251,8 @@ def _start_in_share(offset: tuple[int, ...], tensor: ShardedTensor) -> int:
     )
 
 
-def _flat_shape(entry: Mapping[str, Any]) -> list[int]:
+def _flat_shape(stacked: list[int], own: list[int], cut: list[int]) -> list[int]:
     """[X/x, Y/y, x*y] of a tensor of shape [X, Y] in shares [x, y]; one share per layer, expert."""
-    dim, cuts = entry["cut"]
-    stacked, own = entry["shape"][: entry["num_stacked"]], entry["shape"][entry["num_stacked"] :]
+    dim, cuts = cut
     counts = [cuts if d == dim else 1 for d in range(len(own))]
     return [*stacked, *counts, prod(own) // cuts]

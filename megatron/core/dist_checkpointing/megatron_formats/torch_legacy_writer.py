@@ -7,17 +7,22 @@ of it, file by file.  The names in a file are those of the layers that ``--trans
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.format import SAFETENSORS_DIST, Format, RankReport, Share
+from megatron.core.dist_checkpointing.format import (
+    SAFETENSORS_DIST,
+    Format,
+    RankReport,
+    Share,
+    files_of,
+)
 from megatron.core.dist_checkpointing.manifest import (
     FileEntry,
     Manifest,
@@ -65,10 +70,13 @@ from megatron.core.dist_checkpointing.megatron_formats.torch_legacy import (
 )
 from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY, shorten
+from megatron.core.dist_checkpointing.value_types import Arguments, Common, StateDict
 from megatron.core.parallel.rank_grid import RankGrid
 from megatron.core.params.param_info import ParamInfo
 
 _PARTS = "parts"
+
+_Buffers = dict[str | int, object]  # number of a buffer -> its state; and how it was cut
 
 
 def write_rank_files(share: Share) -> RankReport:
@@ -76,17 +84,14 @@ def write_rank_files(share: Share) -> RankReport:
     parts = share.folder / _PARTS
     parts.mkdir(exist_ok=True)
     report = SAFETENSORS_DIST.write_rank_files(replace(share, folder=parts))
-    return RankReport({"tensors": report.tensors, "files": report.files}, {})
+    return RankReport(objects=asdict(report))
 
 
-def complete(
-    folder: Path, reports: Sequence[RankReport], common: Mapping[str, Any]
-) -> dict[str, FileEntry]:
+def complete(folder: Path, reports: Sequence[RankReport], common: Common) -> dict[str, FileEntry]:
     """Make the tree of what all ranks wrote, which goes away."""
     parts = folder / _PARTS
-    reports = [RankReport(**report.tensors) for report in reports]
-    files = {name: FileEntry(**e) for report in reports for name, e in report.files.items()}
-    files |= SAFETENSORS_DIST.complete(parts, reports, common)
+    reports = [RankReport.from_json(report.objects) for report in reports]
+    files = {**files_of(reports), **SAFETENSORS_DIST.complete(parts, reports, common)}
     layout = layout_of(common["args"])
     manifest = Manifest(iteration=common["iteration"], layout=layout, files=files)
     write_manifest(parts, manifest)
@@ -99,9 +104,7 @@ def complete(
 TORCH = Format("torch", write_rank_files, complete, is_foreign=True, num_copies=2)
 
 
-def write_tree(
-    reader: CheckpointReader, folder: Path, common: Mapping[str, Any]
-) -> dict[str, FileEntry]:
+def write_tree(reader: CheckpointReader, folder: Path, common: Common) -> dict[str, FileEntry]:
     """Write and fsync the files of every rank; ``common["args"]`` says the layout.
 
     Holds the share of one rank at a time.  Raises OSError, CheckpointError.
@@ -124,11 +127,12 @@ class _Tree:
     """The files of all ranks."""
 
     reader: CheckpointReader
-    common: Mapping[str, Any]
+    common: Common
 
     @property
-    def args(self) -> Mapping[str, Any]:
-        return self.common["args"]  # type: ignore[no-any-return]
+    def args(self) -> Arguments:
+        args: Arguments = self.common["args"]
+        return args
 
     @property
     def tp(self) -> int:
@@ -155,7 +159,7 @@ class _Tree:
                 f"format torch has no place for {shorten(lost)}: use --ckpt-format torch_dist"
             )
 
-    def files_of(self, rank: Rank) -> Iterator[tuple[str, Any]]:
+    def files_of(self, rank: Rank) -> Iterator[tuple[str, object]]:
         """Name and content of each file of a rank."""
         tp, pp, ep = rank
         content = reference_values(self.common)
@@ -198,9 +202,9 @@ class _Tree:
         found = {layer[1] for layer in map(split_layer, self.reader.tensors) if layer}
         if num_stages == 1:
             return sorted(found)
-        given = self.common.get("stages")
+        given: list[list[int]] | None = self.common.get("stages")
         if given:
-            return given[stage]  # type: ignore[no-any-return]
+            return given[stage]
         if len(found) % num_stages:
             raise CheckpointError(f"{len(found)} layers cannot be split over {num_stages} stages")
         size = len(found) // num_stages
@@ -241,7 +245,7 @@ class _Tree:
         assert share is not None
         return share
 
-    def _optimizers(self, chunks: list[list[str]], tp: int, pp: int) -> tuple[Any, Any]:
+    def _optimizers(self, chunks: list[list[str]], tp: int, pp: int) -> tuple[object, object]:
         """The entry of the optimizer, and the content of the file of buffers.
 
         Lists of two where experts have replicas, and so an optimizer, of their own.
@@ -257,7 +261,7 @@ class _Tree:
 
     def _optimizer(
         self, chunks: list[list[str]], tp: int, pp: int, of_experts: bool = False
-    ) -> tuple[dict[str, Any], dict[Any, Any] | None]:
+    ) -> tuple[StateDict, _Buffers | None]:
         common, stored = self.common, self.reader.tensors
         params = [(name, len(stored[name].shape)) for names in chunks for name in names]
         if is_distributed(common):
@@ -272,11 +276,9 @@ class _Tree:
         share = partial(self._state, tp)
         return numbered_optimizer(common, params, kinds, share), None
 
-    def _buffers(
-        self, chunks: list[list[str]], tp: int, pp: int, of_experts: bool
-    ) -> dict[Any, Any]:
+    def _buffers(self, chunks: list[list[str]], tp: int, pp: int, of_experts: bool) -> _Buffers:
         is_tied = OUTPUT not in self.reader.tensors and self.pp > 1
-        buffers: dict[Any, Any] = {"buckets_coalesced": True}
+        buffers: _Buffers = {"buckets_coalesced": True}
         for number, names in enumerate(names for names in chunks if names):
             mains = {name: self._state(tp, "fp32_param", name) for name in names}
             numels = [mains[name].numel() for name in names]
@@ -288,7 +290,7 @@ class _Tree:
             )
             alone = [i for i, name in enumerate(names) if is_tied and is_vocabulary(name)]
             starts, total = starts_in_buffer(numels, size, alone, alignment, replicas)
-            entry: dict[str, Any] = {}
+            entry: dict[str, Tensor] = {}
             for key, kind in BUFFER_KINDS.items():
                 flat = torch.zeros(total)
                 for name, start in zip(names, starts, strict=True):
@@ -301,7 +303,7 @@ class _Tree:
             buffers[number] = {(dtype, grads): {**entry, "numel_unpadded": total}}
         return buffers
 
-    def _rng(self, tp: int, pp: int) -> dict[str, Any] | None:
+    def _rng(self, tp: int, pp: int) -> StateDict | None:
         layout = self.reader.manifest.layout
         if not layout:
             return None
