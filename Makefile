@@ -17,7 +17,7 @@ help:
 	@echo "make kill N=200  kill -9 around saves: the newest checkpoint is whole, the numbers the same; OF=fewer-bits"
 	@echo "make soak N=5000 thousands of steps with saves: memory, descriptors and threads stay flat"
 	@echo "make bench       every benchmark, one after the other"
-	@echo "make docs        write docs/{tree,flags,matrix,features}.md, which are not committed"
+	@echo "make docs        write docs/{tree,flags,matrix,features}.md, which are not committed, and architecture.md"
 	@echo "make format      ruff format and ruff's own fixes"
 	@echo "make quickstart  from a corpus to a trained model that writes text"
 
@@ -70,7 +70,7 @@ bench:
 		echo $$file; $$python -m benchmarks.$$(basename $$file .py) || exit 1; done
 
 docs:
-	@python=$$(tools/env.sh) && for page in tree features flags matrix; do $$python tools/$$page.py || exit 1; done
+	@python=$$(tools/env.sh) && for page in tree features flags matrix architecture; do $$python tools/$$page.py || exit 1; done
 
 quickstart:
 	@bash examples/quickstart.sh

@@ -28,7 +28,7 @@ NORM = "clip_grads.py:global_norm"
 ONLY_HERE = {
     "layers.py:check_token_ids",
     "linear_cross_entropy.py:_loss_of",
-    "step.py:train_step",
+    "train_step.py:train_step",
     "adam.py:update",
 }
 

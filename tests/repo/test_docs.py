@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.repo.source import ROOT
-from tools import features, flags, matrix, tree
+from tools import architecture, features, flags, matrix, tree
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 
@@ -51,3 +51,29 @@ def test_a_sentence_ends_at_its_full_stop(tmp_path):
     path = tmp_path / "x.py"
     path.write_text('"""Reads .bin files of e.g. GPT, fast.  More."""\n')
     assert tree.first_sentence(path) == "Reads .bin files of e.g. GPT, fast"
+
+
+def test_walks_of_the_architecture_page_are_those_of_the_code():
+    for roots in architecture.WALKS.values():
+        for root in roots:
+            architecture.check(root)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [["train_step.py:forward_backward", "setup.py:build_optimizer"], ["loop.py:no_such_function"]],
+)
+def test_a_walk_that_the_code_does_not_take_is_an_error(calls):
+    file = "megatron/training/training.py"
+    stops = [
+        architecture.Stop(f"megatron/training/{at}", name)
+        for at, _, name in (call.partition(":") for call in calls)
+    ]
+    with pytest.raises(LookupError, match="does not call"):
+        architecture.check(architecture.Stop(file, "pretrain", tuple(stops)))
+
+
+def test_calls_are_found_through_functions_of_a_file_in_their_order():
+    calls = architecture.calls_of("megatron/training/training.py", "pretrain")
+    order = [calls.index(n) for n in ("configure", "create_runtime", "build_model_chunks", "train")]
+    assert order == sorted(order)

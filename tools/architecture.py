@@ -1,0 +1,409 @@
+"""Write docs/architecture.md: the layers of the code, and three walks through it.
+
+python tools/architecture.py
+
+A walk is a tree of functions, each with the calls that matter for the walk.  The syntax trees of
+the code say whether it still makes these calls in this order; a walk that is no longer true raises
+LookupError.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "docs/architecture.md"
+
+HEAD = """# Architecture
+
+How a run goes through the code. `tools/architecture.py` writes this page from the code
+(`make docs`) and fails if one of the calls below is not there any more; a test does the same.
+
+- `megatron/core` is the library: typed, frozen configurations; process groups as arguments; no
+  command line and no global state except what Megatron-LM's own API needs.
+- `megatron/training` is the application: from a command line to a trained model.
+- `pretrain_*.py` are the entry scripts: the model, the batch and the loss of one kind of model.
+
+## Layers
+
+An arrow means "imports". A package imports only packages of rows below its own, for types too, and
+there is no import cycle; `tests/repo/laws_of_imports.py` holds both. Arrows that follow from others
+are left out.
+"""
+WALKS_HEAD = """
+## Three walks
+
+Each line is a function and its file. What is indented below a function is called by it, in this
+order, directly or through functions of the same file.
+"""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A function, ``Class.method`` or class in a file, and the stops that it calls, in order.
+
+    ``called`` is the name at the place of the call where it is not the function's own.
+    """
+
+    file: str
+    name: str
+    calls: tuple[Stop, ...] = ()
+    called: str = ""
+
+    @property
+    def name_at_call(self) -> str:
+        return self.called or self.name.rpartition(".")[2]
+
+
+def _in(file: str, name: str, *calls: Stop, called: str = "") -> Stop:
+    return Stop(file, name, calls, called)
+
+
+_TRAINING, _CORE = "megatron/training", "megatron/core"
+ARGV_TO_STEP = _in(
+    f"{_TRAINING}/training.py",
+    "pretrain",
+    _in(
+        f"{_TRAINING}/initialize.py",
+        "configure",
+        _in(f"{_TRAINING}/arguments/parser.py", "parse_args"),
+        _in(
+            f"{_TRAINING}/compat/arguments.py",
+            "resolve_args",
+            _in(
+                f"{_TRAINING}/arguments/resolve.py",
+                "resolve",
+                _in(f"{_TRAINING}/config/run.py", "RunConfig"),
+            ),
+        ),
+    ),
+    _in(f"{_TRAINING}/initialize.py", "connect"),
+    _in(
+        f"{_TRAINING}/initialize.py",
+        "create_runtime",
+        _in(
+            f"{_TRAINING}/runtime/groups.py",
+            "create_groups",
+            _in(f"{_CORE}/parallel/process_groups_config.py", "create_process_groups"),
+        ),
+        _in(f"{_TRAINING}/runtime/runtime.py", "Runtime"),
+    ),
+    _in(
+        f"{_TRAINING}/runtime/setup.py",
+        "build_model_chunks",
+        _in(f"{_CORE}/params/param_init.py", "initialize_parameters"),
+        _in(
+            f"{_CORE}/distributed/distributed_data_parallel.py",
+            "DistributedDataParallel",
+        ),
+    ),
+    _in(
+        f"{_TRAINING}/runtime/setup.py",
+        "build_optimizer",
+        _in(f"{_CORE}/optimizer/__init__.py", "get_megatron_optimizer"),
+    ),
+    _in(f"{_TRAINING}/checkpointing/run_checkpoint.py", "load"),
+    _in(f"{_TRAINING}/data/loaders.py", "build_data"),
+    _in(f"{_TRAINING}/callbacks/default.py", "default_callbacks"),
+    _in(
+        f"{_TRAINING}/loop.py",
+        "train",
+        _in(
+            f"{_TRAINING}/step/train_step.py",
+            "train_step",
+            _in(
+                f"{_TRAINING}/step/train_step.py",
+                "forward_backward",
+                _in(
+                    f"{_CORE}/pipeline_parallel/schedules.py",
+                    "forward_backward",
+                    _in(f"{_CORE}/pipeline_parallel/executor.py", "Executor"),
+                    called="get_forward_backward_func",
+                ),
+            ),
+            _in(f"{_CORE}/optimizer/optimizer.py", "MegatronOptimizer.step"),
+            _in(f"{_TRAINING}/runtime/state.py", "StepResult"),
+        ),
+        _in(f"{_TRAINING}/runtime/state.py", "TrainState.advance"),
+        _in(f"{_TRAINING}/runtime/runtime.py", "Callback.on_step_end"),
+    ),
+)
+_LAYER = _in(
+    f"{_CORE}/transformer/transformer_layer.py",
+    "TransformerLayer.forward",
+    _in(
+        f"{_CORE}/transformer/attention.py",
+        "SelfAttentionBase.forward",
+        _in(f"{_CORE}/transformer/attention.py", "SelfAttention.queries_keys_values"),
+        _in(
+            f"{_CORE}/transformer/dot_product_attention.py",
+            "DotProductAttention.forward",
+            called="core_attention",
+        ),
+        called="self_attention",
+    ),
+    _in(
+        f"{_CORE}/transformer/mlp.py",
+        "MLP.forward",
+        _in(
+            f"{_CORE}/tensor_parallel/layers.py",
+            "ColumnParallelLinear.forward",
+            called="linear_fc1",
+        ),
+        _in(f"{_CORE}/tensor_parallel/layers.py", "RowParallelLinear.forward", called="linear_fc2"),
+        called="mlp",
+    ),
+    called="layers",
+)
+TOKENS_TO_LOSS = _in(
+    "pretrain_gpt.py",
+    "forward_step",
+    _in(
+        f"{_TRAINING}/data/batch.py",
+        "next_batch",
+        _in(f"{_TRAINING}/data/batch.py", "load_batch"),
+        _in(f"{_CORE}/utils.py", "get_batch_on_this_cp_rank"),
+    ),
+    _in(
+        f"{_TRAINING}/models/gpt.py",
+        "apply_gpt",
+        _in(
+            f"{_CORE}/models/gpt/gpt_model.py",
+            "GPTModel.forward",
+            _in(
+                f"{_CORE}/models/common/embeddings/language_model_embedding.py",
+                "LanguageModelEmbedding.forward",
+                called="embedding",
+            ),
+            _in(
+                f"{_CORE}/transformer/transformer_block.py",
+                "TransformerBlock.forward",
+                _LAYER,
+                called="decoder",
+            ),
+            _in(
+                f"{_CORE}/models/common/language_module/language_module.py",
+                "LanguageModule.token_losses",
+                _in(
+                    f"{_CORE}/tensor_parallel/fused_linear_cross_entropy.py",
+                    "linear_cross_entropy",
+                ),
+            ),
+            called="model",
+        ),
+    ),
+    _in("pretrain_gpt.py", "loss_func"),
+)
+PARAMETER_TO_CHECKPOINT = _in(
+    f"{_TRAINING}/checkpointing/run_checkpoint.py",
+    "save",
+    _in(
+        f"{_TRAINING}/checkpointing/save.py",
+        "save_run",
+        _in(
+            f"{_CORE}/dist_checkpointing/serialization.py",
+            "begin",
+        ),
+        _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "model_tensors"),
+        _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "optimizer_tensors"),
+        _in(
+            f"{_CORE}/dist_checkpointing/serialization.py",
+            "finish",
+            _in(f"{_CORE}/dist_checkpointing/serialization.py", "write"),
+            _in(
+                f"{_CORE}/dist_checkpointing/serialization.py",
+                "publish",
+                _in(f"{_CORE}/dist_checkpointing/commit.py", "publish"),
+            ),
+        ),
+    ),
+)
+CHECKPOINT_TO_PARAMETER = _in(
+    f"{_TRAINING}/checkpointing/run_checkpoint.py",
+    "load",
+    _in(
+        f"{_TRAINING}/checkpointing/load.py",
+        "load_run",
+        _in(
+            f"{_CORE}/dist_checkpointing/serialization.py",
+            "load",
+        ),
+        _in(f"{_TRAINING}/checkpointing/rng_state.py", "set_rng_state"),
+    ),
+    _in(f"{_TRAINING}/runtime/state.py", "TrainState.load"),
+)
+WALKS: Mapping[str, Sequence[Stop]] = {
+    "From the command line to a step": [ARGV_TO_STEP],
+    "From tokens to the loss": [TOKENS_TO_LOSS],
+    "From a parameter to a checkpoint and back": [
+        PARAMETER_TO_CHECKPOINT,
+        CHECKPOINT_TO_PARAMETER,
+    ],
+}
+
+
+def render() -> str:
+    """The page.  Raises LookupError for a walk that the code does not take."""
+    lines = [HEAD, "```mermaid", "flowchart TD", *diagram(), "```", WALKS_HEAD]
+    for title, roots in WALKS.items():
+        lines += [f"### {title}", ""]
+        for root in roots:
+            check(root)
+            lines += walk_lines(root)
+        lines.append("")
+    return "\n".join(lines)
+
+
+def walk_lines(stop: Stop, depth: int = 0) -> Iterator[str]:
+    """``stop`` and what it calls, as a nested list."""
+    text = first_sentence(ast.get_docstring(definition(stop.file, stop.name)) or "")
+    yield f"{'   ' * depth}1. `{stop.file}` `{stop.name}`: {text}"
+    for called in stop.calls:
+        yield from walk_lines(called, depth + 1)
+
+
+def first_sentence(text: str) -> str:
+    """Up to the first full stop that ends a sentence; without it."""
+    joined = re.sub(r"\s+", " ", text.partition("\n\n")[0]).strip()
+    return re.split(r"(?<=[\w)`*])[.](?:\s|$)", joined, maxsplit=1)[0]
+
+
+def check(stop: Stop) -> None:
+    """Raise LookupError unless ``stop`` makes its calls in their order, and so do they."""
+    made = calls_of(stop.file, stop.name)
+    at = 0
+    for called in stop.calls:
+        name = called.name_at_call
+        if name not in made[at:]:
+            raise LookupError(f"{stop.file} {stop.name} does not call {name} at its place")
+        at = made.index(name, at) + 1
+        check(called)
+
+
+def definition(file: str, name: str) -> ast.FunctionDef | ast.ClassDef:
+    """The function, method or class ``name`` of ``file``.  Raises LookupError."""
+    found: ast.AST = tree_of(file)
+    for part in name.split("."):
+        body: list[ast.stmt] = getattr(found, "body", [])
+        named = [
+            n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == part
+        ]
+        if not named:
+            raise LookupError(f"{file} has no {name}")
+        found = named[-1]
+    assert isinstance(found, ast.FunctionDef | ast.ClassDef)
+    return found
+
+
+@cache
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
+
+
+def calls_of(file: str, name: str, above: frozenset[str] = frozenset()) -> list[str]:
+    """Names called and handed on by a function, in order, through functions of its file."""
+    function = definition(file, name)
+    found = []
+    for node in (node for statement in function.body for node in _in_order(statement)):
+        if isinstance(node, ast.Name):
+            called, homes = node.id, [f"{name}.{node.id}", node.id]
+        else:
+            called = node.attr
+            is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+            homes = [f"{cls}.{called}" for cls in classes_of(file, name)] if is_own else []
+        found.append(called)
+        for home in homes:
+            if home != name and home not in above and is_defined(file, home):
+                found += calls_of(file, home, above | {name})
+                break
+    return found
+
+
+def classes_of(file: str, name: str) -> list[str]:
+    """The class that the method ``name`` is of, and its bases of the same file."""
+    cls = name.partition(".")[0]
+    if not is_defined(file, cls) or not isinstance(found := definition(file, cls), ast.ClassDef):
+        return []
+    bases = [base.id for base in found.bases if isinstance(base, ast.Name)]
+    return [cls, *(above for base in bases for above in classes_of(file, base))]
+
+
+def is_defined(file: str, name: str) -> bool:
+    """Whether ``name`` is a function or class of ``file``."""
+    try:
+        definition(file, name)
+    except LookupError:
+        return False
+    return True
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
+    """Names and attributes in the order in which they stand; not those of inner functions."""
+    if isinstance(node, ast.FunctionDef):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _in_order(child)
+    if isinstance(node, ast.Name | ast.Attribute):
+        yield node
+
+
+def diagram() -> Iterator[str]:
+    """Packages and the imports between them as lines of a Mermaid flow chart."""
+    imported = package_imports()
+    rows: dict[str, list[str]] = {"megatron/training": [], "megatron/core": []}
+    for package in imported:
+        rows["megatron/" + package.split(".")[0]].append(package)
+    for title, packages in rows.items():
+        yield f"  subgraph {title}"
+        yield from (f"    {p.replace('.', '_')}[{p.partition('.')[2]}]" for p in sorted(packages))
+        yield "  end"
+    for package in sorted(imported):
+        others = imported[package]
+        follows = {far for near in others for far in _reached(near, imported)}
+        for other in sorted(others - follows):
+            yield f"  {package.replace('.', '_')} --> {other.replace('.', '_')}"
+
+
+def _reached(package: str, imported: Mapping[str, set[str]]) -> set[str]:
+    """Everything that ``package`` imports through others."""
+    found: set[str] = set()
+    todo = [*imported[package]]
+    while todo:
+        here = todo.pop()
+        if here not in found:
+            found.add(here)
+            todo += imported[here]
+    return found
+
+
+def package_imports() -> dict[str, set[str]]:
+    """Package -> packages it imports, such as ``core.optimizer``; loose files are left out."""
+    found: dict[str, set[str]] = {}
+    for file in sorted((ROOT / "megatron").rglob("*.py")):
+        here = _package(".".join(file.relative_to(ROOT).with_suffix("").parts))
+        if here is None or here == "training.datasets":  # an import path of Megatron-LM alone
+            continue
+        others = found.setdefault(here, set())
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names)):
+                    there = _package(name + ".x")
+                    if there is not None and there != here:
+                        others.add(there)
+    return {here: others & found.keys() for here, others in found.items()}
+
+
+def _package(module: str) -> str | None:
+    parts = module.split(".")
+    if parts[0] != "megatron" or parts[1] not in ("core", "training") or len(parts) < 4:
+        return None
+    return f"{parts[1]}.{parts[2]}" if (ROOT / "/".join(parts[:3])).is_dir() else None
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")
