@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import megatron.training.process.early_sigterm  # noqa: F401  (before the imports that take seconds)
+from megatron.training.process import early_sigterm  # before the imports that take seconds
+
+if __name__ == "__main__":
+    early_sigterm.begin_imports()
 
 # isort: split
 from collections.abc import Iterator
@@ -38,6 +41,7 @@ def forward_step(data_iterator: Iterator[Any] | None, model: T5Model) -> tuple[T
 
 
 if __name__ == "__main__":
+    early_sigterm.end_imports()
     train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
     pretrain(
         train_valid_test_datasets_provider,

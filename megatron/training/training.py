@@ -31,7 +31,6 @@ from megatron.training.initialize import (
 from megatron.training.loop import train
 from megatron.training.memory.report import report_oom
 from megatron.training.memory.warmup import make_optimizer_state, rehearse
-from megatron.training.process.early_sigterm import end_of_imports
 from megatron.training.process.failure_watch import failure_watch
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime import setup
@@ -60,7 +59,6 @@ _OWN_LOOP = (
 __getattr__ = lazy_exports(
     __name__, dict.fromkeys(_OWN_LOOP, "megatron.training.compat.train_loop")
 )
-end_of_imports()  # entry scripts import this last
 
 
 def pretrain(

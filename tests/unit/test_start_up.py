@@ -52,3 +52,33 @@ def test_a_star_imports_what_is_left_out() -> None:
     exec("from megatron.core.extensions.transformer_engine import *", found)
     assert {"ColumnParallelLinear", "checkpoint", "TENorm", "SplitAlongDim"} <= found.keys()
     assert "random" not in found  # a script's own module of this name
+
+
+_COLLECTOR = """
+import gc
+def refuse(): raise AssertionError("an import switches the garbage collector")
+gc.disable = gc.enable = gc.freeze = refuse
+import pretrain_bert, pretrain_gpt, pretrain_mamba, pretrain_t5
+"""
+
+
+def test_an_import_leaves_the_garbage_collector_as_it_is() -> None:
+    subprocess.run([sys.executable, "-c", _COLLECTOR], cwd=ROOT, check=True)
+
+
+_PROGRAM = """
+import gc, runpy
+from unittest import mock
+calls = mock.Mock()
+def stop(*_, **__): raise SystemExit(f"{calls.mock_calls}")
+with mock.patch("megatron.training.process.early_sigterm.gc", calls):
+    import megatron.training.training as training
+    training.pretrain = stop
+    runpy.run_path("pretrain_gpt.py", run_name="__main__")
+"""
+
+
+def test_a_program_imports_without_the_garbage_collector() -> None:
+    command = [sys.executable, "-c", _PROGRAM]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stderr
+    assert said.strip() == "[call.disable(), call.freeze(), call.enable()]"

@@ -3,9 +3,6 @@
 For the first line of a program: the imports behind it take seconds, and a launcher may want to
 stop by then, or may end (`megatron.training.process.launcher_watch`).  Where the flag stands in a
 --yaml-cfg file, the handler comes with start-up.
-
-Until `end_of_imports` nobody looks for garbage: imports make none, and looking takes a fifth of
-their time.
 """
 
 from __future__ import annotations
@@ -19,12 +16,18 @@ from megatron.training.process.signals import catch_stop_signal
 end_with_launcher()
 if "--exit-signal-handler" in sys.argv:
     catch_stop_signal()
-_was_enabled = gc.isenabled()
-gc.disable()
 
 
-def end_of_imports() -> None:
-    """Look for garbage again, but not among what has been imported."""
+def begin_imports() -> None:
+    """Switch the garbage collector off, for the imports of a program.
+
+    Imports make no garbage, and collections would take a fifth of their time.  A program calls this
+    under ``__name__ == "__main__"``: a module that is imported leaves the collector as it is.
+    """
+    gc.disable()
+
+
+def end_imports() -> None:
+    """Switch the garbage collector on again; it does not look at what was imported until now."""
     gc.freeze()
-    if _was_enabled:
-        gc.enable()
+    gc.enable()
