@@ -194,6 +194,18 @@ def test_groups_that_follow_from_others_need_not_be_given(world_of_16: int) -> N
         ProcessGroupCollection(tpx=tp)
 
 
+@pytest.mark.parametrize("world_of_16", [9], indirect=True)
+def test_reading_a_group_creates_none(world_of_16: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tp = HyperCommGrid([16], ["tp"]).create_pg("tp")
+    assert tp is not None
+    parallel_state.initialize_model_parallel(2)
+    own, some = ProcessGroupCollection(tp=tp), ProcessGroupCollection.use_mpu_process_groups(["tp"])
+    monkeypatch.setattr(dist, "new_group", None)
+    for groups in (own, some):
+        assert members(groups.pp) == members(groups.inter_dist_opt) == [9]
+    assert members(own.dp) == [9]
+
+
 def test_a_program_without_torch_distributed_is_alone() -> None:
     assert ProcessGroupCollection().dp_cp.size() == 1
     with pytest.raises(AttributeError, match="dense_grid"):

@@ -24,6 +24,7 @@ MAX_LAYERS = 100_000  # far more than any model has; plans and checks list the l
 class Option:
     """How one field is spelt on the command line."""
 
+    # What giving the flag does: for a field that is on by default, what switching it off does.
     help: str
     group: str  # heading in --help
     flag: str | None = None  # None: derived from the field name

@@ -100,8 +100,16 @@ class OptimizerConfig:
     overlap_cpu_optimizer_d2h_h2d: bool = _training(
         False, "Overlap host-device copies with the optimizer step on the CPU."
     )
-    pin_cpu_grads: bool = _training(True, "Do not pin the gradients in host memory.")
-    pin_cpu_params: bool = _training(True, "Do not pin the parameters in host memory.")
+    pin_cpu_grads: bool = _training(
+        True,
+        "Copy gradients to pageable host memory; by default --optimizer-cpu-offload pins "
+        "(page-locks) their host memory, so that copies overlap with computation.",
+    )
+    pin_cpu_params: bool = _training(
+        True,
+        "Keep parameters in pageable host memory; by default --optimizer-cpu-offload pins "
+        "(page-locks) their host memory, so that copies overlap with computation.",
+    )
     lr: float | None = _learning_rate(None, "Peak learning rate.")
     min_lr: float = _learning_rate(0.0, "Minimum learning rate after warmup.")
     decoupled_lr: float | None = _learning_rate(

@@ -36,8 +36,9 @@ class ProcessGroupCollection:
 
     Names: axes joined by ``_``; ``expt_`` marks the grid of expert layers.  `create_process_groups`
     sets all of them.  A program that brings groups of its own gives those it has, here or by
-    assignment; of the others, those that follow from them are filled in when they are first read,
-    and AttributeError names the rest.
+    assignment, after init_process_group; of the others, those that follow from them are filled in
+    when they are first read, and AttributeError names the rest.  Reading creates no process group:
+    the one of this rank alone, for axes that are off, exists since construction.
     """
 
     tp: ProcessGroup
@@ -69,10 +70,13 @@ class ProcessGroupCollection:
     world: ProcessGroup
     dense_grid: RankGrid
     expert_grid: RankGrid
+    _alone: ProcessGroup  # this rank by itself, where other groups are not given
 
-    def __init__(self, **groups: Any) -> None:
+    def __init__(self, **groups: ProcessGroup | RankGrid) -> None:
         for name, group in groups.items():
             setattr(self, name, group)
+        if self.__dataclass_fields__.keys() - groups.keys() > {"_alone"}:
+            self._alone = _this_rank_alone(groups.values())
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dataclass_fields__:
@@ -94,9 +98,9 @@ class ProcessGroupCollection:
     def _that_follows(self, name: str) -> ProcessGroup:
         """Group ``name``, from those that were given."""
         if name in _MAY_BE_OFF:
-            return self._alone()
+            return self._alone
         if name == "world":
-            return dist.group.WORLD or self._alone()
+            return dist.group.WORLD or self._alone
         if name in _JOINS:
             parts = [getattr(self, part) for part in _JOINS[name]]
             large = [group for group in parts if group.size() > 1]
@@ -111,7 +115,7 @@ class ProcessGroupCollection:
         elif name == "dp" and "dp_cp" in self.__dict__ and self.cp.size() == 1:
             return self.dp_cp
         elif name == "dp" and self.tp.size() * self.pp.size() * self.cp.size() == self.world.size():
-            return self._alone()
+            return self._alone
         elif name == "expt_dp" and self.ep.size() == 1 and self.expt_tp is self.tp:
             return self.dp_cp
         elif name == "embd" and self.pp.size() <= 2:
@@ -120,15 +124,6 @@ class ProcessGroupCollection:
             f"ProcessGroupCollection: {name!r} is asked for, but was not given and does not follow "
             f"from {', '.join(self.__dict__)}"
         )
-
-    def _alone(self) -> ProcessGroup:
-        """This rank by itself."""
-        for group in vars(self).values():
-            if isinstance(group, ProcessGroup) and group.size() == 1:
-                return group
-        if not dist.is_initialized():
-            return ProcessGroup(0, 1)
-        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
     @classmethod
     def use_mpu_process_groups(
@@ -141,7 +136,8 @@ class ProcessGroupCollection:
             )
         if required_pgs is None:
             return _installed
-        return cls(**{name: getattr(_installed, name) for name in required_pgs})
+        alone = _this_rank_alone(vars(_installed).values())
+        return cls(_alone=alone, **{name: getattr(_installed, name) for name in required_pgs})
 
     @property
     def is_first_stage(self) -> bool:
@@ -152,6 +148,16 @@ class ProcessGroupCollection:
     def is_last_stage(self) -> bool:
         """Whether this rank computes the loss."""
         return self.pp.rank() == self.pp.size() - 1
+
+
+def _this_rank_alone(groups: Iterable[object]) -> ProcessGroup:
+    """One of ``groups`` that has this rank alone, else a new one.  Not collective."""
+    for group in groups:
+        if isinstance(group, ProcessGroup) and group.size() == 1:
+            return group
+    if not dist.is_initialized():
+        return ProcessGroup(0, 1)
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 _installed: ProcessGroupCollection | None = None  # what `parallel_state` answers from
