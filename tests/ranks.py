@@ -118,7 +118,7 @@ def default_backend(world_size: int) -> str:
     """nccl beside gloo where every rank has a GPU of its own, else gloo."""
     if host_gpu.is_asked():
         return "cpu:gloo,cuda:gloo"
-    return "cpu:gloo,cuda:nccl" if device.gpu_count() >= world_size else "gloo"
+    return "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= world_size else "gloo"
 
 
 @cache

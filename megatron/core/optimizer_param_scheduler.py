@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 from megatron.core.config.errors import CheckpointError, ConfigError
 
@@ -196,6 +196,23 @@ def schedule_lengths(
     )
 
 
+class ScheduledGroup(TypedDict, total=False):
+    """What the scheduler reads and writes in a parameter group."""
+
+    lr: float
+    weight_decay: float
+    lr_mult: float
+    wd_mult: float
+    max_lr: float
+    min_lr: float
+    is_decoupled_lr: bool
+
+
+class _Optimizer(Protocol):
+    @property
+    def param_groups(self) -> Sequence[ScheduledGroup]: ...
+
+
 class _Field(NamedTuple):
     """An entry of the saved state: where it lives, its older names, the flag that sets it."""
 
@@ -241,7 +258,7 @@ class OptimizerParamScheduler:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: _Optimizer,
         init_lr: float,
         max_lr: float,
         min_lr: float,
@@ -285,7 +302,7 @@ class OptimizerParamScheduler:
         """The rate of ordinary groups after ``num_samples``."""
         return self.lr.at(num_samples)
 
-    def get_lr(self, param_group: dict[str, Any]) -> float:
+    def get_lr(self, param_group: ScheduledGroup) -> float:
         """The present rate of a group, before its ``lr_mult``."""
         return self.lr.at(self.num_steps, param_group.get("max_lr"), param_group.get("min_lr"))
 
@@ -306,11 +323,11 @@ class OptimizerParamScheduler:
             group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
             group["weight_decay"] = wd * group.get("wd_mult", 1.0)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float | str]:
         """Progress, and the schedule it was made on."""
         return {**self._values(), "num_steps": self.num_steps}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, float | str]) -> None:
         """Continue from a checkpoint.
 
         Where its schedule differs from this run's, the run's wins with ``override``, the
@@ -334,7 +351,7 @@ class OptimizerParamScheduler:
         self.num_steps = int(_first(state_dict, *_NUM_STEPS))
         self.step(0)
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, float | str]:
         schedules = {"lr": vars(self.lr), "wd": vars(self.wd)}
         return {f.key: schedules[f.schedule][f.attribute] for f in _FIELDS}
 
@@ -344,7 +361,7 @@ class OptimizerParamScheduler:
         wd = {f.attribute: changes[f.key] for f in changed if f.schedule == "wd"}
         self.lr, self.wd = replace(self.lr, **lr), replace(self.wd, **wd)
 
-    def _mismatch(self, changes: dict[str, Any]) -> str:
+    def _mismatch(self, changes: Mapping[str, object]) -> str:
         now = self._values()
         shown = "; ".join(
             f"{f.flag} {changes[f.key]} -> {now[f.key]}" for f in _FIELDS if f.key in changes
@@ -356,14 +373,14 @@ class OptimizerParamScheduler:
         )
 
 
-def _saved_value(state_dict: dict[str, Any], field: _Field) -> Any:
+def _saved_value(state_dict: Mapping[str, float | str], field: _Field) -> float | str | None:
     """The entry under its name or an older one; None where an old checkpoint has none."""
     if field.schedule == "wd" and field.key not in state_dict:
         return None  # older checkpoints did not save the weight decay
     return _first(state_dict, field.key, *field.aliases)
 
 
-def _first(state_dict: dict[str, Any], *names: str) -> Any:
+def _first(state_dict: Mapping[str, float | str], *names: str) -> float | str:
     """The entry under the first of ``names`` that is there."""
     for name in names:
         if name in state_dict:

@@ -164,7 +164,7 @@ def test_memory_of_another_micro_batch_is_noticed(tmp_path: Path, broken: Any) -
 @pytest.mark.parametrize("name", CASES)
 def test_graphs_of_a_gpu_train_alike(tmp_path: Path, name: str) -> None:
     ranks, *_, flags = CASES[name]
-    if device.gpu_count() < ranks:
+    if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     on_gpu = (*flags, "--device", "cuda")
     eager, _ = metrics(tmp_path / "eager", ranks, *on_gpu, run=train_gpt)
@@ -208,6 +208,6 @@ def draw_in_a_graph(rank: int, world_size: int) -> None:
 
 
 def test_a_graph_of_a_gpu_draws_what_python_draws() -> None:
-    if device.gpu_count() < 1:
+    if torch.cuda.device_count() < 1:
         pytest.skip("needs a GPU")
     run_ranks(draw_in_a_graph, 1)

@@ -11,18 +11,27 @@ import functools
 import gc
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from megatron.core.device import process_memory
 from megatron.core.rank_local import each_rank_owns
 
+if TYPE_CHECKING:
+    from torch._C import _cuda_CUDAAllocator as Allocator
+    from torch.cuda import _POOL_HANDLE as GraphPool
+    from torch.cuda import Event as Event
+    from torch.cuda import MemPool as MemPool
+    from torch.cuda import Stream as Stream
+
+    Moment = float | Event  # on the CPU the clock of the process
+
 Kind = Literal["cpu", "cuda"]
 CPU: Kind = "cpu"
 _current = torch.device("cpu")
 _imagined: Kind | None = None  # inside `simulate_device`
-_own_stream: Any = None  # in place of the default one
+_own_stream: Stream | None = None  # in place of the default one
 each_rank_owns(__name__, "_current", "_imagined", "_own_stream")
 
 
@@ -87,11 +96,6 @@ def _has_gpu() -> bool:
     return _current.type == "cuda"
 
 
-def gpu_count() -> int:
-    """GPUs visible to this process."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
 def default_backend() -> str:
     """The collective library that fits the device."""
     return "nccl" if is_cuda() else "gloo"
@@ -138,7 +142,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def moment() -> Any:
+def moment() -> Moment:
     """A point in the work of the device, for `seconds_between`."""
     if not _has_gpu():
         return time.perf_counter()
@@ -147,10 +151,12 @@ def moment() -> Any:
     return event
 
 
-def seconds_between(begin: Any, end: Any) -> float:
+def seconds_between(begin: Moment, end: Moment) -> float:
     """From one `moment` to a later one; waits until the device is there."""
-    if not _has_gpu():
-        return float(end - begin)
+    if isinstance(begin, float):
+        assert isinstance(end, float), "the device changed between two moments"
+        return end - begin
+    assert not isinstance(end, float), "the device changed between two moments"
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1000
 
@@ -208,12 +214,12 @@ def total_memory(ranks_here: int = 1) -> int:
     return process_memory.available_to_job() // ranks_here
 
 
-def memory_pool(allocator: Any) -> Any:
+def memory_pool(allocator: Allocator) -> MemPool:
     """A pool of device memory that ``allocator`` serves, for `allocating_from`."""
     return torch.cuda.MemPool(allocator)
 
 
-def allocating_from(pool: Any) -> contextlib.AbstractContextManager[None]:
+def allocating_from(pool: MemPool) -> contextlib.AbstractContextManager[None]:
     """Let this thread's allocations inside come from ``pool``."""
     return torch.cuda.use_mem_pool(pool)
 
@@ -242,7 +248,7 @@ def manual_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def side_stream() -> Any:
+def side_stream() -> Stream | None:
     """A stream beside the present one, behind all that is queued there; None on the CPU."""
     if not _has_gpu():
         return None
@@ -251,30 +257,30 @@ def side_stream() -> Any:
     return stream
 
 
-def join_stream(stream: Any) -> None:
+def join_stream(stream: Stream | None) -> None:
     """Let the present stream wait for ``stream`` (from `side_stream`)."""
     if stream is not None:
         torch.cuda.current_stream().wait_stream(stream)
 
 
-def wait_stream(stream: Any) -> None:
+def wait_stream(stream: Stream | None) -> None:
     """Let ``stream`` (from `side_stream`) wait for what is queued on the present one."""
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
 
 
-def wait_event(marked: Any) -> None:
+def wait_event(marked: Event | None) -> None:
     """Let the present stream wait until the device is at a `record_event`; the host goes on."""
     if marked is not None:
         torch.cuda.current_stream().wait_event(marked)
 
 
-def record_event() -> Any:
+def record_event() -> Event | None:
     """The end of what is queued on the present stream, for `wait_for`; None on the CPU."""
     return torch.cuda.current_stream().record_event() if _has_gpu() else None
 
 
-def wait_for(marked: Any) -> None:
+def wait_for(marked: Event | None) -> None:
     """Wait on the host until the device is at a `record_event`."""
     if marked is not None:
         marked.synchronize()
@@ -286,7 +292,7 @@ def finish_stream() -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
+def on_stream(stream: Stream | None) -> contextlib.AbstractContextManager[None]:
     """Run the block on ``stream`` (from `side_stream`)."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
@@ -341,7 +347,7 @@ class Graph:
     ``streams`` are those that may be drawn from inside.
     """
 
-    def __init__(self, pool: Any, streams: Iterable[RandomStream] = ()) -> None:
+    def __init__(self, pool: GraphPool, streams: Iterable[RandomStream] = ()) -> None:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
         for stream in streams:
             if stream.generator is not None:
@@ -371,7 +377,7 @@ def records_graphs() -> bool:
     return _has_gpu()
 
 
-def graph_pool() -> Any:
+def graph_pool() -> GraphPool:
     """Memory that graphs share."""
     return torch.cuda.graph_pool_handle()
 
@@ -382,9 +388,9 @@ def leave_default_stream() -> None:
     What is recorded meets autograd's nodes of parameters; all of them have to be of this stream.
     """
     global _own_stream
-    if _has_gpu() and _own_stream is None:
-        _own_stream = side_stream()
-        torch.cuda.set_stream(_own_stream)
+    if _own_stream is None and (stream := side_stream()) is not None:
+        _own_stream = stream
+        torch.cuda.set_stream(stream)
 
 
 @contextlib.contextmanager
@@ -400,18 +406,6 @@ def about_to_record() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def nvtx_push(name: str) -> None:
-    """Open a profiler range."""
-    if _has_gpu():
-        torch.cuda.nvtx.range_push(name)
-
-
-def nvtx_pop() -> None:
-    """Close the newest profiler range."""
-    if _has_gpu():
-        torch.cuda.nvtx.range_pop()
 
 
 def profiler_start() -> None:
@@ -440,7 +434,7 @@ def record_memory_history(oom_path: str) -> None:
     """Record allocations for `dump_memory_history`; write ``oom_path`` when one fails."""
     if _has_gpu():
         torch.cuda.memory._record_memory_history(max_entries=100_000)
-        observe = torch._C._cuda_attach_out_of_memory_observer
+        observe = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]
         observe(lambda *_: dump_memory_history(oom_path))
 
 

@@ -1,8 +1,6 @@
-"""Numbers that the host will want later: it does not wait for the device meanwhile."""
+"""Copy device values to pinned host memory without blocking; read them later."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor
 
@@ -18,8 +16,13 @@ class AsyncHostCopy:
         self._here.copy_(tensor, non_blocking=True)
         self._arrived = device.record_event()
 
-    def get(self) -> Any:
-        """The number, or nested lists of them; waits for what was queued before it was made."""
+    def get(self) -> float:
+        """The value of a scalar; waits for what was queued before the copy was made."""
         device.wait_for(self._arrived)
-        # A number by itself the planner knows how to read.
-        return self._here.tolist() if self._here.dim() else self._here.item()
+        return self._here.item()
+
+    def get_ints(self) -> list[int]:
+        """The values of a vector of integers; waits as `get` does."""
+        device.wait_for(self._arrived)
+        values: list[int] = self._here.tolist()
+        return values

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def init() -> None:
     os.environ.update(_ENVIRONMENT)
 
 
-def create_nccl_mem_pool(symmetric: bool | None = None) -> Any:
+def create_nccl_mem_pool(symmetric: bool | None = None) -> device.MemPool:
     """A pool of memory that NCCL allocates, for the device of this process."""
     if symmetric:
         raise ConfigError("create_nccl_mem_pool(symmetric=True): symmetric memory is not supported")
@@ -51,15 +52,20 @@ class MultiGroupMemPoolAllocator:
     Collective over each of ``groups``.
     """
 
-    def __init__(self, pool: Any, groups: Iterable[ProcessGroup]) -> None:
+    def __init__(self, pool: device.MemPool, groups: Iterable[ProcessGroup]) -> None:
         self.pool, self.groups = pool, list(dict.fromkeys(groups))
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
         self._stack.enter_context(device.allocating_from(self.pool))
 
-    def __exit__(self, *exception: Any) -> None:
-        self._stack.__exit__(*exception)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
         for group in self.groups:
             # A communicator is created by its first collective, and has to exist.
             dist.all_reduce(torch.zeros(1, device=device.current()), group=group)
@@ -74,5 +80,5 @@ def registered_memory(groups: Sequence[ProcessGroup]) -> AbstractContextManager[
     return MultiGroupMemPoolAllocator(create_nccl_mem_pool(), wide)
 
 
-def _backend(group: ProcessGroup) -> Any:
+def _backend(group: ProcessGroup) -> Any:  # NCCL's, which a build without CUDA does not have
     return group._get_backend(device.current())

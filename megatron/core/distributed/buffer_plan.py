@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import torch
 
 from megatron.core.distributed.buckets import (
     PARAM_ALIGNMENT,
@@ -24,8 +26,8 @@ from megatron.core.distributed.sharding import num_instances
 class BufferKey(NamedTuple):
     """Gradients that share a buffer."""
 
-    param_dtype: Any  # torch's, or whatever the planner calls them
-    grad_dtype: Any
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
     is_expert: bool
     travels_as_codes: bool = False
 
@@ -57,7 +59,6 @@ class BufferPlan:
     key: BufferKey
     members: tuple[int, ...]
     layout: BufferLayout
-    num_shares: int  # ranks that a bucket is divided over: 1 unless sharded
 
 
 def plan_buffers(
@@ -101,5 +102,5 @@ def plan_buffers(
             ),
             alone=[n for n, i in enumerate(indices) if params[i].is_alone],
         )
-        plans.append(BufferPlan(key, tuple(indices), layout, num_sharers if is_sharded else 1))
+        plans.append(BufferPlan(key, tuple(indices), layout))
     return plans

@@ -40,7 +40,7 @@ class DataParallelBase(nn.Module, ABC):
         self.module = module
         self.groups = groups
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> object:
         return self.module(*inputs, **kwargs)
 
     @abstractmethod
@@ -48,7 +48,7 @@ class DataParallelBase(nn.Module, ABC):
         """Backward passes inside only add to the gradients; more will follow."""
 
     @abstractmethod
-    def start_grad_sync(self, *_: Any) -> None:
+    def start_grad_sync(self, *_: object) -> None:
         """Start the collectives not under way yet.  Collective over data-parallel ranks."""
 
     @abstractmethod
@@ -72,6 +72,21 @@ class DataParallelBase(nn.Module, ABC):
 
         Of a sharded parameter it is the part that this rank owns; a parameter of which it owns
         nothing may be left out.  None for one that has had no gradient.
+        """
+
+    @abstractmethod
+    def owned_parts(self) -> Iterator[tuple[nn.Parameter, int, int]]:
+        """Yield (parameter, start, stop): the elements that this rank's optimizer updates.
+
+        The range is of this rank's part of the parameter, flattened row by row; at most one range
+        per parameter.  Only parameters whose update is divided over ranks have one.
+        """
+
+    @abstractmethod
+    def start_param_sync(self) -> None:
+        """All-gather the parameters, after this rank has updated the elements that it owns.
+
+        Collective over data-parallel ranks.
         """
 
     def spans_by_rank(self) -> Iterator[tuple[nn.Parameter, list[tuple[int, int]]]]:
@@ -102,6 +117,6 @@ class DataParallelBase(nn.Module, ABC):
         self.finish_param_sync()
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> object:
         """Load the module."""
         return self.module.load_state_dict(*args, **kwargs)

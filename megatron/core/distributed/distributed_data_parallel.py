@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,7 +100,7 @@ class DistributedDataParallel(DataParallelBase):
         finally:
             self.is_last_microbatch = before
 
-    def start_grad_sync(self, *_: Any) -> None:
+    def start_grad_sync(self, *_: object) -> None:
         while self._next < len(self.buckets):
             self._start_next()
 
@@ -299,7 +298,7 @@ class DistributedDataParallel(DataParallelBase):
             if count > 0:
                 module.register_forward_pre_hook(partial(self._on_forward, count))
 
-    def _on_forward(self, count: int, *_: Any) -> None:
+    def _on_forward(self, count: int, *_: object) -> None:
         self.param_gather.finish(count)
 
     def _open_to_layers(self) -> None:

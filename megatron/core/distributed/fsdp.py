@@ -28,7 +28,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,7 +96,7 @@ class FullyShardedDataParallel(DataParallelBase):
         for name, param in module.named_parameters():
             set_info(param, records[name])
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> object:
         output = self.module(*inputs, **kwargs)
         if not torch.is_grad_enabled():  # no backward pass will drop what was gathered
             for unit in self.units:
@@ -120,7 +119,7 @@ class FullyShardedDataParallel(DataParallelBase):
             root.set_requires_all_reduce(True)
             root.set_reshard_after_backward(True)
 
-    def start_grad_sync(self, *_: Any) -> None:
+    def start_grad_sync(self, *_: object) -> None:
         """Nothing: the backward pass has reduced what it has finished."""
 
     def finish_grad_sync(self) -> None:
@@ -181,6 +180,7 @@ class FullyShardedDataParallel(DataParallelBase):
         """Take what other instances have updated.  Collective over inter_dist_opt, unit by unit."""
         group, done = self.groups.inter_dist_opt, set[nn.Parameter]()
         for unit in self.units:
+            assert isinstance(unit, nn.Module)  # fully_shard adds FSDPModule to its bases
             params = [p for p in unit.parameters() if p.requires_grad and p not in done]
             if not params:
                 continue
@@ -259,7 +259,7 @@ class FullyShardedDataParallel(DataParallelBase):
     def _watch(self, unit: nn.Module, names: dict[tuple[nn.Module, str], str]) -> None:
         """Look at the gradients of ``unit`` from its first forward pass on: then they are whole."""
 
-        def begin(*_: Any) -> None:
+        def begin(*_: object) -> None:
             handle.remove()
             for (part, attribute), name in names.items():
                 param = part.get_parameter(attribute)

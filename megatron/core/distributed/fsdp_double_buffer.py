@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 _BUFFERS = 2
+Size = Sequence[int | torch.SymInt]  # as FSDP2 writes it; the sizes here are integers
 
 
 class DoubleBuffers:
@@ -35,9 +36,9 @@ class DoubleBuffers:
         self._allocate = allocate
         self._kept: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
-    def take(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def take(self, size: Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor of ``size`` in a free buffer; in memory of its own where both are in use."""
-        numel = prod(size)
+        numel = prod(map(int, size))
         buffers = self._kept.setdefault((numel, dtype, device), [])
         for place, buffer in enumerate(buffers):
             if _references(buffer) == _references_of_new():
@@ -59,8 +60,8 @@ class BufferedAllGather(DefaultAllGather):
     def __init__(self, buffers: DoubleBuffers) -> None:
         self._buffers = buffers
 
-    def allocate(self, size: Sequence[Any], **options: Any) -> Tensor:
-        return self._buffers.take(size, **options)
+    def allocate(self, size: Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._buffers.take(size, dtype=dtype, device=device)
 
 
 class BufferedReduceScatter(DefaultReduceScatter):
@@ -73,15 +74,22 @@ class BufferedReduceScatter(DefaultReduceScatter):
         self._buffers = buffers
         self._has_input = False
 
-    def allocate(self, size: Sequence[Any], **options: Any) -> Tensor:
+    def allocate(self, size: Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._has_input:
-            return super().allocate(size, **options)
+            return super().allocate(size, dtype=dtype, device=device)
         self._has_input = True
-        return self._buffers.take(size, **options)
+        return self._buffers.take(size, dtype=dtype, device=device)
 
-    def __call__(self, *tensors: Any, **options: Any) -> Any:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: ReduceOp | ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> Work:
         self._has_input = False
-        return super().__call__(*tensors, **options)
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
 def _references(buffer: Tensor) -> int:

@@ -73,7 +73,7 @@ class Reduction:
         return self.group.size() * (1 if self.outer is None else self.outer.size())
 
     @property
-    def op(self) -> Any:
+    def op(self) -> dist.ReduceOp.RedOpType:
         """The operation of the collectives."""
         return dist.ReduceOp.AVG if self.average_in_collective else dist.ReduceOp.SUM
 
@@ -156,7 +156,7 @@ class GradBucket:
         self._share = data.view(group.size(), -1)[group.rank()]
         self.is_started = self.is_finished = False
         self._missing = set(self.slots)  # gradients that the last backward pass has not finished
-        self._work: Any = None
+        self._work: dist.Work | None = None
         self._is_finite: AsyncHostCopy | None = None
 
     def mark_ready(self, slot: GradSlot) -> bool:

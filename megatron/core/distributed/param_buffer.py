@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ class ParamBucket:
         self.params = tuple(params)
         self.group = group
         self.keeps_values = True  # False (codes only): values are freed between updates
-        self._work: Any = None
+        self._work: dist.Work | None = None
 
     def start(self) -> None:
         """Start the all-gather of the ranks' shares.  Collective over the bucket's group."""
@@ -174,13 +174,13 @@ class ParamBuffer:
         weight_group: ProcessGroup,
     ) -> None:
         first = params[0]
-        options = {"dtype": first.dtype, "device": first.device}
+        zeros = partial(torch.zeros, dtype=first.dtype, device=first.device)
         is_codes = info_of(first).travels_as_codes
-        whole = None if is_codes else torch.zeros(layout.numel, **options)
+        whole = None if is_codes else zeros(layout.numel)
         self.buckets: list[ParamBucket] = []
         for bucket in layout.buckets:
             start, stop = bucket.start, bucket.stop
-            data = torch.zeros(stop - start, **options) if whole is None else whole[start:stop]
+            data = zeros(stop - start) if whole is None else whole[start:stop]
             held = [params[i] for i in bucket.params]
             spans = [(a - start, b - start) for a, b in (layout.spans[i] for i in bucket.params)]
             for param, (a, b) in zip(held, spans, strict=True):

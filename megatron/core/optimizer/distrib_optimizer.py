@@ -16,17 +16,19 @@ the all-gathers of the wrapper, chunk by chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.distributed.data_parallel_base import DataParallelBase
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.sharding import shares_instances
+from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.mixed_precision import OptimizedParam, Part, copy_main_to_model
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 
 
@@ -39,13 +41,15 @@ class DistributedOptimizer(MegatronOptimizer):
         self,
         config: OptimizerConfig,
         names: dict[nn.Parameter, str],
-        param_groups: Sequence[dict[str, Any]],
+        param_groups: Sequence[ParamGroup],
         groups: ProcessGroupCollection,
         *,
         model_chunks: Sequence[nn.Module],
-        **options: Any,
+        spans: Mapping[nn.Parameter, Sequence[tuple[int, int]]],
+        grad_scaler: GradScaler | None = None,
+        check_for_nan: bool = False,
     ) -> None:
-        self.model_chunks: list[Any] = [_sharded(chunk) for chunk in model_chunks]
+        self.model_chunks = [_sharded(chunk) for chunk in model_chunks]
         copy, num_copies = groups.inter_dist_opt.rank(), groups.inter_dist_opt.size()
         if any(shares_instances(chunk.ddp_config) for chunk in self.model_chunks):
             copy, num_copies = 0, 1
@@ -60,7 +64,9 @@ class DistributedOptimizer(MegatronOptimizer):
                 for chunk in self.model_chunks
                 for param, start, stop in chunk.owned_parts()
             },
-            **options,
+            spans=spans,
+            grad_scaler=grad_scaler,
+            check_for_nan=check_for_nan,
         )
         if not all(p.has_main for p in self.params if p.info.travels_as_codes):
             for chunk in self.model_chunks:
@@ -75,6 +81,7 @@ class DistributedOptimizer(MegatronOptimizer):
         with self._timed("optimizer-inner-step"):
             owned = {p.model: p for p in self.params}
             for chunk in self.model_chunks:
+                assert isinstance(chunk, DistributedDataParallel), "FSDP has no buckets"
                 for bucket in chunk.start_param_sync_by_bucket():
                     mine = [owned[param] for param in bucket.params if param in owned]
                     self._step(mine, divisor)

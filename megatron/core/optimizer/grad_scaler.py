@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Mapping
 
 from megatron.core.config.errors import ConfigError
 
@@ -21,11 +21,11 @@ class GradScaler(ABC):
         """Learn whether the last step's gradients overflowed."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         """What a resumed run needs."""
 
     @abstractmethod
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
         """Continue from `state_dict`."""
 
 
@@ -35,10 +35,10 @@ class ConstantGradScaler(GradScaler):
     def update(self, found_inf: bool) -> None:
         return
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         return {"scale": self.scale}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
         """Nothing: the command line's scale is the constant."""
 
 
@@ -84,14 +84,14 @@ class DynamicGradScaler(GradScaler):
             self._overflows_left = self.hysteresis
             self.scale *= self.growth_factor
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         return {
             "scale": self.scale,
             "growth_tracker": self._good_steps,
             "hysteresis_tracker": self._overflows_left,
         }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
         self.scale = float(state_dict["scale"])
         self._good_steps = int(state_dict["growth_tracker"])
         self._overflows_left = int(state_dict["hysteresis_tracker"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from megatron.core.device import cpu_kernels
 from megatron.core.distributed.grad_buffer import gradient_of
 from megatron.core.optimizer.offload import HostBufferSlot, chosen
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.params.param_info import FlatPart, ParamInfo, info_of, local_part
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -83,10 +84,10 @@ class OptimizedParam:
 
 def optimized_params(
     names: dict[nn.Parameter, str],
-    groups: Sequence[dict[str, Any]],
+    groups: Sequence[ParamGroup],
     config: OptimizerConfig,
     parts: Mapping[nn.Parameter, Part] | None = None,
-) -> tuple[list[OptimizedParam], list[dict[str, Any]]]:
+) -> tuple[list[OptimizedParam], list[ParamGroup]]:
     """Return one record per parameter, and ``groups`` with main parameters in place of the model's.
 
     ``parts``: the part of each parameter that this rank updates; other parameters are left out.
@@ -100,7 +101,7 @@ def optimized_params(
         fraction = config.optimizer_offload_fraction
         on_host = dict(zip(every, chosen(numels, fraction), strict=True))
     params: list[OptimizedParam] = []
-    main_groups: list[dict[str, Any]] = []
+    main_groups: list[ParamGroup] = []
     for group, members in zip(groups, mine, strict=True):
         records = [_record(names[p], p, part_of[p], config, on_host[p]) for p in members]
         params.extend(records)

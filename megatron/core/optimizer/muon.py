@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +33,8 @@ from megatron.core.optimizer.newton_schulz import (
     products_in,
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.param_groups import is_matrix
-from megatron.core.optimizer.reduced_precision_state import StateStorage
+from megatron.core.optimizer.param_groups import ParamGroup, is_matrix
+from megatron.core.optimizer.reduced_precision_state import StateChunk, StateStorage
 from megatron.core.optimizer.update_rules import State, UpdateRule
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, info_of
@@ -80,7 +79,7 @@ class Muon(UpdateRule):
 
     def __init__(
         self,
-        groups: Sequence[dict[str, Any]],
+        groups: Sequence[ParamGroup],
         config: OptimizerConfig,
         *,
         scalar: UpdateRule,
@@ -113,8 +112,8 @@ class Muon(UpdateRule):
             return self.scalar.new_state(param)
         return {"momentum_buffer": torch.zeros_like(param, dtype=torch.float32)}
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        self.scalar.update(*args, **kwargs)
+    def update(self, chunk: StateChunk, group: ParamGroup, grad_scale: Tensor | None) -> None:
+        self.scalar.update(chunk, group, grad_scale)
 
     @torch.no_grad()
     def step(self, divisor: float = 1.0, only: Container[nn.Parameter] | None = None) -> None:
@@ -231,9 +230,9 @@ def _to_owners(
             whole[start:stop] = mean
             wholes[number] = whole
     for (number, source), values in received.items():
-        whole = wholes[number]
-        assert whole is not None
-        whole[slice(*batch[number].spans[source])] = values
+        held = wholes[number]
+        assert held is not None
+        held[slice(*batch[number].spans[source])] = values
     return wholes
 
 

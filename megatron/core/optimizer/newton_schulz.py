@@ -60,7 +60,7 @@ def orthogonalize(
     and more.
     """
     is_tall = matrix.shape[0] > matrix.shape[1] if cut is None else cut[0] == 0
-    x = matrix.T if is_tall else matrix
+    x: Tensor = matrix.T if is_tall else matrix
     x = x / _summed(x.square().sum(), cut).sqrt().clamp(min=_EPS) if cut else x / _norm(x)
     for a, b, c in coefficients:
         gram = _summed(x @ x.T, cut)
@@ -69,7 +69,8 @@ def orthogonalize(
 
 
 def _norm(x: Tensor) -> Tensor:
-    return x.norm().clamp(min=_EPS)
+    norm: Tensor = x.norm()
+    return norm.clamp(min=_EPS)
 
 
 def _summed(tensor: Tensor, cut: tuple[int, ProcessGroup] | None) -> Tensor:
@@ -120,9 +121,10 @@ def orthogonalize_share(
 def _matrices(share: Tensor, info: ParamInfo, split_interleaved: bool) -> Sequence[Tensor]:
     """Views of the matrices that lie behind each other (gate, up) or in turn (query, key...)."""
     if info.interleaved and split_interleaved:
-        return share.view(-1, sum(info.interleaved), share.shape[1]).split(info.interleaved, 1)
+        rows = share.view(-1, sum(info.interleaved), share.shape[1])
+        return torch.split(rows, list(info.interleaved), 1)
     dim, total = info.shard_dim or 0, sum(info.blocks)
-    return share.split([share.shape[dim] * block // total for block in info.blocks], dim)
+    return torch.split(share, [share.shape[dim] * block // total for block in info.blocks], dim)
 
 
 def coefficients_of(kind: str, num_steps: int) -> Coefficients:

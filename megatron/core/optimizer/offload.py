@@ -9,7 +9,6 @@ there is no other memory, and nothing of this happens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +45,7 @@ class HostBufferSlot:
         self.result = self.main.data
         if model.dtype != dtype:
             self.result = device.host_like(model, model.dtype, pin=config.pin_cpu_params)
-        self._has_come: Any = None
+        self._has_come: device.Event | None = None
 
     def fetch(self, grad: Tensor) -> None:
         """Start to copy the gradient, on the present stream."""

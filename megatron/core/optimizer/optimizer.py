@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,19 @@ from megatron.core.optimizer.mixed_precision import (
 from megatron.core.optimizer.muon import Muon
 from megatron.core.optimizer.offload import batches
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.reduced_precision_state import StateStorage
-from megatron.core.optimizer.update_rules import RULES, UpdateRule
+from megatron.core.optimizer.update_rules import RULES, RuleState, UpdateRule
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo
+
+
+class OptimizerState(TypedDict, total=False):
+    """`MegatronOptimizer.state_dict`, under Megatron-LM's names."""
+
+    optimizer: RuleState
+    grad_scaler: Mapping[str, float]
+    fp32_from_fp16_params: list[list[Tensor]]
 
 
 class MegatronOptimizer:
@@ -55,7 +64,7 @@ class MegatronOptimizer:
         self,
         config: OptimizerConfig,
         names: dict[nn.Parameter, str],
-        param_groups: Sequence[dict[str, Any]],
+        param_groups: Sequence[ParamGroup],
         groups: ProcessGroupCollection,
         *,
         parts: Mapping[nn.Parameter, Part] | None = None,
@@ -72,11 +81,12 @@ class MegatronOptimizer:
         if any(p.info.part is not None for p in self.params):
             self.is_sharded = True
         self.rule = self._make_rule(main_groups, spans or {})
-        self._copies: Any = None  # stream of the copies between device and offloaded parameters
+        # Stream of the copies between device and offloaded parameters.
+        self._copies: device.Stream | None = None
 
     def _make_rule(
         self,
-        groups: Sequence[dict[str, Any]],
+        groups: Sequence[ParamGroup],
         spans: Mapping[nn.Parameter, Sequence[tuple[int, int]]],
     ) -> UpdateRule:
         """Build the update rule that --optimizer selects."""
@@ -94,7 +104,7 @@ class MegatronOptimizer:
         )
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[ParamGroup]:
         """Groups of main parameters; the scheduler writes ``lr`` and ``weight_decay`` here."""
         return self.rule.param_groups
 
@@ -228,13 +238,13 @@ class MegatronOptimizer:
         copy_model_to_main([p for p in on_host if not p.is_saved_apart])
         self._publish([p for p in self.params if not p.host])
 
-    def scalar_state(self) -> dict[str, Any]:
+    def scalar_state(self) -> dict[str, object]:
         """Return the JSON state that is the same on all ranks: step count, loss scale, groups.
 
         The groups are saved for other programs; a run takes its own from the command line.
         """
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        state: dict[str, Any] = {"step": self.rule.steps_done, "param_groups": groups}
+        state: dict[str, object] = {"step": self.rule.steps_done, "param_groups": groups}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
         return state
@@ -248,9 +258,9 @@ class MegatronOptimizer:
         self.load_scaler_state(state.get("grad_scaler"))
         self._publish_loaded()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> OptimizerState:
         """Return this rank's state, for a run in the same layout.  Main parameters are in fp32."""
-        state: dict[str, Any] = {"optimizer": self.rule.state_dict()}
+        state: OptimizerState = {"optimizer": self.rule.state_dict()}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
         if any(mains := self._mains()):
@@ -261,7 +271,7 @@ class MegatronOptimizer:
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: OptimizerState) -> None:
         """Restore `state_dict`; groups keep this run's hyperparameters, not the saved ones."""
         self.rule.load_state_dict(state_dict["optimizer"])
         self.load_scaler_state(state_dict.get("grad_scaler"))
@@ -283,7 +293,7 @@ class MegatronOptimizer:
         ]
         return [[main for main in group if main is not None] for group in mains]
 
-    def load_scaler_state(self, state_dict: dict[str, Any] | None) -> None:
+    def load_scaler_state(self, state_dict: Mapping[str, float] | None) -> None:
         """Restore the loss scale, if both the run and the checkpoint have one."""
         if self.grad_scaler is not None and state_dict is not None:
             self.grad_scaler.load_state_dict(state_dict)

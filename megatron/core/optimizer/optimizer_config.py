@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+
+import torch
 
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
@@ -184,7 +185,7 @@ class OptimizerConfig:
     # What scripts say of the model once more; the parameters' own dtypes decide.
     fp16: bool = False
     bf16: bool = False
-    params_dtype: Any = None
+    params_dtype: torch.dtype | None = None
 
     @property
     def has_muon(self) -> bool:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from torch import nn
 
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import ScheduledGroup
 from megatron.core.params.param_info import info_of
 
 _HEADS = ("output_layer", "lm_head", "binary_head", "pooler")  # of a model's attributes
 ParamCondition = Callable[[str, nn.Parameter], bool]
+
+
+class ParamGroup(ScheduledGroup, total=False):
+    """Parameters that share hyperparameters; torch.optim's keys where it has them."""
+
+    params: list[nn.Parameter]
+    is_expert_parallel: bool
+    is_matrix: bool  # under Muon alone: whether Muon updates them
+    betas: tuple[float, float]
+    eps: float
+    momentum: float
 
 
 def no_weight_decay_on_vectors(name: str, param: nn.Parameter) -> bool:
@@ -63,40 +74,38 @@ def make_param_groups(
     no_weight_decay_cond: ParamCondition | None = None,
     scale_lr_cond: ParamCondition | None = None,
     lr_mult: float = 1.0,
-) -> list[dict[str, Any]]:
-    """torch.optim's groups, with what the scheduler multiplies: ``wd_mult`` and ``lr_mult``.
+) -> list[ParamGroup]:
+    """Sort parameters into groups, with what the scheduler multiplies: ``wd_mult``, ``lr_mult``.
 
     ``lr_mult`` is for parameters that ``scale_lr_cond`` picks.  A group under --decoupled-lr has
     ``max_lr`` and ``min_lr`` of its own.
     """
     is_free_of_decay = no_weight_decay_cond or no_weight_decay_on_vectors
-    groups: dict[tuple[float | bool, ...], dict[str, Any]] = {}
+    groups: dict[tuple[float | bool, ...], ParamGroup] = {}
     for name, param in trainable_parameters(model_chunks):
         info = info_of(param)
         wd_mult = 0.0 if is_free_of_decay(name, param) else 1.0
         own_lr_mult = lr_mult if scale_lr_cond is not None and scale_lr_cond(name, param) else 1.0
         is_decoupled = config.decoupled_lr is not None and info.is_embedding_or_output
-        own_rule = {"is_matrix": is_matrix(name, param)} if config.has_muon else {}
-        key = (wd_mult, own_lr_mult, info.is_expert, is_decoupled, *own_rule.values())
+        goes_to_muon = config.has_muon and is_matrix(name, param)
+        key = (wd_mult, own_lr_mult, info.is_expert, is_decoupled, goes_to_muon)
         if key not in groups:
+            # The learning rate is that of the first step without a scheduler.
+            peak = (config.decoupled_lr if is_decoupled else config.lr) or 0.0
             groups[key] = {
                 "params": [],
                 "wd_mult": wd_mult,
                 "lr_mult": own_lr_mult,
                 "is_expert_parallel": info.is_expert,
                 "is_decoupled_lr": is_decoupled,
-                **own_rule,
-                **_learning_rate(config, own_lr_mult, is_decoupled),
+                "lr": peak * own_lr_mult,
                 "weight_decay": config.weight_decay * wd_mult,
             }
+            if config.has_muon:
+                groups[key]["is_matrix"] = goes_to_muon
+            if is_decoupled:
+                floor = config.decoupled_min_lr
+                groups[key]["max_lr"] = peak
+                groups[key]["min_lr"] = config.min_lr if floor is None else floor
         groups[key]["params"].append(param)
     return list(groups.values())
-
-
-def _learning_rate(config: OptimizerConfig, lr_mult: float, is_decoupled: bool) -> dict[str, float]:
-    """The rate until a scheduler sets it, and a decoupled group's own range."""
-    if not is_decoupled:
-        return {"lr": (config.lr or 0.0) * lr_mult}
-    assert config.decoupled_lr is not None
-    floor = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
-    return {"lr": config.decoupled_lr * lr_mult, "max_lr": config.decoupled_lr, "min_lr": floor}

@@ -8,8 +8,8 @@ torch's compiler, which takes longer than the rest of the start of a run.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,13 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.fusions import kernels
 from megatron.core.fusions.adam_step import Step
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.reduced_precision_state import (
     DTYPES,
     QuantizedState,
     SideMaster,
     SplitMaster,
+    StateChunk,
     StateStorage,
     is_all_plain,
     stretches,
@@ -31,13 +33,21 @@ from megatron.core.optimizer.reduced_precision_state import (
 State = dict[str, Tensor | StateStorage]
 
 
+class RuleState(TypedDict):
+    """`UpdateRule.state_dict`: torch.optim's form, with the step count beside it."""
+
+    steps_done: float
+    state: dict[int, dict[str, Tensor]]
+    param_groups: list[dict[str, Any]]
+
+
 class UpdateRule(ABC):
     """Main parameters in groups, and the optimizer state of each.
 
     A 16-bit parameter that is its own main parameter has the missing bits in ``state["main"]``.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], config: OptimizerConfig) -> None:
         self.config = config
         self.param_groups = list(groups)
         self.state: dict[nn.Parameter, State] = {}
@@ -53,27 +63,14 @@ class UpdateRule(ABC):
         """Return the state of ``param`` before its first update."""
 
     def update_at_once(
-        self,
-        params: Sequence[nn.Parameter],
-        states: Sequence[State],
-        *,
-        group: dict[str, Any],
-        divisor: float,
+        self, params: Sequence[nn.Parameter], group: ParamGroup, divisor: float
     ) -> Sequence[nn.Parameter]:
         """Update the parameters whose stored state a fused kernel reads; return the others."""
         return params
 
     @abstractmethod
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[dict[str, Tensor]],
-        *,
-        group: dict[str, Any],
-        grad_scale: Tensor | None,
-    ) -> None:
-        """Update ``params`` of one device and dtype by ``grads`` divided by ``grad_scale``."""
+    def update(self, chunk: StateChunk, group: ParamGroup, grad_scale: Tensor | None) -> None:
+        """Update ``chunk``, of one device and dtype, by its gradients divided by ``grad_scale``."""
 
     def state_of(self, param: nn.Parameter) -> State:
         """Return the state of ``param``, allocated at the first call."""
@@ -115,8 +112,7 @@ class UpdateRule(ABC):
         """
         for group in self.param_groups:
             for alike in _alike(p for p in group["params"] if only is None or p in only):
-                every = [self.state_of(param) for param in alike]
-                params = self.update_at_once(alike, every, group=group, divisor=divisor)
+                params = self.update_at_once(alike, group, divisor)
                 if not params:
                     continue
                 states = [self.state_of(param) for param in params]
@@ -124,10 +120,10 @@ class UpdateRule(ABC):
                 # torch.full runs on the device; a copy from the host would synchronise with it.
                 scale = torch.full((), divisor, device=where) if divisor != 1.0 else None
                 for part in stretches(params, _gradients(params), states, self._steps[where]):
-                    self.update(part.values, part.grads, part.states, group=group, grad_scale=scale)
+                    self.update(part, group, scale)
                     part.put_back()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> RuleState:
         """Return the state in the form of torch.optim: parameters are numbered over all groups.
 
         Main parameters are not part of it.
@@ -150,7 +146,7 @@ class UpdateRule(ABC):
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: RuleState) -> None:
         """Restore `state_dict`; the groups keep this run's hyperparameters.
 
         Raises CheckpointError if the groups have other numbers of parameters.
@@ -180,8 +176,11 @@ class UpdateRule(ABC):
 class AdamW(UpdateRule):
     """Adam with decoupled weight decay."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
-        own = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    def __init__(self, groups: Sequence[ParamGroup], config: OptimizerConfig) -> None:
+        own: ParamGroup = {
+            "betas": (config.adam_beta1, config.adam_beta2),
+            "eps": config.adam_eps,
+        }
         super().__init__([{**own, **group} for group in groups], config)
 
     def new_state(self, param: nn.Parameter) -> State:
@@ -192,12 +191,7 @@ class AdamW(UpdateRule):
         }
 
     def update_at_once(
-        self,
-        params: Sequence[nn.Parameter],
-        states: Sequence[State],
-        *,
-        group: dict[str, Any],
-        divisor: float,
+        self, params: Sequence[nn.Parameter], group: ParamGroup, divisor: float
     ) -> Sequence[nn.Parameter]:
         grads = _gradients(params)
         fused = kernels.find("adam", *params, *grads)
@@ -207,7 +201,8 @@ class AdamW(UpdateRule):
         corrections = torch.stack([1 - beta1 ** number.double(), 1 - beta2 ** number.double()])
         rates = group["lr"], (beta1, beta2), group["eps"], group["weight_decay"], divisor
         step, rest = Step(number, corrections.float(), *rates), []
-        for param, grad, state in zip(params, grads, states, strict=True):
+        for param, grad in zip(params, grads, strict=True):
+            state = self.state_of(param)
             moments = [_as_kept(state[key]) for key in ("exp_avg", "exp_avg_sq")]
             main, is_dense = state.get("main"), param.is_contiguous() and grad.is_contiguous()
             writes = fused.WRITES_WEIGHTS and _is_rounded_to(self.weights.get(param), param)
@@ -221,22 +216,14 @@ class AdamW(UpdateRule):
                 fused.update(param.detach(), lower, grad, *moments, step, **beside)
         return rest
 
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[dict[str, Tensor]],
-        *,
-        group: dict[str, Any],
-        grad_scale: Tensor | None,
-    ) -> None:
+    def update(self, chunk: StateChunk, group: ParamGroup, grad_scale: Tensor | None) -> None:
         torch._fused_adamw_(
-            params,
-            grads,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            chunk.values,
+            chunk.grads,
+            [state["exp_avg"] for state in chunk.states],
+            [state["exp_avg_sq"] for state in chunk.states],
             [],
-            [state["step"] for state in states],
+            [state["step"] for state in chunk.states],
             lr=group["lr"],
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -251,26 +238,18 @@ class AdamW(UpdateRule):
 class SGD(UpdateRule):
     """SGD with momentum; weight decay is added to the gradient."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], config: OptimizerConfig) -> None:
         super().__init__([{"momentum": config.sgd_momentum, **group} for group in groups], config)
         self.has_momentum = config.sgd_momentum != 0.0
 
     def new_state(self, param: nn.Parameter) -> State:
         return {"momentum_buffer": _zeros(param)} if self.has_momentum else {}
 
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[dict[str, Tensor]],
-        *,
-        group: dict[str, Any],
-        grad_scale: Tensor | None,
-    ) -> None:
+    def update(self, chunk: StateChunk, group: ParamGroup, grad_scale: Tensor | None) -> None:
         torch._fused_sgd_(
-            params,
-            grads,
-            [state["momentum_buffer"] for state in states if self.has_momentum],
+            chunk.values,
+            chunk.grads,
+            [state["momentum_buffer"] for state in chunk.states if self.has_momentum],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             lr=group["lr"],
@@ -285,29 +264,23 @@ class SGD(UpdateRule):
 class Lion(UpdateRule):
     """Lion (arXiv 2302.06675): the sign of interpolated momentum, with decoupled weight decay."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], config: OptimizerConfig) -> None:
-        betas = {"betas": (config.lion_beta1, config.lion_beta2)}
-        super().__init__([{**betas, **group} for group in groups], config)
+    def __init__(self, groups: Sequence[ParamGroup], config: OptimizerConfig) -> None:
+        betas = config.lion_beta1, config.lion_beta2
+        super().__init__([{"betas": betas, **group} for group in groups], config)
 
     def new_state(self, param: nn.Parameter) -> State:
         return {"exp_avg": _zeros(param, self.config.exp_avg_dtype)}
 
-    def update(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        states: list[dict[str, Tensor]],
-        *,
-        group: dict[str, Any],
-        grad_scale: Tensor | None,
-    ) -> None:
-        means, (beta1, beta2), lr = [s["exp_avg"] for s in states], group["betas"], group["lr"]
+    def update(self, chunk: StateChunk, group: ParamGroup, grad_scale: Tensor | None) -> None:
+        means = [state["exp_avg"] for state in chunk.states]
+        grads = chunk.grads
+        beta1, beta2 = group["betas"]
         if grad_scale is not None:
             grads = list(torch._foreach_div(grads, grad_scale))
         steps = torch._foreach_lerp(means, grads, 1.0 - beta1)
         torch._foreach_sign_(steps)
-        torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
-        torch._foreach_add_(params, steps, alpha=-lr)
+        torch._foreach_mul_(chunk.values, 1.0 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(chunk.values, steps, alpha=-group["lr"])
         torch._foreach_lerp_(means, grads, 1.0 - beta2)
 
 
@@ -345,4 +318,9 @@ def _alike(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     yield from lists.values()
 
 
-RULES = {"adam": AdamW, "sgd": SGD, "lion": Lion}  # by --optimizer
+# By --optimizer.
+RULES: dict[str, Callable[[Sequence[ParamGroup], OptimizerConfig], UpdateRule]] = {
+    "adam": AdamW,
+    "sgd": SGD,
+    "lion": Lion,
+}

@@ -46,7 +46,7 @@ class CommunicatorSettings:
     max_ctas: int | None = None
     net_name: str | None = None
 
-    def torch_options(self, timeout: timedelta | None) -> Any:
+    def torch_options(self, timeout: timedelta | None) -> dist.ProcessGroupNCCL.Options:
         """``ProcessGroupNCCL.Options`` with these settings; torch has the class in CUDA builds."""
         options = dist.ProcessGroupNCCL.Options(
             is_high_priority_stream=self.is_high_priority_stream
@@ -100,9 +100,10 @@ class Communicators:
             assert world is not None, "init_process_group comes before create_process_groups"
             return world
         options = settings and settings.torch_options(self.timeout)
-        return dist.new_group(
+        group: ProcessGroup = dist.new_group(
             list(ranks), timeout=self.timeout, pg_options=options, group_desc=name
         )
+        return group
 
 
 def read_settings(path: str) -> dict[str, Any]:
@@ -158,7 +159,7 @@ def _our_names(group: str) -> tuple[str, ...]:
     return (group,) if group in _GROUPS else _ALIASES.get(group, ())
 
 
-def _problems(values: Mapping[str, Any]) -> Iterator[str]:
+def _problems(values: Mapping[str, object]) -> Iterator[str]:
     for key, value in values.items():
         if key == "is_high_priority_stream":
             if not isinstance(value, bool):

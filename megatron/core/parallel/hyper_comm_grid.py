@@ -7,7 +7,6 @@ makes the groups it is asked for, over any combination of its axes and over a pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -48,7 +47,7 @@ class HyperCommGrid:
             )
         self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
 
-    def create_pg(self, dims: str | Sequence[str], **kwargs: Any) -> ProcessGroup | None:
+    def create_pg(self, dims: str | Sequence[str], **kwargs: object) -> ProcessGroup | None:
         """Make the groups that span ``dims``; this rank's, or None outside the grid.
 
         Collective over the world.  ``kwargs`` go to torch, such as ``timeout`` and ``group_desc``.
@@ -58,6 +57,7 @@ class HyperCommGrid:
         if key in self._groups:
             raise KeyError(f"the groups of {'-'.join(key)} exist already: get_pg gives them")
         kwargs.setdefault("group_desc", "_".join(key))
+        mine: ProcessGroup | None
         mine, _ = dist.new_subgroups_by_enumeration(
             self.get_rank_enum(key), backend=self.backend, **kwargs
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -98,7 +97,7 @@ is_unitialized = lambda: not is_initialized()  # noqa: E731  (the spelling scrip
 # -- groups ---------------------------------------------------------------------------------
 
 
-def _group(name: str) -> Callable[..., Any]:
+def _group(name: str) -> Callable[..., ProcessGroup | None]:
     """A function that gives the installed group ``name``; `ProcessGroupCollection` says what."""
 
     def get(check_initialized: bool = True) -> ProcessGroup | None:

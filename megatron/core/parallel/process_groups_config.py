@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -78,7 +77,7 @@ class ProcessGroupCollection:
         if self.__dataclass_fields__.keys() - groups.keys() > {"_alone"}:
             self._alone = _this_rank_alone(groups.values())
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name not in self.__dataclass_fields__:
             raise AttributeError(
                 f"ProcessGroupCollection has no group {name!r}; it has "
@@ -88,7 +87,7 @@ class ProcessGroupCollection:
             raise AttributeError(f"ProcessGroupCollection: {name!r} is set or was read already")
         self.__dict__[name] = value
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> ProcessGroup:
         """A group that was not given; called only for names that are not set."""
         if name not in self.__dataclass_fields__:
             raise AttributeError(name)
@@ -102,12 +101,13 @@ class ProcessGroupCollection:
         if name == "world":
             return dist.group.WORLD or self._alone
         if name in _JOINS:
-            parts = [getattr(self, part) for part in _JOINS[name]]
+            parts: list[ProcessGroup] = [getattr(self, part) for part in _JOINS[name]]
             large = [group for group in parts if group.size() > 1]
             if len(large) < 2:
                 return (large or parts)[0]
         elif name in _WHOLE:
-            return getattr(self, _WHOLE[name])
+            whole: ProcessGroup = getattr(self, _WHOLE[name])
+            return whole
         elif name == "stack":
             return self.pp
         elif name == "expt_tp":
@@ -156,8 +156,9 @@ def _this_rank_alone(groups: Iterable[object]) -> ProcessGroup:
         if isinstance(group, ProcessGroup) and group.size() == 1:
             return group
     if not dist.is_initialized():
-        return ProcessGroup(0, 1)
-    return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return ProcessGroup(dist.HashStore(), 0, 1)
+    alone: ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return alone
 
 
 _installed: ProcessGroupCollection | None = None  # what `parallel_state` answers from

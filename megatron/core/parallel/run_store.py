@@ -46,7 +46,7 @@ class RunStore:
 
     def clone(self) -> RunStore:
         """The same keys through another connection."""
-        return RunStore(self._store.clone(), self._secret)
+        return RunStore(self._store.clone(), self._secret)  # type: ignore[attr-defined]
 
     def set(self, name: str, value: str) -> None:
         """Write ``value``."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from typing import Literal
 
 from megatron.core.pipeline_parallel.plan import (
     Exchange,
@@ -147,8 +148,9 @@ def _waves(
                 continue
             if rank_of[target] == rank:
                 continue
-            name = "activation" if kind == "forward" else "gradient"
-            transfer = Transfer(name, microbatch, stage, target)
+            what: Literal["activation", "gradient"]
+            what = "activation" if kind == "forward" else "gradient"
+            transfer = Transfer(what, microbatch, stage, target)
             sends[rank][end].append(transfer)
             receives[rank_of[target]][end].append(transfer)
     return sends, receives

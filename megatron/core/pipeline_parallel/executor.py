@@ -2,7 +2,15 @@
 
 Order of collectives: sends and receives between stages in the order of the plan; within each pass
 those of the model; with overlapped reduction, those of a chunk's gradients during its last pass, or
-a fixed number of passes later.
+a fixed number of passes later.  All of this follows from the plan alone, never from the time at
+which a tensor arrives: the ranks of a tensor- or data-parallel group follow the same plan, so they
+start their collectives in the same order.
+
+Lifetime of tensors: a stage keeps, from the forward pass of a micro-batch to its backward pass, the
+autograd graph and the tensor that it received, whose ``grad`` is what the stage before needs.  It
+does not keep the tensor that it sent: the mailbox holds that until the send is complete, and
+backward begins at the edge of the graph that made it.  This saves one hidden state for each
+micro-batch in flight.  With weight passes only the inputs that weight gradients need live on.
 """
 
 from __future__ import annotations
@@ -12,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +60,7 @@ class OverlapConfig(Protocol):
 
 @runtime_checkable
 class SyncsGradients(Protocol):
-    """A data-parallel wrapper."""
+    """A data-parallel wrapper; models without one have no such methods, and nothing to reduce."""
 
     ddp_config: OverlapConfig
 
@@ -81,9 +89,9 @@ class StepTask:
 class InFlightMicrobatch:
     """One micro-batch in one chunk between its forward and its last pass."""
 
-    received: Tensor | None = None  # from the stage before; collects its gradient
-    loss: Tensor | None = None  # on the last stage
-    begin: GradientEdge | None = None  # of backward on the others
+    received: Tensor | None = None  # from the stage before; a leaf that collects its gradient
+    loss: Tensor | None = None  # on the last stage: where backward begins
+    begin: GradientEdge | None = None  # where backward begins on the others; holds no output
     later: WeightGradQueue | None = None  # weight gradients that have a pass of their own
 
 
@@ -93,7 +101,7 @@ class Executor:
     def __init__(
         self,
         chunks: Sequence[nn.Module],
-        data: Sequence[Any],
+        data: Sequence[object],
         placement: Placement,
         rank: int,
         task: StepTask,
@@ -164,7 +172,13 @@ class Executor:
             self._weight(instruction)
 
     def _both(self, forward: Instruction, backward: Instruction) -> None:
-        """A pair: one computes while tokens of the other travel."""
+        """Run a pair: one pass computes while tokens of the other travel.
+
+        The two passes run in two threads, but never at the same time, and they switch at the same
+        calls on every rank (`pass_interleaving`).  So the attributes of this object need no lock.
+        """
+        # Only the backward pass reads this.  Its weight gradients are computed while its tokens
+        # travel (`while_travelling`) and, for the rest, at its end: the queue is empty after it.
         self._delayed = self._weights_of_pair
 
         def while_travelling(which: int) -> None:
@@ -184,21 +198,24 @@ class Executor:
         if stage > 0:
             received = self.mailbox.take(Transfer("activation", work.microbatch, stage - 1, stage))
             alive.received = received.requires_grad_(not task.forward_only)
+            # The model takes its input from here: the forward step function of a script does not
+            # know that there is a pipeline.
             get_attr_wrapped_model(model, "set_input_tensor")([received])
         with task.hooks.timed("forward-compute"), torch.set_grad_enabled(not task.forward_only):
             output = self._run_model(work, stage == self.last_stage)
-        alive.loss = output
-        if stage < self.last_stage:
+        if stage == self.last_stage:
+            alive.loss = output
+        else:
+            assert output is not None, "a stage before the last one has an output"
             self.mailbox.put(Transfer("activation", work.microbatch, stage, stage + 1), output)
             # The graph is kept, the output only as long as it takes to send it.
             alive.begin = get_gradient_edge(output) if output.requires_grad else None
-            alive.loss = None
         if not task.forward_only:
             self._alive[work.chunk, work.microbatch] = alive
             self.peak_alive = max(self.peak_alive, len(self._alive))
 
-    def _run_model(self, work: Work, has_loss: bool) -> Any:
-        """The output for the next stage, or the scaled loss; nothing where no loss is wanted."""
+    def _run_model(self, work: Work, has_loss: bool) -> Tensor | None:
+        """Return the output for the next stage, or the scaled loss; None if no loss is wanted."""
         task, model, data = self.task, self.chunks[work.chunk], self.data[work.chunk]
         if not has_loss:
             return task.forward_step_func(data, model)[0]
@@ -229,6 +246,8 @@ class Executor:
             to_previous = Transfer("gradient", work.microbatch, stage, stage - 1)
             assert alive.received.grad is not None, f"stage {stage} does not use its input"
             self.mailbox.put(to_previous, alive.received.grad)
+        # Dropping the entry frees what the graph has saved.  The gradient of ``received`` lives on
+        # in the mailbox until it is sent.
         if alive.later is None:
             del self._alive[work.chunk, work.microbatch]
         else:
@@ -236,7 +255,12 @@ class Executor:
         self._count_pass(work)
 
     def _collected(self, work: Work, alive: InFlightMicrobatch) -> AbstractContextManager[None]:
-        """Where weight gradients go that are not computed at once."""
+        """Return the context that collects weight gradients which are not computed at once.
+
+        A queue holds the input and the output gradient of each matmul: memory in exchange for a
+        shorter backward pass.  A hook of the data-parallel wrapper that finds no gradient waits for
+        the next pass (`GradSlot.take`), so a bucket is complete only after the queue has run.
+        """
         later = self._delayed if alive.later is None else alive.later
         if later is not None:
             return later.collecting()
@@ -254,7 +278,10 @@ class Executor:
         self._count_pass(work)
 
     def _run_deferred(self) -> None:
-        """The weight gradients that were left for the time when other stages drain."""
+        """Compute the weight gradients that were left for the time when other stages drain.
+
+        All but the last run under ``no_sync``: buckets must not be reduced before all are added.
+        """
         if self.deferred is not None and len(self.deferred):
             chunk = self.stages.index(self.last_stage)
             with self._synced(chunk, is_final=False):
@@ -262,8 +289,12 @@ class Executor:
             with self._synced(chunk, is_final=True):
                 self.deferred.run()
 
-    def _synced(self, chunk: int, *, is_final: bool) -> AbstractContextManager[Any]:
-        """The context of a pass that adds to gradients: only the last may start to reduce them."""
+    def _synced(self, chunk: int, *, is_final: bool) -> AbstractContextManager[object]:
+        """Return the context of a pass that adds to gradients: only the last may start to reduce.
+
+        A bucket that was reduced too early would miss the micro-batches behind it.  A reduction
+        that is put off (`_delay`) starts in `_reduce_due`, so that no pass starts it.
+        """
         model, hooks = self.chunks[chunk], self.task.hooks
         if is_final and self._delay(model) == 0:
             return nullcontext()
@@ -275,22 +306,30 @@ class Executor:
         """Passes that follow a chunk's last one before its reduction starts; 0: in that one.
 
         Aligned, the stages of a replica start at one time: each ends its last pass one pass
-        before the stage in front of it.
+        before the stage in front of it.  Then the traffic of reductions meets the
+        sends and receives of the pipeline once, not at another time for each stage.
         """
         is_aligned = isinstance(model, SyncsGradients) and model.ddp_config.align_grad_reduce
         return self.rank if is_aligned else 0
 
     def _count_pass(self, work: Work) -> None:
-        """Start the reductions that are due, between the same passes on all replicas."""
+        """Start the reductions that are due, between the same passes on all replicas.
+
+        Counting passes, not looking at a clock, keeps the order of this stage's collectives the
+        same on all data-parallel ranks: with experts or tensor parallelism another group's
+        collective in a different place would deadlock.
+        """
         self._num_passes += 1
         model = self.chunks[work.chunk]
         is_held_up = bool(self.deferred) and self.stages[work.chunk] == self.last_stage
         is_complete = work == self._last[work.chunk] and not is_held_up
-        is_wrapped = isinstance(model, SyncsGradients)
-        if is_complete and is_wrapped and model.ddp_config.overlap_grad_reduce:
-            self._to_reduce.append((self._num_passes + self._delay(model), model))
+        wrapper = model if isinstance(model, SyncsGradients) else None
+        if is_complete and wrapper is not None and wrapper.ddp_config.overlap_grad_reduce:
+            self._to_reduce.append((self._num_passes + self._delay(model), wrapper))
         self._reduce_due()
 
     def _reduce_due(self, *, everything: bool = False) -> None:
+        # Chunks become complete in the order of the plan, and all have the same delay: the first
+        # in the list is due first.
         while self._to_reduce and (everything or self._to_reduce[0][0] <= self._num_passes):
             self._to_reduce.pop(0)[1].start_grad_sync()

@@ -22,6 +22,7 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 
+# What a loss function reports of a micro-batch belongs to the caller of the schedule.
 LossFunc = Callable[..., Any]
 ForwardStepFunc = Callable[[Any, nn.Module], tuple[Tensor, LossFunc]]
 
@@ -30,10 +31,10 @@ ForwardStepFunc = Callable[[Any, nn.Module], tuple[Tensor, LossFunc]]
 class StepLosses:
     """What the micro-batches of one step have reported so far."""
 
-    reported: list[Any] = field(default_factory=list)
+    reported: list[object] = field(default_factory=list)
     num_tokens: Tensor | None = None  # of this rank, over all micro-batches
 
-    def add(self, reported: Any, num_tokens: Tensor | None) -> None:
+    def add(self, reported: object, num_tokens: Tensor | None) -> None:
         """Account for one more micro-batch."""
         self.reported.append(reported)
         if num_tokens is not None:
@@ -85,7 +86,7 @@ class LossRule:
 
 def forward_step(
     forward_step_func: ForwardStepFunc,
-    data_iterator: Any,
+    data_iterator: object,
     model: nn.Module,
     losses: StepLosses,
     rule: LossRule,
@@ -103,7 +104,7 @@ def forward_step(
 
 
 def collect_step(
-    forward_step_func: ForwardStepFunc, data_iterator: Any, model: nn.Module, losses: StepLosses
+    forward_step_func: ForwardStepFunc, data_iterator: object, model: nn.Module, losses: StepLosses
 ) -> None:
     """Run the model on the next micro-batch and keep what is no loss."""
     output, loss_func = forward_step_func(data_iterator, model)

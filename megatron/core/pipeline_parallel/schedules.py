@@ -11,7 +11,7 @@ Order of collectives: those of `executor`; after the last backward pass those of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -28,9 +28,52 @@ from megatron.core.pipeline_parallel.plan import Instruction, Placement, most_in
 from megatron.core.pipeline_parallel.schedule_order import schedule_of
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
+from megatron.core.utils import get_model_config
 
 T = TypeVar("T")
 _NO_HOOKS = StepHooks()
+
+
+class StepConfig(Protocol):
+    """What a step reads of a model's configuration."""
+
+    @property
+    def calculate_per_token_loss(self) -> bool: ...
+    @property
+    def defer_embedding_wgrad_compute(self) -> bool: ...
+    @property
+    def delay_wgrad_compute(self) -> bool: ...
+    @property
+    def encoder_pipeline_model_parallel_size(self) -> int: ...
+    @property
+    def fp32_residual_connection(self) -> bool: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def microbatch_group_size_per_vp_stage(self) -> int | None: ...
+    @property
+    def overlap_moe_expert_parallel_comm(self) -> bool: ...
+    @property
+    def overlap_p2p_comm(self) -> bool: ...
+    @property
+    def overlap_p2p_comm_warmup_flush(self) -> bool: ...
+    @property
+    def params_dtype(self) -> torch.dtype: ...
+    @property
+    def pipeline_dtype(self) -> torch.dtype | None: ...
+    @property
+    def pipeline_schedule(self) -> str | None: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+    @property
+    def wgrad_deferral_limit(self) -> int: ...
+
+
+class CapturedLayers(Protocol):
+    """The CUDA graphs of a stack of layers (`cuda_graphs.replay.LayerGraphs`)."""
+
+    def begin_step(self, num_in_flight: int) -> None: ...
+    def release(self) -> None: ...
 
 
 def get_forward_backward_func() -> Callable[..., list[Any]]:
@@ -41,7 +84,7 @@ def get_forward_backward_func() -> Callable[..., list[Any]]:
 def forward_backward(
     *,
     forward_step_func: ForwardStepFunc,
-    data_iterator: Any,
+    data_iterator: object,
     model: nn.Module | Sequence[nn.Module],
     num_microbatches: int,
     seq_length: int,
@@ -51,7 +94,7 @@ def forward_backward(
     collect_non_loss_data: bool = False,
     first_val_step: bool | None = None,
     adjust_tensor_shapes_fn: object = None,
-    config: Any = None,
+    config: StepConfig | None = None,
     groups: ProcessGroupCollection | None = None,
     hooks: StepHooks = _NO_HOOKS,
 ) -> list[Any]:
@@ -66,7 +109,7 @@ def forward_backward(
     if adjust_tensor_shapes_fn is not None:
         raise ConfigError("adjust_tensor_shapes_fn: stages send hidden states alone; leave it out")
     groups, chunks = groups or parallel_state.current(), _listed(model)
-    config = chunks[0].config if config is None else config
+    config = get_model_config(chunks[0]) if config is None else config
     rank, num_ranks = groups.pp.rank(), groups.pp.size()
     placement, plan = plan_of(
         config, num_ranks, len(chunks), num_microbatches, forward_only=forward_only
@@ -107,15 +150,15 @@ def forward_backward(
     return losses.reported
 
 
-def graphs_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the CUDA graphs (`LayerGraphs`) of each stack of layers in ``model``."""
+def graphs_of(model: nn.Module) -> Iterator[CapturedLayers]:
+    """Yield the CUDA graphs of each stack of layers in ``model``."""
     for module in model.modules():
         if (graphs := module.__dict__.get("graphs")) is not None:
             yield graphs
 
 
 def plan_of(
-    config: Any,
+    config: StepConfig,
     num_ranks: int,
     num_chunks: int,
     num_microbatches: int,
@@ -144,7 +187,7 @@ forward_backward_pipelining_with_interleaving = forward_backward
 
 
 def _mailbox(
-    config: Any,
+    config: StepConfig,
     groups: ProcessGroupCollection,
     placement: Placement,
     hooks: StepHooks,
@@ -165,7 +208,10 @@ def _mailbox(
 
 
 def messages_of(
-    config: Any, groups: ProcessGroupCollection, tokens: tuple[int, int, int], num_stages: int
+    config: StepConfig,
+    groups: ProcessGroupCollection,
+    tokens: tuple[int, int, int],
+    num_stages: int,
 ) -> tuple[list[tuple[int, int, int]], torch.dtype]:
     """Return the shapes and the dtype of the tensors that each stage but the last sends.
 

@@ -19,7 +19,7 @@ class StepHooks:
     # Multiplies the loss before backward (loss scale).
     grad_scale_func: Callable[[Tensor], Tensor] | None = None
     # The context of all backward passes but the last; by default the wrapper's own ``no_sync``.
-    no_sync_func: Callable[[], AbstractContextManager[Any]] | None = None
+    no_sync_func: Callable[[], AbstractContextManager[object]] | None = None
     # Called once after the last backward pass with the model chunks and, for a loss per token,
     # the number of tokens of this rank.
     finalize_model_grads_func: Callable[[Sequence[Any], Tensor | None], None] | None = None

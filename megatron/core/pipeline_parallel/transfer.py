@@ -10,8 +10,7 @@ Order of communication: the Exchanges of a rank in the order of its plan, each o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -46,10 +45,11 @@ class Mailbox:
         self.placement, self.pp_group, self.hooks = placement, pp_group, hooks
         self.shapes, self.dtype, self.waits_at_once = shapes, dtype, waits_at_once
         self._tensors: dict[Transfer, Tensor] = {}  # put but not sent, or received but not taken
-        self._arriving: dict[Transfer, Any] = {}  # requests of receives that nobody waited for
+        # Requests of receives that nobody has waited for.
+        self._arriving: dict[Transfer, dist.Work] = {}
         # Requests of the last Exchange's sends, and the tensors that these sends read: the memory
         # must not be reused before the requests are complete.
-        self._leaving: list[Any] = []
+        self._leaving: list[dist.Work] = []
         self._held: list[Tensor] = []
 
     def put(self, transfer: Transfer, tensor: Tensor) -> None:
@@ -111,7 +111,7 @@ class Mailbox:
         return tuple(self.shapes[min(transfer.source, transfer.target)])
 
     def _operations(
-        self, operation: Any, tensors: Iterable[Tensor], stages: Iterable[int]
+        self, operation: Callable[..., object], tensors: Iterable[Tensor], stages: Iterable[int]
     ) -> list[dist.P2POp]:
         return [
             dist.P2POp(
@@ -121,7 +121,7 @@ class Mailbox:
         ]
 
 
-def _wait(works: Iterable[Any]) -> None:
+def _wait(works: Iterable[dist.Work]) -> None:
     for work in works:
         work.wait()
 

@@ -21,7 +21,7 @@ def zb_h1(*, rank: int, num_ranks: int, num_microbatches: int) -> tuple[Work, ..
     weights = [Work("weight", m, 0) for m in range(num_microbatches)]
     ahead = min(num_ranks - rank, num_microbatches)
     behind = min(rank, num_microbatches)
-    steps = zip_longest(backwards, [None] * behind + weights, forwards[ahead:])
+    steps = zip_longest(backwards, [*[None] * behind, *weights], forwards[ahead:])
     return (*forwards[:ahead], *(work for step in steps for work in step if work is not None))
 
 

@@ -20,8 +20,7 @@ class LateCounts(Sequence[int]):
 
     @cached_property
     def _numbers(self) -> list[int]:
-        numbers: list[int] = self._late.get()
-        return numbers
+        return self._late.get_ints()
 
     @overload
     def __getitem__(self, place: int) -> int: ...
