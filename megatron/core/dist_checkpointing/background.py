@@ -198,7 +198,7 @@ class BackgroundSave:
         """Return the result of a verdict, or raise SaveFailed.  Not collective."""
         return conclude(self._begun, verdict, None)
 
-    def _copy_and_write(self, buffer: HostBuffer, stream: object) -> JsonObject:
+    def _copy_and_write(self, buffer: HostBuffer, stream: device.Stream | None) -> JsonObject:
         device.use_in_this_thread()
         try:
             with device.on_stream(stream):

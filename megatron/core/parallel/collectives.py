@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Literal, Protocol, overload
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_Operation = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+class _Collective(Protocol):
+    @overload
+    def __call__(
+        self,
+        output: Tensor,
+        input: Tensor,
+        /,
+        *,
+        op: _Operation = ...,
+        group: ProcessGroup,
+        async_op: Literal[True],
+    ) -> dist.Work: ...
+    @overload
+    def __call__(
+        self, output: Tensor, input: Tensor, /, *, op: _Operation = ..., group: ProcessGroup
+    ) -> None: ...
+
 
 # torch 2.13 warns of the names that are the only ones in 2.11.
-_InOneTensor = Callable[..., dist.Work | None]
-all_gather_single: _InOneTensor = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter_single: _InOneTensor = vars(dist).get(
+all_gather_single: _Collective = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: _Collective = vars(dist).get(
     "reduce_scatter_single", dist.reduce_scatter_tensor
 )
