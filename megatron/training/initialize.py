@@ -41,6 +41,7 @@ from megatron.training import plan
 from megatron.training.arguments.parser import apply_defaults, parse_args
 from megatron.training.arguments.sections import SECTIONS, flags_and_defaults
 from megatron.training.arguments.without_effect import without_effect_on_a_cpu
+from megatron.training.callbacks.user import callback_problems
 from megatron.training.checkpointing import apply_checkpoint_args
 from megatron.training.compat import global_vars
 from megatron.training.compat.arguments import resolve_args
@@ -95,22 +96,25 @@ def configure(
     if namespace.use_checkpoint_args and namespace.load is not None:
         apply_checkpoint_args(namespace)
     _read_layers(namespace)
+    problems = callback_problems(namespace.callback)
     if namespace.check_only:
-        status = plan.check_only(namespace)
+        status = plan.check_only(namespace, problems=problems)
         if status and rank() != 0:
             _wait_for_the_end()
         raise SystemExit(status)
-    config = _checked(namespace, ranks)
+    config = _checked(namespace, ranks, problems)
     for warning in config.warnings:
         print_rank_0(f"WARNING: {warning}")
     return config
 
 
-def _checked(namespace: argparse.Namespace, ranks: int) -> RunConfig:
-    """The run that can start.  Raises ConfigError for flags, environment and folders together."""
-    problems: list[str] = []
+def _checked(namespace: argparse.Namespace, ranks: int, problems: list[str]) -> RunConfig:
+    """The run that can start.  Raises ConfigError for flags, environment and folders together.
+
+    ``problems`` were found before.
+    """
     if namespace.virtual_ranks is None and not dist.is_initialized():
-        problems = rendezvous_problems(os.environ, ranks)
+        problems = [*problems, *rendezvous_problems(os.environ, ranks)]
     try:
         config = resolve_args(namespace, ranks)
     except ConfigError as error:

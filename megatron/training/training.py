@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron.core import virtual_ranks
@@ -13,6 +14,7 @@ from megatron.core.lazy import lazy_exports
 from megatron.core.parallel.run_store import RunStore
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.callbacks.default import default_callbacks
+from megatron.training.callbacks.user import require_callbacks
 from megatron.training.checkpointing.run_checkpoint import (
     convert,
     finish_at_failure,
@@ -34,7 +36,7 @@ from megatron.training.memory.warmup import make_optimizer_state, rehearse
 from megatron.training.process.failure_watch import failure_watch
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime import setup
-from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.runtime import Callback, Runtime
 from megatron.training.runtime.schedule import number_of_train_iters, recount_train_iters
 from megatron.training.startup_log import (
     print_arguments,
@@ -73,12 +75,15 @@ def pretrain(
     get_position_embedding_ranks: object = None,
     non_loss_data_func: Callable[..., Any] | None = None,
     store: object = None,
+    *,
+    callbacks: Sequence[Callback] = (),
 ) -> None:
     """Parse the command line, set up, train, evaluate.  Collective over all ranks.
 
     The providers are called once; ``forward_step_func(data_iterator, model)`` returns the output
-    and a function from it to the loss.  A user's mistake ends the program with one sentence and
-    status 1, an exception on any rank ends all ranks.
+    and a function from it to the loss.  ``callbacks`` are called after the built-in ones.  A user's
+    mistake ends the program with one sentence and status 1, an exception on any rank ends all
+    ranks.
     """
     del model_type, get_embedding_ranks, get_position_embedding_ranks, store  # the layout says it
 
@@ -104,6 +109,7 @@ def pretrain(
                         convert(run)
                     else:
                         _prepare_data(run, train_valid_test_dataset_provider)
+                        _add_callbacks(run, callbacks)
                         _train_and_evaluate(run)
         finally:
             for run in begun:
@@ -111,6 +117,7 @@ def pretrain(
             shut_down(*begun)
 
     try:
+        require_callbacks(callbacks)
         config = configure(extra_args_provider, args_defaults)
     except MegatronError as error:
         fail_before_start(error)
@@ -157,6 +164,13 @@ def _prepare_data(run: Runtime, provider: loaders.Provider) -> None:
         ["model-and-optimizer-setup", "train/valid/test-data-iterators-setup"], barrier=True
     )
     run.callbacks = default_callbacks(run)
+
+
+def _add_callbacks(run: Runtime, callbacks: Sequence[Callback]) -> None:
+    """Add the caller's own; ranks that are threads of one process each get copies."""
+    is_shared = run.config.distributed.virtual_ranks is not None
+    for callback in copy.deepcopy(callbacks) if is_shared else callbacks:
+        run.callbacks.append(callback)
 
 
 def _train_and_evaluate(run: Runtime) -> None:

@@ -39,6 +39,7 @@ class Option:
     infinite: bool = False  # whether a float may be infinite
     inverted: bool = False  # the flag switches a field that is on by default off
     both_ways: bool = False  # a switch spelt --x and --no-x
+    repeatable: bool = False  # may be given several times; the values add up
     refused: str | None = None  # why the run cannot have it, and what to use
     harmless: tuple[Any, ...] = ()  # values of a refused or ignored flag that ask for nothing
     refused_values: Mapping[Any, str] = field(default_factory=dict)  # value -> why, and what to use

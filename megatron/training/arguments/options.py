@@ -51,6 +51,7 @@ GROUPS = (
     "kitchen",
     "sft",
     "device and checks",
+    "extensions",
 )
 
 
@@ -110,6 +111,7 @@ def add_options(
         elif is_switch(hints[f.name], opt):
             spelling["action"] = "store_false" if spelling["default"] is True else "store_true"
         else:
+            spelling["action"] = "extend" if opt.repeatable else "store"
             spelling["type"] = opt.parse or value_type(hints[f.name])
             spelling["nargs"] = opt.nargs
             spelling["choices"] = opt.choices

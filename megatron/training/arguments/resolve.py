@@ -6,7 +6,7 @@ Same namespace and world size, same RunConfig; every problem is reported at once
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import isfunction
 from typing import Any
 
@@ -110,15 +110,20 @@ def _refused_value(value: Any, opt: Option) -> str | None:
 
 
 def resolve(
-    args: Namespace, world_size: int, *, extra: Mapping[str, Any] | None = None
+    args: Namespace,
+    world_size: int,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    problems: Iterable[str] = (),
 ) -> RunConfig:
     """The run that ``args`` ask for on ``world_size`` ranks.
 
     ``extra`` holds the values of flags that a user's script added; by default those of ``args``
-    that no section declares.  Raises ConfigError with every problem; what was overruled or
-    ignored stands in ``RunConfig.warnings``.
+    that no section declares.  Raises ConfigError with every problem, after ``problems``, which the
+    caller has found; what was overruled or ignored stands in ``RunConfig.warnings``.
     """
-    problems, warnings = states(args)
+    refused, warnings = states(args)
+    problems = [*problems, *refused]
     given = dict(vars(args))
     warnings[:0] = given.pop(PARSE_WARNINGS, ())
     if has_excessive_number(given):

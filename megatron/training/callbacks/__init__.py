@@ -1,1 +1,12 @@
-"""What happens around a training step besides the step: logs, profiles, exits."""
+"""What happens around a training step besides the step: logs, profiles, exits.
+
+A callback of a user's own derives from `Callback`; these are the types that its hooks receive.
+"""
+
+from megatron.training.runtime.runtime import Callback as Callback
+from megatron.training.runtime.runtime import CheckpointEvent as CheckpointEvent
+from megatron.training.runtime.runtime import EvalResult as EvalResult
+from megatron.training.runtime.runtime import PauseReason as PauseReason
+from megatron.training.runtime.runtime import Runtime as Runtime
+from megatron.training.runtime.state import StepResult as StepResult
+from megatron.training.runtime.state import TrainState as TrainState

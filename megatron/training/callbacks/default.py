@@ -23,6 +23,7 @@ from megatron.training.callbacks.records import SinkList
 from megatron.training.callbacks.straggler import Straggler
 from megatron.training.callbacks.sync import TrainSync
 from megatron.training.callbacks.tensorboard import TensorBoardSink
+from megatron.training.callbacks.user import user_callbacks
 from megatron.training.callbacks.wandb import WandbSink, wandb_folder
 from megatron.training.config.resilience import ResilienceConfig
 from megatron.training.process.rank_print import ranks_here
@@ -56,6 +57,7 @@ def _in_order(run: Runtime) -> Iterator[Callback]:
     yield CheckpointCallback()
     # behind the regular save, so that an exit does not save the same step twice
     yield ExitConditions(catch_stop_signal() if config.training.exit_signal_handler else None)
+    yield from user_callbacks(config.extensions.callback)
 
 
 def _profilers(run: Runtime) -> Iterator[Callback]:

@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.distributed import DistributedConfig
+from megatron.training.config.extensions import ExtensionsConfig
 from megatron.training.config.inference import InferenceConfig
 from megatron.training.config.language_model import LanguageModelConfig
 from megatron.training.config.logging import LoggingConfig
@@ -43,6 +44,7 @@ class RunConfig:
     profiling: ProfilingConfig
     resilience: ResilienceConfig
     inference: InferenceConfig
+    extensions: ExtensionsConfig
     world_size: int
     extra: Mapping[str, Any] = field(default_factory=dict)  # values of extra_args_provider flags
     asked: Mapping[str, Any] = field(default_factory=dict)  # the parsed namespace, dest -> value

@@ -30,17 +30,22 @@ _SHOWN_RANKS = 8
 _SILENT_S = 3.0  # before progress is reported
 
 
-def check_only(args: Namespace, write: Callable[[str], object] = print_rank_0) -> int:
+def check_only(
+    args: Namespace,
+    write: Callable[[str], object] = print_rank_0,
+    *,
+    problems: Sequence[str] = (),
+) -> int:
     """``write`` the plan of the run, status 0; or why it cannot start or does not fit, status 1.
 
     Every conflict with its cure; or, with --check-device-memory-gib, by how much it does not fit
     and the cheapest change with which it does.  Files that are not on this machine are reported
-    in either case, and do not change the status.
+    in either case, and do not change the status.  ``problems`` are conflicts found before.
     """
     missing = missing_files(args)
     try:
         world_size = args.check_world_size or world_size_of_launcher()
-        run = resolve(args, world_size)
+        run = resolve(args, world_size, problems=problems)
         if not 0 <= args.check_rank < world_size:
             raise ConfigError(f"--check-rank {args.check_rank}: ranks are 0 to {world_size - 1}")
         if not is_rank0():  # the first one plans

@@ -1,0 +1,61 @@
+"""Import modules and classes of user code that a flag names."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Iterable
+from types import ModuleType
+
+from megatron.core.config.errors import ConfigError
+
+
+def import_user_module(name: str, flag: str) -> ModuleType:
+    """The module ``name`` from PYTHONPATH or the working directory.
+
+    Raises ConfigError, which names ``flag``, if the module is missing or fails.
+    """
+    # Last, so that no file in the working directory hides an installed package.  It stays there:
+    # modules of user code import each other later, too.
+    if not {"", os.getcwd()} & {*sys.path}:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # whatever the code of the module raises
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                f"{flag} {name}: {error}; put the folder that contains it into PYTHONPATH, or "
+                "start the run in that folder"
+            ) from None
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{flag} {name}: importing it raises {type(error).__name__} at {at.filename}:"
+            f"{at.lineno}: {error}; correct the module"
+        ) from error
+
+
+def problems_of_imports(names: Iterable[str], flag: str) -> list[str]:
+    """Import the modules ``names``; one message for each that cannot be imported."""
+    problems = []
+    for name in names:
+        try:
+            import_user_module(name, flag)
+        except ConfigError as error:
+            problems.append(str(error))
+    return problems
+
+
+def find_user_object(path: str, flag: str) -> object:
+    """The object that ``path``, MODULE:NAME, names.  Raises ConfigError."""
+    name, separator, attribute = path.partition(":")
+    if not (name and separator and attribute):
+        raise ConfigError(f"{flag} {path}: write MODULE:NAME, such as my_package.my_module:MyClass")
+    module = import_user_module(name, flag)
+    if attribute not in vars(module):
+        raise ConfigError(
+            f"{flag} {path}: {module.__file__ or name} defines no {attribute}; correct the name"
+        )
+    found: object = vars(module)[attribute]
+    return found

@@ -1,0 +1,86 @@
+"""The pages docs/adding_a_*.md for users: their file is written, and their command is run as it is.
+
+A page has blocks of code whose first line is the name of a file, blocks of commands, and blocks of
+text that the commands print.  Numbers in the text may differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMBER = r"[-+]?\d[\d.]*(?:[eE][-+]?\d+)?"
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / "docs" / f"adding_a_{page}.md").read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def write_files(page: str, folder: Path) -> None:
+    for code in blocks(page, "python"):
+        if name := re.match(r"# (\w+\.py)\n", code):
+            (folder / name[1]).write_text(code, encoding="utf-8")
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words of each command, with the variable of the page in place."""
+    text = "".join(blocks(page, "bash")).replace("\\\n", " ").replace("$MEGATRON", str(ROOT))
+    return [shlex.split(line) for line in text.splitlines() if line.strip()]
+
+
+def run_page(rank: int, world_size: int, page: str, folder: Path) -> str:
+    """What all commands of the page print, in this process and in ``folder``."""
+    os.chdir(folder)
+    printed = io.StringIO()
+    for program, script, *argv in commands(page):
+        assert program == "python"
+        here = str(Path(script).parent)
+        with (
+            mock.patch("sys.argv", [script, *argv]),
+            mock.patch("sys.path", [here, str(ROOT), *sys.path]),
+            contextlib.redirect_stdout(printed),
+        ):
+            runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
+def assert_printed(page: str, output: str) -> None:
+    """Every line of the page's text blocks is in ``output``, whatever its numbers."""
+    for line in "".join(blocks(page, "text")).splitlines():
+        pattern = re.sub(NUMBER, lambda _: NUMBER, re.escape(line.strip()).replace(r"\.", "."))
+        assert re.search(pattern.replace(r"\ ", r"\s+"), output), f"{line!r} not in:\n{output}"
+
+
+@pytest.mark.feature("Extensions: callbacks of your own with --callback MODULE:CLASS")
+def test_the_page_of_callbacks_says_what_happens_as_a_program_of_its_own(tmp_path: Path) -> None:
+    write_files("callback", tmp_path)
+    (command,) = commands("callback")
+    done = subprocess.run(
+        [sys.executable, *command[1:]], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert_printed("callback", done.stdout)
+
+
+PAGES: list[str] = []
+
+
+@pytest.mark.feature("Extensions: model kinds, metrics, optimizers, tokenizers and datasets")
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_what_happens(page: str, tmp_path: Path) -> None:
+    write_files(page, tmp_path)
+    (output,) = run_ranks(run_page, 1, page, tmp_path)
+    assert_printed(page, output)
