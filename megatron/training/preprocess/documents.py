@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.config.errors import ConfigError, DataError
-from megatron.training.preprocess.compressed import Stream
+from megatron.training.preprocess.compressed import pieces
 from megatron.training.preprocess.file_kinds import is_parquet
 from megatron.training.preprocess.inputs import (
     BLOCK_BYTES,
     SEPARATORS,
     Block,
-    Segment,
     blocks,
     find_inputs,
     is_plain_text,
@@ -113,7 +112,7 @@ def read_documents(
     paths = find_inputs(pattern)
     check_one_kind(paths, record_format)
     separator = SEPARATORS.get(record_format.cut_by(paths[0]))
-    for block in blocks([Segment(path) for path in paths], separator, BLOCK_BYTES):
+    for block in blocks(paths, separator, BLOCK_BYTES):
         try:
             yield block, record_format.texts(block)
         except BadRecord as error:
@@ -143,10 +142,11 @@ def locate(error: BadRecord) -> int:
 def _count_newlines(path: str, end: int) -> int:
     """Newlines in the first ``end`` decompressed bytes."""
     count = 0
-    with Stream(path) as stream:
-        while end > 0 and (piece := stream.read(min(end, _PIECE_BYTES))):
-            count += piece.count(b"\n")
-            end -= len(piece)
+    for piece, _ in pieces(path, _PIECE_BYTES):
+        count += piece.count(b"\n", 0, end)
+        end -= len(piece)
+        if end <= 0:
+            break
     return count
 
 
@@ -178,7 +178,5 @@ def _reason(error: Exception) -> str:
 
 def flatten(texts: Sequence[Text]) -> tuple[list[str], list[int]]:
     """All texts in a row, and how many belong to each document."""
-    if all(isinstance(text, str) for text in texts):
-        return list(texts), [1] * len(texts)  # type: ignore[arg-type]
     rows = [[text] if isinstance(text, str) else text for text in texts]
     return [text for row in rows for text in row], list(map(len, rows))

@@ -54,7 +54,7 @@ class BlockEncoder:
 
     def _encode_key(self, block: Block, documents: Sequence[Text]) -> EncodedTexts:
         if self.splitter is not None:
-            split = self.splitter.split
+            split = self.splitter
             documents = [split(text) if isinstance(text, str) else text for text in documents]
         texts, counts = flatten(documents)
         try:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from megatron.core.config.errors import DataError
-from megatron.training.preprocess.compressed import SUFFIXES, Stream, uncompressed_extension
+from megatron.training.preprocess.compressed import SUFFIXES, pieces, uncompressed_extension
 from megatron.training.preprocess.file_kinds import HEAD_BYTES, is_parquet, refuse_binary
 
 BLOCK_BYTES = 4 << 20
@@ -26,20 +26,6 @@ _PLAIN_TEXT = (".txt", ".text")
 SAMPLE_BY = ("line", "paragraph", "document")
 # What lies between two records; a file without is one record.
 SEPARATORS = {"line": re.compile(rb"\n"), "paragraph": re.compile(rb"\n[ \t\r]*\n\s*")}
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Bytes [start, end) of a plain file, or, where ``end`` is None, a whole file of any kind."""
-
-    path: str
-    start: int = 0
-    end: int | None = None
-
-    @property
-    def stored_bytes(self) -> int:
-        """How many bytes of the disk it covers."""
-        return (os.path.getsize(self.path) if self.end is None else self.end) - self.start
 
 
 @dataclass(frozen=True)
@@ -68,10 +54,18 @@ def find_inputs(pattern: str) -> list[str]:
     if not paths:
         raise DataError(f"--input {pattern}: no such file; give a file or a quoted pattern")
     for path in paths:
-        with Stream(path) as stream:
-            inside = f" inside {os.path.splitext(path)[1]}" if path.endswith(SUFFIXES) else ""
-            refuse_binary(path, stream.read(HEAD_BYTES), inside)
+        inside = f" inside {os.path.splitext(path)[1]}" if path.endswith(SUFFIXES) else ""
+        refuse_binary(path, _head(path), inside)
     return paths
+
+
+def _head(path: str) -> bytes:
+    head = b""
+    for piece, _ in pieces(path, HEAD_BYTES):
+        head += piece
+        if len(head) >= HEAD_BYTES:
+            break
+    return head
 
 
 def is_plain_text(path: str) -> bool:
@@ -84,21 +78,21 @@ def is_stream(path: str) -> bool:
     return path.endswith(SUFFIXES) or is_parquet(path)
 
 
-def block_bytes(segments: Sequence[Segment], num_workers: int) -> int:
+def block_bytes(paths: Sequence[str], num_workers: int) -> int:
     """Megabytes for large inputs, less for small ones, so that every worker has some."""
-    share = sum(segment.stored_bytes for segment in segments) // (4 * num_workers)
+    share = sum(map(os.path.getsize, paths)) // (4 * num_workers)
     return max(_SMALLEST_BLOCK, min(BLOCK_BYTES, share))
 
 
 def blocks(
-    segments: Sequence[Segment], separator: re.Pattern[bytes] | None, num_bytes: int
+    paths: Sequence[str], separator: re.Pattern[bytes] | None, num_bytes: int
 ) -> Iterator[Block]:
-    """The records of ``segments`` in order, about ``num_bytes`` at a time."""
-    for segment in segments:
-        if segment.end is None and is_stream(segment.path):
-            yield from _blocks_of_stream(segment.path, separator, num_bytes)
+    """The records of all files in order, about ``num_bytes`` at a time."""
+    for path in paths:
+        if is_stream(path):
+            yield from _blocks_of_stream(path, separator, num_bytes)
         else:
-            yield from _blocks_of_file(segment, separator, num_bytes)
+            yield from _blocks_of_file(path, separator, num_bytes)
 
 
 def sample_blocks(
@@ -114,7 +108,7 @@ def sample_blocks(
         size = os.path.getsize(path)
         if is_stream(path):
             if share == 0:
-                yield from itertools.islice(blocks([Segment(path)], separator, num_bytes), 1)
+                yield from itertools.islice(blocks([path], separator, num_bytes), 1)
         elif separator is None:
             if share == 0 and size <= BLOCK_BYTES:
                 yield Block(path, 0, size, size)
@@ -127,14 +121,13 @@ def sample_blocks(
 
 
 def _blocks_of_file(
-    segment: Segment, separator: re.Pattern[bytes] | None, num_bytes: int
+    path: str, separator: re.Pattern[bytes] | None, num_bytes: int
 ) -> Iterator[Block]:
-    end = os.path.getsize(segment.path) if segment.end is None else segment.end
-    with open(segment.path, "rb", buffering=0) as file:
-        start = segment.start
+    start, end = 0, os.path.getsize(path)
+    with open(path, "rb", buffering=0) as file:
         while start < end:
             cut = end if separator is None else _cut(file, separator, start + num_bytes, end)
-            yield Block(segment.path, start, cut, cut - start)
+            yield Block(path, start, cut, cut - start)
             start = cut
 
 
@@ -155,25 +148,24 @@ def _cut(file: BinaryIO, separator: re.Pattern[bytes], at: int, end: int) -> int
 def _blocks_of_stream(
     path: str, separator: re.Pattern[bytes] | None, num_bytes: int
 ) -> Iterator[Block]:
-    start, stored, rest = 0, 0, b""
-    with Stream(path) as stream:
-        while True:
-            piece = stream.read(-1 if separator is None else max(num_bytes, len(rest)))
-            data = rest + piece
-            cut = len(data) if not piece else _last_end(separator, data)
-            if cut:
-                now = stream.stored_position()
-                yield Block(path, start, start + cut, now - stored, data[:cut])
-                start, stored = start + cut, now
-            rest = data[cut:]
-            if not piece:
-                return
+    ready = bytearray()  # and not in a block yet
+    start, stored, wanted = 0, 0, num_bytes
+    for piece, position in pieces(path, num_bytes):
+        ready += piece
+        if separator is None or len(ready) < wanted:
+            continue
+        if cut := _last_end(separator, ready):
+            yield Block(path, start, start + cut, position - stored, bytes(ready[:cut]))
+            del ready[:cut]
+            start, stored = start + cut, position
+        wanted = max(num_bytes, 2 * len(ready))  # a long record is not searched again and again
+    if ready:
+        left = os.path.getsize(path) - stored
+        yield Block(path, start, start + len(ready), left, bytes(ready))
 
 
-def _last_end(separator: re.Pattern[bytes] | None, data: bytes) -> int:
+def _last_end(separator: re.Pattern[bytes], data: bytearray) -> int:
     """Where the last whole record of ``data`` ends, separator included; 0 if none does."""
-    if separator is None:
-        return 0
     if separator is SEPARATORS["line"]:
         return data.rfind(b"\n") + 1
     ends = [found.end() for found in separator.finditer(data) if found.end() < len(data)]

@@ -1,8 +1,8 @@
 """Which records make up which partition, and which partitions are finished.
 
 Records are dealt one by one to the partitions, or, with ``keep_sequential``, each partition is a
-run of records.  Dealing writes the partitions' text beside the output; runs of a plain file are
-named by their bytes and written nowhere.
+run of records.  Dealing writes the partitions' text beside the output; where a file is a record,
+a partition is a list of files and nothing is written.
 """
 
 from __future__ import annotations
@@ -11,18 +11,12 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from megatron.training.preprocess.documents import RecordFormat
-from megatron.training.preprocess.inputs import (
-    BLOCK_BYTES,
-    SEPARATORS,
-    Segment,
-    blocks,
-    is_stream,
-)
+from megatron.training.preprocess.inputs import BLOCK_BYTES, SEPARATORS, blocks
 
 
 @dataclass(frozen=True)
@@ -35,32 +29,14 @@ class Partitioning:
     record_format: RecordFormat
     output_prefix: str
 
-    def by_segments(self) -> list[list[Segment]] | None:
-        """Partitions that are files or runs of bytes of the input; None if it has to be dealt."""
-        if self._cut_by() == "document":
-            if self.keep_sequential:
-                share = -(-len(self.paths) // self.count)
-                parts = [self.paths[i * share : (i + 1) * share] for i in range(self.count)]
-            else:
-                parts = [self.paths[i :: self.count] for i in range(self.count)]
-            return [[Segment(path) for path in part] for part in parts]
-        runs_of_lines = self.keep_sequential and self._cut_by() == "line"
-        return None if not runs_of_lines or any(map(is_stream, self.paths)) else self._runs()
-
-    def _runs(self) -> list[list[Segment]]:
-        """Runs of lines, found by counting them."""
-        share = -(-sum(map(_count_lines, self.paths)) // self.count)
-        found: list[list[Segment]] = [[] for _ in range(self.count)]
-        number = 0  # of the record
-        for path in self.paths:
-            size, start = os.path.getsize(path), 0
-            while start < size:
-                partition = min(number // share, self.count - 1)
-                wanted = (partition + 1) * share - number
-                end, counted = _skip_lines(path, start, wanted)
-                found[partition].append(Segment(path, start, end))
-                start, number = end, number + counted
-        return found
+    def by_files(self) -> list[list[str]] | None:
+        """Partitions that are files of the input; None if records have to be dealt."""
+        if self._cut_by() != "document":
+            return None
+        if self.keep_sequential:
+            share = -(-len(self.paths) // self.count)
+            return [list(self.paths[i * share : (i + 1) * share]) for i in range(self.count)]
+        return [list(self.paths[i :: self.count]) for i in range(self.count)]
 
     def dealt_path(self, partition: int) -> str:
         """The file that holds the records of a partition, while it is needed."""
@@ -70,9 +46,7 @@ class Partitioning:
 
     def deal(self) -> None:
         """Write the records of every partition to a file of its own."""
-        share = 0
-        if self.keep_sequential:
-            share = -(-sum(len(records) for records in self._records()) // self.count)
+        share = self._share() if self.keep_sequential else 0
         separator = b"\n\n" if self._cut_by() == "paragraph" else b"\n"
         with contextlib.ExitStack() as stack:
             files: list[BinaryIO] = [
@@ -104,8 +78,12 @@ class Partitioning:
 
     def _records(self) -> Iterator[list[bytes]]:
         separator = SEPARATORS.get(self._cut_by())
-        for block in blocks([Segment(path) for path in self.paths], separator, BLOCK_BYTES):
+        for block in blocks(self.paths, separator, BLOCK_BYTES):
             yield _split(block.read(), separator)
+
+    def _share(self) -> int:
+        """Records of a partition that is a run of them; the last one may have fewer."""
+        return -(-sum(len(records) for records in self._records()) // self.count)
 
     def _cut_by(self) -> str:
         return self.record_format.cut_by(self.paths[0])
@@ -115,8 +93,7 @@ class Partitioning:
         if self._cut_by() != "line":
             return None
         if self.keep_sequential:
-            share = -(-sum(len(records) for records in self._records()) // self.count)
-            number = partition * share + line - 1
+            number = partition * self._share() + line - 1
         else:
             number = (line - 1) * self.count + partition
         for path in self.paths:
@@ -131,7 +108,7 @@ class Partitioning:
 class Manifest:
     """What an interrupted run has finished: a file beside the output, for one set of options."""
 
-    def __init__(self, path: str, key: dict[str, Any]) -> None:
+    def __init__(self, path: str, key: Mapping[str, object]) -> None:
         self._path = path
         self._key = json.loads(json.dumps(key))
         self.dealt = False
@@ -165,29 +142,3 @@ def _split(data: bytes, separator: re.Pattern[bytes] | None) -> list[bytes]:
     if separator is SEPARATORS["line"]:
         return data.removesuffix(b"\n").split(b"\n")
     return [record for record in separator.split(data) if record.strip()]
-
-
-def _count_lines(path: str) -> int:
-    count, last = 0, b"\n"
-    with open(path, "rb", buffering=0) as file:
-        while piece := file.read(BLOCK_BYTES):
-            count += piece.count(b"\n")
-            last = piece[-1:]
-    return count + (last != b"\n")
-
-
-def _skip_lines(path: str, start: int, wanted: int) -> tuple[int, int]:
-    """The byte after ``wanted`` lines from ``start`` on, and how many there were."""
-    counted = 0
-    with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        at = start
-        while piece := file.read(BLOCK_BYTES):
-            here = piece.count(b"\n")
-            if counted + here >= wanted:
-                cut = -1
-                for _ in range(wanted - counted):
-                    cut = piece.index(b"\n", cut + 1)
-                return at + cut + 1, wanted
-            counted, at, last = counted + here, at + len(piece), piece[-1:]
-    return at, counted + (last != b"\n")

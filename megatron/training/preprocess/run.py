@@ -28,7 +28,6 @@ from megatron.training.preprocess.encode import BlockEncoder, EncodedTexts
 from megatron.training.preprocess.inputs import (
     SEPARATORS,
     Block,
-    Segment,
     block_bytes,
     blocks,
     find_inputs,
@@ -178,7 +177,7 @@ class _Run:
     def whole(self) -> list[str]:
         """All input at once."""
         outputs = {key: self.options.output(key) for key in self.keys}
-        self._write([Segment(path) for path in self.paths], outputs)
+        self._write(self.paths, outputs)
         return list(outputs.values())
 
     def partitioned(self) -> list[str]:
@@ -194,18 +193,18 @@ class _Run:
         manifest = Manifest(options.output_prefix + ".partitions.json", self._manifest_key())
         if manifest.finished:
             _say(f"partitions {sorted(manifest.finished)} are finished already")
-        segments = partitioning.by_segments()
-        if segments is None and not manifest.dealt:
+        files = partitioning.by_files()
+        if files is None and not manifest.dealt:
             _say(f"dealing records to {options.partitions} partitions")
             partitioning.deal()
             manifest.dealt = True
             manifest.write()
         for partition in range(options.partitions):
             if partition not in manifest.finished:
-                self._write_partition(partition, partitioning, segments)
+                self._write_partition(partition, partitioning, files)
                 manifest.finished.add(partition)
                 manifest.write()
-            if segments is None:
+            if files is None:
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(partitioning.dealt_path(partition))
         prefixes = self._merge()
@@ -214,31 +213,31 @@ class _Run:
         return prefixes
 
     def _write_partition(
-        self, partition: int, partitioning: Partitioning, segments: list[list[Segment]] | None
+        self, partition: int, partitioning: Partitioning, files: list[list[str]] | None
     ) -> None:
         _say(f"partition {partition} of {self.options.partitions}")
         outputs = {key: self.options.output(key, partition) for key in self.keys}
-        if segments is not None:
-            self._write(segments[partition], outputs)
+        if files is not None:
+            self._write(files[partition], outputs)
             return
         dealt = partitioning.dealt_path(partition)
         try:
-            self._write([Segment(dealt)], outputs)
+            self._write([dealt], outputs)
         except BadRecord as error:
             original = partitioning.original_line(partition, locate(error))
             if original is None:
                 raise
             raise DataError(f"{original[0]}, line {original[1]}: {error.reason}") from error
 
-    def _write(self, segments: Sequence[Segment], outputs: dict[str, str]) -> None:
-        """Encode ``segments`` into one file pair per key."""
+    def _write(self, paths: Sequence[str], outputs: dict[str, str]) -> None:
+        """Encode the files into one file pair per key."""
         options = self.options
         builders = {
             key: IndexedDatasetBuilder(get_bin_path(prefix), self.dtype)
             for key, prefix in outputs.items()
         }
-        progress = Progress(sum(s.stored_bytes for s in segments), options.log_interval)
-        for block in self.pool.map(self._blocks(segments)):
+        progress = Progress(sum(map(os.path.getsize, paths)), options.log_interval)
+        for block in self.pool.map(self._blocks(paths)):
             for key, texts in block.texts.items():
                 _append(builders[key], texts)
             progress.add(block.num_documents, block.num_bytes, block.stored_bytes)
@@ -248,9 +247,9 @@ class _Run:
             builder.finalize(get_idx_path(outputs[key]))
         progress.finish()
 
-    def _blocks(self, segments: Sequence[Segment]) -> Iterator[Block]:
+    def _blocks(self, paths: Sequence[str]) -> Iterator[Block]:
         separator = SEPARATORS.get(self.options.record_format.cut_by(self.paths[0]))
-        return blocks(segments, separator, block_bytes(segments, self.options.workers))
+        return blocks(paths, separator, block_bytes(paths, self.options.workers))
 
     def _merge(self) -> list[str]:
         prefixes = []

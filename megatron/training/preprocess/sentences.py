@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Protocol
 
 from megatron.core.optional import require, why_missing
 
@@ -22,62 +24,15 @@ _ABBREVIATIONS = frozenset(
 )
 
 
-class SentenceSplitter(Protocol):
-    """Text to the sentences it consists of, in order; every visible character is kept."""
-
-    def split(self, text: str) -> list[str]:
-        """The sentences of ``text``."""
+# Text to its sentences, in order; every visible character is kept.
+SentenceSplitter = Callable[[str], list[str]]
 
 
-class PunktSplitter:
+class Punkt(Protocol):
     """nltk's trained splitter of one language."""
 
-    def __init__(self, punkt: Any, keep_newlines: bool) -> None:
-        self._punkt = punkt
-        self._keep_newlines = keep_newlines
-
-    def split(self, text: str) -> list[str]:
-        pieces = [text[i : i + _LONGEST_TEXT] for i in range(0, len(text), _LONGEST_TEXT)]
-        return [sentence for piece in pieces for sentence in self._split_piece(piece)]
-
-    def _split_piece(self, text: str) -> list[str]:
-        spans = list(self._punkt.span_tokenize(text))
-        if not self._keep_newlines:
-            return [text[start:end] for start, end in spans]
-        starts = [start for start, _ in spans]
-        return [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
-
-
-class RuleSplitter:
-    """A full stop, blanks and a capital end a sentence, unless an abbreviation stands before."""
-
-    def __init__(self, keep_newlines: bool) -> None:
-        self._keep_newlines = keep_newlines
-
-    def split(self, text: str) -> list[str]:
-        sentences, start = [], 0
-        for end in (*self._ends(text), len(text)):
-            sentence = text[start:end]
-            if not sentence.isspace() and sentence:
-                sentences.append(sentence if self._keep_newlines else sentence.strip())
-            start = end
-        return sentences
-
-    def _ends(self, text: str) -> list[int]:
-        ends = []
-        for found in _END.finditer(text):
-            blank_line = found.group().isspace()
-            if blank_line or self._is_end(text, found):
-                ends.append(found.end())
-        return ends
-
-    def _is_end(self, text: str, found: re.Match[str]) -> bool:
-        if not _OPENS_SENTENCE.match(text, found.end()):
-            return False
-        before = _LAST_WORD.search(text, max(0, found.start() - 20), found.end())
-        word = before.group(1).lower() if before else ""
-        is_initial = len(word) == 1 and word.isalpha() and word != "i"
-        return not (word in _ABBREVIATIONS or is_initial)
+    def span_tokenize(self, text: str) -> Iterable[tuple[int, int]]:
+        """Begin and end of each sentence."""
 
 
 def sentence_splitter(language: str, keep_newlines: bool) -> SentenceSplitter:
@@ -86,7 +41,8 @@ def sentence_splitter(language: str, keep_newlines: bool) -> SentenceSplitter:
     if reason is None:
         nltk = require("nltk", "--split-sentences")
         try:
-            return PunktSplitter(nltk.tokenize.PunktTokenizer(language), keep_newlines)
+            punkt = nltk.tokenize.PunktTokenizer(language)
+            return partial(split_by_punkt, punkt, keep_newlines)
         except (LookupError, AttributeError) as error:
             reason = "nltk has no punkt_tab data for " + language
             logger.debug("%s: %s", reason, error)
@@ -96,4 +52,34 @@ def sentence_splitter(language: str, keep_newlines: bool) -> SentenceSplitter:
         reason,
         language,
     )
-    return RuleSplitter(keep_newlines)
+    return partial(split_by_rules, keep_newlines)
+
+
+def split_by_punkt(punkt: Punkt, keep_newlines: bool, text: str) -> list[str]:
+    """The sentences that ``punkt`` finds, with the blanks behind them if ``keep_newlines``."""
+    sentences = []
+    for begin in range(0, len(text), _LONGEST_TEXT):
+        piece = text[begin : begin + _LONGEST_TEXT]
+        spans = list(punkt.span_tokenize(piece))
+        if keep_newlines:
+            starts = [start for start, _ in spans]
+            spans = list(zip(starts, [*starts[1:], len(piece)], strict=False))
+        sentences += [piece[start:end] for start, end in spans]
+    return sentences
+
+
+def split_by_rules(keep_newlines: bool, text: str) -> list[str]:
+    """A full stop, blanks and a capital end a sentence, unless an abbreviation stands before."""
+    found = _END.finditer(text)
+    ends = [end.end() for end in found if end.group().isspace() or _is_end(text, end)]
+    sentences = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+    return [s if keep_newlines else s.strip() for s in sentences if s and not s.isspace()]
+
+
+def _is_end(text: str, found: re.Match[str]) -> bool:
+    if not _OPENS_SENTENCE.match(text, found.end()):
+        return False
+    before = _LAST_WORD.search(text, max(0, found.start() - 20), found.end())
+    word = before.group(1).lower() if before else ""
+    is_initial = len(word) == 1 and word.isalpha() and word != "i"
+    return not (word in _ABBREVIATIONS or is_initial)

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from megatron.training.preprocess.compressed import Stream, uncompressed_extension
+from megatron.training.preprocess.compressed import pieces, uncompressed_extension
 from megatron.training.preprocess.documents import RecordFormat
-from megatron.training.preprocess.inputs import SEPARATORS, Segment, blocks, sample_blocks
+from megatron.training.preprocess.inputs import SEPARATORS, blocks, sample_blocks
 from megatron.training.preprocess.partitions import Manifest
 
 
@@ -28,11 +28,11 @@ def test_the_records_do_not_depend_on_the_size_of_blocks(tmp_path, sample_by, su
         data = random_text(rng).encode()
         path.write_bytes(gzip.compress(data) if suffix else data)
         separator = SEPARATORS.get(sample_by)
-        whole = [block.read() for block in blocks([Segment(str(path))], separator, 1 << 20)]
+        whole = [block.read() for block in blocks([str(path)], separator, 1 << 20)]
         assert b"".join(whole) == data
         wanted = None
         for num_bytes in (1 << 20, 1, 7, 64):
-            cut = list(blocks([Segment(str(path))], separator, num_bytes))
+            cut = list(blocks([str(path)], separator, num_bytes))
             texts = [t for block in cut for t in record_format.texts(block)["text"]]
             wanted = texts if wanted is None else wanted
             assert texts == wanted
@@ -42,7 +42,7 @@ def test_the_records_do_not_depend_on_the_size_of_blocks(tmp_path, sample_by, su
 def test_the_bytes_on_disk_of_all_blocks_are_those_of_the_file(tmp_path):
     path = tmp_path / "in.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "x"}\n' * 50_000))
-    cut = list(blocks([Segment(str(path))], SEPARATORS["line"], 1000))
+    cut = list(blocks([str(path)], SEPARATORS["line"], 1000))
     assert len(cut) > 100
     assert sum(block.stored_bytes for block in cut) == path.stat().st_size
 
@@ -54,9 +54,8 @@ def test_frames_of_zstandard_are_read_in_pieces_of_any_size(tmp_path):
         for part in (b"abc" * 1000, b"", b"def" * 1000):
             file.write(zstandard.compress(part))
     for num_bytes in (1, 1000, 1 << 20):
-        with Stream(path) as stream:
-            pieces = iter(lambda: stream.read(num_bytes), b"")  # noqa: B023
-            assert b"".join(pieces) == b"abc" * 1000 + b"def" * 1000
+        found = [piece for piece, _ in pieces(path, num_bytes)]
+        assert b"".join(found) == b"abc" * 1000 + b"def" * 1000
 
 
 def test_the_kind_of_a_file_is_in_the_name_below_its_compression():
