@@ -26,8 +26,10 @@ import torch
 
 from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.dist_checkpointing.formats import FORMATS, format_of, open_reader
+from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
-from megatron.training.checkpointing.paths import open_checkpoint
+from megatron.training.checkpointing.content_checks import check_common, holds_run
+from megatron.training.checkpointing.paths import resolve_folder
 from megatron.training.conversion.convert import HF, ConversionRequest, convert
 from megatron.training.conversion.hf_folder import CONFIG, read_weights
 from megatron.training.preprocess.cli import run_tool
@@ -40,18 +42,31 @@ def open_tensors(directory: Path, step: int | None = None) -> tuple[str, Tensors
     """A line about the checkpoint in ``directory``, and its tensors.  Raises CheckpointError."""
     if (directory / CONFIG).exists():
         return f"{directory}: Hugging Face", read_weights(directory)
-    content = open_checkpoint(directory, step)
-    reader = open_reader(content.folder)
+    folder = resolve_folder(directory, step)
+    reader = open_reader(folder)
     tensors = {
         key: LazyTensor(key, stored.dtype, stored.shape, lambda key=key: reader.read(key))
         for key, stored in sorted(reader.tensors.items())
     }
-    about = f"{content.folder}: {format_of(content.folder)}, iteration {content.iteration}"
-    layout = content.manifest.layout.get("dense")
+    return f"{folder}: {format_of(folder)}, {_source(reader)}", tensors
+
+
+def _source(reader: CheckpointReader) -> str:
+    """What saved a checkpoint: a run, with its main arguments, or a script that calls the library.
+
+    Raises CheckpointDamaged.
+    """
+    common = reader.common()
+    if not holds_run(common):
+        return "library checkpoint (saved by dist_checkpointing.save, not by a training run)"
+    check_common(common, reader.folder)
+    about = f"iteration {reader.manifest.iteration}"
+    layout = reader.manifest.layout.get("dense")
     if layout:
         about += ", written by " + " ".join(f"{axis}{size}" for axis, size in layout)
-    known = [name for name in _ARGUMENTS if content.asked.get(name) is not None]
-    return about + "".join(f"\n  {name} {content.asked[name]}" for name in known), tensors
+    asked = common["args"]
+    known = [name for name in _ARGUMENTS if asked.get(name) is not None]
+    return about + "".join(f"\n  {name} {asked[name]}" for name in known)
 
 
 def inspect(args: argparse.Namespace) -> None:
@@ -124,11 +139,12 @@ def _difference(a: LazyTensor | None, b: LazyTensor | None) -> str | None:
 
 def verify(args: argparse.Namespace) -> None:
     """Read everything and compare it with its checksums."""
-    content = open_checkpoint(args.checkpoint_dir, args.ckpt_step)
-    with open_reader(content.folder) as reader:
+    folder = resolve_folder(args.checkpoint_dir, args.ckpt_step)
+    with open_reader(folder) as reader:
+        _source(reader)
         reader.check_sizes()
         reader.check_all()
-        print(f"{content.folder} is whole: {len(reader.tensors)} tensors read and verified")
+        print(f"{folder} is whole: {len(reader.tensors)} tensors read and verified")
 
 
 def modify(args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import rng_json
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, is_count, parsing
 
@@ -21,7 +22,16 @@ _NP_WORDS = 624  # of the Mersenne twister
 
 
 def check_common(common: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointDamaged unless a run can go on from ``common`` of the checkpoint."""
+    """Raise CheckpointDamaged unless a run can resume from ``common`` of the checkpoint.
+
+    Raises CheckpointError for a library checkpoint.
+    """
+    if not holds_run(common):
+        raise CheckpointError(
+            f"{folder} is a library checkpoint, saved by megatron.core.dist_checkpointing.save: it "
+            "holds no arguments and no iteration of a training run; read it with "
+            "megatron.core.dist_checkpointing.load"
+        )
     optimizer, schedule = common.get("optimizer"), common.get("opt_param_scheduler")
     scaler = optimizer.get("grad_scaler") if isinstance(optimizer, dict) else None
     steps = optimizer.get("step") if isinstance(optimizer, dict) else 0
@@ -39,6 +49,11 @@ def check_common(common: Mapping[str, Any], folder: Path) -> None:
     for name, is_right in problems.items():
         if not is_right:
             raise CheckpointDamaged(f"{folder} is damaged: its {name} cannot be of a run")
+
+
+def holds_run(common: Mapping[str, Any]) -> bool:
+    """Whether a training run saved ``common``; `dist_checkpointing.save` stores other keys."""
+    return not common.keys().isdisjoint(("args", "checkpoint_version", "counters", "iteration"))
 
 
 def check_rng_state(state: Mapping[str, Any], where: Path) -> Mapping[str, Any]:

@@ -36,14 +36,22 @@ class CheckpointContent:
 
 
 def open_checkpoint(directory: str | Path, step: int | None = None) -> CheckpointContent:
-    """The checkpoint that ``directory`` means: a folder itself, or the one its tracker names.
+    """The checkpoint of a run that ``directory`` means, see `resolve_folder`.
 
     Raises CheckpointError if there is none, or it cannot be read.
+    """
+    return read_content(resolve_folder(directory, step))
+
+
+def resolve_folder(directory: str | Path, step: int | None = None) -> Path:
+    """The folder that ``directory`` means: itself, or the one its tracker names.
+
+    Raises CheckpointError if there is none, or its manifest cannot be read.
     """
     choice = find(str(directory), step)
     if choice is None:
         raise CheckpointError(f"{directory} holds no checkpoint: no {TRACKER}, no iter_* folder")
-    return read_content(usable(choice.found))
+    return usable(choice.found)
 
 
 def usable(found: Found) -> Path:

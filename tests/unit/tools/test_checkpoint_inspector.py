@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.core import dist_checkpointing
 from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
+from megatron.training.checkpointing.paths import open_checkpoint
 from tests.unit.dist_checkpointing.tiny import global_tensors, publish_model
 from tools.checkpoint.checkpoint_inspector import main
 
@@ -66,6 +71,21 @@ def test_an_altered_file_does_not_verify(folder: Path, capsys: pytest.CaptureFix
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="__0_0.safetensors is damaged"):
         main(["verify", str(folder)])
+
+
+def test_a_library_checkpoint_is_shown_as_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(2, 3)), "epoch": 4}
+    dist_checkpointing.save(library, tmp_path)
+    text = shown(capsys, "inspect", tmp_path)
+    assert "library checkpoint" in text.splitlines()[0]
+    assert "w  [2, 3]  float32" in text
+    assert "max 1 " in shown(capsys, "print-tensor", tmp_path, "w")
+    assert "is whole" in shown(capsys, "verify", tmp_path)
+    with pytest.raises(CheckpointError, match="is a library checkpoint") as refused:
+        open_checkpoint(tmp_path)
+    assert not isinstance(refused.value, CheckpointDamaged)
 
 
 def test_names_are_changed_in_a_copy(
