@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch.distributed as dist
 
@@ -25,23 +24,19 @@ from megatron.training.runtime.runtime import Runtime
 _NAME_WIDTH = 48
 
 
-def print_arguments(values: Mapping[str, Any]) -> None:
-    """All arguments in alphabetical order, one a line; on rank 0."""
-    print_rank_0("\n".join(argument_lines(values)))
-
-
-def argument_lines(values: Mapping[str, Any]) -> list[str]:
-    """The lines of `print_arguments`, with the rules around them."""
+def print_arguments(values: Mapping[str, object]) -> None:
+    """Print all arguments on rank 0, in alphabetical order."""
     lines = [f"  {name} {'.' * (_NAME_WIDTH - len(name))} {values[name]}" for name in values]
-    return [
+    lines = [
         "------------------------ arguments ------------------------",
         *sorted(lines, key=str.lower),
         "-------------------- end of arguments ---------------------",
     ]
+    print_rank_0("\n".join(lines))
 
 
 def print_layout(run: Runtime) -> None:
-    """How the world is cut up, on rank 0."""
+    """Print the parallel sizes and the dtype of the parameters on rank 0."""
     model = run.config.model
     print_rank_0(
         f"using world size: {run.config.world_size}, "
@@ -60,9 +55,9 @@ def print_layout(run: Runtime) -> None:
 
 
 def print_attention_backends(run: Runtime) -> None:
-    """Which attention implementations may run, and why not the others; on rank 0.
+    """Print on rank 0 which attention backends may run, and why the others may not.
 
-    Raises ConfigError when --attention-backend names what cannot run this model.
+    Raises ConfigError when --attention-backend names one that does not support this model.
     """
     model = run.config.model
     if all(layer.attention == NO_OP for layer in layers_of(run.config)):
@@ -81,7 +76,7 @@ def _engine_computes(run: Runtime) -> bool:
 
 
 def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
-    """What attention needs in training, under an exchange of this type if any."""
+    """What attention needs in training with the --cp-comm-type ``comm_type`` ("" without one)."""
     model, data, kind = config.model, config.data, model_kind_name(config)
     has_sink = model.softmax_type != "vanilla"
     is_whole = comm_type in ("", "a2a") and not has_sink
@@ -94,25 +89,26 @@ def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
         has_bias=positions in ("alibi", "relative"),
         has_dropout=model.attention_dropout > 0,
         has_softcap=model.attn_logit_softcapping is not None,
-        causal_tokens=data.seq_length if is_whole and is_causal else 0,
+        causal_tokens=data.seq_length or 0 if is_whole and is_causal else 0,
         by_blocks=has_sink or comm_type in ("p2p", "a2a+p2p"),
     )
 
 
-def print_kernels(run: Runtime) -> None:
-    """Who computes what is fused, and what is left to plain torch; on rank 0."""
-    whose = kernel_backend(run.config.model.params_dtype)
-    print_rank_0(f"fused operations: {whose}")
-    for work, reason in left_to_torch(run.config) if whose.startswith("kernels") else ():
-        print_rank_0(f"    not {work}: {reason}")
+def print_fused_operations(run: Runtime) -> None:
+    """Print on rank 0 which kernels compute fused operations, and which ones are not fused."""
     model, is_adam = run.config.model, run.config.optimizer.optimizer == "adam"
-    is_split = whose.endswith("C++") and model.bf16 and is_adam
+    backend = kernel_backend(model.params_dtype)
+    print_rank_0(f"fused operations: {backend}")
+    if backend.startswith("kernels"):
+        for operation, reason in _unfused_operations(run.config):
+            print_rank_0(f"    not {operation}: {reason}")
+    is_split = backend.endswith("C++") and model.bf16 and is_adam
     if is_split and not is_fully_sharded(run.config.ddp):
         print_rank_0("    fp32 main parameters: 16 bits beside each bf16 weight")
 
 
-def left_to_torch(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Work that could be fused, and why it is not."""
+def _unfused_operations(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Each operation that could be fused and is not, with the reason."""
     model = config.model
     if model.gated_linear_unit and not model.bias_swiglu_fusion:
         yield "the gated activation", "--no-bias-swiglu-fusion"
@@ -128,8 +124,8 @@ def left_to_torch(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "bias, dropout and residual", "PyTorch's own operations are as fast"
 
 
-def print_gradient_accumulation(run: Runtime) -> None:
-    """Whether products of weight gradients are added to the buffers themselves; on rank 0."""
+def print_gradient_accumulation_fusion(run: Runtime) -> None:
+    """Print on rank 0 whether GEMMs of weight gradients accumulate into the gradient buffers."""
     if not run.config.model.gradient_accumulation_fusion:
         return
     params = [p for chunk in run.model_chunks for p in chunk.parameters()]
@@ -137,14 +133,14 @@ def print_gradient_accumulation(run: Runtime) -> None:
     if fused:
         answer = f"yes, for {fused} parameters"
     elif any(hasattr(p, "main_grad") for p in params):
-        answer = f"no, slower here for {run.config.model.params_dtype} products and fp32 sums"
+        answer = f"no, slower here for {run.config.model.params_dtype} GEMMs and fp32 sums"
     else:
         answer = "no, gradients stay where autograd puts them"
     print_rank_0(f"gradient accumulation fused: {answer}")
 
 
 def print_low_precision(run: Runtime) -> None:
-    """In which format layers multiply, and whether the device does; on rank 0."""
+    """Print on rank 0 whether the device computes fp8 or fp4 matmuls."""
     model = run.config.model
     if not model.is_quantized:
         return
@@ -154,29 +150,29 @@ def print_low_precision(run: Runtime) -> None:
     elif is_plain and device.multiplies_fp8(device.current()):
         answer = "yes"
     else:
-        answer = f"no, dequantised ones in {model.params_dtype} instead, at no gain in speed"
-    print_rank_0(f"products of --{model.format_flag} by the device: {answer}")
+        answer = f"no, values are dequantised to {model.params_dtype}, at no gain in speed"
+    print_rank_0(f"the device computes matmuls of --{model.format_flag}: {answer}")
 
 
-def print_compilation(run: Runtime) -> None:
-    """What is compiled, and what keeps its own kernels; on rank 0."""
+def print_compiled_regions(run: Runtime) -> None:
+    """Print on rank 0 which parts of the model --compile compiles."""
     model, regions = run.config.model, {"layer": "each layer", "model": "all layers of a stage"}
     if model.compile != "none":
-        apart = ", but for products of --tensor-model-parallel-size"
+        apart = ", but for matmuls with --tensor-model-parallel-size > 1"
         beside = apart if model.tensor_model_parallel_size > 1 else ""
         print_rank_0(f"compiled: {regions[model.compile]}{beside}; embedding and loss are not")
 
 
-def print_token_travel(run: Runtime) -> None:
-    """Whether --moe-enable-deepep has what it needs; on rank 0."""
+def print_deepep(run: Runtime) -> None:
+    """Print on rank 0 whether DeepEP dispatches tokens to experts (--moe-enable-deepep)."""
     if run.config.model.moe_enable_deepep:
         reason = unsupported_reason(run.config.model, device.current())
-        answer = "yes" if reason is None else f"no, by PyTorch: {reason}"
-        print_rank_0(f"tokens travel by DeepEP: {answer}")
+        answer = "yes" if reason is None else f"no, PyTorch dispatches them: {reason}"
+        print_rank_0(f"DeepEP dispatches tokens to experts: {answer}")
 
 
 def print_datetime(label: str) -> None:
-    """The time on rank 0 when all ranks have come here.  Collective over all ranks."""
+    """Print the time on rank 0, after a barrier.  Collective over all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
     print_rank_0(f"[{label}] datetime: {time.strftime('%Y-%m-%d %H:%M:%S')} ")

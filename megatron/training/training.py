@@ -41,13 +41,13 @@ from megatron.training.runtime.schedule import number_of_train_iters, recount_tr
 from megatron.training.startup_log import (
     print_arguments,
     print_attention_backends,
-    print_compilation,
+    print_compiled_regions,
     print_datetime,
-    print_gradient_accumulation,
-    print_kernels,
+    print_deepep,
+    print_fused_operations,
+    print_gradient_accumulation_fusion,
     print_layout,
     print_low_precision,
-    print_token_travel,
 )
 from megatron.training.step import evaluate as evaluation
 
@@ -137,15 +137,15 @@ def _build(run: Runtime, model_provider: setup.ModelProvider) -> None:
     print_layout(run)
     print_arguments(flat_values(run.config))
     print_attention_backends(run)
-    print_kernels(run)
-    print_token_travel(run)
-    print_compilation(run)
+    print_fused_operations(run)
+    print_deepep(run)
+    print_compiled_regions(run)
     print_low_precision(run)
     setup.setup_tokenizer(run)
     print_datetime("after megatron is initialized")
     run.timers("model-and-optimizer-setup", log_level=0).start(barrier=True)
     setup.build_model_chunks(run, model_provider)
-    print_gradient_accumulation(run)
+    print_gradient_accumulation_fusion(run)
     if not run.config.validation.skip_train:
         setup.build_optimizer(run)
     load(run)

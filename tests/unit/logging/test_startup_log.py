@@ -13,20 +13,21 @@ from megatron.core import device
 from megatron.core.device import cpu_kernels
 from megatron.core.fusions import kernels
 from megatron.training.startup_log import (
-    argument_lines,
     print_arguments,
     print_attention_backends,
     print_datetime,
-    print_kernels,
+    print_fused_operations,
     print_layout,
 )
 from tests.unit.arguments.commands import run_of
 from tests.unit.callbacks.helpers import fake_run
 
 
-def test_arguments_stand_in_alphabetical_order_with_dots_to_column_48() -> None:
-    lines = argument_lines({"seq_length": 64, "DDP_bucket_size": None, "bf16": True})
-    assert lines == [
+def test_arguments_stand_in_alphabetical_order_with_dots_to_column_48(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_arguments({"seq_length": 64, "DDP_bucket_size": None, "bf16": True})
+    assert capsys.readouterr().out.splitlines() == [
         "------------------------ arguments ------------------------",
         "  bf16 ............................................ True",
         "  DDP_bucket_size ................................. None",
@@ -90,11 +91,11 @@ def test_what_is_fused_and_what_is_missing_for_it_is_told(
     flags += " --no-bias-dropout-fusion --bf16"
     config = run_of(f"--swiglu --position-embedding-type rope {flags}")
     run: Any = SimpleNamespace(config=config)
-    print_kernels(run)
-    print_kernels(run)
+    print_fused_operations(run)
+    print_fused_operations(run)
     monkeypatch.setattr(device, "launches_kernels", lambda where: True)
-    print_kernels(run)
-    print_kernels(run)
+    print_fused_operations(run)
+    print_fused_operations(run)
     assert capsys.readouterr().out.splitlines() == [
         "fused operations: kernels in C++",
         "    not the gated activation: --no-bias-swiglu-fusion",
