@@ -259,8 +259,8 @@ def initialize_megatron(
     )
     if config.distributed.virtual_ranks is not None and not dist.is_initialized():
         raise ConfigError(
-            f"--virtual-ranks {config.distributed.virtual_ranks}: this script has a loop of its "
-            "own; give its main function to megatron.core.virtual_ranks.run instead"
+            f"--virtual-ranks {config.distributed.virtual_ranks}: this script has its own train "
+            "loop; give its main function to megatron.core.virtual_ranks.run instead"
         )
     run = start(config)
     atexit.register(_end, run)

@@ -51,15 +51,15 @@ from megatron.training.startup_log import (
 )
 from megatron.training.step import evaluate as evaluation
 
-# What scripts that bring their own loop look for here.
-_OWN_LOOP = (
+# Functions for the train loop of scripts, which import them from here.
+_TRAIN_LOOP = (
     "build_train_valid_test_data_iterators build_train_valid_test_datasets "
     "evaluate_and_print_results get_model get_optimizer_param_scheduler "
     "get_train_valid_test_num_samples save_checkpoint_and_time setup_model_and_optimizer "
     "train_step training_log update_train_iters"
 ).split()
 __getattr__ = lazy_exports(
-    __name__, dict.fromkeys(_OWN_LOOP, "megatron.training.compat.train_loop")
+    __name__, dict.fromkeys(_TRAIN_LOOP, "megatron.training.compat.train_loop")
 )
 
 

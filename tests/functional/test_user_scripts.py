@@ -98,21 +98,21 @@ def test_a_batch_that_grows_is_seen_by_scripts(tmp_path: Path) -> None:
 
 def losses_of_loop(loop: str, *flags: str, world_size: int = 1) -> list[float]:
     argv = [*TINY, "--my-loop", loop, *flags]
-    left = run_ranks(run_script, world_size, "user_own_loop.py", argv)
+    left = run_ranks(run_script, world_size, "user_train_loop.py", argv)
     assert all(part["losses"] == left[0]["losses"] for part in left)
     return left[0]["losses"]
 
 
-@pytest.mark.feature("Scripts: a loop of one's own on initialize_megatron() and train_step()")
+@pytest.mark.feature("Scripts: their own train loop on initialize_megatron() and train_step()")
 @pytest.mark.parametrize("loop", ["steps", "bare"])
 @pytest.mark.parametrize("layout", [[], TP2, [*TP2, "--sequence-parallel"]], ids=len)
-def test_a_loop_of_ones_own_gives_our_losses(
+def test_a_train_loop_of_a_script_gives_the_losses_of_pretrain_gpt(
     ours: list[float], loop: str, layout: list[str]
 ) -> None:
     close(losses_of_loop(loop, *layout, world_size=2 if layout else 1), ours)
 
 
-def test_a_loop_of_ones_own_logs_as_the_flags_ask(tmp_path: Path) -> None:
+def test_a_train_loop_of_a_script_logs_as_the_flags_ask(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     flags = ["--metrics-file", str(metrics), "--eval-interval", "3", "--log-params-norm"]
     found = losses_of_loop("steps", *flags, "--tensorboard-dir", str(tmp_path / "tb"))
@@ -122,7 +122,7 @@ def test_a_loop_of_ones_own_logs_as_the_flags_ask(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loop", ["steps", "bare"])
-def test_a_loop_of_ones_own_goes_on_where_it_has_saved(
+def test_a_train_loop_of_a_script_resumes_from_its_checkpoint(
     tmp_path: Path, ours: list[float], loop: str
 ) -> None:
     save = ["--save", str(tmp_path), "--save-interval", "3"]

@@ -1,8 +1,8 @@
 """Who may import whom.  Each law yields sentences; an empty law is kept.
 
 Package directions of megatron.core, narrowest first: the base (files directly in core), config,
-device, parallel, params and diagnostics, then what builds on them.  parallel_state and global_vars
-are for doors: public entries that scripts call without handing over groups or a run.
+device, parallel, params and diagnostics, then what builds on them.  Only the compatibility API may
+import parallel_state and global_vars: functions that scripts call without process groups or a run.
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ MEGATRON_PATHS = {
     "datasets",
 }
 
-# Public entries that scripts written for the reference call without groups or a run.
-DOORS = {
-    # Import paths of Megatron-LM, for scripts alone: the modules lie in packages.
+# Modules with global state -> files of the compatibility API that may import them: functions that
+# scripts written for Megatron-LM call without process groups or a run.
+COMPATIBILITY_API = {
+    # Import paths of Megatron-LM, for scripts only: the modules are in packages.
     "megatron.core.parallel_state": set(),
     "megatron.core.process_groups_config": set(),
     "megatron.core.hyper_comm_grid": set(),
@@ -92,18 +93,18 @@ DOORS = {
         "megatron/core/utils.py",  # get_batch_on_this_cp_rank for scripts
         "megatron/core/tensor_parallel/random.py",
         "megatron/training/initialize.py",  # installs it
-        "megatron/training/compat/utils.py",  # the reference's helpers for scripts
+        "megatron/training/compat/utils.py",  # Megatron-LM's helpers for scripts
     },
-    # Import paths of Megatron-LM, for scripts alone: the modules lie in compat/.
+    # Import paths of Megatron-LM, for scripts only: the modules are in compat/.
     "megatron.training.global_vars": set(),
     "megatron.training.utils": set(),
     "megatron.training.compat.global_vars": {
         "megatron/training/__init__.py",
         "megatron/training/global_vars.py",  # the import path of Megatron-LM
         "megatron/training/initialize.py",  # installs it
-        "megatron/training/compat/train_loop.py",  # get_model(), train_step() and their like
+        "megatron/training/compat/train_loop.py",  # get_model(), train_step() and others
         "megatron/training/compat/utils.py",
-        "megatron/training/compat/checkpointing.py",  # the reference's save and load
+        "megatron/training/compat/checkpointing.py",  # Megatron-LM's save and load
     },
 }
 
@@ -123,7 +124,7 @@ PURE = (
 
 
 def package_of(module: str) -> str | None:
-    """Room of a megatron.core module in the table; None for everything else."""
+    """Package of a megatron.core module in the table; None for everything else."""
     parts = module.split(".")
     if parts[:2] != ["megatron", "core"] or len(parts) < 3:
         return None
@@ -185,15 +186,18 @@ def imports_point_downwards(source: Source) -> Iterator[str]:
             yield f"{line}: must not import {name}"
 
 
-def only_doors_read_global_state(source: Source) -> Iterator[str]:
-    """The two files with global state are imported by doors, and by scripts."""
+def only_the_compatibility_api_reads_global_state(source: Source) -> Iterator[str]:
+    """The modules with global state are imported by the compatibility API, and by scripts."""
     if not source.is_under("megatron"):
         return
     for line, name in source.imports():
-        for home, doors in DOORS.items():
-            is_home = name == home or name.startswith(f"{home}.")
-            if is_home and source.path not in doors and source.module != home:
-                yield f"{line}: imports {home}; it is no door, so it is handed what it needs"
+        for module, files in COMPATIBILITY_API.items():
+            is_module = name == module or name.startswith(f"{module}.")
+            if is_module and source.path not in files and source.module != module:
+                yield (
+                    f"{line}: imports {module}, which only the compatibility API may import: take "
+                    "process groups and the run as arguments"
+                )
 
 
 def pure_modules_import_no_torch(source: Source) -> Iterator[str]:
@@ -235,7 +239,7 @@ LAWS = [
     core_packages_keep_their_direction,
     training_packages_keep_their_layers,
     imports_point_downwards,
-    only_doors_read_global_state,
+    only_the_compatibility_api_reads_global_state,
     pure_modules_import_no_torch,
     imports_stand_at_the_top,
     kernels_alone_import_triton,

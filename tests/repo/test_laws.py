@@ -34,7 +34,7 @@ BREACHES = {
         ("megatron/training/x.py", "import tools.preprocess_data"),
         ("tools/x.py", "from tests.ranks import run_ranks"),
     ],
-    "only_doors_read_global_state": [
+    "only_the_compatibility_api_reads_global_state": [
         ("megatron/core/transformer/x.py", "from megatron.core import parallel_state"),
         (
             "megatron/training/step/train_step.py",

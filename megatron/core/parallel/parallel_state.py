@@ -1,8 +1,7 @@
 """Megatron's ``parallel_state`` for code that was written against it.
 
-Functions that read one variable, kept beside the class of the groups.  Only doors use it (models,
-the DDP wrapper and the optimizer when called without groups); everything deeper is given its
-groups.
+Functions that read one variable.  Only the compatibility API imports them (models, the DDP wrapper
+and the optimizer when called without groups); everything deeper takes its groups as arguments.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The reference's functions for scripts that bring their own loop.
+"""Megatron-LM's functions for the train loop of scripts.
 
 They act on the run that ``initialize_megatron()`` has started, take its arguments and return what
-the reference's return.  ``train_step`` counts the step; a script has nothing to count.
+Megatron-LM's return.  ``train_step`` counts the step, so a script does not.
 """
 
 from __future__ import annotations

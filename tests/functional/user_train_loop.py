@@ -1,7 +1,8 @@
-"""A script with a loop of its own as people have them for Megatron-LM core_v0.14.
+"""A script with its own train loop, as users have them for Megatron-LM core_v0.14.
 
-``--my-loop steps`` calls train_step() and its like; ``--my-loop bare`` builds optimizer and
-scheduler from the library and calls the schedule itself.  `test_user_scripts.py` runs both.
+``--my-loop steps`` calls train_step() and the functions around it; ``--my-loop bare`` builds
+optimizer and scheduler from the library and calls the schedule itself.  `test_user_scripts.py` runs
+both.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The reference's functions for own loops, where the functional tests do not reach."""
+"""Functions for the train loop of scripts, where the functional tests do not reach."""
 
 from __future__ import annotations
 
