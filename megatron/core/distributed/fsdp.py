@@ -14,9 +14,19 @@ backward.  With several instances of the whole model (HSDP) the owners' gradient
 inter_dist_opt in the last micro-batch; the owners of one part may update a piece each, and gather
 them there (`start_param_sync`).
 
-In a pipeline each model chunk is a sharded model of its own over the replicas of its stage.
-Several micro-batches may be between forward and backward: FSDP2 gathers a parameter into the same
-memory each time, so that what every graph has saved of it is there again.
+The order of units is the order in which the model calls them, the same on all ranks of a group.
+A model that called other layers on some ranks would deadlock.
+
+Lifetime of buffers.  A rank's own rows live as long as the model.  Gathered parameters exist from
+the all-gather of their unit to the end of its pass; those of the root unit until backward.
+Autograd saves views of gathered parameters: FSDP2 frees the storage of the tensor, not the tensor,
+and gathers into the same storage before backward.  So several micro-batches may be between forward
+and backward, as in a pipeline, where each model chunk is a sharded model of its own over the
+replicas of its stage.  Whole gradients exist from the backward pass of a unit to its
+reduce-scatter; after that ``param.grad`` is a DTensor of this rank's rows.
+
+Hazard: outside of forward and backward a parameter is a DTensor.  Code that reads or writes its
+values takes `local_part`, which is this rank's rows, never the whole.
 """
 
 from __future__ import annotations
@@ -70,7 +80,7 @@ class FullyShardedDataParallel(DataParallelBase):
         *,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        # The last backward pass of a step reduces: no start that stages could put off.
+        # Each backward pass reduces what it has finished: no start that stages could put off.
         ddp_config = replace(ddp_config, align_grad_reduce=False)
         super().__init__(config, ddp_config, module, pg_collection)
         # A view comes out of a model where transposing moves nothing.  Nobody writes into it.
@@ -79,8 +89,10 @@ class FullyShardedDataParallel(DataParallelBase):
         self._unit_kinds: list[tuple[int, dist.ProcessGroup]] = []  # elements, and who holds them
         self._summed: list[nn.Parameter] = []  # whose gradients FSDP2 does not divide
         self._sums: dict[str, Tensor] = {}  # of a parameter's gradients: NaN shows in them
+        # Taken before sharding, which replaces the parameters by new objects without a record.
         records = {name: _cut(p, pg_collection) for name, p in module.named_parameters()}
         policy, reshards = self._precision(), reshards_after_forward(self.ddp_config)
+        # From the inside outwards: a unit takes what no unit inside it has taken.
         if _experts_are_apart(pg_collection):
             mesh = _mesh(pg_collection, pg_collection.intra_expt_dp, pg_collection.expt_dp)
             for name, unit in module.named_modules():
@@ -110,7 +122,7 @@ class FullyShardedDataParallel(DataParallelBase):
         The sum over instances waits; parameters that are kept for backward stay until the next
         micro-batch too.
         """
-        root = self.units[-1]
+        root = self.units[-1]  # the setters reach all units inside it
         root.set_requires_all_reduce(False)
         root.set_reshard_after_backward(reshards_after_forward(self.ddp_config))
         try:
@@ -123,6 +135,7 @@ class FullyShardedDataParallel(DataParallelBase):
         """Nothing: the backward pass has reduced what it has finished."""
 
     def finish_grad_sync(self) -> None:
+        # One read of the device for all parameters, when it has nothing else to do.
         if self._sums and not torch.stack(list(self._sums.values())).isfinite().all():
             culprits = non_finite_gradients(self._sums.items())
             raise NonFiniteError(f"{culprits}, met before reducing over data-parallel ranks")
@@ -178,6 +191,7 @@ class FullyShardedDataParallel(DataParallelBase):
     @torch.no_grad()
     def start_param_sync(self) -> None:
         """Take what other instances have updated.  Collective over inter_dist_opt, unit by unit."""
+        # ``parameters()`` of a unit includes those of the units inside it, which came before.
         group, done = self.groups.inter_dist_opt, set[nn.Parameter]()
         for unit in self.units:
             assert isinstance(unit, nn.Module)  # fully_shard adds FSDPModule to its bases
@@ -186,12 +200,14 @@ class FullyShardedDataParallel(DataParallelBase):
                 continue
             done.update(params)
             flat = [local_part(param).view(-1) for param in params]
+            # One gather for all parameters of a unit: each rank's row of ``shares`` holds its share
+            # of every parameter, padded to the width of the first rank's, which is the largest.
             widths = [share_of(len(values), 0, group.size())[1] for values in flat]
             shares = flat[0].new_empty(group.size(), sum(widths))
             for values, share in zip(flat, shares[group.rank()].split(widths), strict=True):
                 start, stop = share_of(len(values), group.rank(), group.size())
                 share[: stop - start] = values[start:stop]
-            all_gather_single(shares.view(-1), shares[group.rank()].clone(), group=group)
+            all_gather_single(shares.view(-1), shares[group.rank()], group=group)
             for values, column in zip(flat, shares.split(widths, dim=1), strict=True):
                 values.copy_(column.reshape(-1)[: len(values)])
 
@@ -218,6 +234,8 @@ class FullyShardedDataParallel(DataParallelBase):
             if local_part(param) is param
         }
         numel = sum(part.get_parameter(attribute).numel() for part, attribute in names)
+        # The optimizer updates these rows in fp32; the policy casts them to 16 bits before each
+        # all-gather, so that fewer bytes are sent.
         for param in unit.parameters():
             if param.dtype in _HALF:
                 param.data = param.data.float()
@@ -226,6 +244,8 @@ class FullyShardedDataParallel(DataParallelBase):
         )
         if self.ddp_config.check_for_nan_in_grad:
             self._watch(unit, names)
+        # FSDP2 divides by the size of the mesh.  An expert's mesh is smaller than dp_cp, over which
+        # the mean is taken: `finish_grad_sync` divides those.
         is_apart = mesh.size() != self.groups.dp_cp.size()
         if self.config.calculate_per_token_loss or is_apart:
             sharded.set_gradient_divide_factor(1.0)
@@ -257,7 +277,12 @@ class FullyShardedDataParallel(DataParallelBase):
                 unit.set_allocate_memory_from_process_group_for_comm(True)
 
     def _watch(self, unit: nn.Module, names: dict[tuple[nn.Module, str], str]) -> None:
-        """Look at the gradients of ``unit`` from its first forward pass on: then they are whole."""
+        """Look at the gradients of ``unit`` from its first forward pass on: then they are whole.
+
+        A hook of a gathered parameter runs before the reduce-scatter, whose sums would hide which
+        rank a NaN came from.  The gathered parameters are created by the first
+        all-gather, inside FSDP2's own pre-hook, which runs before this one.
+        """
 
         def begin(*_: object) -> None:
             handle.remove()
@@ -269,6 +294,7 @@ class FullyShardedDataParallel(DataParallelBase):
         handle = unit.register_forward_pre_hook(begin)
 
     def _look_at(self, name: str, grad: Tensor) -> None:
+        # A sum is not finite if any value is not; adding those of the micro-batches keeps that.
         total = grad.detach().sum(dtype=torch.promote_types(grad.dtype, torch.float32))
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
