@@ -7,6 +7,9 @@ Order of collectives: the threads switch at these calls and at the end of a pass
 preemption.  All ranks execute the same passes, so all ranks start the collectives of both passes in
 the same order.  Threads that ran freely would start them in an order of their own on each rank,
 and the ranks would deadlock.
+
+Why threads and not a plan of parts of layers: docs/experts.md, "Two threads or a schedule plan".
+benchmarks/pass_interleaving.py measures what the threads cost.
 """
 
 from __future__ import annotations
