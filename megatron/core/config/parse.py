@@ -45,7 +45,7 @@ def int_pair(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def layer_pattern(text: str) -> int | tuple[int, ...]:
+def layer_frequency(text: str) -> int | tuple[int, ...]:
     """An int, or a list expression of digits and ``[]()+*,`` such as ``([1]*3+[0])*2``."""
     if re.fullmatch(r"\d+", text):
         return int(text)

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from megatron.core.config.parse import int_pair, layer_pattern, member_of, strict_bool
+from megatron.core.config.parse import int_pair, layer_frequency, member_of, strict_bool
 from megatron.core.enums import AttnBackend
 from megatron.training.arguments.options import GROUPS
 from megatron.training.arguments.parser import PARSE_WARNINGS, build_parser, parse_args
@@ -151,7 +151,7 @@ def test_the_last_of_two_equal_flags_counts() -> None:
     ],
 )
 def test_layer_patterns_are_evaluated(text: str, value: int | tuple[int, ...]) -> None:
-    assert layer_pattern(text) == value
+    assert layer_frequency(text) == value
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_layer_patterns_are_evaluated(text: str, value: int | tuple[int, ...]) -
 )
 def test_other_expressions_are_refused(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=".") as error:
-        layer_pattern(text)
+        layer_frequency(text)
     assert str(error.value) == reason
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
-from megatron.core.config.parse import int_pair, layer_pattern, member_of
+from megatron.core.config.parse import int_pair, layer_frequency, member_of
 from megatron.core.enums import AttnBackend
 
 _network = partial(option, group="network size")
@@ -53,7 +53,7 @@ class AttentionConfig:
         None,
         "Layers without rotary embedding: every Nth, or a list such as ([0]*3+[1])*2 where 1 "
         "disables it.",
-        parse=layer_pattern,
+        parse=layer_frequency,
     )
     mrope_section: tuple[int, ...] | None = _network(
         None,
@@ -71,7 +71,7 @@ class AttentionConfig:
         None,
         "Layers with the sliding window: N keeps full attention in every Nth layer; in a "
         "list such as [1,1,0]*4, 1 is windowed and 0 is full.",
-        parse=layer_pattern,
+        parse=layer_frequency,
     )
     attn_logit_softcapping: float | None = _network(
         None, "Soft-cap attention logits to plus or minus this value (tanh)."

@@ -7,7 +7,7 @@ from functools import partial
 
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
-from megatron.core.config.parse import layer_pattern
+from megatron.core.config.parse import layer_frequency
 
 _moe = partial(option, group="moe")
 
@@ -26,7 +26,7 @@ class MoEConfig:
     moe_layer_freq: int | tuple[int, ...] = _moe(
         1,
         "MoE layers: every Nth, or a list such as [0]+[1]*11 where 1 is MoE.",
-        parse=layer_pattern,
+        parse=layer_frequency,
     )
     moe_ffn_hidden_size: int | None = _moe(
         None, "Hidden size of each expert; --ffn-hidden-size if not given."
