@@ -18,7 +18,7 @@ from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.parallel.communicators import Communicators
 from megatron.core.parallel.process_groups_config import create_process_groups, make_grids
 from megatron.core.parallel.run_store import RunStore
-from megatron.core.pipeline_parallel.plan import Exchange, Placement, Transfer
+from megatron.core.pipeline_parallel.plan import Placement, Transfer, TransferBatch
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.training.process.failure_watch import failure_watch
@@ -184,7 +184,7 @@ def _exchange_between_stages(rank: int, world_size: int, folder: str) -> None:
         if rank == 0:
             transfer = Transfer("activation", 17, 0, 1)
             mailbox.put(transfer, torch.ones(2))
-            mailbox.post(Exchange((transfer,), ()))
+            mailbox.post(TransferBatch((transfer,), ()))
             mailbox.close()
         else:
             fault_point("stage")

@@ -4,12 +4,12 @@ Pure: every rank computes the plan of all ranks and takes its own.  Two properti
 the construction: a send may block until its receive is posted, and the transfers between two ranks
 are matched by order, not by tag.  So all passes are placed on one global clock on which every pass
 takes one unit of time, and all transfers whose source finishes at the same time form one wave.  On
-each rank a wave is one Exchange (one batch of sends and receives), placed before the first pass
-that starts at or after that time.
+each rank a wave is one TransferBatch, placed before the first pass that starts at or after that
+time.
 
 Why this cannot deadlock: a wave depends only on passes that end at or before its time, and every
 pass that needs the wave starts at or after it.  Ordered by time, the earliest unfinished item can
-always run, whether a rank waits for an Exchange at once or only when it uses the tensors.
+always run, whether a rank waits for a TransferBatch at once or only when it uses the tensors.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from functools import lru_cache, partial
 from typing import Literal
 
 from megatron.core.pipeline_parallel.plan import (
-    Exchange,
     Instruction,
     Placement,
     Transfer,
+    TransferBatch,
     Work,
     is_pair,
 )
@@ -168,11 +168,11 @@ def _merge(
     time = next(waves, None)
     for item, (start, _) in zip(work, times, strict=True):
         while time is not None and time <= start:
-            merged.append(Exchange(_ordered(sends, time), _ordered(receives, time)))
+            merged.append(TransferBatch(_ordered(sends, time), _ordered(receives, time)))
             time = next(waves, None)
         merged.append(item)
     while time is not None:
-        merged.append(Exchange(_ordered(sends, time), _ordered(receives, time)))
+        merged.append(TransferBatch(_ordered(sends, time), _ordered(receives, time)))
         time = next(waves, None)
     return merged
 

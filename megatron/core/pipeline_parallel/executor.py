@@ -36,10 +36,10 @@ from megatron.core.pipeline_parallel.microbatch import (
 )
 from megatron.core.pipeline_parallel.pass_interleaving import run_in_turns
 from megatron.core.pipeline_parallel.plan import (
-    Exchange,
     Instruction,
     Placement,
     Transfer,
+    TransferBatch,
     Work,
     is_pair,
 )
@@ -162,7 +162,7 @@ class Executor:
 
     def do(self, instruction: Instruction) -> None:
         """The next instruction."""
-        if isinstance(instruction, Exchange):
+        if isinstance(instruction, TransferBatch):
             self.mailbox.post(instruction)
         elif instruction.kind == "forward":
             self._forward(instruction)

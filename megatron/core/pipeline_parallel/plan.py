@@ -57,14 +57,14 @@ class Transfer(NamedTuple):
     target: int
 
 
-class Exchange(NamedTuple):
-    """Transfers of one rank that are posted together, as one operation."""
+class TransferBatch(NamedTuple):
+    """Sends and receives of one rank that are posted together, as one operation."""
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
 
 
-Instruction = Work | Exchange
+Instruction = Work | TransferBatch
 
 
 @dataclass(frozen=True)

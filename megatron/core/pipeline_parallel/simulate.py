@@ -1,10 +1,10 @@
 """Simulate the instructions of all pipeline ranks: detect deadlocks, measure the pipeline bubble.
 
 Pure: no torch, no communication.  The rules are those of NCCL.  Nothing buffers a tensor in
-transit: a transfer starts when both ranks have begun the Exchange that contains it.  Transfers
-between two ranks are matched by order.  The Exchanges of a rank run one after another, each after
-the work listed before it, and an Exchange is complete when all of its transfers are.  Work waits
-for the tensors it needs, or (``blocking``) for every Exchange listed before it.
+transit: a transfer starts when both ranks have begun the TransferBatch that contains it.  Transfers
+between two ranks are matched by order.  A rank runs its batches one after another, each after
+the work listed before it, and a batch is complete when all of its transfers are.  Work waits for
+the tensors it needs, or (``blocking``) for every TransferBatch listed before it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.core.pipeline_parallel.communication_plan import Pass, inputs
-from megatron.core.pipeline_parallel.plan import Exchange, Instruction, Placement, Transfer, Work
+from megatron.core.pipeline_parallel.plan import (
+    Instruction,
+    Placement,
+    Transfer,
+    TransferBatch,
+    Work,
+)
 
 
 class DeadlockError(Exception):
@@ -52,7 +58,7 @@ class _Rank:
     now: float = 0.0
     started_at: float | None = None
     busy: float = 0.0
-    posted: deque[tuple[Exchange, float]] = field(default_factory=deque)
+    posted: deque[tuple[TransferBatch, float]] = field(default_factory=deque)
     link_free_at: float = 0.0
 
 
@@ -84,7 +90,7 @@ def _check_order(plan: Sequence[Sequence[Instruction]], placement: Placement) ->
     received: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     for rank, instructions in enumerate(plan):
         for instruction in instructions:
-            if isinstance(instruction, Exchange):
+            if isinstance(instruction, TransferBatch):
                 for transfer in instruction.sends:
                     sent[rank, placement.location(transfer.target)[0]].append(transfer)
                 for transfer in instruction.receives:
@@ -127,7 +133,7 @@ class _Run:
     def to_the_end(self) -> None:
         while self.runnable:
             rank = self.runnable.pop()
-            while self._exchange(rank) or self._next(rank):
+            while self._transfer(rank) or self._next(rank):
                 pass
         stuck = {
             rank: state.posted[0][0] if state.posted else state.instructions[state.position]
@@ -144,7 +150,7 @@ class _Run:
         if state.position == len(state.instructions):
             return False
         item = state.instructions[state.position]
-        if isinstance(item, Exchange):
+        if isinstance(item, TransferBatch):
             state.posted.append((item, state.now))
         elif not self._work(rank, state, item):
             return False
@@ -178,15 +184,15 @@ class _Run:
         loads = self.durations.stage_loads
         return took if loads is None else took * loads[stage]
 
-    def _exchange(self, rank: int) -> bool:
-        """Begin the rank's oldest open Exchange; complete it if all its peers have begun theirs."""
+    def _transfer(self, rank: int) -> bool:
+        """Begin the rank's oldest open batch; complete it if all its peers have begun theirs."""
         state = self.ranks[rank]
         if not state.posted:
             return False
-        exchange, posted_at = state.posted[0]
+        batch, posted_at = state.posted[0]
         begin = max(posted_at, state.link_free_at)
         end = begin
-        for transfers, is_send in ((exchange.sends, True), (exchange.receives, False)):
+        for transfers, is_send in ((batch.sends, True), (batch.receives, False)):
             for transfer in transfers:
                 if (transfer, is_send) not in self.begun:
                     self.begun[transfer, is_send] = begin
@@ -200,7 +206,7 @@ class _Run:
         end += self.durations.transfer
         state.posted.popleft()
         state.link_free_at = end
-        for transfer in exchange.receives:
+        for transfer in batch.receives:
             self.ready[rank, _sent_by(transfer)] = end
         return True
 

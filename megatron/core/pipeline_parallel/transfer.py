@@ -1,10 +1,10 @@
 """Send and receive activations and gradients between pipeline stages.
 
 The stage that computes a tensor puts it into the mailbox, and the stage that needs it takes it out.
-Two stages on one rank share the mailbox and need no communication; between ranks an Exchange of
-the plan sends the tensor.
+Two stages on one rank share the mailbox and need no communication; between ranks a TransferBatch
+of the plan sends the tensor.
 
-Order of communication: the Exchanges of a rank in the order of its plan, each one
+Order of communication: each TransferBatch of a rank in the order of its plan, one
 ``batch_isend_irecv`` over pp.  Transfers between two ranks are matched by order, not by tag.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 from megatron.core.diagnostics import collective_tracer
-from megatron.core.pipeline_parallel.plan import Exchange, Placement, Transfer
+from megatron.core.pipeline_parallel.plan import Placement, Transfer, TransferBatch
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 
 _WORDS = {"activation": "forward", "gradient": "backward"}
@@ -29,7 +29,7 @@ class Mailbox:
     """The tensors that stages exchange in one step, all of one ``dtype``.
 
     ``shapes[i]`` is the shape of the activation that stage i sends to stage i + 1, and of its
-    gradient.  ``waits_at_once`` waits for each Exchange where it is posted (no overlap).
+    gradient.  ``waits_at_once`` waits for each TransferBatch where it is posted (no overlap).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Mailbox:
         self._tensors: dict[Transfer, Tensor] = {}  # put but not sent, or received but not taken
         # Requests of receives that nobody has waited for.
         self._arriving: dict[Transfer, dist.Work] = {}
-        # Requests of the last Exchange's sends, and the tensors that these sends read: the memory
+        # Requests of the sends of the last batch, and the tensors that these sends read: the memory
         # must not be reused before the requests are complete.
         self._leaving: list[dist.Work] = []
         self._held: list[Tensor] = []
@@ -61,38 +61,38 @@ class Mailbox:
         )
         self._tensors[transfer] = tensor.detach()
 
-    def post(self, exchange: Exchange) -> None:
-        """Start all transfers of ``exchange``; each peer posts the matching Exchange.
+    def post(self, batch: TransferBatch) -> None:
+        """Start all transfers of ``batch``; each peer posts the matching TransferBatch.
 
         Collective over the ranks at the other ends of the transfers.
         """
-        with self.hooks.timed(_name(exchange)):
-            # At most one Exchange of sends is open: this bounds the memory that sends hold.
+        with self.hooks.timed(_name(batch)):
+            # At most one TransferBatch of sends is open: this bounds the memory that sends hold.
             _wait(self._leaving)
-            sent = [self._tensors.pop(transfer).contiguous() for transfer in exchange.sends]
+            sent = [self._tensors.pop(transfer).contiguous() for transfer in batch.sends]
             received = [
                 torch.empty(self._shape(transfer), dtype=self.dtype, device=device.current())
-                for transfer in exchange.receives
+                for transfer in batch.receives
             ]
             collective_tracer.name_transfers(
                 f"{transfer.kind} of microbatch {transfer.microbatch}"
-                for transfer in (*exchange.sends, *exchange.receives)
+                for transfer in (*batch.sends, *batch.receives)
             )
             works = dist.batch_isend_irecv(
                 [
-                    *self._operations(dist.isend, sent, (t.target for t in exchange.sends)),
-                    *self._operations(dist.irecv, received, (t.source for t in exchange.receives)),
+                    *self._operations(dist.isend, sent, (t.target for t in batch.sends)),
+                    *self._operations(dist.irecv, received, (t.source for t in batch.receives)),
                 ]
             )
             if len(works) == 1:  # NCCL returns one request for the whole batch
                 works *= len(sent) + len(received)
             self._leaving, self._held = [], []
-            self._tensors.update(zip(exchange.receives, received, strict=True))
+            self._tensors.update(zip(batch.receives, received, strict=True))
             if self.waits_at_once:
                 _wait(works)
             else:
                 self._leaving, self._held = works[: len(sent)], sent
-                self._arriving.update(zip(exchange.receives, works[len(sent) :], strict=True))
+                self._arriving.update(zip(batch.receives, works[len(sent) :], strict=True))
 
     def take(self, transfer: Transfer) -> Tensor:
         """Return the tensor of ``transfer``, after waiting for its receive."""
@@ -126,10 +126,10 @@ def _wait(works: Iterable[dist.Work]) -> None:
         work.wait()
 
 
-def _name(exchange: Exchange) -> str:
-    """Return the timer name of an Exchange, for example forward-send-backward-recv."""
+def _name(batch: TransferBatch) -> str:
+    """Return the timer name of a TransferBatch, for example forward-send-backward-recv."""
     parts = []
-    for transfers, verb in ((exchange.sends, "send"), (exchange.receives, "recv")):
+    for transfers, verb in ((batch.sends, "send"), (batch.receives, "recv")):
         kinds = sorted({transfer.kind for transfer in transfers})
         parts += [*(_WORDS[kind] for kind in kinds), verb] if kinds else []
     return "-".join(parts)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.pipeline_parallel.plan import Exchange, Instruction
+from megatron.core.pipeline_parallel.plan import Instruction, TransferBatch
 from megatron.training.plan.cost import Collective, RankCost
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "embedding", "other")
@@ -26,7 +26,7 @@ def volumes(
     """Axis -> what one rank sends along it in a step that is ``instructions``, ``times`` over."""
     totals = {axis: Volume() for axis in AXES}
     for item in instructions:
-        if isinstance(item, Exchange):
+        if isinstance(item, TransferBatch):
             totals["pp"].operations += len(item.sends) * times
             totals["pp"].sent_bytes += len(item.sends) * times * cost.message
         else:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.core.pipeline_parallel.plan import Exchange, Instruction, Placement, Transfer, Work
+from megatron.core.pipeline_parallel.plan import (
+    Instruction,
+    Placement,
+    Transfer,
+    TransferBatch,
+    Work,
+)
 from megatron.training.plan.cost import RankCost
 
 
@@ -25,7 +31,7 @@ def activation_peak(
     ready: dict[Transfer, int] = {}  # bytes that are freed once they are sent
     gathered: dict[int, int] = {}  # of each chunk
     for item in instructions:
-        if isinstance(item, Exchange):
+        if isinstance(item, TransferBatch):
             alive += len(item.receives) * cost.message
             peak = max(peak, alive + sum(gathered.values()))
             alive -= leaving

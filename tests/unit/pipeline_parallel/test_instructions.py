@@ -4,7 +4,7 @@ import pytest
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.pipeline_parallel.communication_plan import instructions
-from megatron.core.pipeline_parallel.plan import Exchange, Placement, Transfer, Work
+from megatron.core.pipeline_parallel.plan import Placement, Transfer, TransferBatch, Work
 from megatron.core.pipeline_parallel.schedule_order import schedule_of
 
 
@@ -14,17 +14,17 @@ def test_second_of_two_ranks_sends_each_gradient_with_the_next_activation_on_its
     activation = [Transfer("activation", m, 0, 1) for m in range(3)]
     gradient = [Transfer("gradient", m, 1, 0) for m in range(3)]
     assert last == [
-        Exchange((), (activation[0],)),
+        TransferBatch((), (activation[0],)),
         Work("forward", 0, 0),
-        Exchange((), (activation[1],)),
+        TransferBatch((), (activation[1],)),
         Work("backward", 0, 0),
-        Exchange((gradient[0],), ()),
+        TransferBatch((gradient[0],), ()),
         Work("forward", 1, 0),
         Work("backward", 1, 0),
-        Exchange((gradient[1],), (activation[2],)),
+        TransferBatch((gradient[1],), (activation[2],)),
         Work("forward", 2, 0),
         Work("backward", 2, 0),
-        Exchange((gradient[2],), ()),
+        TransferBatch((gradient[2],), ()),
     ]
 
 
@@ -37,9 +37,9 @@ def test_nothing_is_sent_between_chunks_of_one_rank():
     forwards = tuple(Work("forward", 0, c) for c in range(2))
     first, last = instructions((forwards, forwards), turn)
     assert last == [
-        Exchange((), (Transfer("activation", 0, 0, 1),)),
+        TransferBatch((), (Transfer("activation", 0, 0, 1),)),
         *forwards,
-        Exchange((Transfer("activation", 0, 2, 3),), ()),
+        TransferBatch((Transfer("activation", 0, 2, 3),), ()),
     ]
 
 
@@ -49,7 +49,9 @@ def test_early_receives_leave_one_more_pass_between_them_and_their_use():
     def passes_ahead(early: bool) -> int:
         plan = instructions(work, placement, early=early)[1]
         second = Transfer("activation", 1, 0, 1)
-        posted = next(i for i, x in enumerate(plan) if isinstance(x, Exchange) if second in x[1])
+        posted = next(
+            i for i, x in enumerate(plan) if isinstance(x, TransferBatch) if second in x[1]
+        )
         used = plan.index(Work("forward", 1, 0))
         return sum(isinstance(item, Work) for item in plan[posted:used])
 

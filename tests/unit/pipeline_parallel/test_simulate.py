@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 import pytest
 
 from megatron.core.pipeline_parallel.communication_plan import instructions
-from megatron.core.pipeline_parallel.plan import Exchange, Placement, Transfer, Work, is_pair
+from megatron.core.pipeline_parallel.plan import Placement, Transfer, TransferBatch, Work, is_pair
 from megatron.core.pipeline_parallel.schedule_order import schedule_of
 from megatron.core.pipeline_parallel.simulate import (
     DeadlockError,
@@ -86,7 +86,7 @@ def test_pairs_fill_the_steady_state_and_cost_no_time(name, chunks):
 @pytest.mark.feature("Pipeline parallel: no schedule can deadlock, shown by simulating each")
 @pytest.mark.parametrize("early", [False, True], ids=["", "early"])
 @pytest.mark.parametrize("blocking", [False, True], ids=["overlap", "blocking"])
-def test_every_schedule_ends_whenever_exchanges_are_completed(early, blocking):
+def test_every_schedule_ends_whenever_batches_are_completed(early, blocking):
     layouts = list(all_layouts())
     assert len(layouts) > 500
     for name, sizes in layouts:
@@ -151,16 +151,23 @@ def test_a_plan_in_which_both_ranks_send_first_deadlocks():
     again = Transfer("activation", 1, 1, 2)
     placement = Placement(2, 2)
     forwards = {(m, c): Work("forward", m, c) for m in range(2) for c in range(2)}
-    first = [forwards[0, 0], Exchange((there,), ()), Exchange((), (again,)), forwards[0, 1]]
-    last = [Exchange((again,), ()), Exchange((), (there,)), forwards[0, 0]]
-    with pytest.raises(DeadlockError, match="rank 0 waits in Exchange.*\nrank 1 waits in Exch"):
+    first = [
+        forwards[0, 0],
+        TransferBatch((there,), ()),
+        TransferBatch((), (again,)),
+        forwards[0, 1],
+    ]
+    last = [TransferBatch((again,), ()), TransferBatch((), (there,)), forwards[0, 0]]
+    with pytest.raises(
+        DeadlockError, match="rank 0 waits in TransferBatch.*\nrank 1 waits in TransferB"
+    ):
         simulate([first, last], placement)
 
 
 def test_tensors_that_would_be_taken_for_each_other_are_found():
     placement, work = schedule_of("1f1b", num_ranks=2, num_chunks=1, num_microbatches=2)
     first, last = (list(rank) for rank in instructions(work, placement))
-    exchanges = [i for i, item in enumerate(last) if isinstance(item, Exchange)]
-    last[exchanges[0]], last[exchanges[1]] = last[exchanges[1]], last[exchanges[0]]
+    batches = [i for i, item in enumerate(last) if isinstance(item, TransferBatch)]
+    last[batches[0]], last[batches[1]] = last[batches[1]], last[batches[0]]
     with pytest.raises(DeadlockError, match="transfer 0 from rank 0 to 1: sent .*microbatch=0"):
         simulate([first, last], placement)
