@@ -24,16 +24,16 @@ HADAMARD = 16  # tokens that `rotated` mixes
 
 
 @dataclass(frozen=True)
-class Format:
+class FloatFormat:
     """What a value is rounded to: ``dtype`` holds the codes, ``largest`` is the largest of them."""
 
     dtype: torch.dtype
     largest: float
 
 
-E4M3 = Format(torch.float8_e4m3fn, 448.0)
-E5M2 = Format(torch.float8_e5m2, 57344.0)
-E2M1 = Format(torch.float8_e4m3fn, 6.0)  # its 15 numbers are among those of e4m3
+E4M3 = FloatFormat(torch.float8_e4m3fn, 448.0)
+E5M2 = FloatFormat(torch.float8_e5m2, 57344.0)
+E2M1 = FloatFormat(torch.float8_e4m3fn, 6.0)  # its 15 numbers are among those of e4m3
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Scaled:
 
 def quantize(
     x: Tensor,
-    to: Format,
+    to: FloatFormat,
     block: Block | None = None,
     *,
     amax: Tensor | None = None,
@@ -82,7 +82,7 @@ def quantize(
     return Scaled(codes.clamp(-to.largest, to.largest).to(to.dtype), scale, block)
 
 
-def codes_of(x: Tensor, to: Format, scale: Tensor) -> Tensor:
+def codes_of(x: Tensor, to: FloatFormat, scale: Tensor) -> Tensor:
     """``x`` over a power of two, rounded; what lies above the range becomes the largest number."""
     return (x * (1 / scale).to(x.dtype)).clamp(-to.largest, to.largest).to(to.dtype)
 

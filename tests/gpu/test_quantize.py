@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.core import device, low_precision
 from megatron.core.fusions.quantize import product, quantize, quantize_and_look
-from megatron.core.low_precision import E4M3, E5M2, Block, Format, Scaled
+from megatron.core.low_precision import E4M3, E5M2, Block, FloatFormat, Scaled
 from tests import tolerances
 
 BITS = {E4M3: 4, E5M2: 3}  # of a number of the format
@@ -19,7 +19,7 @@ def has_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "multiplies_fp8", lambda where: True)
 
 
-def numbers(where: str, to: Format, rows: int = 133, columns: int = 209) -> Tensor:
+def numbers(where: str, to: FloatFormat, rows: int = 133, columns: int = 209) -> Tensor:
     """The interpreter does not round, so these have no more bits than the format."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(-(2 ** BITS[to]) + 1, 2 ** BITS[to], (rows, columns), generator=generator)
@@ -34,7 +34,7 @@ def same(ours: Scaled, expected: Scaled) -> None:
 
 
 @pytest.mark.parametrize("to", [E4M3, E5M2])
-def test_one_scale_for_a_matrix(to: Format, where: str) -> None:
+def test_one_scale_for_a_matrix(to: FloatFormat, where: str) -> None:
     x = numbers(where, to)
     same(quantize(x, to), low_precision.quantize(x, to))
     for amax in (0.0, 1e-40, to.largest, to.largest * 1.01, 3.0):  # the last cuts off

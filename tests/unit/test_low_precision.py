@@ -12,7 +12,7 @@ from megatron.core.low_precision import (
     E4M3,
     E5M2,
     Block,
-    Format,
+    FloatFormat,
     Scaled,
     power_of_two,
     product,
@@ -33,7 +33,7 @@ def draw(*shape: int, seed: int = 0, decades: float = 3) -> Tensor:
     return torch.randn(shape, generator=generator) * 10**size
 
 
-def error_bound(x: Tensor, to: Format, block: Block | None) -> Tensor:
+def error_bound(x: Tensor, to: FloatFormat, block: Block | None) -> Tensor:
     """How far a value may be from its code's: half a unit in its last place.
 
     That is 2^-4 of a number of e4m3 (three bits behind the leading one), 2^-3 and 2^-2 of the

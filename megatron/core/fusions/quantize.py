@@ -9,12 +9,12 @@ from torch import Tensor
 
 from megatron.core import device, low_precision
 from megatron.core.fusions import kernels
-from megatron.core.low_precision import E2M1, Block, Format, Scaled, largest
+from megatron.core.low_precision import E2M1, Block, FloatFormat, Scaled, largest
 
 
 def quantize(
     x: Tensor,
-    to: Format,
+    to: FloatFormat,
     block: Block | None = None,
     *,
     amax: Tensor | None = None,
@@ -32,7 +32,9 @@ def quantize(
     return low_precision.quantize(x, to, block, amax=amax, margin=margin, at_random=at_random)
 
 
-def quantize_and_look(x: Tensor, to: Format, known: Tensor, margin: int) -> tuple[Scaled, Tensor]:
+def quantize_and_look(
+    x: Tensor, to: FloatFormat, known: Tensor, margin: int
+) -> tuple[Scaled, Tensor]:
     """``x`` rounded with room for ``known``, and its true largest value, in one pass on a GPU.
 
     What is not finite makes all NaN, though ``known`` would cut it off.

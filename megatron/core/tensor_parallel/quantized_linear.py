@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from megatron.core.autograd import Context, Function
 from megatron.core.config.errors import ConfigError
 from megatron.core.fusions.quantize import product, quantize, quantize_and_look
-from megatron.core.low_precision import E2M1, Block, Format, Scaled, largest, rotated
+from megatron.core.low_precision import E2M1, Block, FloatFormat, Scaled, largest, rotated
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, set_info
 from megatron.core.tensor_parallel.linear import LinearCall, linear_backward
@@ -44,8 +44,8 @@ _INPUT, _GRADIENT = 0, 1  # rows of a history
 class Recipe:
     """How the operands of a layer are quantised."""
 
-    forward: Format  # of inputs and weights
-    backward: Format  # of gradients
+    forward: FloatFormat  # of inputs and weights
+    backward: FloatFormat  # of gradients
     block: int | None = None  # values in a row that share a scale; None: all of the matrix
     has_square_blocks: bool = True  # of weights: one quantisation serves both orientations
     wgrad: bool = True  # the weight gradient's product too
@@ -191,7 +191,7 @@ class LinearQuantizer(nn.Module):
         scaled = kept[flips]
         return scaled.t() if transposed else scaled
 
-    def _format(self, which: int) -> Format:
+    def _format(self, which: int) -> FloatFormat:
         return self.recipe.forward if which == _INPUT else self.recipe.backward
 
 
