@@ -65,7 +65,7 @@ class Leftover:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CheckpointChoice:
     """The checkpoint to load, the older ones (newest first), and a note for the user."""
 
     found: Found
@@ -143,7 +143,9 @@ def published(root: Path) -> list[Found]:
     return _newest_first([f for f in found if f is not None])
 
 
-def choose(root: Path, *, step: int | None = None, lenient: bool = False) -> Choice | None:
+def choose(
+    root: Path, *, step: int | None = None, lenient: bool = False
+) -> CheckpointChoice | None:
     """The checkpoint of ``root`` to load: iteration ``step`` if given; None if there is none.
 
     Raises CheckpointError if ``step`` names a folder that is not there, or the tracker does and
@@ -151,7 +153,7 @@ def choose(root: Path, *, step: int | None = None, lenient: bool = False) -> Cho
     """
     order = published(root)
     if step is not None:
-        return Choice(_named(root, order, step, f"--ckpt-step {step}"))
+        return CheckpointChoice(_named(root, order, step, f"--ckpt-step {step}"))
     try:
         return _as_tracked(root, order)
     except CheckpointError as problem:
@@ -160,7 +162,7 @@ def choose(root: Path, *, step: int | None = None, lenient: bool = False) -> Cho
         return _newest(order, str(problem))
 
 
-def _as_tracked(root: Path, order: list[Found]) -> Choice | None:
+def _as_tracked(root: Path, order: list[Found]) -> CheckpointChoice | None:
     """Choose by the tracker; by order of publication if it is absent or outdated."""
     tracker = read_tracker(root)
     if tracker is None:
@@ -177,12 +179,12 @@ def _as_tracked(root: Path, order: list[Found]) -> Choice | None:
     if order:
         newest = folder_name(order[0].iteration)
         note = f"the tracker was set back to {tracker.text}: {newest} is newer and is not loaded"
-    return Choice(named, tuple(older), note)
+    return CheckpointChoice(named, tuple(older), note)
 
 
-def _newest(order: list[Found], why: str | None) -> Choice:
+def _newest(order: list[Found], why: str | None) -> CheckpointChoice:
     note = f"{why}; the newest checkpoint is {order[0].folder.name}" if why else None
-    return Choice(order[0], tuple(order[1:]), note)
+    return CheckpointChoice(order[0], tuple(order[1:]), note)
 
 
 def _named(root: Path, order: list[Found], iteration: int | None, who: str) -> Found:

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.collectives import (
     broadcast_json,
     is_so_everywhere,
 )
-from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, Choice
+from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, CheckpointChoice
 from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.local import part_root
 from megatron.core.dist_checkpointing.local_load import LocalContent, find_local, load_local
@@ -236,7 +236,7 @@ def _choose_here(config: CheckpointConfig) -> dict[str, Any]:
     if newer is not None:
         kept = () if choice is None else (choice.found, *choice.older)
         note = f"going on from the short-lived {newer.folder}, newer than what is kept"
-        choice = Choice(newer, kept, note)
+        choice = CheckpointChoice(newer, kept, note)
     if choice is not None:
         assert config.load is not None
         answer = _answer(config.load, choice, config.finetune)
@@ -267,7 +267,7 @@ def _choose_here(config: CheckpointConfig) -> dict[str, Any]:
     return {}
 
 
-def _answer(root: str, choice: Choice, finetune: bool) -> dict[str, Any]:
+def _answer(root: str, choice: CheckpointChoice, finetune: bool) -> dict[str, Any]:
     return {
         "root": root,
         "folders": [str(found.folder) for found in (choice.found, *choice.older)],

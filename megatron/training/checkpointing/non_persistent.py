@@ -12,7 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import Choice, Found, published, read_tracker
+from megatron.core.dist_checkpointing.folders import (
+    CheckpointChoice,
+    Found,
+    published,
+    read_tracker,
+)
 from megatron.core.dist_checkpointing.manifest import FORMAT
 from megatron.training.config.checkpoint import CheckpointConfig
 
@@ -31,7 +36,7 @@ def transient(config: CheckpointConfig) -> CheckpointConfig:
     )
 
 
-def newer_transient(config: CheckpointConfig, choice: Choice | None) -> Found | None:
+def newer_transient(config: CheckpointConfig, choice: CheckpointChoice | None) -> Found | None:
     """The short-lived checkpoint to load instead of ``choice``, if there is a newer one."""
     if config.non_persistent_ckpt_type != "global" or not may_go_on(config):
         return None
@@ -47,7 +52,7 @@ def may_go_on(config: CheckpointConfig) -> bool:
     return config.load is not None and config.ckpt_step is None and not config.finetune
 
 
-def decided_at_ns(config: CheckpointConfig, choice: Choice | None) -> int:
+def decided_at_ns(config: CheckpointConfig, choice: CheckpointChoice | None) -> int:
     """What is older than this is not newer than ``choice``."""
     if choice is None or config.load is None:
         return 0

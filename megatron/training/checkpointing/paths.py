@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
-from megatron.core.dist_checkpointing.folders import TRACKER, Choice, Found, choose, folder_name
+from megatron.core.dist_checkpointing.folders import (
+    TRACKER,
+    CheckpointChoice,
+    Found,
+    choose,
+    folder_name,
+)
 from megatron.core.dist_checkpointing.formats import format_of, open_reader
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
 from megatron.training.checkpointing.content_checks import check_common
@@ -71,7 +77,9 @@ def read_content(folder: Path) -> CheckpointContent:
         )
 
 
-def find(directory: str | None, step: int | None, *, lenient: bool = False) -> Choice | None:
+def find(
+    directory: str | None, step: int | None, *, lenient: bool = False
+) -> CheckpointChoice | None:
     """What ``--load directory --ckpt-step step`` means; None if there is no checkpoint.
 
     ``directory`` may also be the folder of one checkpoint.  ``lenient``: see `folders.choose`.
@@ -84,7 +92,7 @@ def find(directory: str | None, step: int | None, *, lenient: bool = False) -> C
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory)
     if step is None and format_of(path) is not None:
         manifest = read_manifest(path)
-        return Choice(Found(path, manifest.iteration if manifest else None, manifest))
+        return CheckpointChoice(Found(path, manifest.iteration if manifest else None, manifest))
     return choose(path, step=step, lenient=lenient)
 
 
