@@ -25,7 +25,7 @@ from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.sharding import shares_instances
 from megatron.core.optimizer.grad_scaler import GradScaler
-from megatron.core.optimizer.mixed_precision import OptimizedParam, Part, copy_main_to_model
+from megatron.core.optimizer.mixed_precision import OptimizedParam, ShardRange, copy_main_to_model
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
@@ -60,7 +60,7 @@ class DistributedOptimizer(MegatronOptimizer):
             param_groups,
             groups,
             parts={
-                param: Part(start, stop, copy, num_copies)
+                param: ShardRange(start, stop, copy, num_copies)
                 for chunk in self.model_chunks
                 for param, start, stop in chunk.owned_parts()
             },

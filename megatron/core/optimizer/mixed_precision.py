@@ -25,7 +25,7 @@ from megatron.core.params.param_info import FlatPart, ParamInfo, info_of, local_
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class Part(NamedTuple):
+class ShardRange(NamedTuple):
     """The elements ``start`` to ``stop`` of this rank's shard of a parameter, flattened."""
 
     start: int
@@ -47,7 +47,7 @@ class OptimizedParam:
     info: ParamInfo
     model: nn.Parameter
     main: nn.Parameter
-    part: Part | None = None
+    part: ShardRange | None = None
     host: HostBufferSlot | None = None
 
     @property
@@ -86,7 +86,7 @@ def optimized_params(
     names: dict[nn.Parameter, str],
     groups: Sequence[ParamGroup],
     config: OptimizerConfig,
-    parts: Mapping[nn.Parameter, Part] | None = None,
+    parts: Mapping[nn.Parameter, ShardRange] | None = None,
 ) -> tuple[list[OptimizedParam], list[ParamGroup]]:
     """Return one record per parameter, and ``groups`` with main parameters in place of the model's.
 
@@ -110,7 +110,7 @@ def optimized_params(
 
 
 def _record(
-    name: str, param: nn.Parameter, part: Part | None, config: OptimizerConfig, on_host: bool
+    name: str, param: nn.Parameter, part: ShardRange | None, config: OptimizerConfig, on_host: bool
 ) -> OptimizedParam:
     local, info = local_part(param), info_of(param)
     values = _part_of(local.detach(), part)
@@ -147,7 +147,7 @@ def _directly(config: OptimizerConfig, info: ParamInfo, values: Tensor) -> tuple
     return ()
 
 
-def _part_of(tensor: Tensor, part: Part | None) -> Tensor:
+def _part_of(tensor: Tensor, part: ShardRange | None) -> Tensor:
     """Return a flat view of ``part`` of ``tensor``; for None, ``tensor`` itself."""
     return tensor if part is None else tensor.view(-1)[part.start : part.stop]
 

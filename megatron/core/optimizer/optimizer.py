@@ -28,7 +28,7 @@ from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, gl
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler, GradScaler
 from megatron.core.optimizer.mixed_precision import (
     OptimizedParam,
-    Part,
+    ShardRange,
     copy_main_to_model,
     copy_model_to_main,
     optimized_params,
@@ -67,7 +67,7 @@ class MegatronOptimizer:
         param_groups: Sequence[ParamGroup],
         groups: ProcessGroupCollection,
         *,
-        parts: Mapping[nn.Parameter, Part] | None = None,
+        parts: Mapping[nn.Parameter, ShardRange] | None = None,
         spans: Mapping[nn.Parameter, Sequence[tuple[int, int]]] | None = None,
         grad_scaler: GradScaler | None = None,
         check_for_nan: bool = False,
