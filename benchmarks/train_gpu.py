@@ -30,7 +30,7 @@ from megatron.core import device
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.estimates.flops import causal_model_flops
-from megatron.training.estimates.parameter_count import padded_vocab_size
+from megatron.training.estimates.parameter_count import known_padded_vocab_size
 from megatron.training.estimates.peak_flops import known_peak
 from megatron.training.memory.report import is_lack_of_memory
 
@@ -131,7 +131,7 @@ class Worker:
 def flops_of_step(shape: Shape) -> float:
     """By the one function that also stands behind MFU in the log."""
     config = resolve(parse_args(argv=gpu_contenders.flags(shape, "ours")), 1)
-    padded = padded_vocab_size(config)
+    padded = known_padded_vocab_size(config)
     assert padded is not None
     return causal_model_flops(config, shape.batch, padded).total
 

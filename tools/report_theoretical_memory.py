@@ -16,7 +16,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
-from megatron.training.estimates.parameter_count import padded_vocab_size
+from megatron.training.estimates.parameter_count import known_padded_vocab_size
 from megatron.training.estimates.theoretical_memory import print_memory
 from megatron.training.process.rank_print import world_size
 
@@ -26,7 +26,7 @@ def main() -> None:
     args = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     try:
         config = resolve(args, args.check_world_size or world_size())
-        vocab = padded_vocab_size(config)
+        vocab = known_padded_vocab_size(config)
         if vocab is None:
             raise ConfigError("the size of the vocabulary is not known: give --vocab-size")
     except ConfigError as error:

@@ -49,7 +49,7 @@ from megatron.training.tokenizer import (
     MissingToken,
     TokenizerSpec,
     create_tokenizer,
-    padded_vocab_size,
+    pad_vocab_size,
 )
 
 HF = "hf"
@@ -267,7 +267,7 @@ def _for_megatron(source: Source) -> Source:
     lacking = {k: v for k, v in cut.items() if source.args.get(k) is None}
     rows = source.tensors[_EMBEDDING].shape[0]
     multiple = run.language_model.make_vocab_size_divisible_by
-    padded = padded_vocab_size(rows, multiple, run.model.tensor_model_parallel_size)
+    padded = pad_vocab_size(rows, multiple, run.model.tensor_model_parallel_size)
     lacking["padded_vocab_size"] = run.tokenizer.padded_vocab_size or padded
     sizes = dict(source.layout.get("dense", ()))
     sizes |= {axis: size for axis, size in source.layout.get("expert", ()) if axis == "ep"}
@@ -356,7 +356,7 @@ def _vocab_size(source: Source, wanted: ConversionRequest) -> int:
     except (MegatronError, OSError):  # its files may be on another machine
         return rows
     multiple, tp = args["make_vocab_size_divisible_by"], args["tensor_model_parallel_size"]
-    return tokens if padded_vocab_size(tokens, multiple, tp) == rows else rows
+    return tokens if pad_vocab_size(tokens, multiple, tp) == rows else rows
 
 
 def _tokenizer_args(wanted: ConversionRequest, shape: ModelShape) -> dict[str, Any]:

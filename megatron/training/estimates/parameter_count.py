@@ -9,7 +9,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.estimates.model_layers import Layer, layers_of, model_kind_name
 
 
-def padded_vocab_size(run: RunConfig) -> int | None:
+def known_padded_vocab_size(run: RunConfig) -> int | None:
     """Rows of the word embedding over all ranks; None if only the tokenizer knows them."""
     t, tp = run.tokenizer, run.model.tensor_model_parallel_size
     if t.padded_vocab_size is not None:

@@ -13,7 +13,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_s
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.loss_chunks import chunk_line, resolve_loss_chunks
 from megatron.training.estimates.model_layers import layers_of, layers_of_stages
-from megatron.training.estimates.parameter_count import padded_vocab_size
+from megatron.training.estimates.parameter_count import known_padded_vocab_size
 from megatron.training.estimates.pipeline_split import costs, resolve_pipeline_split
 from megatron.training.plan.communication import Volume, volumes
 from megatron.training.plan.cost import RankCost
@@ -79,7 +79,7 @@ def plan_run(
     bytes, where it is known, settles what a run settles by it.  ``progress`` gets a line before
     each stage that is traced.
     """
-    vocabulary = padded_vocab_size(config)
+    vocabulary = known_padded_vocab_size(config)
     tp = config.model.tensor_model_parallel_size
     rows = vocabulary or config.language_model.make_vocab_size_divisible_by * tp
     if config.model.pipeline_split == "auto":

@@ -34,7 +34,7 @@ from megatron.training.runtime.schedule import build_scheduler
 from megatron.training.tokenizer import (
     TokenizerSpec,
     create_tokenizer,
-    padded_vocab_size,
+    pad_vocab_size,
     padding_message,
 )
 from megatron.training.tokenizer.checks import check_vocab
@@ -55,7 +55,7 @@ def setup_tokenizer(run: Runtime) -> None:
         check_vocab(run.tokenizer, asked)
     else:
         vocab_size = run.tokenizer.vocab_size
-        run.padded_vocab_size = padded_vocab_size(
+        run.padded_vocab_size = pad_vocab_size(
             vocab_size,
             run.config.language_model.make_vocab_size_divisible_by,
             run.config.model.tensor_model_parallel_size,

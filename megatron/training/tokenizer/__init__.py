@@ -5,7 +5,7 @@ from megatron.training.tokenizer.base import MissingToken as MissingToken
 from megatron.training.tokenizer.base import TokenBatch as TokenBatch
 from megatron.training.tokenizer.build import TOKENIZERS as TOKENIZERS
 from megatron.training.tokenizer.build import create_tokenizer as create_tokenizer
-from megatron.training.tokenizer.build import padded_vocab_size as padded_vocab_size
+from megatron.training.tokenizer.build import pad_vocab_size as pad_vocab_size
 from megatron.training.tokenizer.build import padding_message as padding_message
 from megatron.training.tokenizer.spec import TokenizerSpec as TokenizerSpec
 from megatron.training.tokenizer.tokenizer import build_tokenizer as build_tokenizer

@@ -51,7 +51,7 @@ def create_tokenizer(spec: TokenizerSpec) -> MegatronTokenizer:
     return TOKENIZERS[kind](spec)
 
 
-def padded_vocab_size(
+def pad_vocab_size(
     vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int
 ) -> int:
     """``vocab_size`` rounded up so that every tensor-parallel rank has an equal, round share."""

@@ -12,7 +12,7 @@ from megatron.training.tokenizer.base import MegatronTokenizer as MegatronTokeni
 from megatron.training.tokenizer.bert_wordpiece import (
     _BertWordPieceTokenizer as _BertWordPieceTokenizer,
 )
-from megatron.training.tokenizer.build import create_tokenizer, padded_vocab_size, padding_message
+from megatron.training.tokenizer.build import create_tokenizer, pad_vocab_size, padding_message
 from megatron.training.tokenizer.huggingface import _HuggingFaceTokenizer as _HuggingFaceTokenizer
 from megatron.training.tokenizer.library import _GPT2BPETokenizer as _GPT2BPETokenizer
 from megatron.training.tokenizer.null import _NullMultimodalTokenizer as _NullMultimodalTokenizer
@@ -43,7 +43,7 @@ def _vocab_size_with_padding(
     orig_vocab_size: int, args: Namespace, logging_enabled: bool = True
 ) -> int:
     """The vocabulary rounded up for ``args``' tensor parallelism; rank 0 says so."""
-    padded = padded_vocab_size(
+    padded = pad_vocab_size(
         orig_vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
     )
     if logging_enabled and vars(args).get("rank", 0) == 0:

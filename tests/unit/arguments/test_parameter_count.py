@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron.training.estimates.parameter_count import layer_parameters, padded_vocab_size
+from megatron.training.estimates.parameter_count import known_padded_vocab_size, layer_parameters
 from megatron.training.estimates.theoretical_memory import count_parameters
 from megatron.training.models.gpt import build_gpt_model
 from megatron.training.models.registry import build_model_stage
@@ -40,7 +40,7 @@ SHAPES = {"block_configs": [FULL, LINEAR, ABSENT, FULL]}
 )
 def test_the_estimate_is_exact_on_one_rank(words: str) -> None:
     run = run_of(words)
-    padded = padded_vocab_size(run)
+    padded = known_padded_vocab_size(run)
     assert padded == 128
     model = build_gpt_model(
         run, vocab_size=101, padded_vocab_size=padded, groups=one_process_groups()
@@ -76,8 +76,8 @@ def test_the_estimate_of_other_kinds_is_exact_on_one_rank(words: str) -> None:
 
 
 def test_padding_follows_tensor_parallelism_unless_given() -> None:
-    assert padded_vocab_size(run_of("--tensor-model-parallel-size 4", world_size=4)) == 512
-    assert padded_vocab_size(run_of("--padded-vocab-size 104")) == 104
+    assert known_padded_vocab_size(run_of("--tensor-model-parallel-size 4", world_size=4)) == 512
+    assert known_padded_vocab_size(run_of("--padded-vocab-size 104")) == 104
 
 
 def test_tensor_parallel_ranks_share_the_matrices() -> None:

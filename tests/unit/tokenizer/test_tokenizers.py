@@ -17,7 +17,7 @@ from megatron.training.tokenizer import (
     TokenizerSpec,
     build_tokenizer,
     create_tokenizer,
-    padded_vocab_size,
+    pad_vocab_size,
 )
 from megatron.training.tokenizer.tokenizer import (
     _BertWordPieceTokenizer,
@@ -262,10 +262,10 @@ def test_a_vocabulary_with_a_token_twice_is_refused_with_both_lines(tmp_path):
 
 
 def test_padding_rounds_up_to_a_multiple_per_rank():
-    assert padded_vocab_size(50257, 128, 1) == 50304
-    assert padded_vocab_size(50257, 128, 8) == 51200
-    assert padded_vocab_size(512, 128, 4) == 512
-    assert padded_vocab_size(1, 128, 1) == 128
+    assert pad_vocab_size(50257, 128, 1) == 50304
+    assert pad_vocab_size(50257, 128, 8) == 51200
+    assert pad_vocab_size(512, 128, 4) == 512
+    assert pad_vocab_size(1, 128, 1) == 128
 
 
 def test_the_facade_sets_the_padded_size_and_speaks_on_rank_0(capsys):
