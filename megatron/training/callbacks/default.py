@@ -38,7 +38,7 @@ def default_callbacks(run: Runtime) -> CallbackList:
 
 def _in_order(run: Runtime) -> Iterator[Callback]:
     config = run.config
-    if run.is_last_rank and (watched := terminal(config.logging.progress_bar)) is not None:
+    if run.is_last_loss_rank and (watched := terminal(config.logging.progress_bar)) is not None:
         yield ProgressBar(watched)  # goes away before anybody prints
     yield from _profilers(run)  # a profile shows the step, not what follows it
     if config.model.recompute_granularity == "adaptive":
@@ -80,7 +80,7 @@ def _straggler(asked: ResilienceConfig) -> Straggler:
 def _sinks(run: Runtime) -> SinkList:
     """Where numbers go, on the last rank; nowhere on the others."""
     sinks = SinkList()
-    if not run.is_last_rank:
+    if not run.is_last_loss_rank:
         return sinks
     config, state = run.config, run.state
     arguments = flat_values(config)

@@ -64,7 +64,7 @@ class Metrics(Callback):
         self._evaluated_at: dict[tuple[str, str], int] = {}  # split and suffix -> iteration
 
     def on_train_start(self, run: Runtime) -> None:
-        if run.config.logging.log_throughput and run.is_last_rank:
+        if run.config.logging.log_throughput and run.is_last_loss_rank:
             self._peak = device_peak(run.config.model.params_dtype)
             self._peak = _announced(self._peak)
         if self._energy is not None:
@@ -81,7 +81,7 @@ class Metrics(Callback):
         times = self._timer_values(run) | self._stall() if is_due else {}
         shown = self._end_interval(run) if is_shown else None
         self._write_late()
-        if run.is_last_rank and (is_due or is_shown):
+        if run.is_last_loss_rank and (is_due or is_shown):
             record = StepRecord(
                 iteration=iteration,
                 train_iters=run.train_iters,
@@ -101,7 +101,7 @@ class Metrics(Callback):
             )
             if is_shown:
                 self._write_late()
-        if result.params_hash is not None and run.is_last_rank:
+        if result.params_hash is not None and run.is_last_loss_rank:
             text = f"{result.params_hash:016x}"
             print(f" params hash at iteration {iteration:8d}: {text}", flush=True)
         if is_shown:
@@ -123,7 +123,7 @@ class Metrics(Callback):
 
     def on_eval_end(self, run: Runtime, result: EvalResult) -> None:
         self._write_late()
-        if not run.is_last_rank:
+        if not run.is_last_loss_rank:
             return
         iteration = run.state.iteration
         suffix = "" if result.set_index is None else f"-{result.set_index}"
@@ -185,7 +185,7 @@ class Metrics(Callback):
         elapsed_s = run.timers(_INTERVAL_TIMER).elapsed(barrier=True)
         joules = None if self._energy is None else self._energy.lap_joules()
         ended, self._interval = self._interval, Interval()
-        return ended.fields(run, elapsed_s, joules, self._peak) if run.is_last_rank else None
+        return ended.fields(run, elapsed_s, joules, self._peak) if run.is_last_loss_rank else None
 
     def _report_memory_once(self, run: Runtime) -> None:
         if self._memory_is_reported:

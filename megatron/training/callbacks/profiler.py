@@ -100,7 +100,7 @@ class MemoryHistory(Callback):
         self.log_name = f"memory history {run.config.profiling.memory_snapshot_path}"
 
     def on_step_end(self, run: Runtime, result: StepResult) -> None:
-        if run.is_last_rank and run.state.iteration % run.config.logging.log_interval == 0:
+        if run.is_last_loss_rank and run.state.iteration % run.config.logging.log_interval == 0:
             device.dump_memory_history(run.config.profiling.memory_snapshot_path)
 
 

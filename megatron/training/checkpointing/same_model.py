@@ -144,15 +144,15 @@ def _following(
 def _is_read(name: str, values: Mapping[str, Any]) -> bool:
     """Whether the model that ``values`` describe depends on flag ``name`` at all."""
     is_latent = bool(values["multi_latent_attention"])
-    has_experts = bool(values["num_experts"])
+    is_moe = bool(values["num_experts"])
     conditions = (
         (_ROTARY, is_latent or values["position_embedding_type"] == "rope"),
         (YARN, values["rope_type"] == "yarn"),
         (("rope_scaling_factor",), bool(values["use_rope_scaling"])),
         (("relative_attention_",), values["position_embedding_type"] == "relative"),
         (LATENT[1:], is_latent),
-        (tuple(each for each in EXPERTS if each != "num_experts"), has_experts),
-        (("moe_",), has_experts),
+        (tuple(each for each in EXPERTS if each != "num_experts"), is_moe),
+        (("moe_",), is_moe),
         (("mamba_", "hybrid_"), values["model_kind"] == "mamba"),
         (("hybrid_attention_ratio", "hybrid_mlp_ratio"), False),  # the pattern has both
         (_OF_ATTENTION, values["model_kind"] != "mamba" or _has_attention(values)),

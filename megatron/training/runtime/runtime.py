@@ -222,10 +222,10 @@ class Runtime:
         return dist.get_rank() == 0
 
     @property
-    def is_last_rank(self) -> bool:
-        """Whether this rank prints the training line and writes TensorBoard: the last with a loss.
+    def is_last_loss_rank(self) -> bool:
+        """Whether this is the last rank that has the loss; it prints the training line.
 
-        It is the last of all, unless stages lie in a V and the loss with the embedding.
+        It is also the last of all ranks, except under zb-v, whose first stage has the loss.
         """
         others = (self.groups.tp, self.groups.cp, self.groups.dp)
         return self.has_loss and all(group.rank() == group.size() - 1 for group in others)

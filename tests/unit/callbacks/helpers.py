@@ -49,7 +49,7 @@ def fake_run(flags: str = "", **changes: Any) -> Any:
         "train_iters": config.training.train_iters,
         "started_at_s": 0.0,
         "is_rank_0": True,
-        "is_last_rank": True,
+        "is_last_loss_rank": True,
         "model_chunks": [],
     }
     return SimpleNamespace(**(fields | changes))

@@ -68,7 +68,7 @@ def test_only_the_last_rank_opens_files_and_only_rank_0_logs_progress(
     found = names(
         f"--progress-bar --log-progress --save {tmp_path} --metrics-file {tmp_path / 'm.jsonl'} "
         "--profile",
-        is_last_rank=False,
+        is_last_loss_rank=False,
         is_rank_0=False,
     )
     assert found == ["Metrics", "EvaluationCallback", "CheckpointCallback", "ExitConditions"]

@@ -268,7 +268,7 @@ def test_the_timers_block_and_the_memory_estimate_follow_the_line(
 
 
 def test_other_ranks_write_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    run = fake_run(is_last_rank=False, is_rank_0=False)
+    run = fake_run(is_last_loss_rank=False, is_rank_0=False)
     recorder = Recorder()
     metrics = Metrics(sinks_of(lambda: recorder))
     metrics.on_train_start(run)
