@@ -7,10 +7,11 @@ their weight.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from megatron.core.autograd import Context, Function
 
 
 class AuxLosses:
@@ -48,17 +49,17 @@ class AuxLosses:
         return values
 
 
-class _Attach(torch.autograd.Function):
+class _Attach(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, losses: AuxLosses) -> Tensor:
-        ctx.losses = losses
+    def forward(ctx: Context[AuxLosses], x: Tensor, loss: Tensor, losses: AuxLosses) -> Tensor:
+        ctx.values = losses
         ctx.save_for_backward(loss)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Context[AuxLosses], grad: Tensor) -> tuple[Tensor, Tensor, None]:
         (loss,) = ctx.saved_tensors
-        return grad, torch.ones_like(loss) * ctx.losses.weight, None
+        return grad, torch.ones_like(loss) * ctx.values.weight, None
 
 
 def aux_losses_of(models: Iterable[nn.Module]) -> Iterator[AuxLosses]:

@@ -10,7 +10,6 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -20,12 +19,12 @@ _counts: dict[str, int] = {}  # path -> files written with it
 each_rank_owns(__name__, "_counts")
 
 
-def get_config_logger_path(config: Any) -> str:
+def get_config_logger_path(config: object) -> str:
     """The folder that ``config`` names, "" for none."""
     return str(vars(config).get("config_logger_dir", ""))
 
 
-def has_config_logger_enabled(config: Any) -> bool:
+def has_config_logger_enabled(config: object) -> bool:
     """Whether ``config`` names a folder."""
     return get_config_logger_path(config) != ""
 
@@ -45,7 +44,7 @@ def get_path_with_count(path: str) -> str:
 class JSONEncoderWithMcoreTypes(json.JSONEncoder):
     """Writes dataclasses as objects, functions and types by name, everything else as text."""
 
-    def default(self, o: Any) -> Any:
+    def default(self, o: object) -> object:
         if dataclasses.is_dataclass(o) and not isinstance(o, type):
             return {field.name: vars(o)[field.name] for field in dataclasses.fields(o)}
         if isinstance(o, Mapping):
@@ -54,7 +53,7 @@ class JSONEncoderWithMcoreTypes(json.JSONEncoder):
 
 
 def log_config_to_disk(
-    config: Any, dict_data: Mapping[str, Any], prefix: str = "", rank_str: str = ""
+    config: object, dict_data: Mapping[str, object], prefix: str = "", rank_str: str = ""
 ) -> None:
     """Write ``dict_data`` below the folder of ``config``.
 

@@ -92,7 +92,8 @@ def largest(x: Tensor, block: Block | None = None) -> Tensor:
     if block is None:
         if not x.numel():
             return torch.zeros((), device=x.device)
-        return torch.linalg.vector_norm(x, torch.inf).float()
+        norm: Tensor = torch.linalg.vector_norm(x, torch.inf)
+        return norm.float()
     (rows, columns), (high, wide) = x.shape, block
     padded = F.pad(x.abs(), (0, -columns % wide, 0, -rows % high))
     cut = padded.view(len(padded) // high, high, padded.shape[1] // wide, wide)

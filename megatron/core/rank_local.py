@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any
 
-State = dict[tuple[int, str], Any]
+State = dict[tuple[int, str], object]
 
-_owners: dict[int, Any] = {}
+_owners: dict[int, object] = {}
 _at_start: State = {}  # what stands there before a rank has written to it
 
 
-def each_rank_owns(owner: Any, *names: str) -> None:
+def each_rank_owns(owner: object, *names: str) -> None:
     """Attributes ``names`` of ``owner``, an object or a module's name, belong to the rank.
 
     Called before anything is written to them, so that every rank begins with a copy of what

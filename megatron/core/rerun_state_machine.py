@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.core.config.errors import NonFiniteError
 from megatron.core.rank_local import each_rank_owns
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 # Values that `is_unexpectedly_large` looks at before it rejects any, as there is no scale yet.
@@ -32,10 +33,10 @@ class RerunStateMachine:
 
     def validate_result(
         self,
-        result: Any,
-        rejection_func: Callable[[Any], Any],
+        result: T,
+        rejection_func: Callable[[T], Tensor | bool],
         message: str = "unexpected result",
-        comparison_func: Callable[[Any, Any], float] | None = None,
+        comparison_func: Callable[[T, T], float] | None = None,
         tolerance: float = 0.0,
         fatal: bool = True,
     ) -> None:

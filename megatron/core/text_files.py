@@ -42,15 +42,15 @@ def parse_yaml(text: str, what: str, error: type[MegatronError], *, only_text: b
         raise error(f"{what}: not YAML: a value is not of its type: {problem!r}") from None
 
 
-def _check_size(value: Any) -> None:
+def _check_size(value: object) -> None:
     """Raise ValueError if a few aliases stand for very much, RecursionError for a circle."""
     sizes: dict[int, int] = {}
 
-    def size(item: Any) -> int:
+    def size(item: object) -> int:
         if not isinstance(item, dict | list | tuple | set):
             return 1
         if id(item) not in sizes:
-            parts: Iterable[Any] = [*item, *item.values()] if isinstance(item, dict) else item
+            parts: Iterable[object] = [*item, *item.values()] if isinstance(item, dict) else item
             sizes[id(item)] = 1 + sum(map(size, parts))
         return sizes[id(item)]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 _KEY = "option"
-SAME: Any = object()  # the command line's default is the field's default
+SAME = object()  # the command line's default is the field's default
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 MAX_LAYERS = 100_000  # far more than any model has; plans and checks list the layers
@@ -30,10 +30,10 @@ class Option:
     flag: str | None = None  # None: derived from the field name
     aliases: tuple[str, ...] = ()
     dest: str | None = None  # None: the field name; else the attribute of the parsed namespace
-    default: Any = SAME  # where the command line differs from the library
-    choices: tuple[Any, ...] | None = None
+    default: object = SAME  # where the command line differs from the library
+    choices: tuple[object, ...] | None = None
     nargs: str | None = None
-    parse: Callable[[str], Any] | None = None  # where the annotation does not say it
+    parse: Callable[[str], object] | None = None  # where the annotation does not say it
     at_least: int | None = 0  # of a number; None: no minimum
     at_most: int = INT32_MAX  # of an integer
     infinite: bool = False  # whether a float may be infinite
@@ -41,22 +41,23 @@ class Option:
     both_ways: bool = False  # a switch spelt --x and --no-x
     repeatable: bool = False  # may be given several times; the values add up
     refused: str | None = None  # why the run cannot have it, and what to use
-    harmless: tuple[Any, ...] = ()  # values of a refused or ignored flag that ask for nothing
-    refused_values: Mapping[Any, str] = field(default_factory=dict)  # value -> why, and what to use
+    harmless: tuple[object, ...] = ()  # values of a refused or ignored flag that ask for nothing
+    # Value -> why the run cannot have it, and what to use.
+    refused_values: Mapping[object, str] = field(default_factory=dict)
     ignored: str | None = None  # why it changes nothing here
 
 
-def option(value: Any, help: str, /, *, group: str, **spelling: Any) -> Any:
+def option(value: object, help: str, /, *, group: str, **spelling: Any) -> Any:
     """A dataclass field that is also a flag.  ``value`` is its default, immutable."""
     return field(default=value, metadata={_KEY: Option(help=help, group=group, **spelling)})
 
 
-def options_of(config_class: type) -> list[tuple[dataclasses.Field[Any], Option]]:
+def options_of(config_class: type) -> list[tuple[dataclasses.Field[object], Option]]:
     """The fields of ``config_class`` that are flags, inherited ones first."""
     return [(f, f.metadata[_KEY]) for f in fields(config_class) if _KEY in f.metadata]
 
 
-def flag_of(f: dataclasses.Field[Any], opt: Option) -> str:
+def flag_of(f: dataclasses.Field[object], opt: Option) -> str:
     """``--field-name``, or ``--no-field-name`` for a switch that is on by default."""
     if opt.flag is not None:
         return opt.flag
@@ -64,11 +65,11 @@ def flag_of(f: dataclasses.Field[Any], opt: Option) -> str:
     return f"--no-{stem}" if f.default is True else f"--{stem}"
 
 
-def dest_of(f: dataclasses.Field[Any], opt: Option) -> str:
+def dest_of(f: dataclasses.Field[object], opt: Option) -> str:
     """The attribute of the parsed namespace that holds the value."""
     return opt.dest or f.name
 
 
-def cli_default(f: dataclasses.Field[Any], opt: Option) -> Any:
+def cli_default(f: dataclasses.Field[object], opt: Option) -> object:
     """What the parsed namespace holds when the flag is not given."""
     return f.default if opt.default is SAME else opt.default

@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
+E = TypeVar("E", bound=enum.Enum)
 _MAX_ENTRIES = 100_000  # of a layer pattern
 _MAX_BRACKETS = 200  # of a layer pattern; each nests three calls
 
@@ -19,10 +20,10 @@ def strict_bool(text: str) -> bool:
     return values[text.lower()]
 
 
-def member_of(members: type[enum.Enum]) -> Callable[[str], Any]:
+def member_of(members: type[E]) -> Callable[[str], E]:
     """A parser of the names of an enum."""
 
-    def parse(text: str) -> enum.Enum:
+    def parse(text: str) -> E:
         if text not in members.__members__:
             raise ValueError(f"not one of {', '.join(members.__members__)}")
         return members[text]

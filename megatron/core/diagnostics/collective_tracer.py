@@ -103,13 +103,13 @@ def note_collectives() -> None:
     for method, operation in _METHODS.items():
         if method in vars(ProcessGroup):
             setattr(ProcessGroup, method, _noted(operation, getattr(ProcessGroup, method)))
-    dist.Work.wait = _noted_wait(dist.Work.wait)
+    dist.Work.wait = _noted_wait(dist.Work.wait)  # type: ignore[method-assign]
 
 
-def _noted(operation: str, begin: Callable[..., Any]) -> Callable[..., Any]:
+def _noted(operation: str, begin: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
     is_transfer = operation in _TRANSFERS
 
-    def noted(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def noted(self: ProcessGroup, *args: object, **kwargs: object) -> dist.Work:
         group = record.groups.get(id(self)) or _new_group(self)
         group.calls += 1
         peer = purpose = None
@@ -126,8 +126,8 @@ def _noted(operation: str, begin: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def _noted_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _noted_wait(wait: Callable[..., bool]) -> Callable[..., bool]:
+    def noted(self: dist.Work, *args: object, **kwargs: object) -> bool:
         record.awaits = id(self)
         began_s = time.perf_counter()
         result = wait(self, *args, **kwargs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron.core import device
 from megatron.core.diagnostics import collective_tracer
@@ -20,8 +19,8 @@ class Stopwatch:
     """Sections of two kinds, measured while ``is_on``."""
 
     is_on: bool = False
-    _open: list[tuple[Any, float] | None] = field(default_factory=list)
-    _done: list[tuple[bool, Any, Any, float]] = field(default_factory=list)
+    _open: list[tuple[device.Moment, float] | None] = field(default_factory=list)
+    _done: list[tuple[bool, device.Moment, device.Moment, float]] = field(default_factory=list)
 
     def begin(self) -> None:
         """A section begins, perhaps inside another one."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,12 @@ MAX_LOG_LEVEL = 2
 CONSOLE = "console"
 TENSORBOARD = "tensorboard"
 _NAME_WIDTH = 48
+
+
+class ScalarWriter(Protocol):
+    """TensorBoard's SummaryWriter, or what stands for it."""
+
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
 
 
 class Timer:
@@ -182,7 +188,7 @@ class Timers:
     def write(
         self,
         names: Sequence[str],
-        writer: Any,
+        writer: ScalarWriter | None,
         iteration: int,
         normalizer: float = 1.0,
         reset: bool = True,

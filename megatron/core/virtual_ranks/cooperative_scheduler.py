@@ -26,6 +26,9 @@ _NOT_THE_CALLERS = tuple(os.path.dirname(f) for f in (__file__, torch.__file__))
 )
 
 
+RandomStates = tuple[tuple[Any, ...], Any, torch.Tensor]  # of Python, numpy, torch
+
+
 class DeadlockError(RuntimeError):
     """Every rank waits for another one."""
 
@@ -37,7 +40,7 @@ class RankStopped(BaseException):
 @dataclass
 class _Rank:
     turn: threading.Semaphore
-    random_states: tuple[Any, Any, torch.Tensor]
+    random_states: RandomStates
     thread_id: int = 0
     is_ready: Callable[[], bool] = bool  # asked while the rank waits
     doing: Callable[[], str] | None = None  # what it waits for; None while it does not
@@ -65,12 +68,18 @@ class Baton:
 
         Raises DeadlockError if that can never be.
         """
-        if not is_ready():
-            self._hand_over(is_ready, doing)
-
-    def let_others_run(self) -> None:
-        """Go on when it is this rank's turn again: for those who look again and again."""
-        self._hand_over(lambda: True, lambda: "looking whether something is done")
+        if is_ready():
+            return
+        mine = self.holder
+        me = self._ranks[mine]
+        me.is_ready, me.doing = is_ready, doing
+        following = self._next()
+        if following is None:
+            raise self._fail_in_deadlock()
+        if following != mine:
+            self._switch_to(following)
+            self._await_turn(mine)
+        me.doing = None
 
     def end(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
@@ -89,18 +98,6 @@ class Baton:
         if following is not None:
             self._switch_to(following)
         return True
-
-    def _hand_over(self, is_ready: Callable[[], bool], doing: Callable[[], str]) -> None:
-        mine = self.holder
-        me = self._ranks[mine]
-        me.is_ready, me.doing = is_ready, doing
-        following = self._next()
-        if following is None:
-            raise self._fail_in_deadlock()
-        if following != mine:
-            self._switch_to(following)
-            self._await_turn(mine)
-        me.doing = None
 
     def _next(self) -> int | None:
         """The rank that runs next, in the order of their numbers: one that need not wait."""
@@ -152,11 +149,11 @@ def _place(frame: FrameType | None) -> str:
     return "" if frame is None else f", at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def random_states() -> tuple[Any, Any, torch.Tensor]:
+def random_states() -> RandomStates:
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
-def set_random_states(states: tuple[Any, Any, torch.Tensor]) -> None:
+def set_random_states(states: RandomStates) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,10 @@ _TORCH = (
 )
 
 
-def run(fn: Callable[..., T], world_size: int, *args: Any) -> list[T]:
+def run(fn: Callable[..., T], world_size: int, *args: object) -> list[T | None]:
     """``fn(rank, world_size, *args)`` on every rank; the results in rank order.
+
+    The result of a rank that has called ``sys.exit(0)`` is None.
 
     Rank 0 runs in the calling thread.  If a rank raises, the others are stopped where they wait
     and its exception is raised here; DeadlockError names what each rank waits in.

@@ -14,11 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _DistributedBackendOptions
 
 from megatron.core import device
 from megatron.core.diagnostics import collective_tracer
@@ -26,7 +27,8 @@ from megatron.core.virtual_ranks import BACKEND
 from megatron.core.virtual_ranks.cooperative_scheduler import Baton
 
 Tensors = Sequence[Tensor]
-_ONE_WITH_ANOTHER: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+_Operation = dist.ReduceOp.RedOpType
+_ONE_WITH_ANOTHER: dict[_Operation, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: Tensor.add_,
     dist.ReduceOp.AVG: Tensor.add_,
     dist.ReduceOp.PRODUCT: Tensor.mul_,
@@ -36,6 +38,12 @@ _ONE_WITH_ANOTHER: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.BOR: Tensor.bitwise_or_,
     dist.ReduceOp.BXOR: Tensor.bitwise_xor_,
 }
+
+
+class _Reduces(Protocol):
+    """torch's options of any reduction."""
+
+    reduceOp: dist.ReduceOp
 
 
 @dataclass(frozen=True)
@@ -99,16 +107,6 @@ class VirtualWork:
         collective_tracer.record.waited_s += time.perf_counter() - began_s
         return True
 
-    def is_completed(self) -> bool:
-        """Whether it is done; if not, other ranks have had a turn."""
-        if not self._is_done():
-            self.baton.let_others_run()
-        return self._is_done()
-
-    def is_success(self) -> bool:
-        """Whether it is done: what fails raises."""
-        return self._is_done()
-
     def _is_done(self) -> bool:
         return all(item.is_done for item in self.begun)
 
@@ -128,72 +126,72 @@ class VirtualGroup(dist.ProcessGroup):
 
     # -- collectives ------------------------------------------------------------------------
 
-    def barrier(self, opts: Any = None) -> VirtualWork:
+    def barrier(self, opts: object = None) -> VirtualWork:
         return self._meet("barrier", [_Part((), ())], _each_to_each)
 
-    def allreduce(self, tensors: Tensors, opts: Any) -> VirtualWork:
-        op = opts.reduceOp.op
+    def allreduce(self, tensors: Tensors, opts: _Reduces) -> VirtualWork:
+        op = _op_of(opts)
         parts = [_Part([t], [t]) for t in tensors]
         return self._meet(_named("all_reduce", op), parts, lambda all_: _sum_for_all(all_, op))
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Tensors, opts: Any) -> VirtualWork:
-        op, root = opts.reduceOp.op, opts.rootRank
+    def reduce(self, tensors: Tensors, opts: dist.ReduceOptions) -> VirtualWork:
+        op, root = _op_of(opts), opts.rootRank
         writes = tensors if self._me == root else ()
         name = f"{_named('reduce', op)} to rank {self._ranks[root]}"
         return self._meet(name, [_Part(tensors, writes)], lambda all_: _sum_for_all(all_, op))
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> VirtualWork:
+    def broadcast(self, tensors: Tensors, opts: dist.BroadcastOptions) -> VirtualWork:
         root, n = opts.rootRank, self.size()
         parts = [_Part([t] * n, ()) if self._me == root else _Part((), [t]) for t in tensors]
         return self._meet(f"broadcast from rank {self._ranks[root]}", parts, _from_one(root))
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> VirtualWork:
+    def scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: dist.ScatterOptions
+    ) -> VirtualWork:
         root = opts.rootRank
         part = _Part(inputs[0] if self._me == root else (), outputs)
         return self._meet(f"scatter from rank {self._ranks[root]}", [part], _from_one(root))
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> VirtualWork:
+    def gather(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: dist.GatherOptions
+    ) -> VirtualWork:
         root = opts.rootRank
         part = _Part(inputs, outputs[0] if self._me == root else ())
         return self._meet(f"gather to rank {self._ranks[root]}", [part], _first_to_each)
 
     def allgather(
-        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: object = None
     ) -> VirtualWork:
         parts = [_Part([i], o) for o, i in zip(outputs, inputs, strict=True)]
         return self._meet("all_gather", parts, _first_to_each)
 
-    def all_gather_single(self, output: Tensor, input_: Tensor, opts: Any = None) -> VirtualWork:
+    def all_gather_single(self, output: Tensor, input_: Tensor, opts: object = None) -> VirtualWork:
         return self.all_gather_single_coalesced([output], [input_], opts)
 
     def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+        self, outputs: Tensors, inputs: Tensors, opts: object = None
     ) -> VirtualWork:
         return self.allgather([self._chunks(o) for o in outputs], [_flat(i) for i in inputs], opts)
 
-    def allgather_coalesced(
-        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: _Reduces
     ) -> VirtualWork:
-        by_input = list(zip(*outputs, strict=True))  # torch lists them by rank, then by tensor
-        return self.allgather(by_input, inputs, opts)
-
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> VirtualWork:
-        op = opts.reduceOp.op
+        op = _op_of(opts)
         parts = [_Part(i, [o]) for o, i in zip(outputs, inputs, strict=True)]
         return self._meet(_named("reduce_scatter", op), parts, lambda all_: _sum_of_each(all_, op))
 
-    def reduce_scatter_single(self, output: Tensor, input_: Tensor, opts: Any) -> VirtualWork:
+    def reduce_scatter_single(self, output: Tensor, input_: Tensor, opts: _Reduces) -> VirtualWork:
         return self.reduce_scatter_single_coalesced([output], [input_], opts)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any
+        self, outputs: Tensors, inputs: Tensors, opts: _Reduces
     ) -> VirtualWork:
         chunks = [self._chunks(i) for i in inputs]
         return self.reduce_scatter([_flat(o) for o in outputs], chunks, opts)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> VirtualWork:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: object = None) -> VirtualWork:
         return self._meet("all_to_all", [_Part(inputs, outputs)], _each_to_each)
 
     def all_to_all_single(
@@ -202,13 +200,13 @@ class VirtualGroup(dist.ProcessGroup):
         input_: Tensor,
         output_split_sizes: Sequence[int] | None,
         input_split_sizes: Sequence[int] | None,
-        opts: Any = None,
+        opts: object = None,
     ) -> VirtualWork:
         def pieces(tensor: Tensor, sizes: Sequence[int] | None) -> Tensors:
             rows = list(sizes or [len(tensor) // self.size()] * self.size())
             if sum(rows) != len(tensor):
                 raise RuntimeError(f"all_to_all: {len(tensor)} rows for splits of {rows}")
-            return tensor.split(rows)
+            return torch.split(tensor, rows)
 
         return self.alltoall(
             pieces(output, output_split_sizes), pieces(input_, input_split_sizes), opts
@@ -298,14 +296,14 @@ class VirtualGroup(dist.ProcessGroup):
 # -- what a collective does, once all parts are there ------------------------------------------
 
 
-def _sum_for_all(parts: Sequence[_Part], op: Any) -> None:
+def _sum_for_all(parts: Sequence[_Part], op: _Operation) -> None:
     total = _reduced([part.reads[0] for part in parts], op)
     for part in parts:
         for target in part.writes:
             _copy(target, total, "all_reduce")
 
 
-def _sum_of_each(parts: Sequence[_Part], op: Any) -> None:
+def _sum_of_each(parts: Sequence[_Part], op: _Operation) -> None:
     totals = [_reduced([p.reads[rank] for p in parts], op) for rank in range(len(parts))]
     for part, total in zip(parts, totals, strict=True):
         _copy(part.writes[0], total, "reduce_scatter")
@@ -333,7 +331,7 @@ def _each_to_each(parts: Sequence[_Part]) -> None:
             _copy(target, source[rank], "all_to_all")
 
 
-def _reduced(tensors: Tensors, op: Any) -> Tensor:
+def _reduced(tensors: Tensors, op: _Operation) -> Tensor:
     """One after the other, in the order of the ranks."""
     join = _ONE_WITH_ANOTHER[op]
     result = tensors[0].detach().clone()
@@ -359,7 +357,12 @@ def _shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _named(name: str, op: Any) -> str:
+def _op_of(opts: _Reduces) -> _Operation:
+    op: _Operation = opts.reduceOp.op  # type: ignore[attr-defined]  # missing in torch's stub
+    return op
+
+
+def _named(name: str, op: _Operation) -> str:
     return f"{name}({str(op).rpartition('.')[2]})"
 
 
@@ -379,7 +382,7 @@ def network_of(baton: Baton) -> Iterator[None]:
         _network = None
 
 
-def _make_group(options: Any, _more: object) -> VirtualGroup:
+def _make_group(options: _DistributedBackendOptions, _more: object) -> VirtualGroup:
     assert _network is not None, "the back end 'virtual' is for virtual ranks alone"
     ranks = options.global_ranks_in_group or range(options.group_size)
     return VirtualGroup(_network, options.group_id, options.group_rank, ranks)
