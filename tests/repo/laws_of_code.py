@@ -73,7 +73,7 @@ def todos_name_their_end(source: Source) -> Iterator[str]:
 def nothing_in_megatron_calls_get_args(source: Source) -> Iterator[str]:
     if not source.is_under("megatron"):
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         name = dotted(node.func) if isinstance(node, ast.Call) else ""
         if name.split(".")[-1] == "get_args" and name != "typing.get_args":
             yield f"{node.lineno}: calls {name}"
@@ -88,14 +88,14 @@ def one_file_knows_devices(source: Source) -> Iterator[str]:
         return
     listed = {
         inner
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.keyword)
         and node.arg == "choices"
         or isinstance(node, ast.Subscript)
         and dotted(node.value).split(".")[-1] == "Literal"
         for inner in ast.walk(node)
     }
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute) and dotted(node) == "torch.cuda":
             yield f"{node.lineno}: torch.cuda"
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.cuda"):
@@ -115,7 +115,7 @@ def nothing_is_unpickled(source: Source) -> Iterator[str]:
     """A file from elsewhere must not be able to run code."""
     if source.is_under("tests"):
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         bases = node.bases if isinstance(node, ast.ClassDef) else []
         is_unpickler = any(dotted(base).split(".")[-1] == "Unpickler" for base in bases)
         if is_unpickler and source.path != UNPICKLER_FILE:
@@ -144,7 +144,7 @@ def nothing_is_compiled_at_run_time(source: Source) -> Iterator[str]:
     for line, name in source.imports():
         if any(name == c or name.startswith(f"{c}.") for c in COMPILERS):
             yield f"{line}: imports {name}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and re.fullmatch(
             r"os\.(system|popen|exec\w*|spawn\w*)", dotted(node.func)
         ):
@@ -155,7 +155,7 @@ def configs_are_read_by_name(source: Source) -> Iterator[str]:
     """A config has its fields: no hasattr, getattr or setattr on one, and no write to one."""
     if not source.is_under("megatron") or source.path.startswith(ARGUMENT_FACADES):
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and node.args:
             called, subject = dotted(node.func), dotted(node.args[0])
             if called in {"hasattr", "getattr", "setattr"} and _is_config(subject):
@@ -176,7 +176,7 @@ def nothing_is_caught_blindly(source: Source) -> Iterator[str]:
     """``except Exception`` only where the handler raises again, or asks for a package."""
     if source.is_under("tests") or source.path == "megatron/core/optional.py":
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.ExceptHandler):
             caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
             is_blanket = any(
@@ -192,12 +192,12 @@ def globals_say_whose_they_are(source: Source) -> Iterator[str]:
         return
     owned = {
         argument.value
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Call) and dotted(node.func) == "each_rank_owns"
         for argument in node.args
         if isinstance(argument, ast.Constant)
     }
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Global):
             for name in sorted(set(node.names) - owned):
                 yield f'{node.lineno}: global {name} without each_rank_owns(__name__, "{name}")'
@@ -206,7 +206,7 @@ def globals_say_whose_they_are(source: Source) -> Iterator[str]:
 def the_library_does_not_exit(source: Source) -> Iterator[str]:
     if not source.is_under("megatron") or source.path in MAY_EXIT:
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         name = dotted(node.func) if isinstance(node, ast.Call) else ""
         if name in {"exit", "quit", "sys.exit", "os._exit", "os.abort", "SystemExit"}:
             yield f"{node.lineno}: {name}()"

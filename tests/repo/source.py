@@ -24,6 +24,11 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text, self.path)
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree: most laws look at all of them, and a walk takes a while."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def module(self) -> str:
         """Dotted name: ``megatron/core/__init__.py`` is ``megatron.core``."""
@@ -38,7 +43,7 @@ class Source:
         package = (
             self.module if self.path.endswith("__init__.py") else self.module.rpartition(".")[0]
         )
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node.lineno, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):

@@ -73,7 +73,7 @@ def unclear(text: str) -> Iterator[str]:
 
 def messages(source: Source) -> Iterator[tuple[int, str]]:
     """Line and text of the string literals that a user reads: raised, yielded or printed."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         shown: ast.AST | None = None
         if isinstance(node, ast.Raise | ast.Yield):
             shown = node
