@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import functools
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -98,7 +99,7 @@ def add_options(
     describe: Callable[[Any, Option], str] | None = None,
 ) -> None:
     """Add every flag of ``config_class`` under its heading; ``describe`` words the help line."""
-    hints = typing.get_type_hints(config_class)
+    hints = _type_hints(config_class)
     for f, opt in options_of(config_class):
         spelling: dict[str, Any] = {
             "dest": dest_of(f, opt),
@@ -117,6 +118,9 @@ def add_options(
             spelling["choices"] = opt.choices
             spelling["metavar"] = _metavar(spelling["type"], opt)
         groups[opt.group].add_argument(flag_of(f, opt), *opt.aliases, **spelling)
+
+
+_type_hints = functools.cache(typing.get_type_hints)  # half of the time of a parser
 
 
 def is_switch(annotation: Any, opt: Option) -> bool:

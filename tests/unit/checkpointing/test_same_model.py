@@ -24,10 +24,11 @@ LATENT = f"{GPT} --multi-latent-attention"
 MAMBA = "--model-kind mamba --num-layers 4 --hidden-size 64 --seq-length 32"
 YARN = f"{ROPE} --rope-type yarn --rotary-scaling-factor 4"
 SWIGLU = f"{GPT} --swiglu"
+PARSER = build_parser()
 
 
 def asked(flags: str) -> dict[str, Any]:
-    return vars(build_parser().parse_args(flags.split()))
+    return vars(PARSER.parse_args(flags.split()))
 
 
 def compared(saved: str, flags: str, *, is_finetuning: bool = False) -> ModelDifferences:

@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.serialization import (
 )
 from tests.unit.dist_checkpointing.tiny import names_in, publish_model, read_all
 
-NUM_KILLS = 50
+NUM_KILLS = 30
 POINTS = [
     "save.claimed",
     "save.begin",

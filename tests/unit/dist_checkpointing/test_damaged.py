@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.serialization import save
 from tests.functional.runs import TINY, train_gpt
 from tests.ranks import run_ranks
 from tests.reference_checkpoints import ITERATION, unpack
+from tests.unit.dist_checkpointing.test_faulty_files import SMALL
 from tests.unit.dist_checkpointing.test_faulty_files import contents as contents
 from tests.unit.dist_checkpointing.test_unpickler import Bomb
 
@@ -66,7 +67,7 @@ def damaged(path: Path, whole: bytes, bomb: Bomb, rng: random.Random) -> Iterato
     for size in (0, 1, rng.randrange(len(whole)), len(whole) - 1):
         path.write_bytes(whole[:size])
         yield f"cut to {size}"
-    for at in rng.sample(range(len(whole)), min(12, len(whole))):
+    for at in rng.sample(range(len(whole)), min(6, len(whole))):
         changed = bytearray(whole)
         changed[at] ^= 1 << rng.randrange(8)
         path.write_bytes(changed)
@@ -168,7 +169,7 @@ def test_a_run_ends_with_one_sentence(checkpoints, tmp_path, kind):
     torch.save({"model": Bomb(bomb)}, archive)
     for content in (whole[:-1000], flipped, archive.getvalue()):
         data.write_bytes(content)
-        ((status, said),) = run_ranks(ended, 1, [*TINY, "--bf16", "--load", str(tmp_path)])
+        ((status, said),) = run_ranks(ended, 1, [*TINY, *SMALL, "--load", str(tmp_path)])
         assert status == 1
         assert data.name in said
         assert len(said.strip().splitlines()) == 1, said

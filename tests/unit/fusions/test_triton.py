@@ -41,5 +41,8 @@ def test_interpreted_kernels_have_values_and_gradients_of_their_plain_forms() ->
 
 
 def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
-    chosen = ("-k", "dtype1 or fp8-fp16 or not (dtype or fp)")  # bf16, and what has no choice
-    assert "passed" in outcome("tests.gpu.compiling", *chosen, TRITON_CACHE_DIR=str(tmp_path))
+    """For bf16, and what has no choice; not again what differs only in values."""
+    again = "equal_scores or 499 or rotary and 14 or routing and False and not groups"
+    chosen = f"(dtype1 or fp8-fp16 or not (dtype or fp)) and not ({again})"
+    words = ("tests.gpu.compiling", "-k", chosen)
+    assert "passed" in outcome(*words, TRITON_CACHE_DIR=str(tmp_path))
