@@ -54,7 +54,7 @@ def format_of(folder: Path) -> str | None:
     return FORMAT
 
 
-def open_reader(folder: str | Path, *, verify: bool = True) -> CheckpointReader:
+def open_reader(folder: str | Path) -> CheckpointReader:
     """The checkpoint in ``folder``, whatever its format, under this project's keys.
 
     Raises CheckpointDamaged if a file is missing or not what was written, CheckpointError for a
@@ -69,4 +69,4 @@ def open_reader(folder: str | Path, *, verify: bool = True) -> CheckpointReader:
         raise CheckpointError(
             f"{folder} is a checkpoint of format {found}; read are {', '.join(_READERS)}"
         )
-    return _READERS[found](folder, verify=verify)
+    return _READERS[found](folder)

@@ -10,16 +10,16 @@ import base64
 import enum
 import math
 from argparse import Namespace
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.value_types import Json, Nested
 
 
-def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None) -> Any:
+def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None) -> Json:
     """``value`` as JSON; its tensors go into ``tensors`` under their place.
 
     Raises CheckpointError for a value that is not plain, with its place ``path``.
@@ -49,14 +49,17 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor] | None = None) -> A
     )
 
 
-def _encode_dict(value: dict[Any, Any], path: str, tensors: dict[str, Tensor] | None) -> Any:
+def _encode_dict(
+    value: dict[object, object], path: str, tensors: dict[str, Tensor] | None
+) -> Mapping[str, Json]:
     entries = {key: encode(entry, f"{path}.{key}", tensors) for key, entry in value.items()}
-    if all(isinstance(key, str) and not key.startswith("$") for key in entries):
-        return entries
+    named = {key: e for key, e in entries.items() if isinstance(key, str) and key[:1] != "$"}
+    if len(named) == len(entries):
+        return named
     return {"$items": [[encode(key, path), entry] for key, entry in entries.items()]}
 
 
-def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
+def decode(value: Json, read: Callable[[str], Tensor]) -> Nested:
     """What `encode` was given; ``read`` returns the tensor of a key."""
     if isinstance(value, list):
         return [decode(entry, read) for entry in value]
@@ -69,7 +72,7 @@ def decode(value: Any, read: Callable[[str], Tensor]) -> Any:
     return {key: decode(entry, read) for key, entry in value.items()}
 
 
-_DECODERS: dict[str, Callable[[Any, Callable[[str], Tensor]], Any]] = {
+_DECODERS: dict[str, Callable[[Nested, Callable[[str], Tensor]], object]] = {
     "$float": lambda content, read: float(content),
     "$tensor": lambda content, read: read(f"common.{content}"),
     "$dtype": lambda content, read: {str(d).removeprefix("torch."): d for d in _DTYPES}[content],

@@ -11,7 +11,6 @@ import threading
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,11 +39,13 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     piece_name,
 )
 from megatron.core.dist_checkpointing.stored_index import (
+    StoredBox,
     StoredPiece,
     StoredTensor,
     check_pieces,
     parse_index,
 )
+from megatron.core.dist_checkpointing.value_types import JsonObject
 
 Box = tuple[slice, ...]
 
@@ -53,11 +54,10 @@ class CheckpointReader:
     """One published checkpoint folder.  A context manager; ``close`` closes its files.
 
     Several threads may read at once: reads and checksums release the GIL.  Raises
-    CheckpointDamaged if a file differs from what was written.  ``verify=False`` skips only the
-    checksums of tensor data.
+    CheckpointDamaged if a file differs from what was written.
     """
 
-    def __init__(self, folder: str | Path, *, verify: bool = True):
+    def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         manifest = read_manifest(self.folder)
         if manifest is None:
@@ -72,23 +72,22 @@ class CheckpointReader:
         self.tensors: dict[str, StoredTensor] = index.tensors
         self._block_bytes = index.block_bytes
         self._whole: set[str] = set()
-        self._verify = verify
         self._files: dict[str, int] = {}
         self._held: dict[tuple[str, str], tuple[torch.dtype, tuple[int, ...], int]] = {}
         self._opening = threading.Lock()
 
-    def common(self) -> dict[str, Any]:
+    def common(self) -> JsonObject:
         """Return the state other than tensors that all ranks share."""
         return self._json(COMMON)
 
-    def rank_state(self, rank: int) -> dict[str, Any] | None:
+    def rank_state(self, rank: int) -> JsonObject | None:
         """Return the state of ``rank`` of the writing run; None if it was not saved."""
         name = rank_state_name(rank)
         if name not in self.manifest.files:
             return None
         return self._json(name)
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def _json(self, name: str) -> JsonObject:
         return json_object(
             read_checked(self.folder, name, self.manifest), f"{self.folder / name} is damaged: it"
         )
@@ -144,8 +143,7 @@ class CheckpointReader:
                 continue
             in_piece, in_out = common
             target = out[in_out] if in_out else out
-            self._check_held(key, stored, piece)
-            self._read_overlap(piece, stored.dtype, in_piece, target)
+            self._read_piece(key, piece, in_piece, target)
             filled += target.numel()
         if filled != out.numel():
             raise CheckpointError(
@@ -169,8 +167,12 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder} holds no tensor {key}")
         return stored
 
-    def _read_overlap(self, piece: Any, dtype: torch.dtype, box: Box, target: Tensor) -> None:
+    def _read_piece(self, key: str, piece: StoredBox, box: Box, target: Tensor) -> None:
         """Read ``box`` of ``piece`` into ``target``, without a copy if its layout permits."""
+        assert isinstance(piece, StoredPiece)
+        stored = self.tensors[key]
+        dtype = stored.dtype
+        self._check_held(key, stored, piece)
         strides = _strides(piece.shape)
         first = sum(s.start * stride for s, stride in zip(box, strides, strict=True))
         last = sum((s.stop - 1) * stride for s, stride in zip(box, strides, strict=True))
@@ -182,7 +184,7 @@ class CheckpointReader:
         if not direct:
             target.copy_(buffer.as_strided(target.shape, strides))
 
-    def _check_held(self, key: str, stored: StoredTensor, piece: Any) -> None:
+    def _check_held(self, key: str, stored: StoredTensor, piece: StoredPiece) -> None:
         """Compare the index with the header of the file."""
         self._open(piece.file)
         name = piece_name(key, stored.shape, piece.offset, piece.shape)
@@ -195,9 +197,6 @@ class CheckpointReader:
     def _read_bytes(self, piece: StoredPiece, begin: int, out: memoryview) -> None:
         """Fill ``out`` from byte ``begin`` of ``piece``, verifying each block that is touched."""
         file = self._open(piece.file)
-        if not self._verify:
-            self._pread(file, piece, begin, out)
-            return
         end = begin + len(out)
         size = self._block_bytes
         for i in range(begin // size, -(-end // size)):
@@ -263,7 +262,9 @@ def mismatch(wanted: ShardedTensor, stored: StoredTensor, *, cast: bool) -> str 
     return None
 
 
-def _overlap(piece: Any, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, Box] | None:
+def _overlap(
+    piece: StoredBox, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[Box, Box] | None:
     """Return the slices of the piece and of the wanted box that cover their overlap, or None."""
     in_piece, in_out = [], []
     for have, extent, want, length in zip(piece.offset, piece.shape, offset, shape, strict=True):

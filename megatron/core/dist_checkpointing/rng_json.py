@@ -7,15 +7,16 @@ on a CPU), and of named streams.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.value_types import JsonObject, StateDict, Unpickled
 
-def to_json(states: Mapping[str, Any]) -> dict[str, Any]:
+
+def to_json(states: StateDict) -> JsonObject:
     """``states`` as JSON."""
     version, words, gauss = states["random_rng_state"]
     kind, keys, *rest = states["np_rng_state"]
@@ -26,7 +27,7 @@ def to_json(states: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
+def from_json(values: JsonObject) -> StateDict:
     """The way back."""
     version, words, gauss = values["random_rng_state"]
     kind, keys, *rest = values["np_rng_state"]
@@ -37,7 +38,7 @@ def from_json(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tensors(states: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+def _tensors(states: StateDict, convert: Callable[[Unpickled], str | Tensor]) -> StateDict:
     on_device, streams = states["cuda_rng_state"], states["rng_tracker_states"]
     return {
         "torch_rng_state": convert(states["torch_rng_state"]),

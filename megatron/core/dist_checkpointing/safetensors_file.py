@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -185,7 +185,7 @@ def parse_header(path: Path, header: bytes, data_bytes: int) -> dict[str, Held]:
     return held
 
 
-def _held(path: Path, name: str, entry: Any, begin: int) -> Held:
+def _held(path: Path, name: str, entry: object, begin: int) -> Held:
     told = entry if isinstance(entry, dict) else {}
     kind, sizes, offsets = (told.get(field) for field in ("dtype", "shape", "data_offsets"))
     if not isinstance(kind, str) or not are_counts(sizes) or not are_counts(offsets):
@@ -203,7 +203,7 @@ def _held(path: Path, name: str, entry: Any, begin: int) -> Held:
 
 def _layout(tensors: Sequence[LazyTensor], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
     """The header, and where in the file each tensor begins."""
-    entries: dict[str, Any] = {"__metadata__": metadata}
+    entries: dict[str, Mapping[str, str | list[int]]] = {"__metadata__": metadata}
     begins: list[int] = []
     end = 0
     for tensor in tensors:

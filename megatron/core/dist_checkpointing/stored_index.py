@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from megatron.core.dist_checkpointing.manifest import (
     json_object,
 )
 from megatron.core.dist_checkpointing.safetensors_file import DTYPES
+from megatron.core.dist_checkpointing.value_types import JsonObject
 
 _MAX_ELEMENTS = 1 << 58  # of a shape, whose zeros count as one: torch multiplies in 64 bits
 _SHOWN = 80  # characters of a value in a message
@@ -30,14 +30,20 @@ _PAIRS = 1 << 22  # boxes that are compared at a time
 
 
 @dataclass(frozen=True)
-class StoredPiece:
+class StoredBox:
+    """A box of a tensor; where its values are is a format's own matter."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredPiece(StoredBox):
     """A box as it lies in a file."""
 
     file: str
     start: int  # bytes
     num_bytes: int
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
     crc32: tuple[int, ...]  # one per block
 
 
@@ -50,7 +56,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Any, ...]  # a format's own; they have ``offset`` and ``shape``
+    pieces: tuple[StoredBox, ...]
     max_padding: int = 0
 
 
@@ -79,20 +85,21 @@ def parse_index(
     places: set[tuple[str, int]] = set()
     for key, entry in entries.items():
         try:
-            tensors[key] = stored = _tensor(entry, files, block_bytes)
+            shape, dtype, pieces = _tensor(entry, files, block_bytes)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointDamaged(f"{path} is damaged: {key}: {_reason(error)}") from None
-        taken = [(piece.file, piece.start) for piece in stored.pieces if piece.num_bytes]
+        tensors[key] = StoredTensor(shape, dtype, pieces)
+        taken = [(piece.file, piece.start) for piece in pieces if piece.num_bytes]
         if len(set(taken)) < len(taken) or places.intersection(taken):
             raise CheckpointDamaged(f"{path} is damaged: bytes of {key} are used twice")
         places.update(taken)
-        missing = prod(stored.shape) - sum(prod(piece.shape) for piece in stored.pieces)
+        missing = prod(shape) - sum(prod(piece.shape) for piece in pieces)
         if is_whole and missing:
             raise CheckpointDamaged(f"{path} is damaged: {missing} elements of {key} are missing")
     return StoredIndex(tensors, block_bytes)
 
 
-def check_pieces(key: str, pieces: Sequence[Any], where: object) -> None:
+def check_pieces(key: str, pieces: Sequence[StoredBox], where: object) -> None:
     """Raise CheckpointDamaged if two pieces of ``key`` overlap: one of their values is wrong."""
     boxes = [(p.offset, p.shape) for p in pieces if prod(p.shape)]
     if len(boxes) < 2:
@@ -107,7 +114,9 @@ def check_pieces(key: str, pieces: Sequence[Any], where: object) -> None:
             raise CheckpointDamaged(f"{where} is damaged: two parts of {key} overlap")
 
 
-def _tensor(entry: Any, files: Mapping[str, FileEntry], block_bytes: int) -> StoredTensor:
+def _tensor(
+    entry: JsonObject, files: Mapping[str, FileEntry], block_bytes: int
+) -> tuple[tuple[int, ...], torch.dtype, tuple[StoredPiece, ...]]:
     """Raises ValueError, and what Python raises for values of other types."""
     shape = entry["shape"]
     if not are_counts(shape) or prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
@@ -123,10 +132,12 @@ def _tensor(entry: Any, files: Mapping[str, FileEntry], block_bytes: int) -> Sto
             raise ValueError(f"{piece.file} is not in the manifest")
         if piece.start + piece.num_bytes > files[piece.file].num_bytes:
             raise ValueError(f"{piece.file} ends before byte {piece.start + piece.num_bytes}")
-    return StoredTensor(tuple(shape), dtype, pieces)
+    return tuple(shape), dtype, pieces
 
 
-def _piece(piece: Any, whole: Sequence[int], dtype: torch.dtype, block_bytes: int) -> StoredPiece:
+def _piece(
+    piece: JsonObject, whole: Sequence[int], dtype: torch.dtype, block_bytes: int
+) -> StoredPiece:
     file, offset, shape = piece["file"], piece["offset"], piece["shape"]
     numbers, checksums = [piece["start"], piece["num_bytes"]], piece["crc32"]
     if not isinstance(file, str) or not all(map(are_counts, (offset, shape, numbers, checksums))):
@@ -141,10 +152,10 @@ def _piece(piece: Any, whole: Sequence[int], dtype: torch.dtype, block_bytes: in
         raise ValueError(
             f"a piece {_shown(shape)} has {num_bytes} bytes and {len(checksums)} checksums"
         )
-    return StoredPiece(file, start, num_bytes, tuple(offset), tuple(shape), tuple(checksums))
+    return StoredPiece(tuple(offset), tuple(shape), file, start, num_bytes, tuple(checksums))
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 

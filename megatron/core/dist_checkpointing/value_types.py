@@ -16,7 +16,8 @@ Arguments = Mapping[str, Any]  # the command line of a run: dest -> value
 Common = Mapping[str, Any]  # everything that all ranks share, by the names of `Contents.common`
 Layout = Mapping[str, Any]  # degrees and rank order of the run that wrote a checkpoint
 StateDict = dict[str, Any]  # nested as Megatron-LM nests it
-Nested: TypeAlias = Any  # dicts and lists of anything; code that walks them looks at each type
+# Dicts and lists of anything: code that walks them looks at the type of each entry.
+Nested: TypeAlias = Any
 # An object of another program's pickle.  Its attributes are taken within `manifest.parsing`, which
 # reports those that it lacks.
 Unpickled: TypeAlias = Any

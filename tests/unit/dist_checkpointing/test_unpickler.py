@@ -123,7 +123,6 @@ def test_every_cut_and_every_flipped_byte_of_the_data_is_a_sentence(tmp_path: Pa
         array = load_archive(MappedFile(path))["a"]
         with pytest.raises(CheckpointDamaged, match="does not fit its checksum"):
             array.read()
-        assert array.read(verify=False).shape == (100,)
 
 
 def test_no_flipped_bit_anywhere_is_a_traceback(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.manifest import (
     reading,
 )
 from megatron.core.dist_checkpointing.megatron_formats.unpickler import Storage, unpickle
+from megatron.core.dist_checkpointing.value_types import Unpickled
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _FAILURES = (*MALFORMED, zipfile.BadZipFile, OSError, EOFError, struct.error, zlib.error)
@@ -64,49 +65,54 @@ class MappedFile:
 View = TypeVar("View", bound="ArrayView")
 
 
+@dataclass(frozen=True)
 class ArrayView(ABC):
-    """A strided view of stored values, counted in elements; subclasses are dataclasses."""
+    """A strided view of stored values, counted in elements."""
 
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
-    @abstractmethod
-    def read(self, *, verify: bool = True) -> Tensor:
+    def read(self) -> Tensor:
         """Return the values in memory of their own.  Raises CheckpointDamaged."""
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype)
+        count = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return self._elements(count).as_strided(self.shape, self.stride)
+
+    @abstractmethod
+    def _elements(self, count: int) -> Tensor:
+        """Return ``count`` values from ``offset`` on, in memory of their own."""
 
     def item(self) -> int | float | bool:
         """The value of an array of one element."""
         return self.read().item()
-
-    def _as(self: View, **changed: Any) -> View:
-        return replace(self, **changed)  # type: ignore[type-var]
 
     def narrow(self: View, *box: slice) -> View:
         """The box of one slice per dimension; further dimensions are whole."""
         begins = [s.start for s in box] + [0] * (len(self.shape) - len(box))
         shape = tuple(s.stop - s.start for s in box) + self.shape[len(box) :]
         moved = sum(b * s for b, s in zip(begins, self.stride, strict=True))
-        return self._as(offset=self.offset + moved, shape=shape)
+        return replace(self, offset=self.offset + moved, shape=shape)
 
     def select(self: View, index: int) -> View:
         """Entry ``index`` of the first dimension, which goes away."""
         one = self.narrow(slice(index, index + 1))
-        return one._as(shape=one.shape[1:], stride=one.stride[1:])
+        return replace(one, shape=one.shape[1:], stride=one.stride[1:])
 
     def flat(self: View, begin: int, shape: tuple[int, ...]) -> View:
         """``prod(shape)`` elements of a contiguous array from ``begin`` on, as ``shape``."""
         stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
-        return self._as(offset=self.offset + begin, shape=shape, stride=stride)
+        return replace(self, offset=self.offset + begin, shape=shape, stride=stride)
 
     def t(self: View) -> View:
         """A matrix, transposed."""
-        return self._as(shape=self.shape[::-1], stride=self.stride[::-1])
+        return replace(self, shape=self.shape[::-1], stride=self.stride[::-1])
 
     def with_stride(self: View, *stride: int) -> View:
         """The same shape with other distances between elements."""
-        return self._as(stride=stride)
+        return replace(self, stride=stride)
 
 
 @dataclass(frozen=True)
@@ -117,18 +123,10 @@ class StoredArray(ArrayView):
     start: int  # bytes from the beginning of the file
     num_bytes: int
     crc32: int
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
-    def read(self, *, verify: bool = True) -> Tensor:
-        if 0 in self.shape:
-            return torch.empty(self.shape, dtype=self.dtype)
-        if verify:
-            self.file.check(self.start, self.num_bytes, self.crc32, "a tensor")
+    def _elements(self, count: int) -> Tensor:
+        self.file.check(self.start, self.num_bytes, self.crc32, "a tensor")
         size = self.dtype.itemsize
-        count = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         raw = torch.frombuffer(
             self.file.bytes,
             dtype=torch.uint8,
@@ -136,13 +134,13 @@ class StoredArray(ArrayView):
             offset=self.start + self.offset * size,
         )
         # The copy also aligns: records of a file inside a file lie anywhere.
-        return raw.clone().view(self.dtype).as_strided(self.shape, self.stride)
+        return raw.clone().view(self.dtype)
 
     def __str__(self) -> str:
         return f"tensor of {list(self.shape)}"
 
 
-def load_archive(file: MappedFile, begin: int = 0, length: int | None = None) -> Any:
+def load_archive(file: MappedFile, begin: int = 0, length: int | None = None) -> Unpickled:
     """What torch.save wrote to ``length`` bytes of ``file`` from ``begin`` on.
 
     Tensors are `StoredArray`.  Raises CheckpointDamaged, and CheckpointError for what may not be
@@ -186,7 +184,7 @@ def _rebuild(
         inside = 0 in shape or last < numel
         if magic != b"PK\x03\x04" or info.compress_type or not fits or not inside:
             raise ValueError(f"record {info.filename} does not hold its tensor")
-        return StoredArray(file, start, info.file_size, info.CRC, dtype, offset, shape, stride)
+        return StoredArray(dtype, offset, shape, stride, file, start, info.file_size, info.CRC)
 
     return rebuild
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
-from megatron.core.dist_checkpointing.megatron_formats.archive import ArrayView, StoredArray
+from megatron.core.dist_checkpointing.megatron_formats.archive import ArrayView
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex, DcpTensor
 
 _GROUP = r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
     begin: int
     end: int
-    array: Callable[[], StoredArray]  # flat, ``end - begin`` elements
+    array: Callable[[], ArrayView]  # flat, ``end - begin`` elements or more
 
 
 @dataclass(frozen=True)
@@ -47,25 +47,18 @@ class JoinedArray(ArrayView):
     """A view of a flat array whose parts lie in several places."""
 
     parts: tuple[Part, ...]
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
 
-    def read(self, *, verify: bool = True) -> Tensor:
-        if 0 in self.shape:
-            return torch.empty(self.shape, dtype=self.dtype)
-        count = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+    def _elements(self, count: int) -> Tensor:
         flat, missing = torch.empty(count, dtype=self.dtype), count
         for part in self.parts:
             low, high = max(part.begin, self.offset), min(part.end, self.offset + count)
             if low < high:
-                values = part.array().flat(low - part.begin, (high - low,)).read(verify=verify)
+                values = part.array().flat(low - part.begin, (high - low,)).read()
                 flat[low - self.offset : high - self.offset] = values
                 missing -= high - low
         if missing:
             raise CheckpointDamaged(f"{missing} elements of a bucket of the optimizer are missing")
-        return flat.as_strided(self.shape, self.stride)
+        return flat
 
 
 def is_bucket(key: str) -> bool:
@@ -127,14 +120,6 @@ def _joined(buckets: Sequence[DcpTensor], lengths: Sequence[int]) -> JoinedArray
             first = chunk.offset[-1] + per_rank * (chunk.offset[0] if len(tensor.shape) > 1 else 0)
             last = min(first + chunk.shape[-1], length)
             if first < last:
-                parts.append(Part(done + first, done + last, _flat(chunk.array, last - first)))
+                parts.append(Part(done + first, done + last, chunk.array))
         done += length
-    return JoinedArray(tuple(parts), buckets[0].dtype, 0, (done,), (1,))
-
-
-def _flat(array: Callable[[], Any], length: int) -> Callable[[], StoredArray]:
-    def flat() -> StoredArray:
-        found: StoredArray = array()
-        return found.flat(0, (length,))
-
-    return flat
+    return JoinedArray(buckets[0].dtype, 0, (done,), (1,), tuple(parts))

@@ -7,9 +7,10 @@ bucket ends when it has ``bucket_size`` elements, and around an embedding that t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from math import lcm
-from typing import Any
+
+from megatron.core.dist_checkpointing.value_types import Arguments
 
 _PARAM_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
@@ -47,7 +48,7 @@ def starts_in_buffer(
 
 
 def bucket_rules(
-    asked: Mapping[str, Any], *, num_params: int, is_first: bool, is_expert: bool = False
+    asked: Arguments, *, num_params: int, is_first: bool, is_expert: bool = False
 ) -> tuple[int | None, int, int]:
     """(elements that close a bucket, multiple that buckets end at, replicas) of a command line.
 

@@ -5,11 +5,11 @@ Every box of a tensor, and every object, is an archive of torch.save at a place 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,16 +27,16 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import (
     load_archive,
 )
 from megatron.core.dist_checkpointing.megatron_formats.unpickler import unpickle
+from megatron.core.dist_checkpointing.stored_index import StoredBox
+from megatron.core.dist_checkpointing.value_types import Unpickled
 from megatron.core.file_names import path_inside
 
 
 @dataclass(frozen=True)
-class ForeignPiece:
+class ForeignPiece(StoredBox):
     """A box of a tensor, and what finds its values when they are read."""
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    array: Callable[..., ArrayView]  # of a box of slices; without one of all
+    array: Callable[[], ArrayView]
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,20 @@ class DcpIndex:
         with reading(path):
             data = path.read_bytes()
         metadata = unpickle(data, path)
-        self._loaded: dict[tuple[str, Any], Any] = {}
+        self._loaded: dict[tuple[str, tuple[int, ...] | None], Unpickled] = {}
         with parsing(path):
             self._read(metadata)
 
-    def object(self, key: str) -> Any:
+    def object(self, key: str) -> Unpickled:
         """What was saved under ``key`` that is no tensor."""
         return self._load(key, None)
 
-    def _read(self, metadata: Any) -> None:
+    def _read(self, metadata: Unpickled) -> None:
         self._places = {
             (index.fqn, vars(index).get("offset")): info
             for index, info in metadata.storage_data.items()
         }
-        self.paths: dict[str, tuple[Any, ...]] = metadata.planner_data or {}
+        self.paths: dict[str, tuple[Unpickled, ...]] = metadata.planner_data or {}
         extra = getattr(metadata, "mcore_data", {})
         self.tensors: dict[str, DcpTensor] = {}
         self.objects: set[str] = set()
@@ -95,13 +95,13 @@ class DcpIndex:
                 whole and _counts(whole),
             )
 
-    def _chunks(self, key: str, chunks: Any, dtype: torch.dtype) -> Iterator[ForeignPiece]:
+    def _chunks(self, key: str, chunks: Unpickled, dtype: torch.dtype) -> Iterator[ForeignPiece]:
         for chunk in chunks:
             offset, shape = _counts(chunk.offsets), _counts(chunk.sizes)
             file, _, length = self._place(key, offset)
             if prod(shape) * dtype.itemsize > length:
                 raise ValueError(f"{key} {list(shape)} is not in {length} bytes of {file.path}")
-            yield ForeignPiece(offset, shape, lambda o=offset, s=shape: self._array(key, o, s))
+            yield ForeignPiece(offset, shape, partial(self._array, key, offset, shape))
 
     def _array(self, key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> StoredArray:
         array = self._load(key, offset)
@@ -134,13 +134,13 @@ class DcpIndex:
             )
         return file, place.offset, place.length
 
-    def _load(self, key: str, offset: tuple[int, ...] | None) -> Any:
+    def _load(self, key: str, offset: tuple[int, ...] | None) -> Unpickled:
         if (key, offset) not in self._loaded:
             self._loaded[key, offset] = load_archive(*self._place(key, offset))
         return self._loaded[key, offset]
 
 
-def _counts(values: Any) -> tuple[int, ...]:
+def _counts(values: Iterable[int]) -> tuple[int, ...]:
     if not are_counts(list(values)):
         raise ValueError(f"{values!r} are no sizes")
     return tuple(values)

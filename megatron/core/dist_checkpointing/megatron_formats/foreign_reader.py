@@ -3,10 +3,10 @@ no tensors, under the names of this project."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,14 @@ from megatron.core.dist_checkpointing.megatron_formats.reference_values import C
 from megatron.core.dist_checkpointing.megatron_formats.unpickler import Record
 from megatron.core.dist_checkpointing.reader import Box, CheckpointReader
 from megatron.core.dist_checkpointing.rng_json import to_json
-from megatron.core.dist_checkpointing.stored_index import StoredTensor
+from megatron.core.dist_checkpointing.stored_index import StoredBox, StoredTensor
+from megatron.core.dist_checkpointing.value_types import (
+    Arguments,
+    JsonObject,
+    Layout,
+    Nested,
+    Unpickled,
+)
 from megatron.core.enums import AttnBackend
 from megatron.core.parallel.process_groups_config import make_grids
 from megatron.core.parallel.rank_grid import RankGrid
@@ -69,11 +76,10 @@ class ForeignReader(CheckpointReader):
     box, and `_finish`.
     """
 
-    def __init__(self, folder: Path, *, verify: bool = True) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
-        self.values: Mapping[str, Any] = {}
-        self._verify = verify
+        self.values: Mapping[str, Unpickled] = {}
         self._whole: set[str] = set()
         self._maps: dict[Path, MappedFile] = {}
         self._found: dict[str, tuple[torch.dtype, list[ForeignPiece]]] = {}
@@ -82,15 +88,26 @@ class ForeignReader(CheckpointReader):
             if ours is not None and name in ours.files:
                 read_checked(folder, name, ours)
 
-    def common(self) -> dict[str, Any]:
+    def common(self) -> JsonObject:
         with parsing(self.folder):
             return common_values(self.values, self.iteration)
+
+    def rank_state(self, rank: int) -> JsonObject | None:
+        if not self.manifest.layout.get("dense"):
+            return None
+        with parsing(self.folder):
+            state = self._rng_state(rank)
+            return None if state is None else {"rng_state": rng_state_of(state)}
+
+    @abstractmethod
+    def _rng_state(self, rank: int) -> Unpickled | None:
+        """Return the random states of ``rank`` of the run that wrote it; None without any."""
 
     def close(self) -> None:
         self._maps.clear()
 
     @property
-    def args(self) -> dict[str, Any]:
+    def args(self) -> Arguments:
         """The command line of the run that wrote it."""
         args = self.values.get("args")
         return {} if args is None else vars(args)
@@ -164,8 +181,7 @@ class ForeignReader(CheckpointReader):
             is_main = prefix == f"{STATE_PREFIX}fp32_param."
             if is_main and name in self._found and self._found[name][0] == torch.float32:
                 continue
-            ends = [tuple(map(sum, zip(p.offset, p.shape, strict=True))) for p in pieces]
-            shape = tuple(map(max, zip(*ends, strict=True)))
+            shape = span_of(pieces)
             if sum(prod(piece.shape) for piece in pieces) != prod(shape):
                 raise CheckpointDamaged(f"{self.folder}: parts of {key} {list(shape)} are missing")
             spare = padding if is_vocabulary(name) else 0
@@ -175,16 +191,16 @@ class ForeignReader(CheckpointReader):
             iteration=self.iteration, layout=layout_of(self.args), files={}
         )
 
-    def _check_held(self, key: str, stored: StoredTensor, piece: Any) -> None:
-        """The file of another format is compared when it is read."""
-
-    def _read_overlap(self, piece: Any, dtype: torch.dtype, box: Box, target: Tensor) -> None:
-        del dtype
+    def _read_piece(self, key: str, piece: StoredBox, box: Box, target: Tensor) -> None:
+        assert isinstance(piece, ForeignPiece)
         with parsing(self.folder):
-            self._copy(piece, box, target)
+            target.copy_(piece.array().narrow(*box).read())
 
-    def _copy(self, piece: Any, box: Box, target: Tensor) -> None:
-        target.copy_(piece.array().narrow(*box).read(verify=self._verify))
+
+def span_of(pieces: Iterable[StoredBox]) -> tuple[int, ...]:
+    """The shape of the tensor that ``pieces`` fill: where the last of them end."""
+    ends = [tuple(map(sum, zip(p.offset, p.shape, strict=True))) for p in pieces]
+    return tuple(map(max, zip(*ends, strict=True)))
 
 
 def _in_our_order(array: ArrayView, version: float, heads: int) -> Iterator[tuple[int, ArrayView]]:
@@ -207,7 +223,7 @@ def _in_our_order(array: ArrayView, version: float, heads: int) -> Iterator[tupl
             yield (head * 3 + kind) * width, rows
 
 
-def common_values(values: Mapping[str, Any], iteration: int) -> dict[str, Any]:
+def common_values(values: Mapping[str, Unpickled], iteration: int) -> JsonObject:
     """`Contents.common` of this project from what Megatron-LM stores."""
     args = values.get("args")
     asked = {} if args is None else vars(args)
@@ -228,7 +244,7 @@ def common_values(values: Mapping[str, Any], iteration: int) -> dict[str, Any]:
     }
 
 
-def _optimizer_scalars(state: Any) -> dict[str, Any] | None:
+def _optimizer_scalars(state: Unpickled) -> JsonObject | None:
     """Updates done, groups and the loss scale, wherever this kind of optimizer has them."""
     if isinstance(state, list) or isinstance(state, dict) and 0 in state:
         state = state[0]  # several optimizers, which step together
@@ -241,7 +257,7 @@ def _optimizer_scalars(state: Any) -> dict[str, Any] | None:
     groups = [*inner.get("param_groups", ()), *inner.get("param_to_group_meta", {}).values()]
     steps += [group.get("step") for group in groups]
     known = [float(as_json(step)) for step in steps if step is not None]
-    scalars: dict[str, Any] = {"step": max(known, default=0.0), "param_groups": []}
+    scalars: JsonObject = {"step": max(known, default=0.0), "param_groups": []}
     for group in as_json(groups):
         plain = {key: value for key, value in group.items() if key not in ("params", "step")}
         if plain not in scalars["param_groups"]:
@@ -251,7 +267,7 @@ def _optimizer_scalars(state: Any) -> dict[str, Any] | None:
     return scalars
 
 
-def as_json(value: Any) -> Any:
+def as_json(value: object) -> Nested:
     """``value`` as JSON; what JSON cannot hold becomes its text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -270,7 +286,7 @@ def as_json(value: Any) -> Any:
     return _NAMES.get(str(value), str(value))
 
 
-def rng_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
+def rng_state_of(state: Mapping[str, Unpickled]) -> JsonObject:
     """Random states as JSON; that of a device is None where the run was on CPUs."""
     on_device = state.get("cuda_rng_state")
     if on_device is not None:
@@ -285,7 +301,7 @@ def rng_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def layout_of(asked: Mapping[str, Any]) -> dict[str, Any]:
+def layout_of(asked: Arguments) -> Layout:
     """Degrees and rank order of the run that wrote it; empty if its command line does not say."""
     if "world_size" not in asked:
         return {}
@@ -305,7 +321,7 @@ def layout_of(asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"world_size": asked["world_size"], "dense": dense, "expert": expert}
 
 
-def check_args(asked: Mapping[str, Any]) -> None:
+def check_args(asked: Arguments) -> None:
     """Raise ValueError for a command line whose degrees and sizes no run can have."""
     for name in (*_DEGREES, *_SIZES):
         value = asked.get(name)
@@ -313,11 +329,11 @@ def check_args(asked: Mapping[str, Any]) -> None:
             raise ValueError(f"args.{name} is {value!r}")
 
 
-def degree(asked: Mapping[str, Any], kind: str) -> int:
+def degree(asked: Arguments, kind: str) -> int:
     """``--{kind}-model-parallel-size`` of a command line."""
     return int(asked.get(f"{kind}_model_parallel_size") or 1)
 
 
-def expert_tensor_degree(asked: Mapping[str, Any]) -> int:
+def expert_tensor_degree(asked: Arguments) -> int:
     """Ranks that an expert is cut over."""
     return int(asked.get("expert_tensor_parallel_size") or degree(asked, "tensor"))

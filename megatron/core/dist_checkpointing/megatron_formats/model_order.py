@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from megatron.core.dist_checkpointing.megatron_formats.names import (
     OUTPUT,
@@ -11,6 +10,7 @@ from megatron.core.dist_checkpointing.megatron_formats.names import (
     has_experts,
     split_layer,
 )
+from megatron.core.dist_checkpointing.value_types import Arguments
 
 _SHARED = "embedding.word_embeddings.weight"
 _EMBEDDINGS = (
@@ -25,7 +25,7 @@ _STATE = "_extra_state"
 
 def ordered_names(
     stored: Collection[str],
-    asked: Mapping[str, Any],
+    asked: Arguments,
     *,
     layers: Sequence[int] | None = None,
     experts: Sequence[int] = (),
@@ -70,7 +70,7 @@ def _present(stored: Collection[str], *pairs: tuple[str, str]) -> Iterator[tuple
 
 def _of_layer(
     stored: Collection[str],
-    asked: Mapping[str, Any],
+    asked: Arguments,
     places: tuple[str, str],
     tails: Iterable[tuple[str, str]],
 ) -> Iterator[tuple[str, str]]:
@@ -84,22 +84,18 @@ def _of_layer(
             yield local, "" if there.endswith(_STATE) else name
 
 
-def _is_fused(asked: Mapping[str, Any]) -> bool:
+def _is_fused(asked: Arguments) -> bool:
     return asked.get("transformer_impl") == "transformer_engine"
 
 
-def _ahead(
-    number: int, asked: Mapping[str, Any], experts: Sequence[int]
-) -> Iterator[tuple[str, str]]:
+def _ahead(number: int, asked: Arguments, experts: Sequence[int]) -> Iterator[tuple[str, str]]:
     yield from (*_norm("enorm"), *_norm("hnorm"), *_matrix("eh_proj"))
     for there, ours in _in_layer(number, asked, experts):
         yield f"transformer_layer.{there}", f"transformer_layer.{ours}"
     yield from _norm("final_layernorm")
 
 
-def _in_layer(
-    number: int, asked: Mapping[str, Any], experts: Sequence[int]
-) -> Iterator[tuple[str, str]]:
+def _in_layer(number: int, asked: Arguments, experts: Sequence[int]) -> Iterator[tuple[str, str]]:
     """(tail of a name in a file, tail of ours); of a state, that of the weight it goes with."""
     is_fused = _is_fused(asked)
     yield from _mixer(is_fused)

@@ -18,8 +18,9 @@ descriptions of core_v0.14, not compared with its files.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from megatron.core.dist_checkpointing.value_types import Arguments
 
 # Pattern of a part of a name -> what it is called here; every rule is tried, in order.
 _RENAMES = tuple(
@@ -100,7 +101,7 @@ def our_name(name: str) -> str:
     return name
 
 
-def fused_name(name: str, asked: Mapping[str, Any]) -> str:
+def fused_name(name: str, asked: Arguments) -> str:
     """What layers of Transformer Engine call the tensor of our ``name``.
 
     A norm before several matrices, or before a router, is by itself there too.
@@ -116,7 +117,7 @@ def fused_name(name: str, asked: Mapping[str, Any]) -> str:
     return name
 
 
-def has_experts(layer: int, asked: Mapping[str, Any]) -> bool:
+def has_experts(layer: int, asked: Arguments) -> bool:
     """Whether a layer of the whole model has experts."""
     if is_hybrid(asked):
         return str(asked.get("hybrid_override_pattern") or "")[layer : layer + 1] == "E"
@@ -126,19 +127,19 @@ def has_experts(layer: int, asked: Mapping[str, Any]) -> bool:
     return layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
 
 
-def is_hybrid(asked: Mapping[str, Any]) -> bool:
+def is_hybrid(asked: Arguments) -> bool:
     """Whether layers are of several kinds, or mixers."""
     return asked.get("model_kind") == "mamba"
 
 
-def layers_are_alike(asked: Mapping[str, Any]) -> bool:
+def layers_are_alike(asked: Arguments) -> bool:
     """Whether Megatron-LM stacks the layers of such a model in `torch_dist`."""
     freq = asked.get("moe_layer_freq") or 1
     is_mixed = is_hybrid(asked) or (bool(asked.get("num_experts")) and freq != 1)
     return not is_mixed and not asked.get("heterogeneous_layers_config_path")
 
 
-def cut_of(name: str, asked: Mapping[str, Any]) -> Cut:
+def cut_of(name: str, asked: Arguments) -> Cut:
     """How tensor parallelism cuts the tensor of our ``name``."""
     if _NARROW.search(name) and asked.get("transformer_impl") == "local":
         return Cut(0)
@@ -151,7 +152,7 @@ def cut_of(name: str, asked: Mapping[str, Any]) -> Cut:
     return Cut(None)
 
 
-def blocks_of(name: str, asked: Mapping[str, Any]) -> dict[str, int]:
+def blocks_of(name: str, asked: Arguments) -> dict[str, int]:
     """Name and rows of what lies behind each other in a tensor of a mixer; empty for others."""
     tail = next((tail for tail in _BLOCKS if name.endswith(tail)), None)
     if tail is None:

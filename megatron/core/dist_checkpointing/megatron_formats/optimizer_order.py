@@ -6,30 +6,63 @@ dimension) apart; a group's numbers are those of its parameters in that order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import Protocol
 
+import torch
+
+from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.megatron_formats.archive import StoredArray
 from megatron.core.dist_checkpointing.megatron_formats.buffers import bucket_rules, starts_in_buffer
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpTensor
 from megatron.core.dist_checkpointing.megatron_formats.names import is_expert, is_vocabulary
+from megatron.core.dist_checkpointing.value_types import Arguments, StateDict, Unpickled
 
-Param = tuple[str, Any]  # a name, and a StoredArray or a DcpTensor
+
+class Share(Protocol):
+    """What a rank holds of a parameter."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+Param = tuple[str, Share]
 Chunks = Sequence[Sequence[Param]]  # per model chunk
-State = Iterator[tuple[str, str, Any]]  # kind of state, name of the parameter, values
+State = tuple[str, str, Unpickled]  # kind of state, name of the parameter, array or `DcpTensor`
 
 BUFFER_KINDS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 def optimizer_state(
-    optimizer: Any, buffers: Any, chunks: Chunks, asked: Mapping[str, Any], stage: int
-) -> State:
+    what: object,
+    optimizer: Unpickled,
+    buffers: Unpickled,
+    chunks: Iterable[Iterable[Param]],
+    asked: Arguments,
+    stage: int,
+    hint: str = "",
+) -> list[State]:
     """The state of the parameters of one rank.  ``buffers``: its distrib_optim.pt, or None.
 
-    Where experts have an optimizer of their own both are lists of two, theirs is the second.
-    Raises KeyError, IndexError, TypeError, ValueError for a state that is not of these parameters.
+    ``chunks`` are its parameters, per model chunk.  Where experts have an optimizer of their own,
+    optimizer and buffers are lists of two, theirs is the second.  Raises CheckpointError, which
+    names ``what`` and adds ``hint``, if the state is not of these parameters.
     """
+    try:
+        params = [list(chunk) for chunk in chunks]
+        return list(_state(optimizer, buffers, params, asked, stage))
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"{what} does not fit the model beside it ({error}){hint}; --no-load-optim does without"
+        ) from None
+
+
+def _state(
+    optimizer: Unpickled, buffers: Unpickled, chunks: Chunks, asked: Arguments, stage: int
+) -> Iterator[State]:
     if isinstance(optimizer, list) or isinstance(buffers, list):
         for which in (False, True):
             mine = [[p for p in chunk if is_expert(p[0]) is which] for chunk in chunks]
@@ -37,7 +70,7 @@ def optimizer_state(
             if any(mine) and buffers is not None:
                 yield from _from_buffers(buffers[which], mine, asked, stage, which)
             elif any(mine):
-                yield from optimizer_state(one, None, mine, asked, stage)
+                yield from _state(one, None, mine, asked, stage)
         return
     if buffers is not None:
         yield from _from_buffers(buffers, chunks, asked, stage)
@@ -60,7 +93,7 @@ def optimizer_state(
 
 
 def _members(
-    groups: Sequence[Mapping[str, Any]], params: Sequence[Param], asked: Mapping[str, Any]
+    groups: Sequence[StateDict], params: Sequence[Param], asked: Arguments
 ) -> list[list[Param]]:
     """The parameters of each group."""
     sorts = [(float(g.get("wd_mult", 1.0)), bool(g.get("is_decoupled_lr"))) for g in groups]
@@ -70,7 +103,7 @@ def _members(
     return members
 
 
-def group_of(name: str, num_dims: int, asked: Mapping[str, Any]) -> tuple[float, bool]:
+def group_of(name: str, num_dims: int, asked: Arguments) -> tuple[float, bool]:
     """(factor of the weight decay, whether --decoupled-lr applies) of a parameter."""
     decays = 0.0 if name.endswith(".bias") or num_dims == 1 else 1.0
     is_end = is_vocabulary(name) or name.startswith("embedding.")
@@ -78,8 +111,8 @@ def group_of(name: str, num_dims: int, asked: Mapping[str, Any]) -> tuple[float,
 
 
 def numbered_groups(
-    known: Sequence[Mapping[str, Any]], params: Sequence[tuple[str, int]], asked: Mapping[str, Any]
-) -> list[tuple[dict[str, Any], list[str]]]:
+    known: Sequence[StateDict], params: Sequence[tuple[str, int]], asked: Arguments
+) -> list[tuple[StateDict, list[str]]]:
     """Groups with the numbers of their ``params``, and the names; in the order they are met.
 
     ``params``: name and number of dimensions, in the order of the model.
@@ -97,12 +130,12 @@ def numbered_groups(
 
 
 def _from_buffers(
-    buffers: Mapping[Any, Any],
+    buffers: Unpickled,
     chunks: Chunks,
-    asked: Mapping[str, Any],
+    asked: Arguments,
     stage: int,
     of_experts: bool = False,
-) -> State:
+) -> Iterator[State]:
     is_tied = not asked.get("untie_embeddings_and_output_weights")
     shares_embedding = is_tied and int(asked.get("pipeline_model_parallel_size") or 1) > 1
     number = 0

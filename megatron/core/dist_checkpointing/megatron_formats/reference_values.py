@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import numbered_groups
-from megatron.core.dist_checkpointing.megatron_formats.pickler import named
+from megatron.core.dist_checkpointing.megatron_formats.pickler import Named, named
 from megatron.core.dist_checkpointing.rng_json import from_json
+from megatron.core.dist_checkpointing.value_types import Common, JsonObject, StateDict
 from megatron.core.enums import AttnBackend, ModelType
 
 FLOPS = "num_floating_point_operations_so_far"
@@ -30,7 +30,7 @@ _ADAM_GROUP = {
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 
 
-def reference_values(common: Mapping[str, Any]) -> dict[str, Any]:
+def reference_values(common: Common) -> StateDict:
     """From `Contents.common`: command line, counters, scheduler, all but the optimizer."""
     counters = common["counters"]
     asked = json.loads(json.dumps(common["args"]))  # no classes of ours
@@ -51,24 +51,24 @@ def reference_values(common: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def is_half(common: Mapping[str, Any]) -> bool:
+def is_half(common: Common) -> bool:
     """Whether the optimizer keeps fp32 main parameters beside the model's."""
     return bool(common["args"].get("fp16") or common["args"].get("bf16"))
 
 
-def is_distributed(common: Mapping[str, Any]) -> bool:
+def is_distributed(common: Common) -> bool:
     """Whether the state of the optimizer was divided over replicas."""
     return bool(common["args"].get("use_distributed_optimizer"))
 
 
-def has_two_optimizers(common: Mapping[str, Any]) -> bool:
+def has_two_optimizers(common: Common) -> bool:
     """Whether experts, which have replicas of their own, have an optimizer of their own."""
     return int(common["args"].get("expert_model_parallel_size") or 1) > 1
 
 
 def param_groups(
-    common: Mapping[str, Any], *, with_step: bool, is_expert: bool | None = None
-) -> list[dict[str, Any]]:
+    common: Common, *, with_step: bool, is_expert: bool | None = None
+) -> list[StateDict]:
     """The groups of the optimizer, or of the one for experts or for the rest; no parameters."""
     groups = []
     for ours in common["optimizer"]["param_groups"]:
@@ -83,7 +83,7 @@ def param_groups(
     return groups
 
 
-def grad_scaler(common: Mapping[str, Any]) -> dict[str, Any]:
+def grad_scaler(common: Common) -> StateDict:
     """The loss scale as an entry of the optimizer; empty without."""
     state = common["optimizer"].get("grad_scaler")
     if not state:
@@ -93,11 +93,11 @@ def grad_scaler(common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbered_optimizer(
-    common: Mapping[str, Any],
+    common: Common,
     params: Sequence[tuple[str, int]],
     kinds: Iterable[str],
-    state_of: Callable[[str, str], Any],
-) -> dict[str, Any]:
+    state_of: Callable[[str, str], object],
+) -> StateDict:
     """The entry of an optimizer that is not divided, whose state goes by numbers.
 
     ``params``: name and number of dimensions; ``state_of(kind, name)``: what lies there.
@@ -116,7 +116,7 @@ def numbered_optimizer(
     return {"optimizer": inner, **grad_scaler(common), "fp32_from_fp16_params": mains}
 
 
-def reference_rng(values: Mapping[str, Any]) -> dict[str, Any]:
+def reference_rng(values: JsonObject) -> StateDict:
     """Random states as Megatron-LM has them, from those of a rank."""
     states = from_json(values)
     on_device = states["cuda_rng_state"]
@@ -125,7 +125,7 @@ def reference_rng(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _restored(name: str, value: Any) -> Any:
+def _restored(name: str, value: object) -> object:
     """A value of the command line as its parser made it."""
     if name == "attention_backend" and isinstance(value, str):
         return _enum(AttnBackend[value])
@@ -134,6 +134,6 @@ def _restored(name: str, value: Any) -> Any:
     return value
 
 
-def _enum(member: AttnBackend | ModelType) -> Any:
+def _enum(member: AttnBackend | ModelType) -> Named:
     home = "megatron.core" + (".transformer" if isinstance(member, AttnBackend) else "")
     return named(f"{home}.enums", type(member).__name__)(args=(member.value,))

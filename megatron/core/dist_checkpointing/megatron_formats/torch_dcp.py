@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import METADATA, parsing
@@ -21,10 +20,10 @@ from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
     STATE_PREFIX,
     ForeignReader,
     check_args,
-    rng_state_of,
 )
 from megatron.core.dist_checkpointing.megatron_formats.names import is_buffer, our_name
-from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import optimizer_state
+from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import State, optimizer_state
+from megatron.core.dist_checkpointing.value_types import Nested, StateDict, Unpickled
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _HALVES = {"_w": 0, "_v": 1}
@@ -35,8 +34,8 @@ _MAIN = ("param", "master_param", "fp32_param")
 class TorchDcpReader(ForeignReader):
     """A folder of format torch_dcp or fsdp_dtensor."""
 
-    def __init__(self, folder: Path, *, verify: bool = True) -> None:
-        super().__init__(folder, verify=verify)
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         index = DcpIndex(folder, self._map)
         with parsing(folder / METADATA):
             self._take(index)
@@ -51,7 +50,7 @@ class TorchDcpReader(ForeignReader):
                 "in format torch_dcp or fsdp_dtensor"
             )
         check_args(self.args)
-        params = [(name, tensor) for name, tensor in model.items() if _is_tensor(tensor)]
+        params = [(name, tensor) for name, tensor in model.items() if isinstance(tensor, DcpTensor)]
         for name, tensor in params:
             self._place_whole("", name, tensor)
         trained = [param for param in params if not is_buffer(param[0])]
@@ -59,40 +58,32 @@ class TorchDcpReader(ForeignReader):
             self._place_whole(f"{STATE_PREFIX}{kind}.", name, tensor)
         self._finish()
 
-    def rank_state(self, rank: int) -> dict[str, Any] | None:
+    def _rng_state(self, rank: int) -> Unpickled | None:
         """Megatron-LM keeps those of rank 0, which other stages and cuts do not have."""
-        states, world_size = self.values.get("rng_state"), self.manifest.layout.get("world_size", 0)
+        states, world_size = self.values.get("rng_state"), self.manifest.layout["world_size"]
         if not states or rank >= world_size:
             return None
-        with parsing(self.folder):
-            return self._rank_state(states, rank, world_size)
-
-    def _rank_state(self, states: Any, rank: int, world_size: int) -> dict[str, Any] | None:
         if len(states) < world_size:
-            at, rank = self._coordinate(rank), 0
+            at = self._coordinate(rank)
             if at["tp"] or at["pp"]:
                 return None
-        return {"rng_state": rng_state_of(_with_arrays(states[rank]))}
+            rank = 0
+        return _with_arrays(states[rank])
 
     def _optimizer_state(
-        self, optimizer: Any, params: list[tuple[str, Any]]
-    ) -> Iterator[tuple[str, str, Any]]:
+        self, optimizer: object, params: list[tuple[str, DcpTensor]]
+    ) -> Iterator[State]:
         if not isinstance(optimizer, Mapping):
             return
         inner = optimizer.get(_OPTIMIZER, optimizer)
         by_name = inner.get("state", {})
         if not any(isinstance(key, str) for key in by_name):
-            try:
-                yield from optimizer_state(optimizer, None, [params], self.args, 0)
-            except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-                raise CheckpointError(
-                    f"{self.folder}: the optimizer's state does not fit the model beside it "
-                    f"({error}); --no-load-optim does without"
-                ) from None
+            what = f"{self.folder}: the optimizer's state"
+            yield from optimizer_state(what, optimizer, None, [params], self.args, 0)
             return
         for name, kinds in by_name.items():
             for kind, tensor in kinds.items():
-                if kind != "step" and _is_tensor(tensor):
+                if kind != "step" and isinstance(tensor, DcpTensor):
                     yield "fp32_param" if kind in _MAIN else kind, name, tensor
 
     def _place_whole(self, prefix: str, name: str, tensor: DcpTensor) -> None:
@@ -106,27 +97,23 @@ class TorchDcpReader(ForeignReader):
             self._add(prefix + name, tensor.dtype, ForeignPiece(offset, chunk.shape, chunk.array))
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, DcpTensor)
-
-
-def _nested(index: DcpIndex) -> dict[str, Any]:
+def _nested(index: DcpIndex) -> StateDict:
     """The state dict that was flattened; tensors stay records of where they lie."""
-    root: dict[Any, Any] = {}
+    root: StateDict = {}
     for key in (*index.tensors, *index.objects):
         steps = index.paths.get(key) or key.split(".", 1)
         path = [int(step) if str(step).isdecimal() else step for step in steps]
-        at = root
+        at: Nested = root
         for step in path[:-1]:
             at = at.setdefault(step, {})
         at[path[-1]] = index.tensors[key] if key in index.tensors else index.object(key)
     for name in ("args", "iteration", "checkpoint_version", "opt_param_scheduler"):
         if isinstance(root.get(name), DcpTensor):
-            root[name] = _whole(root[name])
+            root[name] = root[name].chunks[0].array()
     return {name: _with_lists(value, name) for name, value in root.items()}
 
 
-def _with_lists(tree: Any, name: object) -> Any:
+def _with_lists(tree: Nested, name: object) -> Nested:
     """Lists where flattening has left numbers for keys; the optimizer's state is a dictionary."""
     if not isinstance(tree, dict):
         return tree
@@ -135,14 +122,9 @@ def _with_lists(tree: Any, name: object) -> Any:
     return [items[key] for key in sorted(items)] if is_list else items
 
 
-def _whole(tensor: DcpTensor) -> Any:
-    """The values of a small tensor that one rank wrote."""
-    return tensor.chunks[0].array()
-
-
-def _with_arrays(tree: Any) -> Any:
+def _with_arrays(tree: Nested) -> Nested:
     if isinstance(tree, DcpTensor):
-        return _whole(tree)
+        return tree.chunks[0].array()  # small, and written by one rank
     if isinstance(tree, Mapping):
         return {key: _with_arrays(value) for key, value in tree.items()}
     return tree

@@ -9,12 +9,12 @@ shape [X/x, Y/y, x*y], and its real shape stands beside.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.manifest import (
     CheckpointDamaged,
     parsing,
 )
-from megatron.core.dist_checkpointing.megatron_formats.archive import StoredArray, load_archive
+from megatron.core.dist_checkpointing.megatron_formats.archive import ArrayView, load_archive
 from megatron.core.dist_checkpointing.megatron_formats.bucket_space import is_bucket, read_buckets
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import (
     DcpIndex,
@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
     ForeignReader,
     check_args,
     degree,
-    rng_state_of,
+    span_of,
 )
 from megatron.core.dist_checkpointing.megatron_formats.model_order import ordered_names
 from megatron.core.dist_checkpointing.megatron_formats.names import (
@@ -51,18 +51,20 @@ from megatron.core.dist_checkpointing.megatron_formats.names import (
     split_state,
 )
 from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import optimizer_state
+from megatron.core.dist_checkpointing.value_types import Arguments, Unpickled
 from megatron.core.params.param_info import flat_boxes
 
 _GATHERED = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/")
 _EXPERTS = re.compile(r"\.experts\.experts\.(?!\d)")
+_Weights = Mapping[str, tuple[torch.dtype, Sequence[ForeignPiece]]]
 _HALVES = {"_w": 0, "_v": 1}  # suffixes of the two halves of a gated layer, where saved apart
 
 
 class TorchDistReader(ForeignReader):
     """A folder of format torch_dist."""
 
-    def __init__(self, folder: Path, *, verify: bool = True) -> None:
-        super().__init__(folder, verify=verify)
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self.values = load_archive(self._map(folder / COMMON_FILE))
         if not isinstance(self.values, dict):
             raise CheckpointDamaged(f"{folder / COMMON_FILE} is damaged: it holds no dictionary")
@@ -93,21 +95,15 @@ class TorchDistReader(ForeignReader):
         for group, buffers in read_buckets(self._index):
             self._add_buffers(f"its dp_group_idx_{group}", group, buffers, weights)
 
-    def _add_buffers(self, what: str, group: int, buffers: Any, weights: Any) -> None:
+    def _add_buffers(self, what: str, group: int, buffers: Unpickled, weights: _Weights) -> None:
         """Take over the buffers of one rank of a model."""
         stage, rank = divmod(group, degree(self.args, "tensor"))
-        try:
-            chunks = [list(c) for c in self._params_of(stage, weights)]
-            state = list(optimizer_state({}, buffers, chunks, self.args, stage))
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.folder}: {what} does not fit the model beside it ({error}); "
-                "--no-load-optim does without"
-            ) from None
-        for kind, name, array in state:
+        chunks = self._params_of(stage, weights)
+        what = f"{self.folder}: {what}"
+        for kind, name, array in optimizer_state(what, {}, buffers, chunks, self.args, stage):
             self._place(f"{STATE_PREFIX}{kind}.", name, rank, array)
 
-    def _params_of(self, stage: int, weights: Any) -> Iterator[Iterator[tuple[str, _Share]]]:
+    def _params_of(self, stage: int, weights: _Weights) -> Iterator[Iterator[tuple[str, _Share]]]:
         """Per model chunk of a stage: each parameter and what a rank holds of it."""
         tp, pp = degree(self.args, "tensor"), degree(self.args, "pipeline")
         num_stages = pp * int(self.args.get("virtual_pipeline_model_parallel_size") or 1)
@@ -130,20 +126,13 @@ class TorchDistReader(ForeignReader):
     def _cut(self, name: str) -> int | None:
         return cut_of(name, self.args).dim
 
-    def rank_state(self, rank: int) -> dict[str, Any] | None:
-        sizes = dict(self.manifest.layout.get("dense", ()))
-        if not sizes:
-            return None
-        with parsing(self.folder):
-            return self._rank_state(rank, sizes)
-
-    def _rank_state(self, rank: int, sizes: Mapping[str, int]) -> dict[str, Any] | None:
-        at = self._coordinate(rank)
+    def _rng_state(self, rank: int) -> Unpickled | None:
+        at, sizes = self._coordinate(rank), dict(self.manifest.layout["dense"])
         key = f"rng_state/shard_{at['pp']}.{at['tp']}_{sizes['pp']}.{sizes['tp']}"
         if key not in self._index.objects:
             return None
         (states,) = self._index.object(key)  # every object lies in a list
-        return {"rng_state": rng_state_of(states[at["dp"] % len(states)])}
+        return states[at["dp"] % len(states)]
 
 
 class _Share(NamedTuple):
@@ -155,16 +144,13 @@ class _Share(NamedTuple):
 
 def _share(found: tuple[torch.dtype, Sequence[ForeignPiece]], dim: int | None, tp: int) -> _Share:
     dtype, pieces = found
-    ends = (tuple(map(sum, zip(p.offset, p.shape, strict=True))) for p in pieces)
-    shape = list(map(max, zip(*ends, strict=True)))
+    shape = list(span_of(pieces))
     if dim is not None:
         shape[dim] //= tp
     return _Share(tuple(shape), dtype)
 
 
-def _pieces(
-    key: str, tensor: DcpTensor, asked: Mapping[str, Any]
-) -> Iterator[tuple[str, ForeignPiece]]:
+def _pieces(key: str, tensor: DcpTensor, asked: Arguments) -> Iterator[tuple[str, ForeignPiece]]:
     """The boxes of a stored tensor under our keys."""
     prefix, name = split_state(key)
     half = _HALVES.get(name[-2:])
@@ -177,14 +163,15 @@ def _pieces(
         blocks = blocks_of(name, asked)
         first = sum(list(blocks.values())[: list(blocks).index(block)])
     for chunk in tensor.chunks:
-        for offset, shape, array in _boxes(tensor, chunk):
+        for box in _boxes(tensor, chunk):
+            offset = box.offset
             if first:
                 offset = (*offset[:dims], offset[dims] + first, *offset[dims + 1 :])
-            for place in product(*map(range, shape[:dims])):
+            for place in product(*map(range, box.shape[:dims])):
                 numbers = map(sum, zip(place, offset, strict=False))
                 own = our_name(_with_numbers(pattern, numbers))
-                piece = ForeignPiece(offset[dims:], shape[dims:], partial(_entry, array, place))
-                yield prefix + own, piece
+                array = partial(_entry, box.array, place)
+                yield prefix + own, ForeignPiece(offset[dims:], box.shape[dims:], array)
 
 
 def _numbered(name: str) -> tuple[str, int]:
@@ -207,10 +194,10 @@ def _with_numbers(pattern: str, numbers: Iterable[int]) -> str:
     return first + "".join(f"{number}{text}" for number, text in zip(numbers, others, strict=True))
 
 
-def _boxes(tensor: DcpTensor, chunk: ForeignPiece) -> Iterator[tuple[Any, Any, Any]]:
-    """Offset, shape and array of what a chunk holds of the real tensor."""
+def _boxes(tensor: DcpTensor, chunk: ForeignPiece) -> Iterator[ForeignPiece]:
+    """What a chunk holds of the real tensor."""
     if tensor.unflattened is None:
-        yield chunk.offset, chunk.shape, chunk.array
+        yield chunk
         return
     share = tuple(n // cuts for n, cuts in zip(tensor.unflattened, tensor.shape, strict=False))
     first = tuple(i * n for i, n in zip(chunk.offset, share, strict=False))
@@ -218,17 +205,16 @@ def _boxes(tensor: DcpTensor, chunk: ForeignPiece) -> Iterator[tuple[Any, Any, A
     done = 0
     for offset, shape in flat_boxes(share, begin, begin + chunk.shape[-1]):
         moved = tuple(map(sum, zip(first, offset, strict=True)))
-        yield moved, shape, partial(_stretch, chunk.array, done, shape)
+        yield ForeignPiece(moved, shape, partial(_stretch, chunk.array, done, shape))
         done += prod(shape)
 
 
-def _entry(array: Any, place: tuple[int, ...]) -> StoredArray:
-    found: StoredArray = array()
+def _entry(array: Callable[[], ArrayView], place: tuple[int, ...]) -> ArrayView:
+    found = array()
     for index in place:
         found = found.select(index)
     return found
 
 
-def _stretch(array: Any, begin: int, shape: tuple[int, ...]) -> StoredArray:
-    whole: StoredArray = array()
-    return whole.flat(begin, shape)
+def _stretch(array: Callable[[], ArrayView], begin: int, shape: tuple[int, ...]) -> ArrayView:
+    return array().flat(begin, shape)

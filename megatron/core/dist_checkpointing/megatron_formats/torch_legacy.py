@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterator, Mapping
 from math import lcm
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, parsing
@@ -27,7 +26,6 @@ from megatron.core.dist_checkpointing.megatron_formats.foreign_reader import (
     check_args,
     degree,
     expert_tensor_degree,
-    rng_state_of,
 )
 from megatron.core.dist_checkpointing.megatron_formats.names import (
     is_buffer,
@@ -37,8 +35,10 @@ from megatron.core.dist_checkpointing.megatron_formats.names import (
 )
 from megatron.core.dist_checkpointing.megatron_formats.optimizer_order import (
     Chunks,
+    State,
     optimizer_state,
 )
+from megatron.core.dist_checkpointing.value_types import Arguments, Nested, StateDict, Unpickled
 from megatron.core.parallel.rank_grid import RankGrid
 
 MODEL_FILE = "model_optim_rng.pt"
@@ -52,8 +52,8 @@ Rank = tuple[int, int, int]  # tensor-parallel rank, pipeline stage, expert-para
 class TorchLegacyReader(ForeignReader):
     """A folder of format torch."""
 
-    def __init__(self, folder: Path, *, verify: bool = True) -> None:
-        super().__init__(folder, verify=verify)
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self._ranks = self._load_ranks()
         self.values = self._ranks[0, 0, 0]
         self._check_complete()
@@ -109,22 +109,15 @@ class TorchLegacyReader(ForeignReader):
     def _experts_of_rank(self) -> int:
         return int(self.args.get("num_experts") or 0) // degree(self.args, "expert")
 
-    def rank_state(self, rank: int) -> dict[str, Any] | None:
-        if not self.manifest.layout:
-            return None
-        with parsing(self.folder):
-            return self._rank_state(rank)
-
-    def _rank_state(self, rank: int) -> dict[str, Any] | None:
+    def _rng_state(self, rank: int) -> Unpickled | None:
         at = self._coordinate(rank)
         ep = RankGrid(dict(self.manifest.layout["expert"])).coordinate(rank).get("ep", 0)
-        content = self._ranks.get((at["tp"], at["pp"], ep), {})
-        states = content.get("rng_state")
-        return {"rng_state": rng_state_of(states[at["dp"] % len(states)])} if states else None
+        states = self._ranks.get((at["tp"], at["pp"], ep), {}).get("rng_state")
+        return states[at["dp"] % len(states)] if states else None
 
-    def _load_ranks(self) -> dict[Rank, dict[str, Any]]:
+    def _load_ranks(self) -> dict[Rank, StateDict]:
         """What the file of each rank holds."""
-        ranks: dict[Rank, dict[str, Any]] = {}
+        ranks: dict[Rank, StateDict] = {}
         for path in sorted(self.folder.glob("mp_rank_*")):
             found = _FOLDER.fullmatch(path.name)
             if found is None:
@@ -176,35 +169,27 @@ class TorchLegacyReader(ForeignReader):
                 name = f"{expert[0]}.local_experts.{expert[1] + first}.{expert[2]}"
             yield name, array
 
-    def _optimizer_state(
-        self, rank: Rank, content: Mapping[str, Any], params: Chunks
-    ) -> Iterator[tuple[str, str, StoredArray]]:
+    def _optimizer_state(self, rank: Rank, content: StateDict, params: Chunks) -> list[State]:
         path = self.folder / folder_name(rank, self.args)
         if content.get("optimizer") is None:
-            return iter(())
-        buffers = None
+            return []
+        buffers, hint = None, f", and there is no {BUFFER_FILE}"
         if (path / BUFFER_FILE).exists():
-            buffers = load_archive(self._map(path / BUFFER_FILE))
-        try:
-            return iter(
-                list(optimizer_state(content["optimizer"], buffers, params, self.args, rank[1]))
-            )
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            lacking = "" if buffers is not None else f", and there is no {BUFFER_FILE}"
-            raise CheckpointError(
-                f"{path}: the optimizer's state does not fit the model beside it ({error})"
-                f"{lacking}; --no-load-optim does without"
-            ) from None
+            buffers, hint = load_archive(self._map(path / BUFFER_FILE)), ""
+        what = f"{path}: the optimizer's state"
+        return optimizer_state(
+            what, content["optimizer"], buffers, params, self.args, rank[1], hint
+        )
 
 
-def _models(content: Mapping[str, Any]) -> list[dict[str, StoredArray]]:
+def _models(content: StateDict) -> list[dict[str, StoredArray]]:
     """The tensors of each model chunk under their names in the file, in the order of the model."""
     chunks = sorted(key for key in content if re.fullmatch(r"model\d+", str(key)))
     keys = ["model"] if "model" in content else chunks
     return [dict(_leaves(content[key])) for key in keys]
 
 
-def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, StoredArray]]:
+def _leaves(tree: Nested, prefix: str = "") -> Iterator[tuple[str, StoredArray]]:
     """Tensors of nested dictionaries; models before core are made of such."""
     for name, value in tree.items():
         if isinstance(value, StoredArray) and not name.endswith("_extra_state"):
@@ -218,7 +203,7 @@ def _num_layers(model: Mapping[str, StoredArray]) -> int:
     return len({layer[:2] for layer in layers if layer})
 
 
-def ranks_of(asked: Mapping[str, Any]) -> list[Rank]:
+def ranks_of(asked: Arguments) -> list[Rank]:
     """The ranks that have a file: each share of what is of no expert, and of the experts.
 
     Raises CheckpointError where files would have to hold several shares of an expert.
@@ -230,12 +215,12 @@ def ranks_of(asked: Mapping[str, Any]) -> list[Rank]:
             f"format torch has no files for --expert-tensor-parallel-size {expert_tp} with "
             f"--tensor-model-parallel-size {tp}: use torch_dist"
         )
-    raise_on_all_ranks = range(lcm(tp, expert_tp * ep))
-    both = sorted({(rank % tp, rank // expert_tp % ep) for rank in raise_on_all_ranks})
+    ranks = range(lcm(tp, expert_tp * ep))
+    both = sorted({(rank % tp, rank // expert_tp % ep) for rank in ranks})
     return [(t, stage, e) for stage in range(pp) for t, e in both]
 
 
-def folder_name(rank: Rank, asked: Mapping[str, Any]) -> str:
+def folder_name(rank: Rank, asked: Arguments) -> str:
     """The folder of a rank."""
     stage = f"_{rank[1]:03d}" if degree(asked, "pipeline") > 1 else ""
     expert = f"_{rank[2]:03d}" if degree(asked, "expert") > 1 else ""

@@ -12,15 +12,15 @@ import pickle
 import re
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.manifest import MALFORMED, CheckpointDamaged
+from megatron.core.dist_checkpointing.value_types import Unpickled
 
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -50,22 +50,23 @@ _RECORDS = {
 _FAILURES = (*MALFORMED, pickle.UnpicklingError, EOFError, ImportError, struct.error)
 
 Storage = tuple[torch.dtype, str, int]  # dtype, key in the archive, elements
-Rebuild = Callable[[Storage, int, tuple[int, ...], tuple[int, ...]], Any]
+_Sizes = Iterable[int]
+Rebuild = Callable[[Storage, int, tuple[int, ...], tuple[int, ...]], object]
 
 
 class Record:
     """An object of a class that is not imported: its arguments and its attributes."""
 
     __slots__ = ("pickled_args", "pickled_state")
-    pickled_args: tuple[Any, ...]
-    pickled_state: Any
+    pickled_args: tuple[Unpickled, ...]
+    pickled_state: Unpickled
 
-    def __new__(cls, *args: Any) -> Record:
+    def __new__(cls, *args: object) -> Record:
         record = super().__new__(cls)
         record.pickled_args, record.pickled_state = args, None
         return record
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         if isinstance(state, dict):
             vars(self).update(state)
         else:
@@ -75,7 +76,7 @@ class Record:
         return f"{type(self).__name__}({', '.join(map(str, self.pickled_args))})"
 
 
-def unpickle(data: bytes, path: object, rebuild: Rebuild | None = None) -> Any:
+def unpickle(data: bytes, path: object, rebuild: Rebuild | None = None) -> Unpickled:
     """The object in ``data``; ``path`` is for messages, ``rebuild`` makes tensors.
 
     Raises CheckpointError for a name that is not known, CheckpointDamaged for what is no pickle.
@@ -94,13 +95,13 @@ class _Unpickler(pickle.Unpickler):
         self._path = path
         self._known = _plain() | (_functions(rebuild) if rebuild else {})
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         key = (module.replace("numpy._core", "numpy.core"), name)
         if key not in self._known:
             self._known[key] = self._find(*key)
         return self._known[key]
 
-    def _find(self, module: str, name: str) -> Any:
+    def _find(self, module: str, name: str) -> object:
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype):
             return value
@@ -114,26 +115,29 @@ class _Unpickler(pickle.Unpickler):
             "checkpoint of Megatron-LM has one; if you trust the file, save it without that object"
         )
 
-    def persistent_load(self, pid: Any) -> Storage:
+    def persistent_load(self, pid: Unpickled) -> Storage:
         kind, dtype, key, _, numel = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError(f"unknown reference {kind!r}")
         return dtype, str(key), int(numel)
 
 
-def _functions(rebuild: Rebuild) -> dict[tuple[str, str], Any]:
+def _functions(rebuild: Rebuild) -> dict[tuple[str, str], object]:
     """What torch's pickles call to make a tensor."""
 
-    def tensor_v2(storage: Storage, offset: int, shape: Any, stride: Any, *_: Any) -> Any:
+    def tensor_v2(
+        storage: Storage, offset: int, shape: _Sizes, stride: _Sizes, *_: object
+    ) -> object:
         return rebuild(storage, offset, tuple(shape), tuple(stride))
 
     def tensor_v3(
-        storage: Storage, offset: int, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any
-    ) -> Any:
+        storage: Storage, offset: int, shape: _Sizes, stride: _Sizes, *others: Unpickled
+    ) -> object:
+        _grad, _hooks, dtype = others
         typed = (dtype, storage[1], storage[2] // dtype.itemsize)
         return rebuild(typed, offset, tuple(shape), tuple(stride))
 
-    def parameter(data: Any, *_: Any) -> Any:
+    def parameter(data: object, *_: object) -> object:
         return data
 
     return {
@@ -149,24 +153,23 @@ def _encode(text: str, codec: str) -> bytes:
     return text.encode("latin1")
 
 
-def _empty_array(kind: Any, shape: Any, code: Any) -> Any:
-    del shape, code
+def _empty_array(kind: object, _shape: object, _code: object) -> np.ndarray:
     if kind is not np.ndarray:
         raise pickle.UnpicklingError("no plain array")
     return np.empty(0, dtype=np.uint8)
 
 
-def _dtype(code: str, *_: Any) -> Any:
+def _dtype(code: str, *_: object) -> np.dtype:
     if not re.fullmatch(r"[<>=|]?[biufc?]\d*", code):
         raise pickle.UnpicklingError(f"array of {code!r}")
     return np.dtype(code)
 
 
-def _scalar(dtype: Any, data: bytes) -> Any:
+def _scalar(dtype: np.dtype, data: bytes) -> object:
     return np.frombuffer(data, dtype=dtype)[0].item()
 
 
-def _plain() -> dict[tuple[str, str], Any]:
+def _plain() -> dict[tuple[str, str], object]:
     """What is called or named by any pickle; made anew, for a pickle can change a function."""
     return {
         ("collections", "OrderedDict"): OrderedDict,
