@@ -7,7 +7,6 @@ is no B.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from megatron.core.datasets.masked_dataset import (
     MaskedWordPieceDatasetConfig,
 )
 from megatron.core.datasets.masking import choose_spans, positions_of
+from megatron.core.datasets.megatron_dataset import Sample
 
 _BECOMES_MASK, _BECOMES_RANDOM = 0.8, 0.1  # shares of the hidden tokens; the rest stays as it is
 
@@ -55,7 +55,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
 
     def _sample(
         self, sentences: list[np.ndarray], target_length: int, random: np.random.Generator
-    ) -> dict[str, Any]:
+    ) -> Sample:
         pivot, is_swapped = len(sentences), False
         if self.config.classification_head:
             pivot, is_swapped = int(random.integers(1, pivot)), bool(random.random() < 0.5)
@@ -82,7 +82,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
             "truncated": int(excess > 0),
         }
 
-    def _without_loss(self, item: dict[str, Any]) -> dict[str, Any]:
+    def _without_loss(self, item: Sample) -> Sample:
         return super()._without_loss(item) | {"is_random": -1}
 
     def _joined(

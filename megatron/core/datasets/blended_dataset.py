@@ -6,7 +6,6 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.megatron_dataset import (
     MegatronDataset,
+    Sample,
     describe,
     description_hash,
 )
@@ -36,7 +36,7 @@ class Oversampled(DataError):
         self.wanted = wanted
 
 
-class BlendedDataset(torch.utils.data.Dataset[dict[str, Any]]):
+class BlendedDataset(torch.utils.data.Dataset[Sample]):
     """``size`` samples by ``weights``; without size, every sample of every dataset once.
 
     Without size the weights are the numbers of samples.  Items carry ``dataset_id``.
@@ -59,7 +59,7 @@ class BlendedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.weights = list(weights) if size is None else normalize(weights)
         self.size = size
         self.config = config
-        self.unique_identifiers = OrderedDict[str, Any](
+        self.unique_identifiers = OrderedDict[str, object](
             {
                 "class": type(self).__name__,
                 "datasets": [dataset.unique_identifiers for dataset in self.datasets],
@@ -76,7 +76,7 @@ class BlendedDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.dataset_index)
 
-    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+    def __getitem__(self, idx: int | None) -> Sample:
         if idx is None:
             return {"dataset_id": 0, **self.datasets[0][None]}
         dataset_id = int(self.dataset_index[idx])

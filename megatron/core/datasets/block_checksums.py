@@ -8,6 +8,7 @@ CRC-32 of each block of .bin.  Megatron-LM does not read the file and works with
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import struct
 import zlib
@@ -21,6 +22,8 @@ import numpy as np
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.index_cache import write_atomically
 from megatron.core.datasets.indexed_format import get_bin_path, get_idx_path
+
+Bytes = bytes | memoryview | mmap.mmap
 
 BLOCK_BYTES = 1 << 20
 _MAGIC = b"MMIDCRC1"
@@ -47,8 +50,8 @@ class BlockCrcs:
         self.num_bytes = 0
         self._crcs = array("Q")
 
-    def add(self, data: Any) -> None:
-        """Continue with ``data`` (any buffer)."""
+    def add(self, data: Bytes) -> None:
+        """Continue with ``data``."""
         rest = memoryview(data).cast("B")
         while rest:
             in_block = self.num_bytes % BLOCK_BYTES
@@ -145,14 +148,14 @@ class Checksums:
                 "three files again"
             )
 
-    def check_index(self, path_prefix: str, idx: Any) -> None:
-        """Raise DataError unless ``idx`` (the bytes of .idx, any buffer) has its checksum."""
+    def check_index(self, path_prefix: str, idx: Bytes) -> None:
+        """Raise DataError unless ``idx`` (the bytes of .idx) has its checksum."""
         crcs = BlockCrcs()
         crcs.add(idx)
         if crcs.checksum() != self.idx_checksum:
             raise damaged(path_prefix, get_idx_path(path_prefix))
 
-    def wrong_blocks(self, first_block: int, data: Any) -> list[int]:
+    def wrong_blocks(self, first_block: int, data: Bytes) -> list[int]:
         """The numbers of the blocks whose CRC is not that of ``data``, which starts at a block."""
         crcs = BlockCrcs()
         crcs.add(data)
@@ -182,7 +185,7 @@ class VerifyingReader:
         start = block * BLOCK_BYTES
         end = min(start + BLOCK_BYTES, self._checksums.bin_bytes)
         data = self._reader.read(np.dtype(np.uint8), end - start, start)
-        if self._checksums.wrong_blocks(block, data):
+        if self._checksums.wrong_blocks(block, data.data):
             path = get_bin_path(self._path_prefix)
             raise damaged(self._path_prefix, f"{path}, bytes {start} to {end}")
         self._is_verified[block] = True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import (
     LowLevelDataset,
     MegatronDataset,
+    Sample,
     SyntheticDataset,
 )
 from megatron.core.datasets.utils import Split
@@ -84,7 +84,7 @@ class GPTDataset(MegatronDataset):
         self.document_index, self.sample_index, self.shuffle_index = indices
 
     @staticmethod
-    def _loss_free_pad(tokenizer: Any) -> int | None:
+    def _loss_free_pad(tokenizer: object) -> int | None:
         """The padding id, whose prediction bears no loss; None if there is none of its own."""
         pad = getattr(tokenizer, "pad", None)
         if pad is None or pad < 0 or pad == getattr(tokenizer, "eod", None):
@@ -100,7 +100,7 @@ class GPTDataset(MegatronDataset):
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
-    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+    def __getitem__(self, idx: int | None) -> Sample:
         text, num_real = self._read_sample(0 if idx is None else int(idx))
         tensor = torch.from_numpy(text)
         s = self.config.sequence_length

@@ -144,17 +144,12 @@ def _shuffle_index(
     return shuffle_index
 
 
-def load_or_build_indices(
-    request: SampleRequest, path_prefix: str | None, description: str
-) -> GPTIndices:
+def load_or_build_indices(request: SampleRequest, path_prefix: str, description: str) -> GPTIndices:
     """The arrays from the cache files ``path_prefix-*``, made by one process if they are missing.
 
-    Without ``path_prefix`` nothing is cached.  Damaged files, and files that belong to another
-    version of the data, are built again.  Not a collective.
+    Damaged files, and files that belong to another version of the data, are built again.  Not a
+    collective.
     """
-    if path_prefix is None:
-        return build_indices(request)
-
     tokens_per_epoch = count_tokens(request.sequence_lengths, request.indices)
 
     def of(documents: np.ndarray, samples: np.ndarray, shuffle: np.ndarray) -> GPTIndices:

@@ -9,7 +9,6 @@ import importlib
 import logging
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
@@ -137,7 +136,6 @@ def shuffle(values: np.ndarray, random_state: np.random.RandomState) -> None:
     if cpp is None or len(values) > 1 << 32:
         random_state.shuffle(values)
         return
-    state: Any = random_state.get_state()
-    name, key, used, *gauss = state
+    name, key, used, *gauss = random_state.get_state(legacy=True)
     used = cpp.shuffle(values, key, used)
     random_state.set_state((name, key, used, *gauss))

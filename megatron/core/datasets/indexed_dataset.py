@@ -28,8 +28,9 @@ from megatron.core.datasets.object_storage_utils import (
     RangeReader,
     cached_index_path,
     is_object_storage_path,
-    open_range_reader,
 )
+
+_SETTINGS = ("path_prefix", "multimodal", "mmap", "object_storage_config", "verify_data")
 
 
 class _FileReader:
@@ -68,16 +69,6 @@ class _FileReader:
         return sequence
 
 
-class _ObjectStorageReader:
-    """Reads ranges of an object in S3 or behind the Multi-Storage Client."""
-
-    def __init__(self, reader: RangeReader) -> None:
-        self._reader = reader
-
-    def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
-        return np.frombuffer(self._reader.read(offset, count * dtype.itemsize), dtype)
-
-
 class IndexedDataset:
     """The sequences of a path prefix as numpy arrays; read only.
 
@@ -96,68 +87,57 @@ class IndexedDataset:
         object_storage_config: ObjectStorageConfig | None = None,
         verify_data: bool = False,
     ) -> None:
-        self._open(path_prefix, multimodal, mmap, object_storage_config, verify_data)
-        self.index.check_arrays(get_bin_path(path_prefix), self._bin_bytes)
-        if self._checksums is not None:
-            self._checksums.check_sizes(path_prefix, self._bin_bytes, self.index.num_bytes)
-            self._checksums.check_index(path_prefix, self.index.data())
-
-    def _open(
-        self,
-        path_prefix: str,
-        multimodal: bool,
-        mmap: bool,
-        object_storage_config: ObjectStorageConfig | None,
-        verify_data: bool,
-    ) -> None:
         self.path_prefix = path_prefix
         self.multimodal = multimodal
         self.mmap = mmap
         self.object_storage_config = object_storage_config
         self.verify_data = verify_data
+        self._open()
+        self.index.check_arrays(get_bin_path(path_prefix), self._bin_bytes)
+        if self._checksums is not None:
+            self._checksums.check_sizes(path_prefix, self._bin_bytes, self.index.num_bytes)
+            self._checksums.check_index(path_prefix, self.index.data())
+
+    def _open(self) -> None:
+        path_prefix = self.path_prefix
         idx_path, bin_path = get_idx_path(path_prefix), get_bin_path(path_prefix)
         self.bin_reader: BinReader
         self._checksums: Checksums | None = None
         if is_object_storage_path(path_prefix):
-            if object_storage_config is None:
+            if self.object_storage_config is None:
                 raise DataError(
                     f"{path_prefix} lies in object storage: give --object-storage-cache-path, "
                     "a local directory for the .idx files"
                 )
-            idx_path = cached_index_path(idx_path, object_storage_config)
-            ranges = open_range_reader(bin_path, object_storage_config.bin_chunk_nbytes)
-            self.bin_reader, self._bin_bytes = _ObjectStorageReader(ranges), ranges.num_bytes
+            idx_path = cached_index_path(idx_path, self.object_storage_config)
+            ranges = RangeReader.open(bin_path, self.object_storage_config.bin_chunk_nbytes)
+            self.bin_reader, self._bin_bytes = ranges, ranges.num_bytes
         else:
-            self.bin_reader = self._open_local(bin_path, mmap)
-        self.index = SequenceIndex(idx_path, multimodal)
-        if verify_data and self._checksums is not None:
+            self.bin_reader = self._open_local(bin_path)
+        self.index = SequenceIndex(idx_path, self.multimodal)
+        if self.verify_data and self._checksums is not None:
             self.bin_reader = VerifyingReader(self.bin_reader, path_prefix, self._checksums)
-        elif verify_data:
+        elif self.verify_data:
             cure = f"write them with python tools/verify_data.py --write {path_prefix}"
             if is_object_storage_path(path_prefix):
                 cure = "those of data in object storage are not read"
             warn_once(f"--verify-data: {path_prefix} has no checksums: {cure}", logging.INFO)
 
-    def _open_local(self, bin_path: str, mmap: bool) -> _FileReader:
+    def _open_local(self, bin_path: str) -> _FileReader:
         try:
             self._bin_bytes = os.path.getsize(bin_path)
-            reader = _FileReader(bin_path, keeps_open=mmap)
+            reader = _FileReader(bin_path, keeps_open=self.mmap)
         except (OSError, ValueError) as error:
             raise unreadable(bin_path, error) from error
         self._checksums = Checksums.read(self.path_prefix)
         return reader
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return (
-            self.path_prefix,
-            self.multimodal,
-            self.mmap,
-            self.object_storage_config,
-            self.verify_data,
-        )
+    def __getstate__(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in _SETTINGS}
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._open(*state)  # checked already where it was pickled
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state)
+        self._open()  # checked already where it was pickled
 
     def __len__(self) -> int:
         return len(self.index)

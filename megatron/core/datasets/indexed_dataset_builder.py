@@ -6,7 +6,7 @@ import io
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -142,7 +142,7 @@ class IndexedDatasetBuilder:
         os.replace(idx_path + ".tmp", idx_path)
         _sync_directory(os.path.dirname(os.path.abspath(idx_path)))
 
-    def _write_index(self, file: Any) -> None:
+    def _write_index(self, file: BinaryIO) -> None:
         code = DType.code_from_dtype(self.dtype)
         file.write(HEADER.pack(MAGIC, 1, code, len(self._lengths), len(self._documents)))
         for lengths in self._lengths.chunks():
@@ -227,7 +227,7 @@ def file_size(path: str) -> int:
         raise DataError(f"{path}: {error.strerror or error}") from error
 
 
-def _sync_and_close(file: Any) -> None:
+def _sync_and_close(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
     file.close()

@@ -12,7 +12,6 @@ import mmap
 import os
 import struct
 from enum import Enum
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -47,7 +46,7 @@ class DType(Enum):
         return np.dtype(cls(code).name).newbyteorder("<")
 
     @staticmethod
-    def size(key: Any) -> int:
+    def size(key: int | DTypeLike) -> int:
         """Bytes per token of a code or dtype."""
         dtype = DType.dtype_from_code(key) if isinstance(key, int) else np.dtype(key)
         return int(dtype.itemsize)
@@ -89,7 +88,7 @@ class SequenceIndex:
         except (OSError, ValueError) as error:
             raise unreadable(idx_path, error) from error
         self._map = map_
-        buffer: Any = map_ or b""
+        buffer = map_ or b""
         self.num_bytes = len(buffer)
         self.dtype, num_sequences, num_documents = _parse_header(idx_path, buffer)
         expected = HEADER.size + 12 * num_sequences + 8 * num_documents
@@ -128,7 +127,7 @@ class SequenceIndex:
                 "it was cut short; copy it again"
             )
 
-    def data(self) -> Any:
+    def data(self) -> mmap.mmap | bytes:
         """All bytes of the file."""
         self.check_not_cut()
         return self._map or b""
@@ -178,7 +177,7 @@ class SequenceIndex:
         return DataError(f"{self.idx_path} is damaged: {what}; copy it again or preprocess again")
 
 
-def _parse_header(idx_path: str, buffer: Any) -> tuple[np.dtype, int, int]:
+def _parse_header(idx_path: str, buffer: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
     if len(buffer) < HEADER.size:
         raise DataError(
             f"{idx_path} has {len(buffer)} bytes, fewer than an index header: "

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -19,10 +18,11 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.helpers_numpy import LONGEST_SENTENCE
 from megatron.core.datasets.index_cache import cached_arrays
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.masking import SpanLengths, Words
+from megatron.core.datasets.masking import Words, span_weights
 from megatron.core.datasets.megatron_dataset import (
     LowLevelDataset,
     MegatronDataset,
+    Sample,
     SyntheticDataset,
 )
 from megatron.core.datasets.utils import Split
@@ -95,11 +95,11 @@ class MaskedWordPieceDataset(MegatronDataset):
         self._vocab_size: int = config.tokenizer.vocab_size
         self._num_text_ids: int = self._vocab_size  # of made-up data: what lies above is special
         self._ids = {name: self._special_id(name) for name in self.special_tokens}
-        self._ngram_weights = SpanLengths(
-            longest=config.masking_max_ngram,
+        self._ngram_weights = span_weights(
+            config.masking_max_ngram,
             favours_long=config.masking_use_longer_ngrams,
             is_geometric=config.masking_use_geometric_distribution,
-        ).weights()
+        )
         self._continues = self._continuing_tokens() if config.masking_do_full_word else None
         self.sample_index = self._build_sample_index(longest, self.min_sentences)
 
@@ -135,7 +135,7 @@ class MaskedWordPieceDataset(MegatronDataset):
     def __len__(self) -> int:
         return len(self.sample_index)
 
-    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+    def __getitem__(self, idx: int | None) -> Sample:
         number = 0 if idx is None else int(idx)
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
@@ -145,14 +145,14 @@ class MaskedWordPieceDataset(MegatronDataset):
         item = self._sample(sentences, target_length, random)
         return self._without_loss(item) if idx is None else item
 
-    def _without_loss(self, item: dict[str, Any]) -> dict[str, Any]:
+    def _without_loss(self, item: Sample) -> Sample:
         """A sample that fills a batch up."""
         return item | {"loss_mask": np.zeros_like(item["loss_mask"])}
 
     @abstractmethod
     def _sample(
         self, sentences: list[np.ndarray], target_length: int, random: np.random.Generator
-    ) -> dict[str, Any]:
+    ) -> Sample:
         """What the model reads of ``sentences``, of which ``target_length`` tokens may stay."""
 
     def _special_id(self, name: str) -> int:

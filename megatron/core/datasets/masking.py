@@ -13,25 +13,19 @@ import numpy as np
 _GEOMETRIC_P = 0.2  # SpanBERT's: lengths of 1, 2, 3 ... at 0.2, 0.16, 0.128 ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpanLengths:
-    """How many words a span has: 1 to ``longest``, short ones oftener unless asked otherwise."""
-
-    longest: int
-    favours_long: bool = False
-    is_geometric: bool = False
-
-    def weights(self) -> np.ndarray:
-        """The probability of 1, 2, ... ``longest`` words."""
-        n = np.arange(1, self.longest + 1)
-        weights: np.ndarray
-        if self.is_geometric:
-            weights = _GEOMETRIC_P * (1 - _GEOMETRIC_P) ** (n - 1)
-            weights[-1] += 1 - weights.sum()  # what is longer is cut
-            return weights
-        weights = 1.0 / (n[::-1] if self.favours_long else n)
-        weights /= weights.sum()
+def span_weights(
+    longest: int, *, favours_long: bool = False, is_geometric: bool = False
+) -> np.ndarray:
+    """The probability that a span has 1, 2, ... ``longest`` words; by default short ones win."""
+    n = np.arange(1, longest + 1)
+    weights: np.ndarray
+    if is_geometric:
+        weights = _GEOMETRIC_P * (1 - _GEOMETRIC_P) ** (n - 1)
+        weights[-1] += 1 - weights.sum()  # what is longer is cut
         return weights
+    weights = 1.0 / (n[::-1] if favours_long else n)
+    weights /= weights.sum()
+    return weights
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_object_storage_path
 from megatron.core.datasets.utils import Split
 
-LowLevelDataset = IndexedDataset | Iterable[Any]
+LowLevelDataset = IndexedDataset | Iterable[object]
+Sample = dict[str, Any]  # arrays, tensors and numbers by name, as the collate function wants them
 
 
-class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, Any]]):
+class MegatronDataset(ABC, torch.utils.data.Dataset[Sample]):
     """Samples of one split of one source.
 
     ``indices`` are the elements of the low-level dataset that belong to the split.  The
@@ -48,7 +49,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, Any]]):
         self.num_samples = num_samples  # at least so many; None for one pass over the data
         self.index_split = index_split
         self.config = config
-        self.unique_identifiers = OrderedDict[str, Any](
+        self.unique_identifiers = OrderedDict[str, object](
             {
                 "class": type(self).__name__,
                 "dataset_path": dataset_path,
@@ -108,7 +109,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[dict[str, Any]]):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def __getitem__(self, idx: int | None) -> dict[str, Any]: ...
+    def __getitem__(self, idx: int | None) -> Sample: ...
 
 
 class SyntheticDataset(MegatronDataset):
@@ -132,7 +133,7 @@ class SyntheticDataset(MegatronDataset):
         return self._SAMPLES_WITHOUT_REQUEST if self.num_samples is None else self.num_samples
 
 
-def describe(unique_identifiers: OrderedDict[str, Any]) -> str:
+def describe(unique_identifiers: OrderedDict[str, object]) -> str:
     """The text that goes into description.txt and, hashed, into the names of cache files."""
     return json.dumps(unique_identifiers, indent=4, default=lambda part: part.unique_identifiers)
 

@@ -9,7 +9,9 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from megatron.core.config.errors import DataError
 from megatron.core.datasets.index_cache import build_once, temporary_name
@@ -18,6 +20,8 @@ from megatron.core.optional import require
 
 _S3 = "s3://"
 _MSC = "msc://"
+
+Client: TypeAlias = Any  # of boto3, or the module multistorageclient: neither has types
 
 
 @dataclass
@@ -69,16 +73,16 @@ class _Object(ABC):
     def __init__(self, url: str) -> None:
         self.url = url
         self._client_pid = -1
-        self._client: Any = None
+        self._client: Client = None
 
-    def client(self) -> Any:
+    def client(self) -> Client:
         """The connection of this process: one made before a fork must not be shared."""
         if self._client_pid != os.getpid():
             self._client, self._client_pid = self.connect(), os.getpid()
         return self._client
 
     @abstractmethod
-    def connect(self) -> Any: ...
+    def connect(self) -> Client: ...
 
     @abstractmethod
     def size(self) -> int: ...
@@ -97,7 +101,7 @@ class _S3Object(_Object):
         if not self.bucket or not self.key:
             raise DataError(f"{url} names no object: write s3://bucket/path/prefix")
 
-    def connect(self) -> Any:
+    def connect(self) -> Client:
         return require("boto3", self.url).client("s3")
 
     def size(self) -> int:
@@ -113,7 +117,7 @@ class _S3Object(_Object):
 
 
 class _MSCObject(_Object):
-    def connect(self) -> Any:
+    def connect(self) -> Client:
         return require("multistorageclient", self.url)
 
     def size(self) -> int:
@@ -134,10 +138,15 @@ def _open_object(url: str) -> _Object:
 
 
 class RangeReader:
-    """Bytes of a remote file; the last chunk fetched is kept, as neighbours are often read next.
+    """Values of a remote file; the last chunk fetched is kept, as neighbours are often read next.
 
     ``chunk_bytes`` 0 fetches exactly what is asked for.
     """
+
+    @classmethod
+    def open(cls, url: str, chunk_bytes: int) -> RangeReader:
+        """The Multi-Storage Client has a cache of its own, S3 gets one chunk."""
+        return cls(_open_object(url), chunk_bytes if url.startswith(_S3) else 0)
 
     def __init__(self, remote: _Object, chunk_bytes: int) -> None:
         self._remote = remote
@@ -145,7 +154,11 @@ class RangeReader:
         self._chunk, self._chunk_start = b"", 0
         self.num_bytes = remote.size()
 
-    def read(self, offset: int, num_bytes: int) -> bytes:
+    def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
+        """``count`` values at byte ``offset``."""
+        return np.frombuffer(self._bytes(offset, count * dtype.itemsize), dtype)
+
+    def _bytes(self, offset: int, num_bytes: int) -> bytes:
         if num_bytes == 0:
             return b""
         if not self._chunk_bytes:
@@ -167,8 +180,3 @@ class RangeReader:
                 "the object changed while it was read, or it is cut short"
             )
         return data
-
-
-def open_range_reader(url: str, chunk_bytes: int) -> RangeReader:
-    """A reader of ``url``; the Multi-Storage Client has a cache of its own, S3 gets one chunk."""
-    return RangeReader(_open_object(url), chunk_bytes if url.startswith(_S3) else 0)

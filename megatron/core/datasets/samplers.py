@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +22,6 @@ from megatron.core.config.errors import ConfigError, DataError
 
 # None stands for a sample without loss that fills up the last batch
 Batch = list[int | None]
-
-
-class Sized(Protocol):
-    """A dataset, as far as a sampler cares."""
-
-    def __len__(self) -> int: ...
 
 
 @dataclass(eq=False)

@@ -20,6 +20,7 @@ from megatron.core.datasets.masked_dataset import (
     MaskedWordPieceDatasetConfig,
 )
 from megatron.core.datasets.masking import choose_spans
+from megatron.core.datasets.megatron_dataset import Sample
 
 
 @dataclass(kw_only=True)
@@ -89,7 +90,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
 
     def _sample(
         self, sentences: list[np.ndarray], target_length: int, random: np.random.Generator
-    ) -> dict[str, Any]:
+    ) -> Sample:
         text = np.concatenate(sentences)
         numbers = np.repeat(np.arange(len(sentences)), [len(tokens) for tokens in sentences])
         tokens, sentence = text[:target_length], numbers[:target_length]

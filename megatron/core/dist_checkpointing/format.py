@@ -140,9 +140,10 @@ def _write_tensors(
         return
     named = [_lazy(tensor, piece) for tensor, piece in boxes]
     origin = {"iteration": str(share.iteration), "attempt": share.attempt, "file": name}
-    done = write_file(share.folder / name, named, {"format": "pt", **origin}, share.iteration)
-    report.files[name] = FileEntry(done.num_bytes, done.header_bytes, done.header_crc32)
-    for (tensor, piece), written in zip(boxes, done.tensors, strict=True):
+    report.files[name], places = write_file(
+        share.folder / name, named, {"format": "pt", **origin}, share.iteration
+    )
+    for (tensor, piece), written in zip(boxes, places, strict=True):
         entry = PieceEntry(
             file=name,
             offset=list(piece.offset),
@@ -192,19 +193,25 @@ def merge_index(
     Raises CheckpointError unless every element of every tensor was written exactly once; part of a
     checkpoint that ``is_whole`` only together with others is not looked at.
     """
+    merged = merge_tensors(reports)
+    for key, entry in merged.items() if is_whole else ():
+        check_written_once(key, entry)
+    return {"block_bytes": BLOCK_BYTES, "tensors": dict(sorted(merged.items()))}
+
+
+def merge_tensors(reports: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    """The entries of all ranks.  Raises CheckpointError if they differ in shape or dtype."""
     merged: dict[str, TensorEntry] = {}
     for tensors in reports:
         for key, mine in tensors.items():
             entry = merged.setdefault(key, {**mine, "pieces": []})
-            for name in ("shape", "dtype"):
-                if entry[name] != mine[name]:
-                    raise CheckpointError(
-                        f"{key}: two ranks hold it with {name} {entry[name]} and {mine[name]}"
-                    )
+            if (entry["shape"], entry["dtype"]) != (mine["shape"], mine["dtype"]):
+                raise CheckpointError(
+                    f"{key}: two ranks hold it with shape and dtype "
+                    f"{entry['shape']} {entry['dtype']} and {mine['shape']} {mine['dtype']}"
+                )
             entry["pieces"] += mine["pieces"]
-    for key, entry in merged.items() if is_whole else ():
-        check_written_once(key, entry)
-    return {"block_bytes": BLOCK_BYTES, "tensors": dict(sorted(merged.items()))}
+    return merged
 
 
 def check_written_once(key: str, entry: TensorEntry) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -50,7 +51,7 @@ from megatron.core.dist_checkpointing.value_types import JsonObject
 Box = tuple[slice, ...]
 
 
-class CheckpointReader:
+class CheckpointReader(AbstractContextManager["CheckpointReader"]):
     """One published checkpoint folder.  A context manager; ``close`` closes its files.
 
     Several threads may read at once: reads and checksums release the GIL.  Raises
@@ -63,14 +64,12 @@ class CheckpointReader:
         if manifest is None:
             raise CheckpointDamaged(f"{self.folder / MANIFEST} is missing")
         self.manifest = manifest
-        index = parse_index(
+        self.tensors, self._block_bytes = parse_index(
             read_checked(self.folder, INDEX, manifest),
             self.folder / INDEX,
             manifest.files,
             is_whole=SAVE not in manifest.layout,
         )
-        self.tensors: dict[str, StoredTensor] = index.tensors
-        self._block_bytes = index.block_bytes
         self._whole: set[str] = set()
         self._files: dict[str, int] = {}
         self._held: dict[tuple[str, str], tuple[torch.dtype, tuple[int, ...], int]] = {}
@@ -154,9 +153,6 @@ class CheckpointReader:
         """Close the open files; the reader can still be used."""
         while self._files:
             os.close(self._files.popitem()[1])
-
-    def __enter__(self) -> CheckpointReader:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -22,6 +22,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.diagnostics.fault_injection import fault_point, flipped
 from megatron.core.dist_checkpointing.manifest import (
     CheckpointDamaged,
+    FileEntry,
     are_counts,
     crc32,
     json_object,
@@ -76,22 +77,13 @@ class Written:
     crc32: list[int]
 
 
-@dataclass(frozen=True)
-class FileReport:
-    """A finished file.  Header included, ``num_bytes`` long."""
-
-    num_bytes: int
-    header_bytes: int
-    header_crc32: int
-    tensors: list[Written]
-
-
 def write_file(
     path: Path, tensors: Sequence[LazyTensor], metadata: dict[str, str], step: int
-) -> FileReport:
-    """Make and write one tensor after the other, and fsync.  ``step`` is for fault points.
+) -> tuple[FileEntry, list[Written]]:
+    """Make and write one tensor after the other, and fsync; return where each lies.
 
-    Raises OSError, and CheckpointError for a dtype that the format cannot hold.
+    The manifest's entry covers the header.  ``step`` is for fault points.  Raises OSError, and
+    CheckpointError for a dtype that the format cannot hold.
     """
     header, starts = _layout(tensors, metadata)
     written: list[Written] = []
@@ -105,7 +97,7 @@ def write_file(
         file.flush()
         os.fsync(file.fileno())
         num_bytes = file.tell()
-    return FileReport(num_bytes, len(header), crc32(header), written)
+    return FileEntry(num_bytes, len(header), crc32(header)), written
 
 
 def _made(lazy: LazyTensor) -> Tensor:

@@ -41,7 +41,7 @@ from megatron.core.dist_checkpointing.sharded_objects import (
     ShardedTensorFactory,
     is_main_replica,
 )
-from megatron.core.dist_checkpointing.validation import STRICTNESS, StrictHandling, shorten
+from megatron.core.dist_checkpointing.validation import StrictHandling, shorten
 from megatron.core.dist_checkpointing.value_types import JsonObject, Nested, StateDict
 
 logger = logging.getLogger(__name__)
@@ -304,6 +304,3 @@ def _merged(common: Nested, sharded: Nested) -> Nested:
     if isinstance(common, list) and isinstance(sharded, list) and len(common) == len(sharded):
         return [_merged(c, s) for c, s in zip(common, sharded, strict=True)]
     return common if sharded is None else sharded
-
-
-assert {mode.value for mode in StrictHandling} == set(STRICTNESS)

@@ -60,18 +60,12 @@ class StoredTensor:
     max_padding: int = 0
 
 
-@dataclass(frozen=True)
-class StoredIndex:
-    """All tensors by key, and the bytes that one checksum covers."""
-
-    tensors: dict[str, StoredTensor]
-    block_bytes: int
-
-
 def parse_index(
     data: bytes, path: Path, files: Mapping[str, FileEntry], *, is_whole: bool
-) -> StoredIndex:
-    """The index in ``data``, read from ``path``; ``files``: those of the manifest.
+) -> tuple[dict[str, StoredTensor], int]:
+    """All tensors by key, and the bytes that one checksum covers, as ``data`` has them.
+
+    ``data`` was read from ``path``; ``files``: those of the manifest.
 
     Raises CheckpointDamaged unless every piece lies inside its tensor and its file, no bytes are
     used twice, and, where the checkpoint ``is_whole``, the pieces have as many elements as their
@@ -96,7 +90,7 @@ def parse_index(
         missing = prod(shape) - sum(prod(piece.shape) for piece in pieces)
         if is_whole and missing:
             raise CheckpointDamaged(f"{path} is damaged: {missing} elements of {key} are missing")
-    return StoredIndex(tensors, block_bytes)
+    return tensors, block_bytes
 
 
 def check_pieces(key: str, pieces: Sequence[StoredBox], where: object) -> None:

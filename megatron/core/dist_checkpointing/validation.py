@@ -28,28 +28,18 @@ from megatron.core.dist_checkpointing.value_types import JsonObject
 
 logger = logging.getLogger(__name__)
 
-# mode -> what is done about keys that the run wants and the checkpoint lacks, and about keys that
-# the run does not want.  The first one is the default: every difference stops the run.
-STRICTNESS = {
-    "assume_ok_unexpected": ("raise", "raise"),
-    "raise_all": ("raise", "raise"),
-    "raise_unexpected": ("raise", "ignore"),
-    "log_unexpected": ("log", "ignore"),
-    "log_all": ("log", "log"),
-    "return_unexpected": ("return", "ignore"),
-    "return_all": ("return", "return"),
-    "ignore_all": ("ignore", "ignore"),
-}
-
 
 class StrictHandling(enum.Enum):
-    """The modes of `STRICTNESS` under Megatron-LM's names."""
+    """What is done about keys that differ: raise, log, return or ignore; with Megatron-LM's names.
+
+    ``all``: about missing keys too, else they are ignored.  The default is ``raise_all``.
+    """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    RAISE_ALL = "raise_all"
+    RAISE_UNEXPECTED = "raise_unexpected"
     LOG_UNEXPECTED = "log_unexpected"
     LOG_ALL = "log_all"
-    RAISE_UNEXPECTED = "raise_unexpected"
-    RAISE_ALL = "raise_all"
     RETURN_UNEXPECTED = "return_unexpected"
     RETURN_ALL = "return_all"
     IGNORE_ALL = "ignore_all"
@@ -146,7 +136,9 @@ def compare_keys(
 
 def judge(differences: Differences, strictness: str, folder: object) -> str | None:
     """The sentence that stops the run, or None.  Logs what the mode says to log."""
-    on_absent, on_unused = STRICTNESS[strictness]
+    default = strictness == StrictHandling.ASSUME_OK_UNEXPECTED.value
+    on_absent, scope = ("raise", "all") if default else strictness.split("_")
+    on_unused = on_absent if scope == "all" else "ignore"
     sentences = (
         (
             on_absent,
@@ -174,10 +166,9 @@ def judge(differences: Differences, strictness: str, folder: object) -> str | No
 
 def check_strictness(strictness: str) -> None:
     """Raise CheckpointError for a mode that does not exist."""
-    if strictness not in STRICTNESS:
-        raise CheckpointError(
-            f"--dist-ckpt-strictness {strictness} is none of {', '.join(STRICTNESS)}"
-        )
+    modes = [mode.value for mode in StrictHandling]
+    if strictness not in modes:
+        raise CheckpointError(f"--dist-ckpt-strictness {strictness} is none of {', '.join(modes)}")
 
 
 def shorten(names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.core.datasets import helpers, helpers_numpy
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.masking import SpanLengths, Words, choose_spans, positions_of
+from megatron.core.datasets.masking import Words, choose_spans, positions_of, span_weights
 from tests.unit.datasets.masked_common import corpus
 
 
@@ -90,7 +90,7 @@ class TestSpans:
             ]
             continues = random.random(n) < 0.4
             words = Words.of(sentence, continues)
-            weights = SpanLengths(longest=4, favours_long=True).weights()
+            weights = span_weights(4, favours_long=True)
             budget = int(random.integers(1, n + 1))
             spans = choose_spans(words, budget, weights, random)
             hidden = positions_of(spans)
@@ -107,24 +107,24 @@ class TestSpans:
         words = Words.of(np.zeros(50, np.int64), None)
         random = np.random.default_rng(1)
         for budget in (1, 7, 50):
-            spans = choose_spans(words, budget, SpanLengths(longest=3).weights(), random)
+            spans = choose_spans(words, budget, span_weights(3), random)
             assert len(positions_of(spans)) == budget
 
     def test_limits_on_spans_and_on_what_is_said_are_kept(self) -> None:
         words = Words.of(np.zeros(200, np.int64), None)
-        random, weights = np.random.default_rng(2), SpanLengths(longest=3).weights()
+        random, weights = np.random.default_rng(2), span_weights(3)
         assert len(choose_spans(words, 100, weights, random, most_spans=5)) == 5
         spans = choose_spans(words, 100, weights, random, most_with_marks=30)
         assert 28 <= len(spans) + len(positions_of(spans)) <= 30
 
     def test_lengths_are_drawn_by_the_rule_asked_for(self) -> None:
-        assert SpanLengths(longest=3).weights() == pytest.approx([6 / 11, 3 / 11, 2 / 11])
-        longer = SpanLengths(longest=3, favours_long=True).weights()
+        assert span_weights(3) == pytest.approx([6 / 11, 3 / 11, 2 / 11])
+        longer = span_weights(3, favours_long=True)
         assert longer == pytest.approx([2 / 11, 3 / 11, 6 / 11])
-        geometric = SpanLengths(longest=3, is_geometric=True).weights()
+        geometric = span_weights(3, is_geometric=True)
         assert geometric == pytest.approx([0.2, 0.16, 0.64])
         words = Words.of(np.zeros(100_000, np.int64), None)
         random = np.random.default_rng(3)
-        spans = choose_spans(words, 9_000, SpanLengths(longest=3).weights(), random)
+        spans = choose_spans(words, 9_000, span_weights(3), random)
         sizes = np.bincount([end - first for first, end in spans], minlength=4)[1:]
         assert sizes / sizes.sum() == pytest.approx([6 / 11, 3 / 11, 2 / 11], abs=0.05)

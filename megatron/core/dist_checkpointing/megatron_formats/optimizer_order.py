@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.megatron_formats.names import is_expert, i
 from megatron.core.dist_checkpointing.value_types import Arguments, StateDict, Unpickled
 
 
-class Share(Protocol):
+class ParamShare(Protocol):
     """What a rank holds of a parameter."""
 
     @property
@@ -29,7 +29,7 @@ class Share(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-Param = tuple[str, Share]
+Param = tuple[str, ParamShare]
 Chunks = Sequence[Sequence[Param]]  # per model chunk
 State = tuple[str, str, Unpickled]  # kind of state, name of the parameter, array or `DcpTensor`
 

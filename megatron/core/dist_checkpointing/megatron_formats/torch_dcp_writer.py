@@ -18,7 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.format import Format, RankReport, Share, check_written_once
+from megatron.core.dist_checkpointing.format import (
+    Format,
+    RankReport,
+    Share,
+    check_written_once,
+    merge_tensors,
+)
 from megatron.core.dist_checkpointing.manifest import METADATA, FileEntry
 from megatron.core.dist_checkpointing.mapping import split_rows
 from megatron.core.dist_checkpointing.megatron_formats.dcp_writer import DcpFile, write_metadata
@@ -80,11 +86,8 @@ def complete(
     state_dict: Callable[[Mapping[str, TensorEntry], Common], StateDict],
 ) -> dict[str, FileEntry]:
     """Write and fsync what is one for all ranks, and ``.metadata``."""
-    stored: dict[str, TensorEntry] = {}
+    stored = merge_tensors(report.tensors for report in reports)
     states = [report.objects[_RNG] for report in reports if _RNG in report.objects]
-    for report in reports:
-        for key, entry in report.tensors.items():
-            stored.setdefault(key, {**entry, "pieces": []})["pieces"] += entry["pieces"]
     for key, entry in stored.items():
         check_written_once(key, entry)
     state = state_dict(stored, common)

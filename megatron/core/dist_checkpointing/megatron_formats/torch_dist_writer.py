@@ -18,7 +18,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.format import Format, RankReport, Share, check_written_once
+from megatron.core.dist_checkpointing.format import (
+    Format,
+    RankReport,
+    Share,
+    check_written_once,
+    merge_tensors,
+)
 from megatron.core.dist_checkpointing.manifest import (
     COMMON_FILE,
     MANIFEST,
@@ -52,7 +58,6 @@ from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
 from megatron.core.dist_checkpointing.value_types import (
     Arguments,
     Common,
-    PlaceEntry,
     StateDict,
     TensorEntry,
 )
@@ -104,17 +109,11 @@ def write_rank_files(share: Share) -> RankReport:
 
 def complete(folder: Path, reports: Sequence[RankReport], common: Common) -> dict[str, FileEntry]:
     """Write and fsync what is one for all ranks: ``.metadata``, common.pt, metadata.json."""
-    tensors: dict[str, TensorEntry] = {}
-    objects: dict[str, PlaceEntry] = {}
+    tensors = merge_tensors(report.tensors for report in reports)
+    states = {key: place for report in reports for key, place in report.objects.items()}
+    objects = {shard: states[key] for key, shard in _rng_shards(common).items() if key in states}
     unflattened: dict[str, tuple[int, ...]] = {}
-    shards = _rng_shards(common)
-    for report in reports:
-        for key, entry in report.tensors.items():
-            tensors.setdefault(key, {**entry, "pieces": []})["pieces"] += entry["pieces"]
-        for key, place in report.objects.items():
-            if key in shards:
-                objects[shards[key]] = place
-    states: dict[str, list[int]] = {}  # of a matrix: how many layers and experts are stacked
+    matrices: dict[str, list[int]] = {}  # of a matrix: how many layers and experts are stacked
     for key, entry in tensors.items():
         counts = [
             1 + max(piece["offset"][dim] for piece in entry["pieces"])
@@ -123,13 +122,13 @@ def complete(folder: Path, reports: Sequence[RankReport], common: Common) -> dic
         own = entry["shape"]
         entry["shape"] = [*counts, *own]
         if found := _MATRIX.match(key):
-            states[found[1]] = counts
+            matrices[found[1]] = counts
         if entry["cut"] is not None:
             unflattened[key] = tuple(entry["shape"])
             entry["shape"] = _flat_shape(counts, own, entry["cut"])
         check_written_once(key, entry)
     extra = DcpFile(folder, 0, 1, common["iteration"])
-    for matrix, counts in states.items():
+    for matrix, counts in matrices.items():
         shape = ".".join(map(str, counts or [1]))
         for place in product(*map(range, counts or [1])):
             shard = f"_extra_state/shard_{'.'.join(map(str, place))}_{shape}"
