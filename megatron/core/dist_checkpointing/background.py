@@ -20,8 +20,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from torch.distributed import ProcessGroup
 
@@ -77,48 +79,40 @@ def start_in_thread(call: Callable[[], None]) -> None:
     threading.Thread(target=call, name="checkpoint", daemon=True).start()
 
 
-class _Task(Generic[T]):
-    """A call that runs in another thread, and its result."""
+def _begin(call: Callable[[], T], start: Start) -> Future[T]:
+    """Run ``call`` in another thread.
 
-    def __init__(self, call: Callable[[], T], start: Start) -> None:
-        self._call: Callable[[], T] | None = call
-        self._results: list[T] = []
-        self._done = threading.Event()
-        start(self._run)
+    The future does not refer to the call, which refers to the save that holds the future: a full
+    garbage collection, which would free such a cycle with the copied tensors, may be thousands of
+    steps away.
+    """
+    future: Future[T] = Future()
 
-    def _run(self) -> None:
-        assert self._call is not None
+    def run() -> None:
         try:
-            self._results.append(self._call())
-        finally:
-            # The call refers to the save, and the save to this task.  Break the cycle: a full
-            # garbage collection, which would free it and the copied tensors, may be thousands of
-            # steps away.
-            self._call = None
-            self._done.set()
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+            raise
 
-    def is_alive(self) -> bool:
-        """Whether the call has not returned yet."""
-        return not self._done.is_set()
+    start(run)
+    return future
 
-    def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the call has returned."""
-        self._done.wait(timeout_s)
 
-    def result(self, beat: Callable[[], object] | None = None) -> T:
-        """Wait for the call and return its result.
+def _result(future: Future[T], beat: Callable[[], object] | None = None) -> T:
+    """Wait for the call and return its result.
 
-        With ``beat``, call it once a second meanwhile, and raise RuntimeError after `_WRITING_S`.
-        """
-        until_s = time.monotonic() + _WRITING_S
-        while beat is not None and self.is_alive():
-            if time.monotonic() > until_s:
-                raise RuntimeError(f"the disk has not taken it within {_WRITING_S:.0f} s")
-            beat()
-            self.join(_BEAT_S)
-        self.join()
-        assert self._results, "the thread that saves has failed; its traceback stands above"
-        return self._results[0]
+    With ``beat``, call it once a second meanwhile, and raise RuntimeError after `_WRITING_S`.
+    """
+    until_s = time.monotonic() + _WRITING_S
+    while beat is not None and not future.done():
+        if time.monotonic() > until_s:
+            raise RuntimeError(f"the disk has not taken it within {_WRITING_S:.0f} s")
+        beat()
+        futures.wait([future], _BEAT_S)
+    has_failed = future.exception() is not None
+    assert not has_failed, "the thread that saves has failed; its traceback stands above"
+    return future.result()
 
 
 class BackgroundSave:
@@ -142,8 +136,8 @@ class BackgroundSave:
         self._begun = detach(begun)
         self._group = group
         self._copied = threading.Event()
-        self._writing = _Task(partial(self._copy_and_write, buffer, device.side_stream()), start)
-        self._publishing: _Task[Verdict | None] | None = None
+        self._writing = _begin(partial(self._copy_and_write, buffer, device.side_stream()), start)
+        self._publishing: Future[Verdict | None] | None = None
 
     def wait_for_copies(self) -> None:
         """Wait until the tensors are copied and the optimizer may change them.  Not collective."""
@@ -156,13 +150,12 @@ class BackgroundSave:
 
         Raises SaveFailed on every rank if any rank failed: then nothing was published.
         """
-        is_done = not (self._publishing or self._writing).is_alive()
-        if not is_so_everywhere(is_done, self._group):
+        if not is_so_everywhere((self._publishing or self._writing).done(), self._group):
             return None
         if self._publishing is not None:
-            return conclude(self._begun, self._publishing.result(), self._group)
-        reports = gather_json(self._writing.result(), self._group)
-        self._publishing = _Task(
+            return conclude(self._begun, _result(self._publishing), self._group)
+        reports = gather_json(_result(self._writing), self._group)
+        self._publishing = _begin(
             lambda: None if reports is None else publish(self._begun, reports), self._start
         )
         return None
@@ -170,7 +163,9 @@ class BackgroundSave:
     def wait(self) -> SaveResult:
         """Wait for the checkpoint to be published.  Collective.  Raises as `poll` does."""
         while True:
-            (self._publishing or self._writing).join()
+            futures.wait([self._writing])
+            if self._publishing is not None:
+                futures.wait([self._publishing])
             saved = self.poll()
             if saved is not None:
                 return saved
@@ -182,7 +177,7 @@ class BackgroundSave:
 
     def written(self, beat: Callable[[], object]) -> JsonObject:
         """Wait for this rank's `write` and return its report.  Not collective."""
-        return self._writing.result(beat)
+        return _result(self._writing, beat)
 
     def publish_apart(
         self, reports: Callable[[], list[JsonObject | None]], beat: Callable[[], object]
@@ -191,8 +186,8 @@ class BackgroundSave:
         if self._publishing is None:
             absent = not_written(RuntimeError("it had no such save"))
             told = [report or absent for report in reports()]
-            self._publishing = _Task(partial(publish, self._begun, told), self._start)
-        return self._publishing.result(beat)
+            self._publishing = _begin(partial(publish, self._begun, told), self._start)
+        return _result(self._publishing, beat)
 
     def conclude_apart(self, verdict: Verdict) -> SaveResult:
         """Return the result of a verdict, or raise SaveFailed.  Not collective."""

@@ -58,9 +58,9 @@ class ShardedTensorFactory:
 class LocalNonpersistentObject:
     """A value that is not saved; `load` returns it as it is."""
 
-    def __init__(self, obj: Nested) -> None:
+    def __init__(self, obj: object) -> None:
         self.obj = obj
 
-    def unwrap(self) -> Nested:
+    def unwrap(self) -> object:
         """The value itself."""
         return self.obj

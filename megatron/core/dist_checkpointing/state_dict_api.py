@@ -118,7 +118,7 @@ def load(
         common = decode(content.get(_COMMON, {}), reader.read)
         absent = set(differences.absent)
 
-        def loaded(entry: Nested) -> Nested:
+        def loaded(entry: object) -> object:
             if isinstance(entry, ShardedObject):
                 if entry.unique_key not in objects:
                     raise CheckpointError(f"{folder} holds no object {entry.unique_key}")
@@ -230,12 +230,12 @@ def _publish(folder: Path, written: Sequence[JsonObject], common: JsonObject) ->
     return None
 
 
-def _built(entry: Nested) -> Nested:
+def _built(entry: object) -> object:
     """The state dict that a factory makes; other entries as they are."""
     return _mapped(entry.build(), _built) if isinstance(entry, ShardedTensorFactory) else entry
 
 
-def _merge_factories(asked: Nested, state: Nested) -> Nested:
+def _merge_factories(asked: object, state: object) -> Nested:
     """Give what was loaded for a factory to its ``merge_fn``."""
     if isinstance(asked, ShardedTensorFactory):
         return asked.merge_fn(state)
@@ -247,12 +247,12 @@ def _merge_factories(asked: Nested, state: Nested) -> Nested:
     return state
 
 
-def _common_value(entry: Nested) -> Nested:
+def _common_value(entry: object) -> object:
     sharded = (ShardedTensor, ShardedObject, LocalNonpersistentObject)
     return _ABSENT if isinstance(entry, sharded) else entry
 
 
-def _leaves(value: Nested, path: str = "") -> Iterator[tuple[str, object]]:
+def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
     """Entries that are neither dict nor list, with their place for messages."""
     if isinstance(value, dict):
         for key, entry in value.items():
@@ -264,7 +264,7 @@ def _leaves(value: Nested, path: str = "") -> Iterator[tuple[str, object]]:
         yield path, value
 
 
-def _mapped(value: Nested, change: Callable[[Nested], Nested]) -> Nested:
+def _mapped(value: object, change: Callable[[object], object]) -> object:
     """The same nest with each leaf replaced by ``change(leaf)``."""
     if isinstance(value, dict):
         return {key: _mapped(entry, change) for key, entry in value.items()}
@@ -273,7 +273,7 @@ def _mapped(value: Nested, change: Callable[[Nested], Nested]) -> Nested:
     return change(value)
 
 
-def _pruned(value: Nested) -> Nested:
+def _pruned(value: object) -> object:
     """The same nest without absent entries, and without dicts that become empty by that.
 
     In a list None takes the place of an absent entry, so that the others keep theirs.
@@ -291,7 +291,7 @@ def _pruned(value: Nested) -> Nested:
     return value
 
 
-def _merged(common: Nested, sharded: Nested) -> Nested:
+def _merged(common: object, sharded: object) -> Nested:
     """Both in one nest; where both have a value, the sharded one."""
     if isinstance(common, dict) and isinstance(sharded, dict):
         keys = [*common, *(key for key in sharded if key not in common)]

@@ -16,7 +16,6 @@ from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import safetensors_file
 from megatron.core.dist_checkpointing.format import merge_index
 from megatron.core.dist_checkpointing.manifest import (
-    INDEX,
     MANIFEST,
     CheckpointDamaged,
     read_manifest,
@@ -212,7 +211,7 @@ def test_an_index_with_a_hole_or_an_overlap_is_refused():
     with pytest.raises(CheckpointError, match="t: two ranks wrote the same part of it"):
         merge_index([entry((0, 2)), entry((0, 2))])
     other = {"t": {"shape": [5], "dtype": "F32", "pieces": []}}
-    with pytest.raises(CheckpointError, match=r"t: two ranks hold it with shape and dtype \[4\] F32 and \[5\]"):
+    with pytest.raises(CheckpointError, match=r"t: two ranks .* \[4\] F32 and \[5\]"):
         merge_index([entry((0, 4)), other])
 
 
