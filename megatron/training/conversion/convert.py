@@ -7,7 +7,6 @@ Hugging Face it is the weights and the model's description.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,7 +45,6 @@ from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.verify import compare_logits
 from megatron.training.runtime.state import TrainState
 from megatron.training.tokenizer import (
-    MissingToken,
     TokenizerSpec,
     create_tokenizer,
     pad_vocab_size,
@@ -384,10 +382,7 @@ def _special_ids(run: RunConfig) -> dict[str, Any]:
         tokenizer = create_tokenizer(spec)
     except (MegatronError, OSError):  # its files may be on another machine
         return ids
-    for name in ids:
-        with contextlib.suppress(MissingToken):
-            ids[name] = getattr(tokenizer, name.removesuffix("_token_id"))
-    return ids
+    return {name: tokenizer.id_of(name.removesuffix("_token_id")) for name in ids}
 
 
 def _renamed(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,15 +25,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.models.bert.pooler import mean_of_text
 from megatron.core.optional import require
 from megatron.training.checkpointing.checkpoint_args import without_code_and_paths
-from megatron.training.checkpointing.checkpoint_tensors import RunParts
-from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.conversion.hf_folder import has_tokenizer
-from megatron.training.inference.generation import generation_config
-from megatron.training.initialize import start
+from megatron.training.inference.generation import DeviceKind, generation_config, load_model
 from megatron.training.preprocess.documents import RecordFormat, read_documents
 from megatron.training.process.rank_print import is_rank0
-from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,9 @@ class Embedder:
     width: int
 
 
-def megatron_embedder(load: str, *, step: int | None = None, device_kind: str = "auto") -> Embedder:
+def megatron_embedder(
+    load: str, *, step: int | None = None, device_kind: DeviceKind = "auto"
+) -> Embedder:
     """The BERT that ``load`` holds, saved in any layout.  Collective over all ranks.
 
     Raises CheckpointError if there is no checkpoint, ConfigError if it is of another kind.
@@ -59,14 +57,8 @@ def megatron_embedder(load: str, *, step: int | None = None, device_kind: str = 
     lm = config.language_model
     if lm.model_kind != "bert":
         raise ConfigError(f"--load {load} holds a {lm.model_kind or 'gpt'}: give one of BERT")
-    run = start(config)
-    setup_tokenizer(run)
-    build_model_chunks(run, partial(build_stage, run, return_embeddings=True), wrap=False)
-    load_run(
-        config.checkpoint,
-        RunParts(model_chunks=run.model_chunks, groups=run.groups, asked=config.asked),
-    )
-    model, tokenizer = run.model_chunks[0].eval(), run.tokenizer
+    run, longest = load_model(config, return_embeddings=True)
+    model, tokenizer = run.model_chunks[0], run.tokenizer
 
     def vectors(ids: Tensor, mask: Tensor) -> Tensor:
         kinds = torch.zeros_like(ids) if lm.bert_binary_head else None
@@ -79,19 +71,18 @@ def megatron_embedder(load: str, *, step: int | None = None, device_kind: str = 
         ids = ids[1:] if ids[:1] == [tokenizer.cls] else ids
         return ids[:-1] if ids[-1:] == [tokenizer.sep] else ids
 
-    assert lm.max_position_embeddings is not None, "resolve() has checked it"
     return Embedder(
         ids_of,
         vectors,
         tokenizer.cls,
         tokenizer.sep,
         tokenizer.pad,
-        lm.max_position_embeddings,
+        longest,
         config.model.hidden_size,
     )
 
 
-def huggingface_embedder(folder: str, *, device_kind: str = "auto") -> Embedder:
+def huggingface_embedder(folder: str, *, device_kind: DeviceKind = "auto") -> Embedder:
     """The model in a local folder, on this process alone."""
     transformers = require("transformers", "--bert-embedder-type huggingface")
     path = Path(folder)
@@ -164,9 +155,9 @@ def write_vectors(
     if count == 0:
         raise DataError("there is no text to embed: look at --input and --json-keys")
     first = _rows_done(part, done, origin, (count, embedder.width))
-    table: Any = None
+    table = None
     if is_rank0():
-        mode: Any = "r+" if first else "w+"
+        mode: Literal["r+", "w+"] = "r+" if first else "w+"
         shape = (count, embedder.width)
         table = np.lib.format.open_memmap(part, mode=mode, dtype=np.float32, shape=shape)
     at, rows = first, corpus.rows(first)

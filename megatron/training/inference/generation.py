@@ -1,20 +1,21 @@
 """From a checkpoint directory to a model that writes; nothing else is needed.
 
-Any layout the checkpoint was saved in loads into the layout of this run: one process, or
+A checkpoint of any layout loads into the layout of this run: one process, or
 ``torchrun`` with tensor parallelism.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Literal, TypeAlias
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.config.option import dest_of, options_of
+from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.inference.engines.static_engine import Generated, Generator, generate
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.training.arguments.resolve import resolve
@@ -31,8 +32,9 @@ from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.config.run import RunConfig
 from megatron.training.initialize import shut_down, start
 from megatron.training.process.rank_print import is_rank0, world_size
+from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
-from megatron.training.tokenizer import MissingToken
+from megatron.training.tokenizer import MegatronTokenizer
 
 # Of the saved command line a run of its own takes what describes model and tokenizer; the rest
 # (saving, data, logging, layout, updates) is of training, and may name files and programs.
@@ -51,12 +53,15 @@ _OWN = {
 }
 
 
+DeviceKind: TypeAlias = Literal["auto", "cpu", "cuda"]
+
+
 @dataclass(frozen=True)
 class Writer:
     """A generator with its tokenizer."""
 
     generator: Generator
-    tokenizer: Any
+    tokenizer: MegatronTokenizer
 
     def write(
         self,
@@ -84,14 +89,15 @@ def answer(
     params: SamplingParams,
     *,
     step: int | None = None,
-    device_kind: str = "auto",
+    device_kind: DeviceKind = "auto",
     as_json: bool = False,
     cache_mla_latents: bool = False,
     spec: Sequence[str] | None = None,
 ) -> Iterator[str]:
     """What to print for each prompt, on the first rank.  Collective over all ranks."""
-    own: dict[str, Any] = {"cache_mla_latents": True} if cache_mla_latents else {}
-    own |= {"spec": list(spec)} if spec else {}
+    own: dict[str, object] = {"cache_mla_latents": True} if cache_mla_latents else {}
+    if spec:
+        own["spec"] = list(spec)
     writer = open_writer(load, step=step, device_kind=device_kind, **own)
     for prompt in prompts:
         text, tokens = writer.write(prompt, params)
@@ -106,7 +112,7 @@ def answer(
 
 
 def open_writer(
-    load: str, *, step: int | None = None, device_kind: str = "auto", **flags: Any
+    load: str, *, step: int | None = None, device_kind: DeviceKind = "auto", **flags: object
 ) -> Writer:
     """Build the model that ``load`` holds and fill it.  Collective over all ranks.
 
@@ -118,19 +124,13 @@ def open_writer(
         raise ConfigError(f"{load} holds a BERT, which writes no text: tools/bert_embedding.py")
     asked = {**without_code_and_paths(content.asked, flags), **flags}
     config = generation_config(asked, load, step=step, device_kind=device_kind)
-    run = start(config)
-    setup_tokenizer(run)
-    build_model_chunks(run, partial(build_stage, run, parallel_output=False), wrap=False)
-    load_run(
-        config.checkpoint,
-        RunParts(model_chunks=run.model_chunks, groups=run.groups, asked=config.asked),
-    )
-    model, has_encoder = run.model_chunks[0].eval(), config.language_model.model_kind == "t5"
+    run, longest = load_model(config, parallel_output=False)
+    has_encoder = config.language_model.model_kind == "t5"
     generator = Generator(
-        model=model,
-        max_sequence_length=config.language_model.max_position_embeddings,
+        model=run.model_chunks[0],
+        max_sequence_length=longest,
         vocab_size=run.tokenizer.vocab_size,
-        eod=_token(run.tokenizer, "eos" if has_encoder else "eod"),
+        eod=run.tokenizer.id_of("eos" if has_encoder else "eod"),
         tp_group=run.groups.tp,
         device=device.current(),
         decoder_start=_start_of_decoder(run.tokenizer) if has_encoder else None,
@@ -138,8 +138,26 @@ def open_writer(
     return Writer(generator, run.tokenizer)
 
 
+def load_model(config: RunConfig, **of_stage: bool) -> tuple[Runtime, int]:
+    """The checkpoint's model with its tokenizer, and the longest sequence that it reads.
+
+    ``of_stage``: arguments of `build_model_stage`.  Collective over all ranks.
+    """
+    run = start(config)
+    setup_tokenizer(run)
+    build_model_chunks(run, partial(build_stage, run, **of_stage), wrap=False)
+    load_run(
+        config.checkpoint,
+        RunParts(model_chunks=run.model_chunks, groups=run.groups, asked=config.asked),
+    )
+    run.model_chunks[0].eval()
+    longest = config.language_model.max_position_embeddings
+    assert longest is not None, "resolve() has checked it"
+    return run, longest
+
+
 def generation_config(
-    asked: Mapping[str, Any], load: str, *, step: int | None, device_kind: str
+    asked: Arguments, load: str, *, step: int | None, device_kind: DeviceKind
 ) -> RunConfig:
     """The saved command line, cut down to a model on this run's ranks."""
     taken = {dest_of(f, opt) for name in _TAKEN for f, opt in options_of(SECTIONS[name])}
@@ -164,17 +182,7 @@ def generation_config(
     return replace(config, model=replace(config.model, sequence_parallel=False))
 
 
-def _start_of_decoder(tokenizer: Any) -> int:
+def _start_of_decoder(tokenizer: MegatronTokenizer) -> int:
     """What decoder samples begin with, in training too: BOS, else PAD as in the published T5."""
-    begin = _token(tokenizer, "bos")
-    pad: int = tokenizer.pad if begin is None else begin
-    return pad
-
-
-def _token(tokenizer: Any, role: str) -> int | None:
-    """The id of a special token; None for a tokenizer that has no such token."""
-    try:
-        token: int = getattr(tokenizer, role)
-    except MissingToken:
-        return None
-    return token
+    begin = tokenizer.id_of("bos")
+    return int(tokenizer.pad) if begin is None else begin

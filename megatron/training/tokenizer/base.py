@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -40,8 +40,8 @@ class MegatronTokenizer(ABC):
     caches: both are part of a file format, order included.
     """
 
-    def __init__(self, *tokenizer_paths: str | None, **tokenizer_options: Any) -> None:
-        self.unique_identifiers: OrderedDict[str, Any] = OrderedDict()
+    def __init__(self, *tokenizer_paths: str | None, **tokenizer_options: object) -> None:
+        self.unique_identifiers: OrderedDict[str, object] = OrderedDict()
         self.unique_identifiers["class"] = type(self).__name__
         self.unique_identifiers["tokenizer_path"] = list(tokenizer_paths)
         for name, value in tokenizer_options.items():
@@ -86,6 +86,13 @@ class MegatronTokenizer(ABC):
     def inv_vocab(self) -> Mapping[int, str]:
         """Id to token."""
         return {index: token for token, index in self.vocab.items()}
+
+    def id_of(self, role: str) -> int | None:
+        """The id of ``eod``, ``bos``, ...; None where the vocabulary has no such token."""
+        try:
+            return int(getattr(self, role))
+        except MissingToken:
+            return None
 
     def _special(self, role: str) -> int:
         """The id of ``eod``, ``bos``, ...: what a kind of tokenizer says for all of them."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from megatron.core.config.errors import ConfigError
 from megatron.core.optional import require
 from megatron.training.tokenizer.library import LibraryTokenizer
-from megatron.training.tokenizer.spec import TokenizerSpec
 
 _MAX_WORD_CHARACTERS = 200  # longer words are unknown, as in Google's BERT
 _CONTINUES_WORD = "##"
@@ -46,16 +45,6 @@ class _BertWordPieceTokenizer(LibraryTokenizer):
         )
         self.name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
         self._num_extra_ids = vocab_extra_ids
-
-    @classmethod
-    def build_lower_case(cls, spec: TokenizerSpec) -> _BertWordPieceTokenizer:
-        """From the command line: --vocab-file and --vocab-extra-ids."""
-        return cls(spec.need("vocab_file"), True, spec.vocab_extra_ids)
-
-    @classmethod
-    def build_case(cls, spec: TokenizerSpec) -> _BertWordPieceTokenizer:
-        """From the command line: --vocab-file and --vocab-extra-ids."""
-        return cls(spec.need("vocab_file"), False, spec.vocab_extra_ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self.decode_token_ids(ids)

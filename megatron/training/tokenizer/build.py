@@ -20,16 +20,28 @@ from megatron.training.tokenizer.tiktoken import CustomTikTokenizer
 
 # --tokenizer-type -> what builds it.  A new kind is one file and one line here.
 TOKENIZERS: dict[str, Callable[[TokenizerSpec], MegatronTokenizer]] = {
-    "BertWordPieceLowerCase": _BertWordPieceTokenizer.build_lower_case,
-    "BertWordPieceCase": _BertWordPieceTokenizer.build_case,
-    "GPT2BPETokenizer": _GPT2BPETokenizer.build,
-    "SentencePieceTokenizer": _SentencePieceTokenizer.build,
-    "GPTSentencePieceTokenizer": _GPTSentencePieceTokenizer.build,
-    "HuggingFaceTokenizer": _HuggingFaceTokenizer.build,
-    "Llama2Tokenizer": _Llama2Tokenizer.build,
+    "BertWordPieceLowerCase": lambda spec: _BertWordPieceTokenizer(
+        spec.need("vocab_file"), True, spec.vocab_extra_ids
+    ),
+    "BertWordPieceCase": lambda spec: _BertWordPieceTokenizer(
+        spec.need("vocab_file"), False, spec.vocab_extra_ids
+    ),
+    "GPT2BPETokenizer": lambda spec: _GPT2BPETokenizer(
+        spec.need("vocab_file"), spec.need("merge_file")
+    ),
+    "SentencePieceTokenizer": lambda spec: _SentencePieceTokenizer(
+        spec.need("tokenizer_model"), spec.vocab_extra_ids
+    ),
+    "GPTSentencePieceTokenizer": lambda spec: _GPTSentencePieceTokenizer(
+        spec.need("tokenizer_model")
+    ),
+    "HuggingFaceTokenizer": lambda spec: _HuggingFaceTokenizer(
+        spec.need("tokenizer_model"), spec.vocab_extra_ids
+    ),
+    "Llama2Tokenizer": lambda spec: _Llama2Tokenizer(spec.need("tokenizer_model")),
     "TikTokenizer": CustomTikTokenizer.build,
-    "NullTokenizer": _NullTokenizer.build,
-    "NullMultimodalTokenizer": _NullMultimodalTokenizer.build,
+    "NullTokenizer": lambda spec: _NullTokenizer(spec.need("vocab_size")),
+    "NullMultimodalTokenizer": lambda spec: _NullMultimodalTokenizer(spec.need("vocab_size")),
 }
 REFUSED = {
     "MultimodalTokenizer": "images inside text come with the vision-language models",

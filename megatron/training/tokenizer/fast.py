@@ -8,7 +8,7 @@ and of the special tokens; any difference rules it out.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +20,6 @@ from megatron.training.tokenizer.bpe_rules import BpeRules
 from megatron.training.tokenizer.fast_gigatoken import GigatokenEncoder
 from megatron.training.tokenizer.fast_tiktoken import TiktokenEncoder
 
-BACKENDS = ("auto", "gigatoken", "tiktoken", "owner")
 _PROBE_STRIDE = 128  # code points; scripts are assigned in blocks
 # Ranges where categories change; the others are ideographs and Hangul, one kind throughout.
 _MIXED = ((0, 0x3400), (0x4DB0, 0x4E10), (0x9FF0, 0xAC10), (0xD7A0, 0xD800), (0xF900, 0x17010),
@@ -33,11 +32,24 @@ _CHARACTERS_PER_TEXT = 32
 class TextEncoder(Protocol):
     """Texts to ids, many at once."""
 
-    name: str
-    added_tokens: Sequence[str]  # words found in a text before it is cut
+    @property
+    def name(self) -> str:
+        """Of the library, as --tokenizer-backend has it."""
+
+    @property
+    def added_tokens(self) -> Sequence[str]:
+        """Words found in a text before it is cut."""
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
         """Text by text what the tokenizer's ``tokenize`` gives."""
+
+
+# The fastest first; each gives None for rules that it cannot run.
+_LIBRARIES: dict[str, Callable[[BpeRules, MegatronTokenizer], TextEncoder | None]] = {
+    "gigatoken": GigatokenEncoder.load,
+    "tiktoken": TiktokenEncoder.load,
+}
+BACKENDS = ("auto", *_LIBRARIES, "owner")
 
 
 class OwnerEncoder:
@@ -56,14 +68,22 @@ def candidates(tokenizer: MegatronTokenizer, backend: str = "auto") -> Iterator[
     Each but the owner is to be held to ``difference`` before its ids are used.  A ``backend``
     other than auto asks for one of them; ConfigError if it cannot be had.
     """
-    rules = tokenizer.bpe_rules() if backend != "owner" else None
-    for name in ("gigatoken", "tiktoken") if backend == "auto" else (backend,):
-        encoder, reason = _load(name, tokenizer, rules)
+    rules = tokenizer.bpe_rules()
+    for name, load in _LIBRARIES.items():
+        if backend not in ("auto", name):
+            continue
+        reason = why_missing(name)
+        encoder = None
+        if rules is None:
+            reason = f"{tokenizer.name} has no byte-level BPE"
+        elif reason is None:
+            encoder = load(rules, tokenizer)
         if encoder is not None:
             yield encoder
-        elif backend != "auto":
+        elif backend == name:
+            reason = reason or f"{name} cannot run these rules"
             raise ConfigError(f"--tokenizer-backend {backend}: {reason}; use auto or owner")
-    if backend == "auto":
+    if backend in ("auto", "owner"):
         yield OwnerEncoder(tokenizer)
 
 
@@ -80,24 +100,6 @@ def difference(
         if not _equal(tokenizer.tokenize_batch([text]), encoder.encode_batch([text])):
             break
     return f"{encoder.name} gives other ids than the tokenizer's own library, for {text[:80]!r}"
-
-
-def _load(
-    name: str, tokenizer: MegatronTokenizer, rules: BpeRules | None
-) -> tuple[TextEncoder | None, str | None]:
-    """The encoder, if it can be had; else why not."""
-    if name == "owner":
-        return OwnerEncoder(tokenizer), None
-    if rules is None:
-        return None, f"{tokenizer.name} has no byte-level BPE"
-    if reason := why_missing(name):
-        return None, reason
-    encoder: TextEncoder | None
-    if name == "gigatoken":
-        encoder = GigatokenEncoder.load(rules)
-    else:
-        encoder = TiktokenEncoder.load(rules, tokenizer)
-    return encoder, f"{name} cannot run these rules"
 
 
 def _equal(wanted: TokenBatch, found: TokenBatch) -> bool:

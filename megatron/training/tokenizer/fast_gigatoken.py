@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from megatron.core.optional import require
-from megatron.training.tokenizer.base import TokenBatch, surround
+from megatron.training.tokenizer.base import MegatronTokenizer, TokenBatch, surround
 from megatron.training.tokenizer.bpe_rules import BpeRules
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ class GigatokenEncoder:
         self._start_afresh()
 
     @classmethod
-    def load(cls, rules: BpeRules) -> GigatokenEncoder | None:
+    def load(cls, rules: BpeRules, _owner: MegatronTokenizer) -> GigatokenEncoder | None:
         """None, with the reason in the log, if gigatoken has no fast path for these rules."""
         try:
             return cls(rules)
@@ -52,7 +51,7 @@ class GigatokenEncoder:
         return surround(batch, self._rules.prefix, self._rules.suffix)
 
     def _encode_short(self, texts: Sequence[str]) -> TokenBatch:
-        layout: Any = self._bpe.encode_batch(list(texts), parallel=False).layout
+        layout = self._bpe.encode_batch(list(texts), parallel=False).layout
         offsets = np.asarray(layout.offsets.data)
         ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
         return TokenBatch(ids.astype(np.int32), np.diff(offsets))
@@ -64,9 +63,6 @@ class GigatokenEncoder:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except FileNotFoundError:
-        return 0
+    """Memory of this process."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

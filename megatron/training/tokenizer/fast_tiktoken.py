@@ -11,10 +11,11 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
+from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.core.optional import require
 from megatron.training.tokenizer.base import (
     MegatronTokenizer,
@@ -33,12 +34,26 @@ _BLANKS_TOO_LONG = re.compile(r"\s{10000}")
 _LONG_TEXT = 10000
 
 
+class Encoding(Protocol):
+    """A `tiktoken.Encoding`, as far as it is used here."""
+
+    special_tokens_set: set[str]
+
+    def encode(
+        self, text: str, *, allowed_special: str, disallowed_special: tuple[str, ...]
+    ) -> list[int]:
+        """Ranks of a text whose special tokens keep their meaning."""
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        """Ranks of a text in which everything is text."""
+
+
 class TiktokenEncoder:
     """Encodes on the calling thread; a text with endless blanks goes to the owner."""
 
     name = "tiktoken"
 
-    def __init__(self, encoding: Any, rules: BpeRules, ids: np.ndarray,
+    def __init__(self, encoding: Encoding, rules: BpeRules, ids: np.ndarray,
                  owner: MegatronTokenizer) -> None:  # fmt: skip
         self.encoding = encoding
         self._rules = rules
@@ -86,7 +101,7 @@ def _has_endless_blanks(text: str) -> bool:
     return len(text) >= _LONG_TEXT and _BLANKS_TOO_LONG.search(text) is not None
 
 
-def _pattern(tokenizer_json: dict[str, Any]) -> str | None:
+def _pattern(tokenizer_json: JsonObject) -> str | None:
     """How the rules cut a text, as one regular expression; None if they do more than that."""
     if tokenizer_json["normalizer"] is not None:
         return None
@@ -102,7 +117,7 @@ def _pattern(tokenizer_json: dict[str, Any]) -> str | None:
     return steps[0]["pattern"]["Regex"] if plain else None
 
 
-def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
+def _ranks(model: JsonObject) -> dict[bytes, int] | None:
     """Bytes of every token, in the order in which the rules make them; None if not in order."""
     unusual = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if model["type"] != "BPE" or any(map(model.get, unusual)):
@@ -122,7 +137,7 @@ def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
     return ranks if made_once and _tokens_merge_back(model, pairs) else None
 
 
-def _tokens_merge_back(model: dict[str, Any], pairs: Sequence[Sequence[str]]) -> bool:
+def _tokens_merge_back(model: JsonObject, pairs: Sequence[Sequence[str]]) -> bool:
     """Whether the merges alone turn the bytes of every token into that token."""
     if model.get("ignore_merges"):
         return True  # a piece that is a token is that token, under both rules
@@ -134,7 +149,7 @@ def _tokens_merge_back(model: dict[str, Any], pairs: Sequence[Sequence[str]]) ->
     return all(row.ids == [model["vocab"][t]] for row, t in zip(encoded, tokens, strict=True))
 
 
-def _specials(added: Sequence[dict[str, Any]], first_rank: int) -> dict[str, int] | None:
+def _specials(added: Sequence[JsonObject], first_rank: int) -> dict[str, int] | None:
     """Ranks for the added tokens; None if they match text in a way tiktoken cannot."""
     contents = [token["content"] for token in added]
     bent = any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)

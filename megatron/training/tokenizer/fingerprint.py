@@ -13,10 +13,9 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from megatron.core.config.errors import DataError
-from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken
+from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.null import _NullTokenizer
 
 # Texts on which tokenizers with one vocabulary and other rules differ.
@@ -81,8 +80,7 @@ def read_fingerprint(prefix: str) -> Fingerprint | None:
     path = sidecar_path(prefix)
     try:
         with open(path, encoding="utf-8") as file:
-            values: dict[str, Any] = json.load(file)
-        found = Fingerprint(**values)
+            found = Fingerprint(**json.load(file))
         if not (isinstance(found.sha256, str) and isinstance(found.vocab_size, int)):
             raise TypeError("sha256 must be text and vocab_size a number")
         return found
@@ -92,20 +90,13 @@ def read_fingerprint(prefix: str) -> Fingerprint | None:
         raise DataError(f"{path}: {error}; remove it, or preprocess the data again") from error
 
 
-def _eod_of(tokenizer: MegatronTokenizer) -> int | None:
-    try:
-        return int(tokenizer.eod)
-    except MissingToken:
-        return None
-
-
 class _Behaviour:
     """What a fingerprint digests; gathered once, as a vocabulary may have 200 k tokens."""
 
     def __init__(self, tokenizer: MegatronTokenizer) -> None:
         # Sorted by id and token: the order of two tokens with one id may differ between processes.
         self.vocabulary: Vocabulary = sorted((i, token) for token, i in tokenizer.vocab.items())
-        self.eod = _eod_of(tokenizer)
+        self.eod = tokenizer.id_of("eod")
         is_null = isinstance(tokenizer, _NullTokenizer)
         texts = () if is_null else _TEXTS
         self._ids = [list(map(int, tokenizer.tokenize(text))) for text in texts]

@@ -15,10 +15,10 @@ from functools import cached_property
 from typing import Any
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.core.optional import require
 from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken, TokenBatch, pack
 from megatron.training.tokenizer.bpe_rules import BpeRules, without_post_processor
-from megatron.training.tokenizer.spec import TokenizerSpec
 
 _WANTED_BY = "--tokenizer-type HuggingFaceTokenizer"
 # Classes of transformers that take tokenizer.json as it is.
@@ -62,15 +62,13 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
         else:
             self._library.add_special_tokens(extra)
 
-    @classmethod
-    def build(cls, spec: TokenizerSpec) -> _HuggingFaceTokenizer:
-        """From --tokenizer-model, a directory, a file or a name of the hub; --vocab-extra-ids."""
-        return cls(spec.need("tokenizer_model"), spec.vocab_extra_ids)
-
     def tokenize(self, text: str, **options: Any) -> list[int]:
+        ids: list[int]
         if self._wrapper is not None:
-            return self._wrapper(text, **options).input_ids
-        return self._library.encode(text, **options).ids
+            ids = self._wrapper(text, **options).input_ids
+        else:
+            ids = self._library.encode(text, **options).ids
+        return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
         if self._library is None:
@@ -78,9 +76,10 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
         return pack([row.ids for row in self._library.encode_batch_fast(list(texts))])
 
     def detokenize(self, ids: Sequence[int], **options: Any) -> str:
-        if self._wrapper is not None:
-            return self._wrapper.decode(list(ids), **options)
-        return self._library.decode(list(ids), **{"skip_special_tokens": False, **options})
+        if self._wrapper is None:
+            options = {"skip_special_tokens": False, **options}
+        text: str = (self._wrapper or self._library).decode(list(ids), **options)
+        return text
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
         if self._library is None:
@@ -106,18 +105,20 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
 
     @cached_property
     def vocab(self) -> Mapping[str, int]:
-        return (self._wrapper or self._library).get_vocab()
+        found: Mapping[str, int] = (self._wrapper or self._library).get_vocab()
+        return found
 
     @property
     def vocab_size(self) -> int:
         if self._wrapper is not None:
             return len(self._wrapper)
-        return self._library.get_vocab_size(with_added_tokens=True)
+        size: int = self._library.get_vocab_size()
+        return size
 
     def appended_tokens(self) -> Set[str]:
-        if self._library is None:
-            return self._wrapper.get_added_vocab().keys()
-        return {token.content for token in self._library.get_added_tokens_decoder().values()}
+        if self._library is not None:
+            return {token.content for token in self._library.get_added_tokens_decoder().values()}
+        return frozenset(() if self._wrapper is None else self._wrapper.get_added_vocab())
 
     @property
     def decoder(self) -> Mapping[int, str]:
@@ -137,13 +138,13 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
         return self._tokens[named]
 
 
-def _local_files(path: str) -> tuple[str | None, dict[str, Any]]:
+def _local_files(path: str) -> tuple[str | None, JsonObject]:
     """The tokenizer.json at ``path``, if there is one, and the tokenizer_config.json beside it."""
     directory = path if os.path.isdir(path) else os.path.dirname(path)
     file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
     if not os.path.isfile(file):
         return None, {}
-    config: dict[str, Any] = {}
+    config: JsonObject = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
             with open(os.path.join(directory, name), encoding="utf-8") as config_file:
@@ -155,14 +156,14 @@ def _local_files(path: str) -> tuple[str | None, dict[str, Any]]:
     return file, config
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _json_object(text: str) -> JsonObject:
     found = json.loads(text)
     if not isinstance(found, dict):
         raise ValueError(f"it is a {type(found).__name__}, not an object")
     return found
 
 
-def _is_plain(config: Mapping[str, Any]) -> bool:
+def _is_plain(config: JsonObject) -> bool:
     changes = ("add_bos_token", "add_eos_token", "auto_map")
     return config.get("tokenizer_class") in _PLAIN_CLASSES and not any(map(config.get, changes))
 
@@ -177,7 +178,7 @@ def _load_library(file: str) -> Any:
         ) from error
 
 
-def _load_wrapper(path: str, options: Mapping[str, Any]) -> Any:
+def _load_wrapper(path: str, options: Mapping[str, object]) -> Any:
     transformers = require("transformers", _WANTED_BY)
     try:
         return transformers.AutoTokenizer.from_pretrained(
@@ -191,7 +192,7 @@ def _load_wrapper(path: str, options: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _tokens_of(config: Mapping[str, Any], library: Any) -> dict[str, int]:
+def _tokens_of(config: JsonObject, library: Any) -> dict[str, int]:
     """Role to id, from tokenizer_config.json; EOS by a common name where no config names one."""
     tokens: dict[str, int] = {}
     for role in _ROLES:

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Protocol
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.optional import require
 from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken, TokenBatch, pack
 from megatron.training.tokenizer.bpe_rules import BpeRules
-from megatron.training.tokenizer.spec import TokenizerSpec
+
+
+class Encoding(Protocol):
+    """The tokens of a text."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+class Library(Protocol):
+    """A `tokenizers.Tokenizer`, as far as it is used here."""
+
+    def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Encoding: ...
+    def encode_batch_fast(
+        self, input: list[str], *, add_special_tokens: bool = True
+    ) -> list[Encoding]: ...
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
+    def get_vocab(self) -> dict[str, int]: ...
+    def get_vocab_size(self) -> int: ...
+    def token_to_id(self, token: str) -> int | None: ...
+    def to_str(self) -> str: ...
 
 
 class LibraryTokenizer(MegatronTokenizer):
@@ -18,7 +38,9 @@ class LibraryTokenizer(MegatronTokenizer):
 
     special_tokens: Mapping[str, str]  # role -> token, of those that it has
 
-    def __init__(self, library: Any, *tokenizer_paths: str, **tokenizer_options: Any) -> None:
+    def __init__(
+        self, library: Library, *tokenizer_paths: str, **tokenizer_options: object
+    ) -> None:
         super().__init__(*tokenizer_paths, **tokenizer_options)
         self._library = library
 
@@ -40,11 +62,11 @@ class LibraryTokenizer(MegatronTokenizer):
 
     @cached_property
     def vocab(self) -> Mapping[str, int]:
-        return self._library.get_vocab(with_added_tokens=True)
+        return self._library.get_vocab()
 
     @property
     def vocab_size(self) -> int:
-        return self._library.get_vocab_size(with_added_tokens=True)
+        return self._library.get_vocab_size()
 
     def _special(self, role: str) -> int:
         token = self.special_tokens.get(role)
@@ -80,11 +102,6 @@ class _GPT2BPETokenizer(LibraryTokenizer):
         bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         bpe.decoder = library.decoders.ByteLevel()
         super().__init__(bpe, vocab_file, merge_file)
-
-    @classmethod
-    def build(cls, spec: TokenizerSpec) -> _GPT2BPETokenizer:
-        """From the command line: --vocab-file and --merge-file."""
-        return cls(spec.need("vocab_file"), spec.need("merge_file"))
 
     def bpe_rules(self) -> BpeRules:
         return BpeRules(self._library.to_str())

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.tokenizer.base import MegatronTokenizer
-from megatron.training.tokenizer.spec import TokenizerSpec
 
 _IMAGE_TOKEN = "<image>"
 _IMAGE_TOKEN_ID = -200  # no id of text: the model puts the image's features in its place
@@ -18,11 +17,6 @@ class _NullTokenizer(MegatronTokenizer):
     def __init__(self, vocab_size: int) -> None:
         super().__init__(None, vocab_size=vocab_size)
         self._num_ids = int(vocab_size)
-
-    @classmethod
-    def build(cls, spec: TokenizerSpec) -> _NullTokenizer:
-        """From the command line: --vocab-size."""
-        return cls(spec.need("vocab_size"))
 
     def tokenize(self, text: str) -> list[int]:
         try:

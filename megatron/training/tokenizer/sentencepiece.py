@@ -16,7 +16,6 @@ from megatron.training.tokenizer.base import (
     replace_rows,
     surround,
 )
-from megatron.training.tokenizer.spec import TokenizerSpec
 
 
 class _PieceTokenizer(MegatronTokenizer):
@@ -34,19 +33,16 @@ class _PieceTokenizer(MegatronTokenizer):
         model = self._pieces
         self._control = {"pad": model.pad_id(), "bos": model.bos_id(), "eos": model.eos_id()}
 
-    @classmethod
-    def build(cls, spec: TokenizerSpec) -> _PieceTokenizer:
-        """From the command line: --tokenizer-model."""
-        return cls(spec.need("tokenizer_model"))
-
     def tokenize(self, text: str) -> list[int]:
-        return self._pieces.encode(text)
+        ids: list[int] = self._pieces.encode(text)
+        return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
         return pack(self._pieces.encode(list(texts), num_threads=1))
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return self._pieces.decode([int(index) for index in ids])
+        text: str = self._pieces.decode([int(index) for index in ids])
+        return text
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
         encoded = self._pieces.encode_as_proto(text)
@@ -60,7 +56,7 @@ class _PieceTokenizer(MegatronTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        return self._pieces.get_piece_size()
+        return int(self._pieces.get_piece_size())
 
     def _special(self, role: str) -> int:
         named = "eos" if role == "eod" else role
@@ -76,19 +72,12 @@ class _PieceTokenizer(MegatronTokenizer):
 class _GPTSentencePieceTokenizer(_PieceTokenizer):
     """GPTSentencePieceTokenizer: nothing but the model file."""
 
-    def __init__(self, model_file: str) -> None:
-        super().__init__(model_file)
-
 
 class _Llama2Tokenizer(_PieceTokenizer):
     """Llama2Tokenizer: a text begins with BOS."""
 
-    def __init__(self, model_file: str) -> None:
-        super().__init__(model_file)
-
     def tokenize(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
-        before = [self.bos] if bos else []
-        return before + self._pieces.encode(text) + ([self.eos] if eos else [])
+        return [self.bos] * bos + super().tokenize(text) + [self.eos] * eos
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
         return surround(super().tokenize_batch(texts), [self.bos], [])
@@ -116,11 +105,6 @@ class _SentencePieceTokenizer(_PieceTokenizer):
         special = sorted((*self._names.values(), *self._extra), key=len, reverse=True)
         self._special_ids = frozenset(vocab[token] for token in special)
         self._split = re.compile("(" + "|".join(map(re.escape, special)) + ")")
-
-    @classmethod
-    def build(cls, spec: TokenizerSpec) -> _SentencePieceTokenizer:
-        """From the command line: --tokenizer-model and --vocab-extra-ids."""
-        return cls(spec.need("tokenizer_model"), spec.vocab_extra_ids)
 
     def tokenize(self, text: str) -> list[int]:
         ids: list[int] = []

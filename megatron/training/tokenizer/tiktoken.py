@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import index
-from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.optional import require
@@ -95,7 +94,9 @@ class CustomTikTokenizer(MegatronTokenizer):
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
         if any(index < self._shift for index in ids):
             raise MissingToken(f"{self.name} keeps no offsets of special tokens")
-        return self._encoding.decode_with_offsets([index - self._shift for index in ids])[1]
+        ranks = [index - self._shift for index in ids]
+        starts: list[int] = self._encoding.decode_with_offsets(ranks)[1]
+        return starts
 
     @cached_property
     def vocab(self) -> Mapping[str, int]:
@@ -126,7 +127,8 @@ class CustomTikTokenizer(MegatronTokenizer):
     def _bytes_of(self, index: int) -> bytes:
         if index < self._shift:
             return self._specials[index].encode()
-        return self._encoding.decode_single_token_bytes(index - self._shift)
+        found: bytes = self._encoding.decode_single_token_bytes(index - self._shift)
+        return found
 
 
 def _special_tokens(special_tokens: Sequence[str] | None, count: int) -> tuple[str, ...]:
@@ -170,7 +172,7 @@ def _read_ranks(path: str, count: int) -> dict[bytes, int]:
 
 def _parse_ranks(content: bytes) -> dict[int, bytes]:
     if content.lstrip()[:1] in (b"[", b"{"):
-        entries: Any = json.loads(content)
+        entries = json.loads(content)
         entries = entries["vocab"] if isinstance(entries, dict) else entries
         return {index(e["rank"]): base64.b64decode(e["token_bytes"]) for e in entries}
     lines = (line.split() for line in content.splitlines() if line)

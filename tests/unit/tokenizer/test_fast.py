@@ -113,7 +113,7 @@ def test_gigatoken_forgets_its_words_when_they_take_too_much_memory(gpt2):
 
 def test_gigatoken_takes_short_texts_in_one_call(gpt2):
     pytest.importorskip("gigatoken")
-    encoder = GigatokenEncoder.load(gpt2.bpe_rules())
+    encoder = GigatokenEncoder.load(gpt2.bpe_rules(), gpt2)
     texts = ["a b", "", "hello there\n"] * 20
     assert same(encoder.encode_batch(texts), gpt2.tokenize_batch(texts))
     assert same(encoder.encode_batch([]), gpt2.tokenize_batch([]))

@@ -17,8 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.training.preprocess import run, workers
 from megatron.training.preprocess.encode import BlockEncoder, EncodedBlock
 from megatron.training.preprocess.inputs import Block
-from megatron.training.tokenizer import TokenBatch, TokenizerSpec, create_tokenizer
-from megatron.training.tokenizer.fast_gigatoken import GigatokenEncoder
+from megatron.training.tokenizer import TokenBatch, TokenizerSpec, create_tokenizer, fast
 from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprint
 from tests.tokenizer_files import CORPUS, DATA, SPM_MODEL, corpus_texts, write_bpe
 from tools import preprocess_data
@@ -316,7 +315,7 @@ def test_a_fast_library_with_other_ids_is_switched_off_with_a_warning(
         def encode_batch(self, texts):
             return TokenBatch(np.ones(len(texts), np.int32), np.ones(len(texts), np.int64))
 
-    monkeypatch.setattr(GigatokenEncoder, "load", classmethod(lambda cls, rules: Wrong()))
+    monkeypatch.setitem(fast._LIBRARIES, "gigatoken", lambda rules, owner: Wrong())
     missing = {"tiktoken": "gone"}
     monkeypatch.setattr("megatron.training.tokenizer.fast.why_missing", missing.get)
     prefix = ["--output-prefix", str(tmp_path / "out")]
