@@ -4,34 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.errors import CheckpointError
 
 _MANY_LAYERS = 10_000  # of layers, experts, heads: more than any model has
 _WIDEST = 2**31 - 1
+Test = Callable[[object], bool]
 
 
-def _is_count(value: Any, most: int = _WIDEST) -> bool:
-    return type(value) is int and 0 < value <= most
+def _is_between(least: int, most: int) -> Test:
+    def test(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+    return test
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and -1e30 < value < 1e30
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and _is_number(value) and value > 0
 
 
 # What an entry has to be, and the test for it.  A null counts as absent everywhere.
-_COUNT = ("an integer above 0 and below 2**31", _is_count)
-_FEW = ("an integer from 1 to 10000", lambda value: _is_count(value, _MANY_LAYERS))
-_FEW_OR_NONE = ("an integer from 0 to 10000", lambda v: type(v) is int and 0 <= v <= _MANY_LAYERS)
-_COUNT_OR_NONE = ("an integer from 0 to 2**31", lambda v: type(v) is int and 0 <= v <= _WIDEST)
+_COUNT = ("an integer above 0 and below 2**31", _is_between(1, _WIDEST))
+_FEW = ("an integer from 1 to 10000", _is_between(1, _MANY_LAYERS))
+_FEW_OR_NONE = ("an integer from 0 to 10000", _is_between(0, _MANY_LAYERS))
+_COUNT_OR_NONE = ("an integer from 0 to 2**31", _is_between(0, _WIDEST))
 _NUMBER = ("a finite number", _is_number)
-_POSITIVE = ("a number above 0", lambda value: _is_number(value) and value > 0)
+_POSITIVE = ("a number above 0", _is_positive)
 _SWITCH = ("true or false", lambda value: isinstance(value, bool))
 _NAME = ("text", lambda value: isinstance(value, str))
 _LIST = ("a list", lambda value: isinstance(value, list) and len(value) <= _WIDEST)
 _OBJECT = ("an object", lambda value: isinstance(value, dict))
-_KINDS: Mapping[tuple[str, Callable[[Any], bool]], str] = {
+_KINDS: Mapping[tuple[str, Test], str] = {
     _COUNT: "hidden_size intermediate_size max_position_embeddings vocab_size head_dim d_kv "
     "d_model d_ff n_embd n_positions n_inner moe_intermediate_size kv_lora_rank q_lora_rank "
     "qk_nope_head_dim qk_rope_head_dim v_head_dim shared_expert_intermediate_size "
@@ -59,7 +66,7 @@ _KINDS: Mapping[tuple[str, Callable[[Any], bool]], str] = {
 _EXPECTED = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 
 
-def check_values(config: Mapping[str, Any], path: Path) -> None:
+def check_values(config: Mapping[str, object], path: Path) -> None:
     """Raise CheckpointError unless the entries of ``path`` that are used here have their types."""
     for name, value in config.items():
         if value is None or name not in _EXPECTED:

@@ -12,19 +12,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError, MegatronError
 from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.formats import FORMATS, open_reader
-from megatron.core.dist_checkpointing.mapping import LazyPiece, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import OPTIMIZER_PREFIX, LazyPiece, ShardedTensor
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.dist_checkpointing.serialization import Contents, begin, conclude, publish, write
 from megatron.core.dist_checkpointing.validation import AMAX_HISTORY
+from megatron.core.dist_checkpointing.value_types import Arguments, Common, JsonObject, Layout
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.arguments.parser import build_parser
 from megatron.training.arguments.resolve import resolve
@@ -34,12 +33,11 @@ from megatron.training.checkpointing.checkpoint_args import (
     IF_UNSET,
     saved_namespace,
 )
-from megatron.training.checkpointing.checkpoint_tensors import OPTIMIZER_PREFIX
 from megatron.training.checkpointing.paths import find, open_checkpoint
 from megatron.training.checkpointing.save import CHECKPOINT_VERSION, plain
 from megatron.training.config.run import RunConfig
 from megatron.training.conversion import hf, hf_folder
-from megatron.training.conversion.family import Family
+from megatron.training.conversion.family import Config, Family
 from megatron.training.conversion.lazy import made_ahead
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.verify import compare_logits
@@ -72,7 +70,7 @@ class ConversionRequest:
     family: str | None = None
     dtype: torch.dtype | None = None  # None: as it is
     vocab_size: int | None = None  # tokens, where the checkpoint has padding
-    args: Mapping[str, Any] = field(default_factory=dict)  # dest -> value, written into ours
+    args: Arguments = field(default_factory=dict)  # dest -> value, written into ours
     step: int | None = None
     kind: str | None = None  # refuse a model of another
     is_release: bool = False  # weights alone, to begin from
@@ -86,10 +84,10 @@ class Source:
     """A checkpoint: tensors under our keys, and the rest of it."""
 
     tensors: Mapping[str, LazyTensor]
-    args: Mapping[str, Any]  # the command line, dest -> value
-    common: Mapping[str, Any]
-    layout: Mapping[str, Any]
-    rank_states: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    args: Arguments
+    common: Common
+    layout: Layout
+    rank_states: Mapping[int, JsonObject] = field(default_factory=dict)
     beside: Path | None = None  # a folder with Hugging Face's small files
 
 
@@ -125,7 +123,11 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
     if model.fresh:
         heads = ", ".join(dict.fromkeys(name.partition(".")[0] for name in model.fresh))
         say(f"the weights have no {heads}: these get values to begin with")
-    args = vars(build_parser().parse_args([])) | args_of(model.shape) | _precision(_dtype_of(model))
+    args = (
+        vars(build_parser().parse_args([]))
+        | args_of(model.shape)
+        | _precision(model.tensors[_EMBEDDING].dtype)
+    )
     args |= _TO_RESOLVE | _tokenizer_args(wanted, model.shape) | {"vocab_extra_ids": None}
     if wanted.verify:
         run = run_config(args)
@@ -149,9 +151,8 @@ def read_source(wanted: ConversionRequest) -> Source:
     states = {rank: reader.rank_state(rank) for rank in range(ranks)}
     beside = content.folder.parent / BESIDE
     model = content.asked.get("tokenizer_model")
-    is_folder = isinstance(model, str) and hf_folder.has_tokenizer(Path(model))
-    if not beside.is_dir() and is_folder:  # a path of the checkpoint: nothing but a tokenizer's
-        beside = Path(model)
+    if not beside.is_dir() and isinstance(model, str) and hf_folder.has_tokenizer(Path(model)):
+        beside = Path(model)  # a path of the checkpoint: nothing but a tokenizer's
     return Source(
         tensors=tensors,
         args={**content.asked, "model_kind": kind or _kind_of(tensors)},
@@ -299,7 +300,7 @@ def _record(tensor: LazyTensor) -> ShardedTensor:
     )
 
 
-def run_config(args: Mapping[str, Any], tp: int = 1, pp: int = 1, ep: int = 1) -> RunConfig:
+def run_config(args: Arguments, tp: int = 1, pp: int = 1, ep: int = 1) -> RunConfig:
     """The model and tokenizer of a command line, whatever else it asked for, cut as is said.
 
     Raises ConfigError where it asks for what is not in this version, or cannot be cut so.
@@ -321,20 +322,20 @@ def run_config(args: Mapping[str, Any], tp: int = 1, pp: int = 1, ep: int = 1) -
     return resolve(namespace, tp * pp * ep)
 
 
-def _layout_of(args: Mapping[str, Any]) -> dict[str, int]:
-    kinds = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
-    names = {short: f"{kind}_model_parallel_size" for short, kind in kinds.items()}
-    return {short: args[name] for short, name in names.items() if name in args}
+def _layout_of(args: Arguments) -> dict[str, int]:
+    axes = {"tp": "tensor", "pp": "pipeline", "ep": "expert"}
+    names = {axis: f"{word}_model_parallel_size" for axis, word in axes.items()}
+    return {axis: args[name] for axis, name in names.items() if name in args}
 
 
-def _config_beside(source: Source) -> dict[str, Any]:
+def _config_beside(source: Source) -> JsonObject:
     """The config.json that the model came with, if it did."""
     if source.beside is None or not (source.beside / hf_folder.CONFIG).exists():
         return {}
     return hf_folder.read_config(source.beside)
 
 
-def _describes(config: Mapping[str, Any], family: Family, shape: ModelShape) -> bool:
+def _describes(config: Config, family: Family, shape: ModelShape) -> bool:
     """Whether ``config`` still is the config.json of the model, but for its vocabulary."""
     if config.get("model_type") != family.model_type:
         return False
@@ -357,25 +358,25 @@ def _vocab_size(source: Source, wanted: ConversionRequest) -> int:
     return tokens if pad_vocab_size(tokens, multiple, tp) == rows else rows
 
 
-def _tokenizer_args(wanted: ConversionRequest, shape: ModelShape) -> dict[str, Any]:
+def _tokenizer_args(wanted: ConversionRequest, shape: ModelShape) -> dict[str, object]:
     """The tokenizer that came with the model; rows of the embedding, where it has fewer tokens."""
     rows = shape.vocab_size
     if not hf_folder.has_tokenizer(wanted.source):
         return {"tokenizer_type": "NullTokenizer", "vocab_size": rows - 1}  # one more is its EOD
-    found = {
+    found: dict[str, object] = {
         "tokenizer_type": "HuggingFaceTokenizer",
         "tokenizer_model": str((wanted.target / BESIDE).resolve()),
     }
-    here = TokenizerSpec(tokenizer_type=found["tokenizer_type"], tokenizer_model=str(wanted.source))
+    here = TokenizerSpec(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(wanted.source))
     if create_tokenizer(here).vocab_size == rows:
         return found
     return {**found, "padded_vocab_size": rows, "pad_vocab_in_loss": True}
 
 
-def _special_ids(run: RunConfig) -> dict[str, Any]:
+def _special_ids(run: RunConfig) -> dict[str, int | None]:
     """bos, eos and pad of the run's tokenizer, as config.json names them."""
     spec = TokenizerSpec.of(run.tokenizer)
-    ids: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    ids: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if spec.tokenizer_type in (None, "NullTokenizer"):
         return ids
     try:
@@ -402,18 +403,10 @@ def _precision(dtype: torch.dtype) -> dict[str, bool]:
     return {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
 
 
-def _dtype_of(model: hf.HFModel) -> torch.dtype:
-    return model.tensors[_EMBEDDING].dtype
-
-
 def _cast(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     if tensor.name.startswith(OPTIMIZER_PREFIX) or tensor.name.endswith(_ALWAYS_FP32):
         return tensor
-
-    def make() -> Tensor:
-        return tensor.make().to(dtype)
-
-    return replace(tensor, dtype=dtype, make=make)
+    return replace(tensor, dtype=dtype, make=lambda: tensor.make().to(dtype))
 
 
 def _count(tensors: Mapping[str, LazyTensor]) -> str:

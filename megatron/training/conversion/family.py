@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import AHEAD, AHEAD_LAYER, Rule, tensors_of
 
-Config = Mapping[str, Any]  # config.json
+Config: TypeAlias = Mapping[str, Any]  # config.json, or an object in it
+Values: TypeAlias = Mapping[str, Any]  # of a `ModelShape`, or of config.json, by name
+Names: TypeAlias = Mapping[str, str | Rule]  # ours -> theirs, of tensors or of modules
 _IN_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.*)")
 _IN_AHEAD = re.compile(AHEAD.replace(".", r"\.").format(r"(\d+)") + "(.*)")
 _OF_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
@@ -21,14 +24,15 @@ _OF_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 class Field:
     """Some entries of config.json, and the values of `ModelShape` that they stand for."""
 
-    read: Callable[[Config], Mapping[str, Any]]
-    write: Callable[[ModelShape], Mapping[str, Any]]
+    read: Callable[[Config], Values] = lambda config: {}
+    write: Callable[[ModelShape], Values] = lambda shape: {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """``outside`` and ``layer`` name their tensors by ours, ``layer`` behind ``layer_prefix``.
 
+    A name without ``.weight`` or ``.bias`` at its end stands for both.
     ``layer_prefix`` has {} for the number of the layer, and {stack} where there are an encoder and
     a decoder; a key of ``layer`` that begins with one of these is of it alone.  ``elsewhere``: what
     a tensor is whose place depends on the model, by its whole names, None for others.
@@ -45,10 +49,10 @@ class Family:
     model_type: str
     architecture: str
     fields: tuple[Field, ...]
-    outside: Mapping[str, str]
-    layer: Mapping[str, str | Rule]
+    outside: Names
+    layer: Names
     layer_prefix: str = "model.layers.{}."
-    ahead: Mapping[str, str] = field(default_factory=dict)
+    ahead: Names = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
     repeats: Mapping[str, str] = field(default_factory=dict)
     spellings: Mapping[str, str] = field(default_factory=dict)
@@ -56,7 +60,7 @@ class Family:
     stacked: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     blank: Callable[[ModelShape], Mapping[str, tuple[int, ...]]] = lambda shape: {}
-    always: Mapping[str, Any] = field(default_factory=dict)
+    always: Values = field(default_factory=dict)
     no_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)  # ends of names of constant buffers
 
     @property
@@ -80,7 +84,12 @@ class Family:
         for each in self.fields:
             values |= each.read(config)
         heads = values["num_attention_heads"]
-        values["num_query_groups"] = values.get("num_query_groups") or heads
+        groups = values["num_query_groups"] = values.get("num_query_groups") or heads
+        if heads % groups:
+            raise CheckpointError(
+                f"config.json has num_attention_heads {heads}, which {groups} groups of keys and "
+                "values cannot share"
+            )
         values["kv_channels"] = values.get("kv_channels") or values["hidden_size"] // heads
         values.setdefault("windows", (None,) * values["num_layers"])
         values.setdefault("softmax_scale", values["kv_channels"] ** -0.5)
@@ -88,9 +97,9 @@ class Family:
             values["embedding_scale"] = values["hidden_size"] ** 0.5
         return ModelShape(**values)
 
-    def config(self, shape: ModelShape) -> dict[str, Any]:
+    def config(self, shape: ModelShape) -> JsonObject:
         """A config.json of ``shape``, as far as the family can say it."""
-        out: dict[str, Any] = {
+        out: JsonObject = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             "use_cache": True,
@@ -105,25 +114,43 @@ class Family:
 
     def rules(self, shape: ModelShape) -> dict[str, Rule]:
         """Our global name -> rule, of every tensor of ``shape``.  Raises CheckpointError."""
-        return {name: self._rule(name, shape) for name in tensors_of(shape)}
+        return {name: self.rule(name, shape) for name in tensors_of(shape)}
 
-    def _rule(self, name: str, shape: ModelShape) -> Rule:
-        prefix, tail, expert = "", name, ""
-        table: Mapping[str, str | Rule] = self.outside
+    def name_of(self, name: str, shape: ModelShape) -> str:
+        """Their name of a tensor that is one in both."""
+        return self.rule(name, shape).theirs[0]
+
+    def rule(self, name: str, shape: ModelShape) -> Rule:
+        """The rule of our tensor ``name``.  Raises CheckpointError."""
+        prefix, tail, expert, stack = "", name, "", ""
+        table = self.outside
         if found := _IN_LAYER.fullmatch(name):
             prefix, tail = self.layer_prefix.format(found[2], stack=found[1]), found[3]
-            table = self.layer
-            tail = f"{found[1]}.{tail}" if f"{found[1]}.{tail}" in table else tail
+            table, stack = self.layer, found[1]
         elif found := _IN_AHEAD.fullmatch(name):
             prefix, tail = self.prefix_of_depth(int(found[1]), shape), found[2]
             table = self.layer if tail.startswith(AHEAD_LAYER) else self.ahead
             tail = tail.removeprefix(AHEAD_LAYER)
         if found := _OF_EXPERT.fullmatch(tail):
             expert, tail = found[2], f"{found[1]}{{}}{found[3]}"
-        rule = table.get(tail)
+        rule = _named(table, f"{stack}.{tail}") or _named(table, tail)
         if moved := self.elsewhere(name, shape):
-            prefix, rule = "", moved
+            prefix, rule = "", _rule_of(moved)
         if rule is None:
             raise CheckpointError(f"{name} has no counterpart in {self.architecture}")
-        rule = Rule((rule,)) if isinstance(rule, str) else rule
         return replace(rule, theirs=tuple(prefix + each.format(expert) for each in rule.theirs))
+
+
+def _named(table: Names, name: str) -> Rule | None:
+    """The rule of a tensor of ours, which the table names itself or by its module."""
+    if name in table:
+        return _rule_of(table[name])
+    module, _, kind = name.rpartition(".")
+    if module not in table or kind not in ("weight", "bias"):
+        return None
+    rule = _rule_of(table[module])
+    return replace(rule, theirs=tuple(f"{each}.{kind}" for each in rule.theirs))
+
+
+def _rule_of(theirs: str | Rule) -> Rule:
+    return Rule((theirs,)) if isinstance(theirs, str) else theirs

@@ -70,7 +70,10 @@ def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:
         parts = [_take(left, theirs, family) for theirs in rule.theirs]
         tensors[name] = _joined(name, parts, rule, shape, size)
     for again, ours in _copies(shape, family).items():
-        _leave_out_copy(left, family, again, tensors[ours])
+        copy = left.pop(again, None)
+        if copy is not None and not torch.equal(copy.make(), tensors[ours].make()):
+            original = family.name_of(ours, shape)
+            raise CheckpointError(f"{again} differs from {original}, which it should repeat")
     for name in family.blank(shape):
         if _take(left, name, family).make().any():
             raise CheckpointError(
@@ -140,17 +143,12 @@ def _joined(
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1:
         raise CheckpointError(f"{parts[0].name} and its kin have different dtypes")
-    if rule.shape_in_ours([part.shape for part in parts]) != size:
-        has = ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
-        raise CheckpointError(f"{has}: config.json asks for {list(size)} in {name}")
     dtype = dtypes.pop()
-    ours = torch.empty(size, dtype=dtype, device=torch.device("meta"))
-    for part, wanted in zip(parts, rule.to_theirs(ours, shape), strict=True):
-        if part.shape != wanted.shape:
-            raise CheckpointError(
-                f"{part.name} has shape {list(part.shape)}: config.json asks for "
-                f"{list(wanted.shape)}"
-            )
+    wanted = [tuple(part.shape) for part in rule.to_theirs(_meta(size, dtype), shape)]
+    if [part.shape for part in parts] != wanted:
+        has = ", ".join(f"{part.name} {list(part.shape)}" for part in parts)
+        needed = ", ".join(str(list(each)) for each in wanted)
+        raise CheckpointError(f"{has}: config.json asks for {needed} in {name}")
     make = partial(_made_of, parts, rule, shape)
     if rule.is_plain and len(parts) > 1:
         make = partial(_one_behind_the_other, parts, dtype, size)
@@ -174,8 +172,8 @@ def _one_behind_the_other(
     return whole
 
 
-def _meta(tensor: LazyTensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=torch.device("meta"))
+def _meta(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=torch.device("meta"))
 
 
 def _as_stored(shape: ModelShape, family: Family, weights: Mapping[str, LazyTensor]) -> ModelShape:
@@ -187,7 +185,8 @@ def _as_stored(shape: ModelShape, family: Family, weights: Mapping[str, LazyTens
     if shape.mtp_num_layers and not any(name.startswith(first) for name in weights):
         return replace(shape, mtp_num_layers=None)
     if shape.kind == "t5":
-        output, embedding = (weights.get(family.outside[n]) for n in (output_of(shape), _EMBEDDING))
+        names = (output_of(shape), _EMBEDDING)
+        output, embedding = (weights.get(family.name_of(name, shape)) for name in names)
         is_own = output and embedding and not torch.equal(output.make(), embedding.make())
         return replace(shape, is_tied=not is_own)
     return shape
@@ -197,7 +196,7 @@ def _copies(shape: ModelShape, family: Family) -> dict[str, str]:
     """Their tensors that repeat another -> ours."""
     out = dict(family.repeats)
     if shape.is_tied:
-        out[family.outside[output_of(shape)]] = _EMBEDDING
+        out[family.name_of(output_of(shape), shape)] = _EMBEDDING
     return out | _copies_ahead(shape, family)
 
 
@@ -211,17 +210,6 @@ def _copies_ahead(shape: ModelShape, family: Family) -> dict[str, str]:
         for depth in range(shape.mtp_num_layers or 0)
         for ours, theirs in family.copies.items()
     }
-
-
-def _leave_out_copy(
-    left: dict[str, LazyTensor], family: Family, name: str, original: LazyTensor
-) -> None:
-    """Some files repeat the embedding or the output layer."""
-    again = left.pop(name, None)
-    if again is not None and not torch.equal(again.make(), original.make()):
-        raise CheckpointError(
-            f"{name} differs from {family.outside[original.name]}, which it should repeat"
-        )
 
 
 def export_model(
@@ -245,10 +233,10 @@ def export_model(
         ours = _without_padding(tensors[name], size, is_cut=letters[name][0] == "*v")
         if ours.shape != size:
             raise CheckpointError(f"{name} has shape {list(ours.shape)}, not {list(size)}")
-        make = _once(partial(_parts, rule, ours.make, shape))
-        for index, part in enumerate(rule.to_theirs(_meta(ours), shape)):
-            made = partial(_part, make, index, len(rule.theirs))
-            out.append(LazyTensor(rule.theirs[index], ours.dtype, tuple(part.shape), made))
+        sizes = [part.shape for part in rule.to_theirs(_meta(size, ours.dtype), shape)]
+        makes = _shared(partial(_parts, rule, ours.make, shape), len(sizes))
+        for theirs, part_size, make in zip(rule.theirs, sizes, makes, strict=True):
+            out.append(LazyTensor(theirs, ours.dtype, tuple(part_size), make))
     for name, ours_name in _copies_ahead(shape, family).items():
         size = size_of(letters[ours_name], shape)
         whole = _without_padding(tensors[ours_name], size, is_cut=True)
@@ -264,20 +252,19 @@ def _parts(rule: Rule, make: Callable[[], Tensor], shape: ModelShape) -> list[Te
     return rule.to_theirs(make(), shape)
 
 
-def _once(make: Callable[[], list[Tensor]]) -> Callable[[bool], list[Tensor]]:
-    """``make``, whose result is kept until the call that says it is the last."""
-    kept: list[list[Tensor]] = []
+def _shared(make: Callable[[], list[Tensor]], count: int) -> list[Callable[[], Tensor]]:
+    """Each of the ``count`` results of ``make``, which are kept until the last one is taken."""
+    kept: list[Tensor] = []
 
-    def call(is_last: bool) -> list[Tensor]:
+    def take(index: int) -> Tensor:
         if not kept:
-            kept.append(make())
-        return kept.pop() if is_last else kept[0]
+            kept.extend(make())
+        part = kept[index]
+        if index == count - 1:
+            kept.clear()
+        return part
 
-    return call
-
-
-def _part(make: Callable[[bool], list[Tensor]], index: int, count: int) -> Tensor:
-    return make(index == count - 1)[index]
+    return [partial(take, index) for index in range(count)]
 
 
 def _without_padding(tensor: LazyTensor, size: tuple[int, ...], *, is_cut: bool) -> LazyTensor:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +34,7 @@ from megatron.core.dist_checkpointing.safetensors_file import (
     read_header,
     write_file,
 )
+from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.core.file_names import path_inside
 from megatron.training.conversion.config_values import check_values
 from megatron.training.conversion.lazy import Entries, made_ahead
@@ -54,7 +54,7 @@ _UNPICKLING_FAILURES = (
 MAX_SHARD_BYTES = 5_000_000_000
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> JsonObject:
     """config.json.  Raises CheckpointError."""
     if not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder} is {NO_MODEL}")
@@ -63,7 +63,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> JsonObject:
     try:
         return json_object(path.read_bytes(), str(path))
     except OSError as error:
@@ -248,7 +248,7 @@ def write_weights(
         write_text(folder / f"{_SAFETENSORS}.index.json", json.dumps(index, indent=2) + "\n")
 
 
-def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+def write_config(folder: Path, config: Mapping[str, object]) -> None:
     """Write config.json as `transformers` does."""
     write_text(folder / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 

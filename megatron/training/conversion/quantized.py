@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
+from megatron.training.conversion.family import Config
 from megatron.training.conversion.lazy import Entries, entry_of
 
 _BLOCKS, _SCALES, _INVERSE = "_blocks", "_scales", "_scale_inv"
@@ -27,9 +27,7 @@ _EXPONENT_OF_ONE = 127
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def plain_numbers(
-    weights: Mapping[str, LazyTensor], config: Mapping[str, Any]
-) -> dict[str, LazyTensor]:
+def plain_numbers(weights: Mapping[str, LazyTensor], config: Config) -> dict[str, LazyTensor]:
     """``weights`` with those in few bits as bf16.
 
     Raises CheckpointError for another kind, and where weights and scales do not fit.

@@ -7,9 +7,9 @@ layers); here each has one spelling, so that equal models have equal shapes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import cached_property
 
 import torch.nn.functional as F
 
@@ -25,7 +25,7 @@ from megatron.training.config.run import RunConfig
 
 ENDLESS = 2048  # stands for the longest sequence of a model whose positions do not end
 # What layers of a hybrid read, by their symbols, as it is said where there are none of them.
-_READ_BY: dict[str, dict[str, Any]] = {
+_READ_BY: dict[str, dict[str, object]] = {
     "*": {
         **{"num_attention_heads": 1, "num_query_groups": 1, "kv_channels": 1, "softmax_scale": 1.0},
         **{"add_qkv_bias": False, "qk_norm": None},
@@ -34,6 +34,30 @@ _READ_BY: dict[str, dict[str, Any]] = {
     "-E": {"activation": "silu", "is_gated": True},
     "*-E": {"add_bias_linear": False},
 }
+# Values that only some models read; the others have the defaults.
+_READ_BY_SOME: tuple[tuple[Callable[[ModelShape], bool], Iterable[str]], ...] = (
+    (lambda shape: shape.num_experts is not None, (*EXPERTS, "expert_layers")),
+    (lambda shape: shape.multi_latent_attention, LATENT),
+    (
+        lambda shape: shape.position_embedding_type == "rope",
+        (
+            *("rotary_base", "rotary_percent", "rotary_interleaved", "rope_scaling_factor"),
+            *("rotary_seq_len_interpolation_factor", "longrope_short_factor"),
+            *("longrope_long_factor", "longrope_original_max_position_embeddings", *YARN),
+        ),
+    ),
+    (lambda shape: shape.rotary_scaling_factor != 1, YARN),
+    (
+        lambda shape: shape.position_embedding_type == "relative",
+        ("relative_attention_num_buckets", "relative_attention_max_distance"),
+    ),
+    (lambda shape: shape.kind == "t5", ("decoder_num_layers",)),
+    (lambda shape: shape.kind == "bert", ("has_binary_head",)),
+    (
+        lambda shape: shape.kind == "mamba",
+        ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +146,9 @@ class ModelShape:
     def __post_init__(self) -> None:
         """One spelling of what says the same."""
         fill = object.__setattr__
+        for is_read, names in _READ_BY_SOME:
+            for name in () if is_read(self) else names:
+                fill(self, name, getattr(ModelShape, name))
         if self.expert_layers and all(self.expert_layers) and self.moe_ffn_hidden_size:
             fill(self, "ffn_hidden_size", self.moe_ffn_hidden_size)
         if self.moe_router_num_groups == self.moe_router_group_topk:  # no group is left out
@@ -141,7 +168,7 @@ class ModelShape:
                 for name, value in values.items():
                     fill(self, name, value)
 
-    @property
+    @cached_property
     def dims(self) -> dict[str, int]:
         """The sizes that shapes of tensors are made of, under the letters of `tensors`."""
         heads, halves = self.num_attention_heads, 2 if self.is_gated else 1
@@ -194,18 +221,14 @@ class ModelShape:
 def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
     """The model that ``run`` builds over ``vocab_size`` tokens."""
     m, lm = run.model, run.language_model
-    is_rope = lm.position_embedding_type == "rope"
-    values = {name: getattr(m, name) for name in (*_ALIKE, *(_LONGROPE if is_rope else ()))}
-    if is_rope:
-        values |= {name: getattr(lm, name) for name in _ROTARY}
-        values["rope_scaling_factor"] = lm.rope_scaling_factor if lm.use_rope_scaling else None
-        values |= {name: _tuple(values[name]) for name in _LONGROPE[:2]}
-        values["rotary_interleaved"] = m.rotary_interleaved
-        values |= _yarn(m, lm.max_position_embeddings)
+    kind, is_t5 = lm.model_kind or "gpt", lm.model_kind == "t5"
     scale = m.embedding_scale
     heads = ("latent" if m.multi_latent_attention else "head") if m.qk_layernorm else None
+    found = {**vars(lm), **vars(m)}
+    values = {f.name: found[f.name] for f in fields(ModelShape) if f.name in found}
     values |= {
-        "kind": lm.model_kind or "gpt",
+        "kind": kind,
+        "num_layers": lm.encoder_num_layers if is_t5 else m.num_layers,
         "max_position_embeddings": lm.max_position_embeddings or 0,
         "vocab_size": vocab_size,
         "norm_epsilon": m.layernorm_epsilon,
@@ -213,7 +236,7 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
         "activation": _activation(m),
         "is_gated": m.gated_linear_unit,
         "add_qkv_bias": m.add_bias_linear or m.add_qkv_bias,
-        "position_embedding_type": lm.position_embedding_type,
+        "rope_scaling_factor": lm.rope_scaling_factor if lm.use_rope_scaling else None,
         "windows": tuple(_window(m, layer) for layer in range(m.num_layers)),
         "qk_norm": "wide" if m.qk_layernorm_full_width else heads,
         "softmax_scale": m.kv_channels**-0.5 if m.softmax_scale is None else m.softmax_scale,
@@ -221,109 +244,67 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
         "output_scale": 1.0 if m.output_scale is None else m.output_scale or m.hidden_size**-0.5,
         "mtp_num_layers": m.mtp_num_layers or None,
         "is_tied": not lm.untie_embeddings_and_output_weights,
+        "has_binary_head": lm.bert_binary_head,
+        "num_experts": m.num_moe_experts,
         "others": tuple(_others(run)),
+        **_yarn(m, lm.max_position_embeddings),
     }
-    return ModelShape(**values, **_experts(m), **_of_kind(run), **_latent(m))
-
-
-# Under one name in a shape, in the configuration and on the command line.
-_ALIKE = (
-    "hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
-    "layer_norm_placement apply_residual_connection_post_layernorm add_bias_linear "
-    "attn_logit_softcapping final_logit_softcapping softmax_type activation_func_clamp_value "
-    "glu_linear_offset attention_dropout hidden_dropout"
-).split()
-_ROTARY = ("rotary_base", "rotary_percent", "rotary_seq_len_interpolation_factor")
-_LONGROPE = (
-    "longrope_short_factor",
-    "longrope_long_factor",
-    "longrope_original_max_position_embeddings",
-)
-_BUCKETS = ("relative_attention_num_buckets", "relative_attention_max_distance")
-_MIXER = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
-
-
-def _of_kind(run: RunConfig) -> dict[str, Any]:
-    """How deep the model is, and what one kind alone has."""
-    m, lm = run.model, run.language_model
-    values: dict[str, Any] = {"num_layers": m.num_layers}
-    if m.num_moe_experts is not None and lm.model_kind != "mamba":
-        values["expert_layers"] = tuple(has_experts(m, layer) for layer in range(m.num_layers))
-    if lm.model_kind == "bert":
-        values["has_binary_head"] = lm.bert_binary_head
-    if lm.model_kind == "t5":
-        values |= {"num_layers": lm.encoder_num_layers, "decoder_num_layers": lm.decoder_num_layers}
-        if lm.position_embedding_type == "relative":
-            values |= {name: getattr(m, name) for name in _BUCKETS}
-    if lm.model_kind == "mamba":
-        values |= {name: getattr(m, name) for name in _MIXER}
+    if kind == "mamba":
         values["mamba_num_heads"] = m.mamba_num_heads or 2 * m.hidden_size // m.mamba_head_dim
         ratios = lm.hybrid_attention_ratio, lm.hybrid_mlp_ratio
         values["pattern"] = layer_pattern(m.num_layers, *ratios, lm.hybrid_override_pattern)
-    return values
+    elif m.num_moe_experts is not None:
+        values["expert_layers"] = tuple(has_experts(m, layer) for layer in range(m.num_layers))
+    return ModelShape(**values)
 
 
-def _experts(m: TransformerConfig) -> dict[str, Any]:
-    if m.num_moe_experts is None:
-        return {}
-    values = {name: getattr(m, name) for name in EXPERTS if name != "num_experts"}
-    return values | {"num_experts": m.num_moe_experts}
+def _yarn(m: TransformerConfig, longest: int | None) -> dict[str, float | None]:
+    if m.rope_type != "yarn" and not (m.multi_latent_attention and m.rope_type is None):
+        return {"rotary_scaling_factor": 1.0}
+    defaults = {
+        "yarn_original_max_position_embeddings": longest,
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+    }
+    return {name: value for name, value in defaults.items() if getattr(m, name) is None}
 
 
-def _latent(m: TransformerConfig) -> dict[str, Any]:
-    if not m.multi_latent_attention:
-        return {}
-    return {name: getattr(m, name) for name in LATENT}
+# What `args_of` spells otherwise.
+_CONVERTED = frozenset(
+    "kind vocab_size activation is_gated rope_scaling_factor windows qk_norm softmax_scale "
+    "embedding_scale output_scale is_tied expert_layers has_binary_head pattern others".split()
+)
 
 
-def _yarn(m: TransformerConfig, longest: int | None) -> dict[str, Any]:
-    is_yarn = m.rope_type == "yarn" or (m.multi_latent_attention and m.rope_type is None)
-    if not is_yarn or m.rotary_scaling_factor == 1:
-        return {}
-    told = {name: getattr(m, name) for name in YARN if getattr(m, name) is not None}
-    original = {"yarn_original_max_position_embeddings": longest}
-    return original | {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0} | told
-
-
-def args_of(shape: ModelShape) -> dict[str, Any]:
+def args_of(shape: ModelShape) -> dict[str, object]:
     """The flags that build ``shape``, dest -> value."""
-    more = (
-        "num_layers max_position_embeddings norm_epsilon apply_layernorm_1p add_qkv_bias "
-        "position_embedding_type rotary_interleaved softmax_scale mtp_num_layers"
-    )
-    names = (*_ALIKE, *_ROTARY, *_LONGROPE, *more.split())
-    values: dict[str, Any] = {name: getattr(shape, name) for name in names}
-    values["model_kind"] = shape.kind
-    if shape.kind == "bert":
-        values["bert_binary_head"] = shape.has_binary_head
-    if shape.kind == "t5":
-        values["encoder_num_layers"] = shape.num_layers
-        values |= {name: getattr(shape, name) for name in ("decoder_num_layers", *_BUCKETS)}
-    if shape.kind == "mamba":
-        values |= {name: getattr(shape, name) for name in _MIXER}
-        values["hybrid_override_pattern"] = shape.pattern
+    values = {f.name: getattr(shape, f.name) for f in fields(shape) if f.name not in _CONVERTED}
+    values = {name: value for name, value in values.items() if value is not None}
     seen = {window for window in shape.windows if window is not None}
     if len(seen) == 1:
         values["window_size"] = [*seen, 0]
         if None in shape.windows:
             values["window_attn_skip_freq"] = [int(w is not None) for w in shape.windows]
-    if shape.num_experts is not None:
-        values |= {name: getattr(shape, name) for name in EXPERTS}
-        if shape.expert_layers:
-            values["moe_layer_freq"] = [int(is_one) for is_one in shape.expert_layers]
-    if shape.multi_latent_attention:
-        values |= {name: getattr(shape, name) for name in LATENT}
+    if shape.kind == "bert":
+        values["bert_binary_head"] = shape.has_binary_head
+    if shape.kind == "t5":
+        values["encoder_num_layers"] = shape.num_layers
+    if shape.pattern:
+        values["hybrid_override_pattern"] = shape.pattern
+    if shape.expert_layers:
+        values["moe_layer_freq"] = [int(is_one) for is_one in shape.expert_layers]
     if shape.rotary_scaling_factor != 1:
-        values |= {name: getattr(shape, name) for name in YARN} | {"rope_type": "yarn"}
-    if shape.softmax_scale == shape.kv_channels**-0.5:
-        values["softmax_scale"] = None
-    is_scaled_by_root = shape.embedding_scale == math.sqrt(shape.hidden_size)
+        values["rope_type"] = "yarn"
+    if shape.softmax_scale != shape.kv_channels**-0.5:
+        values["softmax_scale"] = shape.softmax_scale
+    root = math.sqrt(shape.hidden_size)  # 0 stands for it
     if shape.embedding_scale != 1:
-        values["embedding_scale"] = 0.0 if is_scaled_by_root else shape.embedding_scale
+        values["embedding_scale"] = shape.embedding_scale if shape.embedding_scale != root else 0.0
     if shape.output_scale != 1:
         is_root = shape.output_scale == shape.hidden_size**-0.5
         values["output_scale"] = 0.0 if is_root else shape.output_scale
     return values | {
+        "model_kind": shape.kind,
         "seq_length": shape.max_position_embeddings,
         "group_query_attention": shape.num_query_groups != shape.num_attention_heads,
         "rotary_base": int(shape.rotary_base),
@@ -345,8 +326,11 @@ def args_of(shape: ModelShape) -> dict[str, Any]:
 def _activation(m: TransformerConfig) -> str:
     if m.activation_func is F.gelu:
         return "gelu_tanh" if m.bias_activation_fusion else "gelu"
-    names = {openai_gelu: "gelu_tanh", squared_relu: "squared_relu", quick_gelu: "quick_gelu"}
-    return {F.silu: "silu", F.relu: "relu", **names}[m.activation_func]
+    names: dict[object, str] = {
+        **{F.silu: "silu", F.relu: "relu", openai_gelu: "gelu_tanh"},
+        **{squared_relu: "squared_relu", quick_gelu: "quick_gelu"},
+    }
+    return names[m.activation_func]
 
 
 def _window(m: TransformerConfig, layer: int) -> int | None:
@@ -373,7 +357,3 @@ def _others(run: RunConfig) -> Iterator[str]:
         yield "--qk-l2-norm"
     if not all(layer_has_rope(m, layer) for layer in range(m.num_layers)):
         yield "--no-rope-freq"
-
-
-def _tuple(values: Any) -> tuple[float, ...] | None:
-    return None if values is None else tuple(values)

@@ -37,14 +37,6 @@ class Rule:
     transposed: bool = False
     by_turns: bool = False
 
-    def shape_in_ours(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-        """What `to_ours` makes of tensors of ``shapes``; None where they do not fit together."""
-        if self.transposed:
-            shapes = [shape[::-1] for shape in shapes]
-        if not all(shapes) or any(shape[1:] != shapes[0][1:] for shape in shapes):
-            return None
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
     @property
     def is_plain(self) -> bool:
         """Whether ours is theirs, one behind the other."""

@@ -7,11 +7,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import HashStore, ProcessGroup
 
 from megatron.core import optional
 from megatron.core.config.errors import CheckpointError
@@ -94,7 +93,7 @@ def our_logits(
     return list(our_outputs(our_model(run, tensors, vocab_size), run, prompts))
 
 
-def their_outputs(model: Any, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
+def their_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
     """What `our_outputs` is compared with, of a model of `transformers`."""
     if model_kind_name(run) == "t5":
         yield model(input_ids=ids, decoder_input_ids=ids.flip(1), use_cache=False).logits
@@ -144,7 +143,7 @@ def our_model(run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int
 
 def _alone() -> ProcessGroupCollection:
     """One rank, without a default process group."""
-    one = ProcessGroup(0, 1)
+    one = ProcessGroup(HashStore(), 0, 1)
     dense, expert = make_grids(1)
-    names: dict[str, Any] = dict.fromkeys(("world", "tp", "pp", "cp", "dp", "dp_cp"), one)
-    return ProcessGroupCollection(**names, dense_grid=dense, expert_grid=expert)
+    groups = dict.fromkeys(("world", "tp", "pp", "cp", "dp", "dp_cp"), one)
+    return ProcessGroupCollection(**groups, dense_grid=dense, expert_grid=expert)

@@ -9,17 +9,15 @@ final one at the end of their layer before.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
 from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion.families.fields import SIZES, demand, same
-from megatron.training.conversion.family import Config, Family, Field
+from megatron.training.conversion.family import Config, Family, Field, Names, Values
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule
 
 _MOVED = re.compile(r"encoder\.(?:layers\.(\d+)\.input|final)_layernorm\.(weight|bias)")
-_TOKEN_TYPES = "bert.embeddings.token_type_embeddings.weight"
 
 
 def _elsewhere(name: str, shape: ModelShape) -> str | None:
@@ -31,7 +29,7 @@ def _elsewhere(name: str, shape: ModelShape) -> str | None:
     return f"bert.{where}.LayerNorm.{found[2]}"
 
 
-def _read_types(config: Config) -> dict[str, Any]:
+def _read_types(config: Config) -> Values:
     count = config.get("type_vocab_size", 2)
     if count not in (1, 2):
         raise CheckpointError(
@@ -43,7 +41,7 @@ def _read_types(config: Config) -> dict[str, Any]:
 def _types(model: str, alone: str) -> Field:
     """Kinds of tokens, which ours has together with the head for pairs of sentences."""
 
-    def write(shape: ModelShape) -> dict[str, Any]:
+    def write(shape: ModelShape) -> Values:
         return {
             "type_vocab_size": 1 + shape.has_binary_head,
             "architectures": [model if shape.has_binary_head else alone],
@@ -54,12 +52,8 @@ def _types(model: str, alone: str) -> Field:
 
 def _no_types(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """One kind of tokens adds nothing."""
-    return {} if shape.has_binary_head else {_TOKEN_TYPES: (1, shape.hidden_size)}
-
-
-def _both(ours: str, theirs: str) -> dict[str, str]:
-    """Weight and bias."""
-    return {f"{ours}.{kind}": f"{theirs}.{kind}" for kind in ("weight", "bias")}
+    name = "bert.embeddings.token_type_embeddings.weight"
+    return {} if shape.has_binary_head else {name: (1, shape.hidden_size)}
 
 
 _FIELDS = (
@@ -73,7 +67,7 @@ _FIELDS = (
     demand("is_decoder", False),
     demand("add_cross_attention", False),
 )
-_ALWAYS: Mapping[str, Any] = {
+_ALWAYS: Values = {
     "kind": "bert",
     "normalization": "LayerNorm",
     "activation": "gelu",
@@ -83,59 +77,49 @@ _ALWAYS: Mapping[str, Any] = {
     "position_embedding_type": "learned_absolute",
     "is_tied": True,
 }
-_OUTSIDE: Mapping[str, str] = {
-    "embedding.word_embeddings.weight": "bert.embeddings.word_embeddings.weight",
-    "embedding.position_embeddings.weight": "bert.embeddings.position_embeddings.weight",
-    "embedding.tokentype_embeddings.weight": _TOKEN_TYPES,
-    **_both("lm_head.dense", "cls.predictions.transform.dense"),
-    **_both("lm_head.layer_norm", "cls.predictions.transform.LayerNorm"),
+_OUTSIDE: Names = {
+    "embedding.word_embeddings": "bert.embeddings.word_embeddings",
+    "embedding.position_embeddings": "bert.embeddings.position_embeddings",
+    "embedding.tokentype_embeddings": "bert.embeddings.token_type_embeddings",
+    "lm_head.dense": "cls.predictions.transform.dense",
+    "lm_head.layer_norm": "cls.predictions.transform.LayerNorm",
     "output_layer.weight": "cls.predictions.decoder.weight",
     "output_layer.bias": "cls.predictions.bias",
-    **_both("pooler.dense", "bert.pooler.dense"),
-    **_both("binary_head", "cls.seq_relationship"),
+    "pooler.dense": "bert.pooler.dense",
+    "binary_head": "cls.seq_relationship",
 }
-_LAYER: Mapping[str, str | Rule] = {
-    **{
-        f"self_attention.linear_qkv.{kind}": Rule(
-            tuple(f"attention.self.{part}.{kind}" for part in ("query", "key", "value")),
-            is_qkv=True,
-        )
-        for kind in ("weight", "bias")
-    },
-    **_both("self_attention.linear_proj", "attention.output.dense"),
-    **_both("mlp.linear_fc1", "intermediate.dense"),
-    **_both("mlp.linear_fc2", "output.dense"),
+_LAYER: Names = {
+    "self_attention.linear_qkv": Rule(
+        tuple(f"attention.self.{part}" for part in ("query", "key", "value")), is_qkv=True
+    ),
+    "self_attention.linear_proj": "attention.output.dense",
+    "mlp.linear_fc1": "intermediate.dense",
+    "mlp.linear_fc2": "output.dense",
 }
-_COMMON: Mapping[str, Any] = {
-    "outside": _OUTSIDE,
-    "layer_prefix": "bert.encoder.layer.{}.",
-    "repeats": {"cls.predictions.decoder.bias": "output_layer.bias"},
-    "heads": ("lm_head.", "output_layer.", "pooler.", "binary_head."),
-    "blank": _no_types,
-    "spellings": {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
-    "no_weights": ("embeddings.position_ids",),
-}
-
 BERT = Family(
     model_type="bert",
     architecture="BertForPreTraining",
     always={**_ALWAYS, "apply_residual_connection_post_layernorm": True},
     fields=(*_FIELDS, _types("BertForPreTraining", "BertForMaskedLM")),
-    layer={**_LAYER, **_both("pre_mlp_layernorm", "attention.output.LayerNorm")},
+    outside=_OUTSIDE,
+    layer_prefix="bert.encoder.layer.{}.",
+    layer={**_LAYER, "pre_mlp_layernorm": "attention.output.LayerNorm"},
     elsewhere=_elsewhere,
-    **_COMMON,
+    repeats={"cls.predictions.decoder.bias": "output_layer.bias"},
+    heads=("lm_head.", "output_layer.", "pooler.", "binary_head."),
+    blank=_no_types,
+    spellings={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    no_weights=("embeddings.position_ids",),
 )
 
 # Norms before attention and MLP, and one behind the last layer.
-MEGATRON_BERT = Family(
+MEGATRON_BERT = replace(
+    BERT,
     model_type="megatron-bert",
     architecture="MegatronBertForPreTraining",
     always=_ALWAYS,
     fields=(*_FIELDS, _types("MegatronBertForPreTraining", "MegatronBertForMaskedLM")),
-    layer={
-        **_both("input_layernorm", "attention.ln"),
-        **_LAYER,
-        **_both("pre_mlp_layernorm", "ln"),
-    },
-    **{**_COMMON, "outside": {**_OUTSIDE, **_both("encoder.final_layernorm", "bert.encoder.ln")}},
+    outside={**_OUTSIDE, "encoder.final_layernorm": "bert.encoder.ln"},
+    layer={**_LAYER, "input_layernorm": "attention.ln", "pre_mlp_layernorm": "ln"},
+    elsewhere=lambda name, shape: None,
 )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from operator import not_
 
 from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion.families.fields import HEAD_DIM, demand, same, windows
 from megatron.training.conversion.families.llama import NO_BIAS, SILU, llama_like
-from megatron.training.conversion.family import Config, Field
+from megatron.training.conversion.family import Config, Field, Names, Values
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule
 
@@ -16,38 +15,38 @@ TOPK = same("num_experts_per_tok", "moe_router_topk")
 WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size")
 
 
-def gated(ours: str, theirs: str, gate: str, up: str, down: str) -> dict[str, Rule]:
+def gated(ours: str, theirs: str, gate: str, up: str, down: str) -> Names:
     """The matrices of a gated MLP."""
-    first = tuple(f"{theirs}.{name}.weight" for name in (gate, up))
     return {
-        f"{ours}.linear_fc1.weight": Rule(first),
-        f"{ours}.linear_fc2.weight": Rule((f"{theirs}.{down}.weight",)),
+        f"{ours}.linear_fc1": Rule((f"{theirs}.{gate}", f"{theirs}.{up}")),
+        f"{ours}.linear_fc2": f"{theirs}.{down}",
     }
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-EXPERT_LAYER: Mapping[str, str | Rule] = {
-    "mlp.router.weight": "mlp.gate.weight",
+EXPERT_LAYER: Names = {
+    "mlp.router": "mlp.gate",
     **gated("mlp.experts.local_experts.{}", "mlp.experts.{}", *PROJECTIONS),
 }
 
-
-def _read_normed(config: Config) -> dict[str, Any]:
-    is_normed = bool(config.get("norm_topk_prob", False))
-    return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not is_normed}
-
-
 # Whether the weights of the chosen experts sum to 1: a softmax over them, or over all.
-NORMED = Field(_read_normed, lambda shape: {"norm_topk_prob": not shape.moe_router_pre_softmax})
+NORMED = same("norm_topk_prob", "moe_router_pre_softmax", False, not_, not_)
+# By how much the weights of the chosen experts are multiplied.
+SCALED = same(
+    "routed_scaling_factor",
+    "moe_router_topk_scaling_factor",
+    1.0,
+    write=lambda factor: factor or 1.0,
+)
 
 
-def _read_sparse(config: Config) -> dict[str, Any]:
+def _read_sparse(config: Config) -> Values:
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     layers = range(config["num_hidden_layers"])
     return {"expert_layers": tuple(i not in dense and (i + 1) % step == 0 for i in layers)}
 
 
-def _write_sparse(shape: ModelShape) -> dict[str, Any]:
+def _write_sparse(shape: ModelShape) -> Values:
     dense = [i for i, has_experts in enumerate(shape.expert_layers) if not has_experts]
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
@@ -55,7 +54,7 @@ def _write_sparse(shape: ModelShape) -> dict[str, Any]:
 SPARSE = Field(_read_sparse, _write_sparse)
 
 
-def _read_first_dense(config: Config) -> dict[str, Any]:
+def _read_first_dense(config: Config) -> Values:
     dense = config.get("first_k_dense_replace", 0)
     return {"expert_layers": tuple(i >= dense for i in range(config["num_hidden_layers"]))}
 
@@ -67,12 +66,12 @@ FIRST_DENSE = Field(
 )
 
 
-def _read_shared(config: Config) -> dict[str, Any]:
+def _read_shared(config: Config) -> Values:
     width = config["n_shared_experts"] * config["moe_intermediate_size"]
     return {"moe_shared_expert_intermediate_size": width}
 
 
-def _write_shared(shape: ModelShape) -> dict[str, Any]:
+def _write_shared(shape: ModelShape) -> Values:
     width = shape.moe_shared_expert_intermediate_size or 0
     return {"n_shared_experts": width // (shape.moe_ffn_hidden_size or 1)}
 
@@ -83,14 +82,14 @@ SHARED = Field(_read_shared, _write_shared)
 def groups(counted: int) -> Field:
     """Groups of experts, which are chosen by their best ``counted`` experts."""
 
-    def read(config: Config) -> dict[str, Any]:
+    def read(config: Config) -> Values:
         return {
             "moe_router_num_groups": config.get("n_group") or 1,
             "moe_router_group_topk": config.get("topk_group") or 1,
             "moe_router_group_score_topk": counted,
         }
 
-    def write(shape: ModelShape) -> dict[str, Any]:
+    def write(shape: ModelShape) -> Values:
         return {
             "n_group": shape.moe_router_num_groups or 1,
             "topk_group": shape.moe_router_group_topk or 1,
@@ -99,16 +98,18 @@ def groups(counted: int) -> Field:
     return Field(read, write)
 
 
-def _read_width(config: Config) -> dict[str, Any]:
-    every = (True,) * config["num_hidden_layers"]
-    return {"moe_ffn_hidden_size": config["intermediate_size"], "expert_layers": every}
-
+_SOFTMAX: Values = {"moe_router_score_function": "softmax"}
 
 # Every layer has experts, which have the width that others say of an MLP.
 IN_ALL_LAYERS = (
     same("num_local_experts", "num_experts"),
     TOPK,
-    Field(_read_width, lambda shape: {}),
+    Field(
+        lambda config: {
+            "moe_ffn_hidden_size": config["intermediate_size"],
+            "expert_layers": (True,) * config["num_hidden_layers"],
+        }
+    ),
 )
 MIXTRAL = llama_like(
     "mixtral",
@@ -119,10 +120,10 @@ MIXTRAL = llama_like(
     *IN_ALL_LAYERS,
     epsilon=1e-5,
     layer={
-        "mlp.router.weight": "block_sparse_moe.gate.weight",
+        "mlp.router": "block_sparse_moe.gate",
         **gated("mlp.experts.local_experts.{}", "block_sparse_moe.experts.{}", "w1", "w3", "w2"),
     },
-    always={"moe_router_score_function": "softmax"},
+    always=_SOFTMAX,
 )
 
 
@@ -147,11 +148,11 @@ QWEN2_MOE = llama_like(
         **gated("mlp.shared_experts", "mlp.shared_expert", *PROJECTIONS),
         "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
     },
-    always={"add_qkv_bias": True, "moe_shared_expert_gate": True},
+    always={**_SOFTMAX, "add_qkv_bias": True, "moe_shared_expert_gate": True},
 )
 
 
-def _read_count(config: Config) -> dict[str, Any]:
+def _read_count(config: Config) -> Values:
     """Published models say ``num_experts``; transformers 5.23 writes the other name."""
     count = config.get("num_experts") or config.get("num_local_experts")
     if not count:
@@ -169,5 +170,5 @@ QWEN3_MOE = llama_like(
     NO_BIAS,
     Field(_read_count, lambda shape: {"num_experts": shape.num_experts}),
     layer=EXPERT_LAYER,
-    always={"qk_norm": "head"},
+    always={**_SOFTMAX, "qk_norm": "head"},
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.config.errors import CheckpointError
-from megatron.training.conversion.family import Config, Field
+from megatron.core.dist_checkpointing.value_types import JsonObject
+from megatron.training.conversion.family import Config, Field, Values
 from megatron.training.conversion.shape import ModelShape
 
 REQUIRED = object()
@@ -19,26 +20,41 @@ ACTIVATIONS = {
     "relu2": "squared_relu",
 }
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
+Convert = Callable[[Any], object]
 
 
-def same(theirs: str, ours: str, default: Any = REQUIRED) -> Field:
-    """One number under two names; ``default`` is their class's where config.json has none."""
+def same(
+    theirs: str,
+    ours: str,
+    default: object = REQUIRED,
+    read: Convert | None = None,
+    write: Convert | None = None,
+) -> Field:
+    """One value under two names; ``read`` and ``write`` convert between its two forms.
 
-    def read(config: Config) -> dict[str, Any]:
+    ``default`` is their class's where config.json has none, or a function of config.json.
+    """
+
+    def from_theirs(config: Config) -> Values:
         value = config.get(theirs)
-        value = default if value is None else value
+        if value is None:
+            value = default(config) if callable(default) else default
         if value is REQUIRED:
             raise CheckpointError(f"config.json has no {theirs}")
-        return {ours: value}
+        return {ours: value if read is None else read(value)}
 
-    return Field(read, lambda shape: {theirs: getattr(shape, ours)})
+    def from_ours(shape: ModelShape) -> Values:
+        value = getattr(shape, ours)
+        return {theirs: value if write is None else write(value)}
+
+    return Field(from_theirs, from_ours)
 
 
-def demand(theirs: str, value: Any) -> Field:
-    """A switch that only one setting of is built here; absent, it has that setting."""
+def demand(theirs: str, value: object, *, is_required: bool = False) -> Field:
+    """A switch with one setting that can be converted; absent, it has that setting."""
 
-    def read(config: Config) -> dict[str, Any]:
-        found = config.get(theirs, value)
+    def read(config: Config) -> Values:
+        found = config[theirs] if is_required else config.get(theirs, value)
         if found != value:
             raise CheckpointError(
                 f"config.json has {theirs} {found}: only {value} can be converted"
@@ -51,138 +67,133 @@ def demand(theirs: str, value: Any) -> Field:
 def activation(theirs: str, default: str, *others: str) -> Field:
     """The MLP's activation, under the first of some names that config.json has a value for."""
 
-    def read(config: Config) -> dict[str, Any]:
+    def read(config: Config) -> Values:
         found = [config[name] for name in (*others, theirs) if config.get(name)]
         name = found[0] if found else default
         if name not in ACTIVATIONS:
             raise CheckpointError(f"config.json has {theirs} {name}, which is not built here")
         return {"activation": ACTIVATIONS[name]}
 
-    def write(shape: ModelShape) -> dict[str, Any]:
-        if ACTIVATIONS[default] == shape.activation:
-            return {theirs: default}
+    def write(shape: ModelShape) -> Values:
         names = [name for name, ours in ACTIVATIONS.items() if ours == shape.activation]
-        return {theirs: names[-1] if names else default}  # then it is not the family
+        is_default = default in names or not names  # without a name it is not the family
+        return {theirs: default if is_default else names[-1]}
 
     return Field(read, write)
 
 
 def tied(default: bool) -> Field:
     """Whether the output layer is the word embedding."""
-
-    def read(config: Config) -> dict[str, Any]:
-        return {"is_tied": bool(config.get("tie_word_embeddings", default))}
-
-    return Field(read, lambda shape: {"tie_word_embeddings": shape.is_tied})
+    return same("tie_word_embeddings", "is_tied", default, bool)
 
 
-def rope_of(config: Config) -> dict[str, Any]:
-    """``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` before it."""
-    out = {"rope_theta": config.get("rope_theta", 10000.0)}
-    out["partial_rotary_factor"] = config.get("partial_rotary_factor", 1.0)
-    out |= config.get("rope_scaling") or config.get("rope_parameters") or {}
-    out["kind"] = out.get("rope_type") or out.get("type") or "default"
+def norm(default: float) -> Field:
+    """The epsilon of RMSNorm."""
+    return same("rms_norm_eps", "norm_epsilon", default)
+
+
+def rope_of(config: Config) -> JsonObject:
+    """``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` before it.
+
+    With the other entries of config.json, which stand in for what they lack.
+    """
+    out = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **config}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    out |= {name: value for name, value in rope.items() if value is not None}
+    out["rope_type"] = out.get("rope_type") or out.get("type") or "default"
     return out
 
 
-def _read_rope(config: Config) -> dict[str, Any]:
+def _read_rope(config: Config) -> Values:
     rope = rope_of(config)
-    if rope["rope_theta"] != int(rope["rope_theta"]):
-        raise CheckpointError(
-            f"config.json has rope_theta {rope['rope_theta']}, which is no integer"
-        )
-    out = {"rotary_base": rope["rope_theta"], "rotary_percent": rope["partial_rotary_factor"]}
-    kind = rope["kind"]
-    if kind == "linear":
-        out["rotary_seq_len_interpolation_factor"] = rope["factor"]
-    elif kind == "llama3":
-        for name, built in _LLAMA3.items():
-            if rope[name] != built:
-                raise CheckpointError(f"config.json has {name} {rope[name]}: only {built} is built")
-        out["rope_scaling_factor"] = float(rope["factor"])
-    elif kind in ("longrope", "su"):
-        original = rope.get("original_max_position_embeddings")
-        out["longrope_short_factor"] = tuple(rope["short_factor"])
-        out["longrope_long_factor"] = tuple(rope["long_factor"])
-        out["longrope_original_max_position_embeddings"] = (
-            original or config["original_max_position_embeddings"]
-        )
-    elif kind == "yarn":
-        out |= yarn(rope, config)
-    elif kind != "default":
+    base, kind = rope["rope_theta"], rope["rope_type"]
+    if base != int(base):
+        raise CheckpointError(f"config.json has rope_theta {base}, which is no integer")
+    out = {"rotary_base": base, "rotary_percent": rope["partial_rotary_factor"]}
+    kind = "longrope" if kind == "su" else kind
+    if kind == "default":
+        return out
+    if kind not in _ROPE_TYPES:
         raise CheckpointError(f"config.json has rope_type {kind}, which no flag of ours asks for")
+    for each in _ROPE_TYPES[kind][1]:
+        out |= each.read(rope)
     return out
 
 
-def yarn(rope: Config, config: Config) -> dict[str, Any]:
-    """What YaRN is told, with what it has where it is not told."""
+def _write_rope(shape: ModelShape) -> Values:
+    """In the spelling that every version of transformers reads."""
+    out: JsonObject = {"rope_theta": float(shape.rotary_base), "rope_scaling": None}
+    if shape.rotary_percent != 1:
+        out["partial_rotary_factor"] = shape.rotary_percent
+    for kind, (name, entries) in _ROPE_TYPES.items():
+        if getattr(shape, name) != getattr(ModelShape, name):
+            out["rope_scaling"] = {"rope_type": kind}
+            for each in entries:
+                out["rope_scaling"] |= each.write(shape)
+    if shape.longrope_short_factor is not None:
+        length = shape.longrope_original_max_position_embeddings
+        out["original_max_position_embeddings"] = length
+    return out
+
+
+def _read_mscale(rope: Config) -> Values:
     if rope.get("attention_factor") is not None:
         raise CheckpointError(
             f"config.json has attention_factor {rope['attention_factor']}: only the rule is built"
         )
     mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
-    length = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
-    return {
-        "rotary_scaling_factor": float(rope["factor"]),
-        "yarn_original_max_position_embeddings": length,
-        "yarn_beta_fast": float(rope.get("beta_fast") or 32),
-        "yarn_beta_slow": float(rope.get("beta_slow") or 1),
-        "yarn_correction_range_round_to_int": bool(rope.get("truncate", True)),
-        "mscale": float(mscale) if mscale and of_all else 1.0,
-        "mscale_all_dim": float(of_all) if mscale and of_all else 0.0,
-    }
+    if not mscale or not of_all:
+        return {}
+    return {"mscale": float(mscale), "mscale_all_dim": float(of_all)}
 
 
-def yarn_entries(shape: ModelShape) -> dict[str, Any]:
-    """The entries that `yarn` reads."""
-    out = {
-        "rope_type": "yarn",
-        "factor": shape.rotary_scaling_factor,
-        "original_max_position_embeddings": shape.yarn_original_max_position_embeddings,
-        "beta_fast": shape.yarn_beta_fast,
-        "beta_slow": shape.yarn_beta_slow,
-        "truncate": shape.yarn_correction_range_round_to_int,
-    }
-    if shape.mscale_all_dim:
-        out |= {"mscale": shape.mscale, "mscale_all_dim": shape.mscale_all_dim}
-    return out
+def _write_mscale(shape: ModelShape) -> Values:
+    names = ("mscale", "mscale_all_dim") if shape.mscale_all_dim else ()
+    return {name: getattr(shape, name) for name in names}
 
 
-_LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+_LENGTH = "original_max_position_embeddings"
+# rope_type -> the value of ours that is not its default then, and the entries of rope_scaling.
+_ROPE_TYPES: dict[str, tuple[str, tuple[Field, ...]]] = {
+    "linear": (
+        "rotary_seq_len_interpolation_factor",
+        (same("factor", "rotary_seq_len_interpolation_factor", write=float),),
+    ),
+    "longrope": (
+        "longrope_short_factor",
+        (
+            same("short_factor", "longrope_short_factor", read=tuple),
+            same("long_factor", "longrope_long_factor", read=tuple),
+            Field(
+                lambda rope: {f"longrope_{_LENGTH}": rope[_LENGTH]},
+                lambda shape: {
+                    "factor": shape.max_position_embeddings
+                    / (shape.longrope_original_max_position_embeddings or 1)
+                },
+            ),
+        ),
+    ),
+    "yarn": (
+        "rotary_scaling_factor",
+        (
+            same("factor", "rotary_scaling_factor", read=float),
+            same(_LENGTH, f"yarn_{_LENGTH}", lambda rope: rope["max_position_embeddings"]),
+            same("beta_fast", "yarn_beta_fast", 32, float),
+            same("beta_slow", "yarn_beta_slow", 1, float),
+            same("truncate", "yarn_correction_range_round_to_int", True, bool),
+            Field(_read_mscale, _write_mscale),
+        ),
+    ),
+    "llama3": (
+        "rope_scaling_factor",
+        (
+            same("factor", "rope_scaling_factor", read=float),
+            demand("low_freq_factor", 1.0, is_required=True),
+            demand("high_freq_factor", 4.0, is_required=True),
+            demand(_LENGTH, 8192, is_required=True),
+        ),
+    ),
 }
-
-
-def _write_rope(shape: ModelShape) -> dict[str, Any]:
-    """In the spelling that every version of transformers reads."""
-    out: dict[str, Any] = {"rope_theta": float(shape.rotary_base), "rope_scaling": None}
-    if shape.rotary_percent != 1:
-        out["partial_rotary_factor"] = shape.rotary_percent
-    if shape.rope_scaling_factor is not None:
-        out["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": shape.rope_scaling_factor,
-            **_LLAMA3,
-        }
-    elif shape.rotary_scaling_factor != 1:
-        out["rope_scaling"] = yarn_entries(shape)
-    elif shape.rotary_seq_len_interpolation_factor is not None:
-        factor = float(shape.rotary_seq_len_interpolation_factor)
-        out["rope_scaling"] = {"rope_type": "linear", "factor": factor}
-    elif shape.longrope_short_factor is not None:
-        original = shape.longrope_original_max_position_embeddings
-        out["rope_scaling"] = {
-            "rope_type": "longrope",
-            "short_factor": shape.longrope_short_factor,
-            "long_factor": shape.longrope_long_factor,
-            "factor": shape.max_position_embeddings / (original or 1),
-        }
-        out["original_max_position_embeddings"] = original
-    return out
-
-
 ROPE = Field(_read_rope, _write_rope)
 
 
@@ -192,7 +203,7 @@ def windows(pattern: Callable[[Config, int], bool] | None = None, *, switch: boo
     Their window counts the token itself.  ``switch``: ``use_sliding_window`` turns them on.
     """
 
-    def read(config: Config) -> dict[str, Any]:
+    def read(config: Config) -> Values:
         count, size = config["num_hidden_layers"], config.get("sliding_window")
         if not size or (switch and not config.get("use_sliding_window", False)):
             return {"windows": (None,) * count}
@@ -203,9 +214,9 @@ def windows(pattern: Callable[[Config, int], bool] | None = None, *, switch: boo
         ]
         return {"windows": tuple(size - 1 if is_seen else None for is_seen in seen)}
 
-    def write(shape: ModelShape) -> dict[str, Any]:
+    def write(shape: ModelShape) -> Values:
         sizes = [window for window in shape.windows if window is not None]
-        out: dict[str, Any] = {"sliding_window": sizes[0] + 1 if sizes else None}
+        out: dict[str, object] = {"sliding_window": sizes[0] + 1 if sizes else None}
         if pattern is not None:
             kinds = [_FULL if window is None else _WINDOWED for window in shape.windows]
             out["layer_types"] = kinds
@@ -217,13 +228,15 @@ def windows(pattern: Callable[[Config, int], bool] | None = None, *, switch: boo
     return Field(read, write)
 
 
+def alike(*names: str) -> tuple[Field, ...]:
+    """Required values that have one name in theirs and in ours."""
+    return tuple(same(name, name) for name in names)
+
+
 SIZES = (
     same("num_hidden_layers", "num_layers"),
-    same("hidden_size", "hidden_size"),
     same("intermediate_size", "ffn_hidden_size"),
-    same("num_attention_heads", "num_attention_heads"),
-    same("max_position_embeddings", "max_position_embeddings"),
-    same("vocab_size", "vocab_size"),
+    *alike("hidden_size", "num_attention_heads", "max_position_embeddings", "vocab_size"),
 )
 LLAMA_FIELDS = (
     *SIZES,
@@ -232,15 +245,8 @@ LLAMA_FIELDS = (
     ROPE,
 )
 HEAD_DIM = same("head_dim", "kv_channels", None)
-
-
-def norm(default: float) -> Field:
-    """The epsilon of RMSNorm."""
-    return same("rms_norm_eps", "norm_epsilon", default)
-
-
-LLAMA_OUTSIDE: Mapping[str, str] = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.final_layernorm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
+LLAMA_OUTSIDE = {
+    "embedding.word_embeddings": "model.embed_tokens",
+    "decoder.final_layernorm": "model.norm",
+    "output_layer": "lm_head",
 }

@@ -2,29 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.training.conversion.families.fields import activation, demand, same, tied
-from megatron.training.conversion.family import Config, Family, Field
-from megatron.training.conversion.shape import ModelShape
+from megatron.training.conversion.family import Family
 from megatron.training.conversion.tensors import Rule
-
-
-def _read_width(config: Config) -> dict[str, Any]:
-    return {"ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"]}
-
-
-def _write_width(shape: ModelShape) -> dict[str, Any]:
-    is_default = shape.ffn_hidden_size == 4 * shape.hidden_size
-    return {"n_inner": None if is_default else shape.ffn_hidden_size}
-
-
-def _both(ours: str, theirs: str, *, is_qkv: bool = False) -> dict[str, Rule]:
-    return {
-        f"{ours}.weight": Rule((f"{theirs}.weight",), is_qkv=is_qkv, transposed=True),
-        f"{ours}.bias": Rule((f"{theirs}.bias",), is_qkv=is_qkv),
-    }
-
 
 GPT2 = Family(
     model_type="gpt2",
@@ -46,7 +26,7 @@ GPT2 = Family(
         same("attn_pdrop", "attention_dropout", 0.1),
         same("embd_pdrop", "hidden_dropout", 0.1),
         same("resid_pdrop", "hidden_dropout", 0.1),
-        Field(_read_width, _write_width),
+        same("n_inner", "ffn_hidden_size", lambda config: 4 * config["n_embd"]),
         activation("activation_function", "gelu_new"),
         tied(True),
         demand("scale_attn_weights", True),
@@ -54,22 +34,19 @@ GPT2 = Family(
         demand("add_cross_attention", False),
     ),
     outside={
-        "embedding.word_embeddings.weight": "transformer.wte.weight",
-        "embedding.position_embeddings.weight": "transformer.wpe.weight",
-        "decoder.final_layernorm.weight": "transformer.ln_f.weight",
-        "decoder.final_layernorm.bias": "transformer.ln_f.bias",
-        "output_layer.weight": "lm_head.weight",
+        "embedding.word_embeddings": "transformer.wte",
+        "embedding.position_embeddings": "transformer.wpe",
+        "decoder.final_layernorm": "transformer.ln_f",
+        "output_layer": "lm_head",
     },
     layer_prefix="transformer.h.{}.",
     layer={
-        "input_layernorm.weight": "ln_1.weight",
-        "input_layernorm.bias": "ln_1.bias",
-        **_both("self_attention.linear_qkv", "attn.c_attn", is_qkv=True),
-        **_both("self_attention.linear_proj", "attn.c_proj"),
-        "pre_mlp_layernorm.weight": "ln_2.weight",
-        "pre_mlp_layernorm.bias": "ln_2.bias",
-        **_both("mlp.linear_fc1", "mlp.c_fc"),
-        **_both("mlp.linear_fc2", "mlp.c_proj"),
+        "input_layernorm": "ln_1",
+        "self_attention.linear_qkv": Rule(("attn.c_attn",), is_qkv=True, transposed=True),
+        "self_attention.linear_proj": Rule(("attn.c_proj",), transposed=True),
+        "pre_mlp_layernorm": "ln_2",
+        "mlp.linear_fc1": Rule(("mlp.c_fc",), transposed=True),
+        "mlp.linear_fc2": Rule(("mlp.c_proj",), transposed=True),
     },
     no_weights=(".attn.bias", ".attn.masked_bias"),
 )

@@ -6,19 +6,12 @@ them in mxfp4 (`quantized`), which is not written.
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.training.conversion.families.experts import IN_ALL_LAYERS
-from megatron.training.conversion.families.fields import HEAD_DIM, demand, tied, windows
+from megatron.training.conversion.families.fields import HEAD_DIM, demand, same, tied, windows
 from megatron.training.conversion.families.llama import llama_like
-from megatron.training.conversion.family import Config, Field
 from megatron.training.conversion.tensors import Rule
 
 _EXPERT = "mlp.experts.local_experts.{}."
-
-
-def _read_limit(config: Config) -> dict[str, Any]:
-    return {"activation_func_clamp_value": float(config.get("swiglu_limit") or 7.0)}
 
 
 GPT_OSS = llama_like(
@@ -28,15 +21,14 @@ GPT_OSS = llama_like(
     tied(False),
     windows(lambda config, layer: layer % 2 == 0),
     *IN_ALL_LAYERS,
-    Field(_read_limit, lambda shape: {"swiglu_limit": shape.activation_func_clamp_value}),
+    same("swiglu_limit", "activation_func_clamp_value", 7.0, float),
     demand("attention_bias", True),
     demand("hidden_act", "silu"),
     demand("swiglu_alpha", 1.702),
     epsilon=1e-5,
     layer={
         "self_attention.core_attention.softmax_offset": "self_attn.sinks",
-        "mlp.router.weight": "mlp.router.weight",
-        "mlp.router.bias": "mlp.router.bias",
+        "mlp.router": "mlp.router",
         f"{_EXPERT}linear_fc1.weight": Rule(
             ("mlp.experts.gate_up_proj.{}",), transposed=True, by_turns=True
         ),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron.core.config.errors import CheckpointError
 from megatron.training.conversion.families.fields import (
     HEAD_DIM,
@@ -17,33 +14,25 @@ from megatron.training.conversion.families.fields import (
     tied,
     windows,
 )
-from megatron.training.conversion.family import Config, Family, Field
-from megatron.training.conversion.shape import ModelShape
+from megatron.training.conversion.family import Config, Family, Field, Names, Values
 from megatron.training.conversion.tensors import Rule
 
-
-def _qkv(kind: str) -> Rule:
-    return Rule(tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), is_qkv=True)
-
-
 # A layer with norms before attention and MLP; families take from it what they share.
-LAYER: Mapping[str, str | Rule] = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "self_attention.linear_qkv.weight": _qkv("weight"),
-    "self_attention.linear_qkv.bias": _qkv("bias"),
-    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "mlp.linear_fc1.weight": Rule(("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    "mlp.linear_fc1.bias": Rule(("mlp.gate_proj.bias", "mlp.up_proj.bias")),
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-    "mlp.linear_fc2.bias": "mlp.down_proj.bias",
+LAYER: Names = {
+    "input_layernorm": "input_layernorm",
+    "self_attention.linear_qkv": Rule(
+        tuple(f"self_attn.{letter}_proj" for letter in "qkv"), is_qkv=True
+    ),
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "mlp.linear_fc1": Rule(("mlp.gate_proj", "mlp.up_proj")),
+    "mlp.linear_fc2": "mlp.down_proj",
 }
 
 
-def _read_bias(config: Config) -> dict[str, Any]:
+def _read_bias(config: Config) -> Values:
     attention, mlp = (bool(config.get(f"{part}_bias", False)) for part in ("attention", "mlp"))
     if attention != mlp:
         raise CheckpointError(
@@ -63,8 +52,9 @@ def llama_like(
     name: str,
     *fields: Field,
     epsilon: float = 1e-6,
-    layer: Mapping[str, str | Rule] | None = None,
-    **more: Any,
+    layer: Names | None = None,
+    always: Values | None = None,
+    stacked: tuple[str, ...] = (),
 ) -> Family:
     """Llama with ``fields`` beside its own and ``layer`` over its names of tensors."""
     return Family(
@@ -73,7 +63,8 @@ def llama_like(
         fields=(*LLAMA_FIELDS, norm(epsilon), *fields),
         outside=LLAMA_OUTSIDE,
         layer={**LAYER, **(layer or {})},
-        **more,
+        always=always or {},
+        stacked=stacked,
     )
 
 
@@ -109,7 +100,7 @@ QWEN3 = llama_like(
 )
 
 # Norms stored as distances from one, a gated GELU and scaled embeddings.
-_GEMMA: dict[str, Any] = {"apply_layernorm_1p": True, "embedding_scale": 0}  # 0: root of the width
+_GEMMA: Values = {"apply_layernorm_1p": True, "embedding_scale": 0}  # 0: root of the width
 _GEMMA_FIELDS = (same("head_dim", "kv_channels", 256), tied(True), NO_BIAS)
 GEMMA = llama_like(
     "gemma",
@@ -120,17 +111,9 @@ GEMMA = llama_like(
 )
 
 
-def _read_scale(config: Config) -> dict[str, Any]:
-    return {"softmax_scale": float(config.get("query_pre_attn_scalar", 256) ** -0.5)}
-
-
-def _write_scale(shape: ModelShape) -> dict[str, Any]:
-    return {"query_pre_attn_scalar": round(shape.softmax_scale**-2)}
-
-
 _NORMS_BEHIND = {
-    "post_self_attn_layernorm.weight": "post_attention_layernorm.weight",
-    "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
 }
 
 # Gemma with norms on both sides, soft caps, and a window in every other layer.
@@ -141,9 +124,15 @@ GEMMA2 = llama_like(
     activation("hidden_activation", "gelu_pytorch_tanh"),
     same("attn_logit_softcapping", "attn_logit_softcapping", 50.0),
     same("final_logit_softcapping", "final_logit_softcapping", 30.0),
-    Field(_read_scale, _write_scale),
+    same(
+        "query_pre_attn_scalar",
+        "softmax_scale",
+        256,
+        lambda width: float(width**-0.5),
+        lambda scale: round(scale**-2),
+    ),
     windows(lambda config, layer: layer % 2 == 0),
-    layer={**_NORMS_BEHIND, "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight"},
+    layer={**_NORMS_BEHIND, "pre_mlp_layernorm": "pre_feedforward_layernorm"},
     always={**_GEMMA, "layer_norm_placement": "sandwich"},
 )
 
@@ -157,8 +146,8 @@ PHI3 = llama_like(
     same("embd_pdrop", "hidden_dropout", 0.0),
     epsilon=1e-5,
     layer={
-        "self_attention.linear_qkv.weight": Rule(("self_attn.qkv_proj.weight",), is_qkv=True),
-        "mlp.linear_fc1.weight": "mlp.gate_up_proj.weight",
+        "self_attention.linear_qkv": Rule(("self_attn.qkv_proj",), is_qkv=True),
+        "mlp.linear_fc1": "mlp.gate_up_proj",
     },
 )
 

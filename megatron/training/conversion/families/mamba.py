@@ -6,22 +6,23 @@ Each layer is behind a norm.  Positions of Mamba-2 are in the order of the scan.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from megatron.core.config.errors import CheckpointError
-from megatron.training.conversion.families.experts import TOPK, WIDTH, groups
-from megatron.training.conversion.families.fields import activation, demand, same, tied
-from megatron.training.conversion.family import Config, Family, Field
+from megatron.training.conversion.families.experts import SCALED, TOPK, WIDTH, groups
+from megatron.training.conversion.families.fields import (
+    HEAD_DIM,
+    activation,
+    alike,
+    demand,
+    same,
+    tied,
+)
+from megatron.training.conversion.family import Config, Family, Field, Names, Values
 from megatron.training.conversion.shape import ENDLESS, ModelShape
 from megatron.training.conversion.tensors import Rule
 
 
-def _read_depth(config: Config) -> dict[str, Any]:
-    count = config["num_hidden_layers"]
-    return {"num_layers": count, "pattern": "M" * count}
-
-
-def _read_limit(config: Config) -> dict[str, Any]:
+def _read_limit(config: Config) -> Values:
     low, high = config.get("time_step_limit") or (0.0, float("inf"))
     high = float(high["__float__"]) if isinstance(high, Mapping) else high
     if (low, high) != (0, float("inf")):
@@ -31,15 +32,11 @@ def _read_limit(config: Config) -> dict[str, Any]:
     return {}
 
 
-# Steps without limits.
-_LIMIT = Field(_read_limit, lambda shape: {})
-
-
-def _write_width(shape: ModelShape) -> dict[str, Any]:
+def _write_width(shape: ModelShape) -> Values:
     return {"expand": shape.dims["i"] // shape.hidden_size}
 
 
-def _read_width(config: Config) -> dict[str, Any]:
+def _read_width(config: Config) -> Values:
     asked = int(config.get("expand", 2) * config["hidden_size"])
     inner = config.get("num_heads", 128) * config.get("head_dim", 64)
     if inner != asked:
@@ -50,15 +47,15 @@ def _read_width(config: Config) -> dict[str, Any]:
     return {}
 
 
-_ALWAYS: Mapping[str, Any] = {"kind": "mamba", "position_embedding_type": "none"}
-_OUTSIDE: Mapping[str, str] = {
-    "embedding.word_embeddings.weight": "backbone.embeddings.weight",
-    "decoder.final_norm.weight": "backbone.norm_f.weight",
-    "output_layer.weight": "lm_head.weight",
+_ALWAYS: Values = {"kind": "mamba", "position_embedding_type": "none"}
+_OUTSIDE: Names = {
+    "embedding.word_embeddings": "backbone.embeddings",
+    "decoder.final_norm": "backbone.norm_f",
+    "output_layer": "lm_head",
 }
-_MIXER = "in_proj.weight conv1d.weight conv1d.bias A_log D dt_bias norm.weight out_proj.weight"
-_LAYER: Mapping[str, str | Rule] = {
-    "norm.weight": "norm.weight",
+_MIXER = "in_proj conv1d A_log D dt_bias norm out_proj"
+_LAYER: Names = {
+    "norm": "norm",
     **{f"mixer.{name}": f"mixer.{name}" for name in _MIXER.split()},
 }
 # What a mixer of ours always is.
@@ -66,7 +63,7 @@ _PLAIN = (
     demand("use_bias", False),
     demand("use_conv_bias", True),
     demand("conv_kernel", 4),
-    _LIMIT,
+    Field(_read_limit),  # steps without limits
 )
 
 MAMBA2 = Family(
@@ -79,9 +76,9 @@ MAMBA2 = Family(
         "max_position_embeddings": ENDLESS,
     },
     fields=(
-        Field(_read_depth, lambda shape: {"num_hidden_layers": shape.num_layers}),
-        same("hidden_size", "hidden_size"),
-        same("vocab_size", "vocab_size"),
+        same("num_hidden_layers", "num_layers"),
+        Field(lambda config: {"pattern": "M" * config["num_hidden_layers"]}),
+        *alike("hidden_size", "vocab_size"),
         same("state_size", "mamba_state_dim", 128),
         same("head_dim", "mamba_head_dim", 64),
         same("num_heads", "mamba_num_heads", 128),
@@ -104,7 +101,7 @@ _SYMBOLS = {
 _NAMES = {symbol: name for name, symbol in reversed(_SYMBOLS.items())}
 
 
-def _read_pattern(config: Config) -> dict[str, Any]:
+def _read_pattern(config: Config) -> Values:
     kinds = config.get("layers_block_type") or config.get("layer_types")
     pattern = config.get("hybrid_override_pattern")
     if kinds:
@@ -116,7 +113,7 @@ def _read_pattern(config: Config) -> dict[str, Any]:
     return {"num_layers": len(pattern), "pattern": pattern}
 
 
-def _write_pattern(shape: ModelShape) -> dict[str, Any]:
+def _write_pattern(shape: ModelShape) -> Values:
     return {
         "layers_block_type": [_NAMES[symbol] for symbol in shape.pattern],
         "hybrid_override_pattern": shape.pattern,
@@ -124,10 +121,10 @@ def _write_pattern(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _read_experts(config: Config) -> dict[str, Any]:
+def _read_experts(config: Config) -> Values:
     if "E" not in _read_pattern(config)["pattern"]:
         return {}
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     for each in _EXPERTS:
         out |= each.read(config)
     if config.get("n_shared_experts", 1) != 1 or config.get("moe_latent_size") is not None:
@@ -142,8 +139,8 @@ def _read_experts(config: Config) -> dict[str, Any]:
     }
 
 
-def _write_experts(shape: ModelShape) -> dict[str, Any]:
-    out: dict[str, Any] = {}
+def _write_experts(shape: ModelShape) -> Values:
+    out: dict[str, object] = {}
     for each in _EXPERTS if shape.num_experts else ():
         out |= each.write(shape)
     return out
@@ -151,8 +148,8 @@ def _write_experts(shape: ModelShape) -> dict[str, Any]:
 
 _EXPERTS = (
     same("n_routed_experts", "num_experts"),
-    same("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-    same("routed_scaling_factor", "moe_router_topk_scaling_factor", 1.0),
+    *alike("moe_shared_expert_intermediate_size"),
+    SCALED,
     demand("norm_topk_prob", True),
     groups(2),
     TOPK,
@@ -160,14 +157,13 @@ _EXPERTS = (
 )
 
 
-def _projections(ours: str, theirs: str) -> dict[str, str]:
-    pairs = {"linear_fc1": "up_proj", "linear_fc2": "down_proj"}
-    return {f"{ours}.{mine}.weight": f"{theirs}.{its}.weight" for mine, its in pairs.items()}
+def _projections(ours: str, theirs: str) -> Names:
+    return {f"{ours}.linear_fc1": f"{theirs}.up_proj", f"{ours}.linear_fc2": f"{theirs}.down_proj"}
 
 
 # transformers takes steps of at least this, which no model was trained with; its logarithm is asked
 # for too.
-_STEPS = Field(lambda config: {}, lambda shape: {"time_step_min": 1e-20})
+_STEPS = Field(write=lambda shape: {"time_step_min": 1e-20})
 
 NEMOTRON_H = Family(
     model_type="nemotron_h",
@@ -175,13 +171,10 @@ NEMOTRON_H = Family(
     always={**_ALWAYS, "is_gated": False, "is_tied": False},
     fields=(
         Field(_read_pattern, _write_pattern),
-        same("hidden_size", "hidden_size"),
-        same("vocab_size", "vocab_size"),
-        same("max_position_embeddings", "max_position_embeddings"),
+        *alike("hidden_size", "vocab_size", "max_position_embeddings", "num_attention_heads"),
         same("intermediate_size", "ffn_hidden_size"),
-        same("num_attention_heads", "num_attention_heads"),
         same("num_key_value_heads", "num_query_groups", None),
-        same("head_dim", "kv_channels", None),
+        HEAD_DIM,
         same("ssm_state_size", "mamba_state_dim", 128),
         same("mamba_head_dim", "mamba_head_dim", 64),
         same("mamba_num_heads", "mamba_num_heads", 128),
@@ -205,14 +198,14 @@ NEMOTRON_H = Family(
     layer_prefix="backbone.layers.{}.",
     layer={
         **_LAYER,
-        "input_layernorm.weight": "norm.weight",
-        "pre_mlp_layernorm.weight": "norm.weight",
-        "self_attention.linear_qkv.weight": Rule(
-            tuple(f"mixer.{letter}_proj.weight" for letter in "qkv"), is_qkv=True
+        "input_layernorm": "norm",
+        "pre_mlp_layernorm": "norm",
+        "self_attention.linear_qkv": Rule(
+            tuple(f"mixer.{letter}_proj" for letter in "qkv"), is_qkv=True
         ),
-        "self_attention.linear_proj.weight": "mixer.o_proj.weight",
+        "self_attention.linear_proj": "mixer.o_proj",
         **_projections("mlp", "mixer"),
-        "mlp.router.weight": "mixer.gate.weight",
+        "mlp.router": "mixer.gate",
         "mlp.router.expert_bias": "mixer.gate.e_score_correction_bias",
         **_projections("mlp.experts.local_experts.{}", "mixer.experts.{}"),
         **_projections("mlp.shared_experts", "mixer.shared_experts"),

@@ -6,11 +6,10 @@ A half's relative positions are in its first layer in theirs.  Scores are not sc
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from megatron.core.config.errors import CheckpointError
-from megatron.training.conversion.families.fields import ACTIVATIONS, demand, same
-from megatron.training.conversion.family import Config, Family, Field
+from megatron.training.conversion.families.fields import ACTIVATIONS, alike, demand, same
+from megatron.training.conversion.family import Config, Family, Field, Names, Values
 from megatron.training.conversion.shape import ENDLESS, ModelShape
 from megatron.training.conversion.tensors import Rule
 
@@ -21,7 +20,7 @@ _BIAS = "relative_attention_bias.weight"
 _PLACE = "{}.block.0.layer.0.SelfAttention."
 
 
-def _read_mlp(config: Config) -> dict[str, Any]:
+def _read_mlp(config: Config) -> Values:
     found = config.get(_PROJ, "relu")
     name = found.removeprefix("gated-")
     name = "gelu_new" if found == "gated-gelu" else name
@@ -30,24 +29,20 @@ def _read_mlp(config: Config) -> dict[str, Any]:
     return {"activation": _ACTIVATIONS[name], "is_gated": found.startswith("gated-")}
 
 
-def _write_mlp(shape: ModelShape) -> dict[str, Any]:
+def _write_mlp(shape: ModelShape) -> Values:
     names = {"gelu_tanh": "gelu" if shape.is_gated else "gelu_new", "squared_relu": "relu2"}
     name = names.get(shape.activation, shape.activation)
     return {_PROJ: f"gated-{name}" if shape.is_gated else name}
 
 
-def _read_ends(config: Config) -> dict[str, Any]:
+def _read_ends(config: Config) -> Values:
     is_tied = config.get("tie_word_embeddings", True)
     is_scaled = config.get("scale_decoder_outputs", is_tied)
     return {"is_tied": is_tied, "output_scale": config["d_model"] ** -0.5 if is_scaled else 1.0}
 
 
-def _write_ends(shape: ModelShape) -> dict[str, Any]:
+def _write_ends(shape: ModelShape) -> Values:
     return {"tie_word_embeddings": shape.is_tied, "scale_decoder_outputs": shape.output_scale != 1}
-
-
-def _read_decoder(config: Config) -> dict[str, Any]:
-    return {"decoder_num_layers": config.get("num_decoder_layers") or config["num_layers"]}
 
 
 def _elsewhere(name: str, shape: ModelShape) -> Rule | None:
@@ -59,21 +54,14 @@ def _elsewhere(name: str, shape: ModelShape) -> Rule | None:
     return Rule((f"{place}.wi_0.weight", f"{place}.wi_1.weight"))
 
 
-def _attention(ours: str, theirs: str) -> dict[str, Rule]:
-    parts = {"qkv": "qkv"} if ours == "self_attention" else {"q": "q", "kv": "kv"}
-    return {
-        f"{ours}.linear_{name}.weight": Rule(
-            tuple(f"{theirs}.{letter}.weight" for letter in letters), is_qkv=len(letters) > 1
-        )
-        for name, letters in {**parts, "proj": "o"}.items()
-    }
+_SELF, _CROSS = "layer.0.SelfAttention", "layer.1.EncDecAttention"
 
 
-def _mlp(stack: str, number: int) -> dict[str, str]:
+def _mlp(stack: str, number: int) -> Names:
     return {
-        f"{stack}.pre_mlp_layernorm.weight": f"layer.{number}.layer_norm.weight",
-        f"{stack}.mlp.linear_fc1.weight": f"layer.{number}.DenseReluDense.wi.weight",
-        f"{stack}.mlp.linear_fc2.weight": f"layer.{number}.DenseReluDense.wo.weight",
+        f"{stack}.pre_mlp_layernorm": f"layer.{number}.layer_norm",
+        f"{stack}.mlp.linear_fc1": f"layer.{number}.DenseReluDense.wi",
+        f"{stack}.mlp.linear_fc2": f"layer.{number}.DenseReluDense.wo",
     }
 
 
@@ -88,12 +76,12 @@ T5 = Family(
     },
     fields=(
         same("num_layers", "num_layers"),
-        Field(_read_decoder, lambda shape: {"num_decoder_layers": shape.decoder_num_layers}),
+        same("num_decoder_layers", "decoder_num_layers", lambda config: config["num_layers"]),
         same("d_model", "hidden_size"),
         same("d_kv", "kv_channels"),
         same("d_ff", "ffn_hidden_size"),
         same("num_heads", "num_attention_heads"),
-        same("vocab_size", "vocab_size"),
+        *alike("vocab_size"),
         same("relative_attention_num_buckets", "relative_attention_num_buckets", 32),
         same("relative_attention_max_distance", "relative_attention_max_distance", 128),
         same("layer_norm_epsilon", "norm_epsilon", 1e-6),
@@ -104,17 +92,20 @@ T5 = Family(
         demand("is_encoder_decoder", True),
     ),
     outside={
-        "embedding.word_embeddings.weight": "shared.weight",
+        "embedding.word_embeddings": "shared",
         **{f"{half}_relative_pos_emb.{_BIAS}": _PLACE.format(half) + _BIAS for half in _HALVES},
-        **{f"{half}.final_layernorm.weight": f"{half}.final_layer_norm.weight" for half in _HALVES},
-        "lm_head.output_layer.weight": "lm_head.weight",
+        **{f"{half}.final_layernorm": f"{half}.final_layer_norm" for half in _HALVES},
+        "lm_head.output_layer": "lm_head",
     },
     layer_prefix="{stack}.block.{}.",
     layer={
-        "input_layernorm.weight": "layer.0.layer_norm.weight",
-        **_attention("self_attention", "layer.0.SelfAttention"),
-        "pre_cross_attn_layernorm.weight": "layer.1.layer_norm.weight",
-        **_attention("cross_attention", "layer.1.EncDecAttention"),
+        "input_layernorm": "layer.0.layer_norm",
+        "self_attention.linear_qkv": Rule(tuple(f"{_SELF}.{x}" for x in "qkv"), is_qkv=True),
+        "self_attention.linear_proj": f"{_SELF}.o",
+        "pre_cross_attn_layernorm": "layer.1.layer_norm",
+        "cross_attention.linear_q": f"{_CROSS}.q",
+        "cross_attention.linear_kv": Rule((f"{_CROSS}.k", f"{_CROSS}.v"), is_qkv=True),
+        "cross_attention.linear_proj": f"{_CROSS}.o",
         **_mlp("encoder", 1),
         **_mlp("decoder", 2),
     },
