@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron.core.autograd import Context, Function
 
 
 def causal_conv(
@@ -31,12 +31,12 @@ def causal_conv(
     return F.silu(_Conv.apply(inputs, weight, bias, sequence)), inputs[x.shape[0] :]
 
 
-class _Conv(torch.autograd.Function):
+class _Conv(Function[Tensor]):
     """Inputs [w - 1 + s, b, c] -> [s, b, c]: sums of shifted inputs, with no copy of a shift."""
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor, sequence: Tensor | None
+        ctx: Context[None], inputs: Tensor, weight: Tensor, bias: Tensor, sequence: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight, sequence)
         last = weight.shape[-1] - 1
@@ -47,7 +47,7 @@ class _Conv(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[None], grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight, sequence = ctx.saved_tensors
         last = weight.shape[-1] - 1
         d_inputs, d_weight = torch.zeros_like(inputs), torch.empty_like(weight)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -17,7 +16,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import (
 )
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.norms import Norm
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import Slot
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -26,10 +25,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class MambaStackSubmodules:
     """The layer of each kind."""
 
-    mamba_layer: ModuleSpec | type = IdentityOp
-    attention_layer: ModuleSpec | type = IdentityOp
-    mlp_layer: ModuleSpec | type = IdentityOp
-    moe_layer: ModuleSpec | type = IdentityOp
+    mamba_layer: Slot = IdentityOp
+    attention_layer: Slot = IdentityOp
+    mlp_layer: Slot = IdentityOp
+    moe_layer: Slot = IdentityOp
 
 
 class MambaStack(TransformerBlock):
@@ -66,7 +65,7 @@ class MambaStack(TransformerBlock):
         )
 
 
-def _layer_of(submodules: MambaStackSubmodules, letter: str) -> Any:
+def _layer_of(submodules: MambaStackSubmodules, letter: str) -> Slot:
     layers = {
         MAMBA: submodules.mamba_layer,
         ATTENTION: submodules.attention_layer,

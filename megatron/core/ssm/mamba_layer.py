@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import ResidualLayer
 
@@ -21,9 +20,9 @@ from megatron.core.transformer.transformer_layer import ResidualLayer
 class MambaLayerSubmodules:
     """Slots of the layer."""
 
-    norm: Any = IdentityOp
-    mixer: Any = IdentityOp
-    mamba_bda: Any = IdentityFuncOp
+    norm: Slot = IdentityOp
+    mixer: Slot = IdentityOp
+    mamba_bda: Slot = IdentityFuncOp
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
 
 
@@ -55,7 +54,7 @@ class MambaLayer(ResidualLayer):
         *,
         inference_context: KVCache | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        **of_attention: Any,
+        **of_attention: object,
     ) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> [s, b, h]; what attention layers are told is of no use here."""
         mix = partial(

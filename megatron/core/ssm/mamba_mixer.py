@@ -11,9 +11,9 @@ convolution and back after the scan: an all-to-all each, also in backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,8 @@ from megatron.core.ssm.mixer_shape import mixer_problems, mixer_shape
 from megatron.core.ssm.scan import chunked_scan
 from megatron.core.transformer.context_parallel import heads_for_tokens, tokens_for_heads
 from megatron.core.transformer.kv_cache import KVCache
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.module import MegatronModule, WithBias
+from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -39,8 +39,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class MambaMixerSubmodules:
     """Slots of the mixer."""
 
-    in_proj: ModuleSpec | type | None = None
-    out_proj: ModuleSpec | type | None = None
+    in_proj: Slot | None = None
+    out_proj: Slot | None = None
 
 
 class MambaMixer(MegatronModule):
@@ -87,7 +87,7 @@ class MambaMixer(MegatronModule):
         self.norm = GatedNorm(
             self._sharded((shape.inner,), Init("ones")), self.num_groups, config.layernorm_epsilon
         )
-        self.out_proj = build_module(
+        self.out_proj: Callable[[Tensor], WithBias] = build_module(
             submodules.out_proj,
             shape.inner,
             d_model,
@@ -97,10 +97,12 @@ class MambaMixer(MegatronModule):
             offered=offered,
         )
 
-    def _sharded(self, shape: tuple[int, ...], init: Init, **info: Any) -> nn.Parameter:
+    def _sharded(
+        self, shape: tuple[int, ...], init: Init, blocks: tuple[int, ...] = (1,)
+    ) -> nn.Parameter:
         """A parameter whose first dimension is cut over the tensor-parallel ranks."""
         local = shape[0] // self.tp_group.size(), *shape[1:]
-        info = param_info_for(shape, init, over=self.tp_group, **info)
+        info = param_info_for(shape, init, over=self.tp_group, blocks=blocks)
         return new_parameter(local, self.config.params_dtype, info)
 
     def forward(
@@ -109,15 +111,16 @@ class MambaMixer(MegatronModule):
         *,
         inference_context: KVCache | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> WithBias:
         """[s, b, h] -> [s, b, h], and None for a bias that is still to be added."""
         mixed, _ = self.in_proj(hidden_states)
         z, xbc, dt = mixed.split([self.inner, sum(self.convolved), self.num_heads], -1)
         num_tokens = mixed.shape[0] * self.cp_group.size()
-        lengths = row_lengths(packed_seq_params and packed_seq_params.lengths, num_tokens)
+        packed = packed_seq_params
+        lengths = row_lengths(packed.lengths if packed else None, num_tokens)
         sequence = None
-        if len(lengths) > 1:
-            sequence = sequence_index(packed_seq_params.ends, num_tokens)
+        if packed is not None and len(lengths) > 1:
+            sequence = sequence_index(packed.ends, num_tokens)
         if self.cp_group.size() == 1:
             y = self._scan(xbc, dt, sequence, inference_context)
         else:

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.autograd import Context, Function
 
 # Elements of an [l, l] matrix for each head that are worked on at a time: on a CPU they stay in
 # its cache.
@@ -91,7 +91,7 @@ def _over_heads(mask: Tensor) -> Tensor:
     return mask[:, None, None, :, None]
 
 
-class _WithinChunks(torch.autograd.Function):
+class _WithinChunks(Function[Tensor]):
     """y_i = sum over j <= i of (C_i B_j) exp(a_i - a_j) x_j, in each chunk and head.
 
     C and B [c, b, g, l, n], x and y [c, b, g, l, r, p], a [c, b, g, l, r] not increasing along l.
@@ -100,7 +100,7 @@ class _WithinChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, C: Tensor, B: Tensor, x: Tensor, a: Tensor, places: Tensor | None
+        ctx: Context[None], C: Tensor, B: Tensor, x: Tensor, a: Tensor, places: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(C, B, x, a, *(() if places is None else (places,)))
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -111,7 +111,7 @@ class _WithinChunks(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[None], grad: Tensor) -> tuple[Tensor | None, ...]:
         C, B, x, a, *rest = ctx.saved_tensors
         dC, dB = (torch.empty(m.shape, dtype=m.dtype, device=m.device) for m in (C, B))
         dx, da = (torch.empty(m.shape, dtype=m.dtype, device=m.device) for m in (x, a))

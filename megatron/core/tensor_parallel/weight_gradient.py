@@ -98,6 +98,11 @@ def adds_to_main_grad(weight: Tensor | None) -> TypeGuard[MainGradParameter]:
     return hasattr(weight, "overwrite_main_grad")
 
 
+def has_main_grad(param: nn.Parameter) -> TypeGuard[MainGradParameter]:
+    """Whether a data-parallel wrapper keeps the gradient of ``param`` in a buffer."""
+    return hasattr(param, "main_grad")
+
+
 def _add_product(weight: MainGradParameter, grad: Tensor, x: Tensor) -> Tensor:
     """Accumulate ``grad`` @ x in the main gradient with one GEMM; return a placeholder.
 

@@ -11,15 +11,15 @@ several shapes or by two layers in a row, travels once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron.core import device
-from megatron.core.fusions.rope import RotaryTable
+from megatron.core.transformer.cuda_graphs.capture import Shared, shared_tensors
 
 MIN_BYTES = 1 << 20  # smaller storages are not worth a copy
 
@@ -27,7 +27,7 @@ MIN_BYTES = 1 << 20  # smaller storages are not worth a copy
 class _Away:
     """The bytes of a storage: on the device until `leave`, and from `come_back` on."""
 
-    def __init__(self, tensor: Tensor, stream: Any) -> None:
+    def __init__(self, tensor: Tensor, stream: object) -> None:
         self._stream, self._came = stream, None
         self._here: Tensor | None = _bytes_of(tensor)
         self.num_bytes = self._here.numel()
@@ -71,18 +71,22 @@ class _Saved(NamedTuple):
 
     away: _Away
     dtype: torch.dtype
-    place: tuple[int, torch.Size, tuple[int, ...]]  # offset, size, stride
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
 
     def tensor(self) -> Tensor:
         """As it was saved."""
         storage = self.away.storage()
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.place)
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, self.offset, self.size, self.stride
+        )
 
 
 class _Pass:
     """One micro-batch on its way through a stack."""
 
-    def __init__(self, staying: Iterable[Tensor], stream: Any) -> None:
+    def __init__(self, staying: Iterable[Tensor], stream: object) -> None:
         self._staying = {t.untyped_storage()._cdata for t in staying}
         self._stream = stream
         self._layers: list[list[_Away]] = []
@@ -122,8 +126,8 @@ class _Pass:
             self.num_bytes += away.num_bytes
         if away not in self._layers[-1]:
             self._layers[-1].append(away)
-        place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return _Saved(away, tensor.dtype, place)
+        offset = int(tensor.storage_offset())
+        return _Saved(away, tensor.dtype, offset, tensor.shape, tensor.stride())
 
 
 class ActivationOffload:
@@ -132,15 +136,14 @@ class ActivationOffload:
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
         self.num_bytes = 0  # that the last micro-batch sent away
-        self._stream: Any = None
+        self._stream: object = None
 
-    def run(
-        self, layers: Sequence[nn.Module], hidden_states: Tensor, shared: Mapping[str, Any]
-    ) -> Tensor:
+    def run(self, layers: Iterable[nn.Module], hidden_states: Tensor, shared: Shared) -> Tensor:
         """All layers: [s, b, h] -> [s, b, h]."""
         self._stream = self._stream or device.side_stream()
+        layers = list(layers)
         params = (p for layer in layers for p in layer.parameters())
-        going = _Pass([*params, *_tensors_in(shared)], self._stream)
+        going = _Pass([*params, *shared_tensors(shared).values()], self._stream)
         last = len(layers) - 1
         for i, layer in enumerate(layers):
             if i < self.num_layers:
@@ -160,14 +163,6 @@ class ActivationOffload:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """The whole storage of ``tensor``."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def _tensors_in(shared: Mapping[str, Any]) -> Iterable[Tensor]:
-    for value in shared.values():
-        if isinstance(value, RotaryTable):
-            yield from (value.cos, value.sin)
-        elif torch.is_tensor(value):
-            yield value
 
 
 def _give(saved: Tensor | _Saved) -> Tensor:

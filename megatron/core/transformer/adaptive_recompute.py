@@ -108,7 +108,7 @@ class SavedBytes:
     def __init__(self) -> None:
         self.alive = self.peak = 0
         self._holders: dict[int, int] = {}  # storage -> how often it is held
-        self._hooks: Any = None
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def start(self) -> None:
         """Meter from now on, the peak from 0."""
@@ -118,7 +118,8 @@ class SavedBytes:
 
     def stop(self) -> int:
         """The peak since `start`."""
-        self._hooks.__exit__(None, None, None)
+        assert self._hooks is not None, "not started"
+        self._hooks.__exit__()
         return self.peak
 
     def _hold(self, tensor: Tensor) -> Tensor | _Held:

@@ -8,8 +8,9 @@ heads of a group, its key, its value, then the next group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -22,9 +23,9 @@ from megatron.core.params.param_info import info_of, set_info
 from megatron.core.tensor_parallel.layers import divide_over_group
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.kv_cache import KVCache
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.norms import l2_norm
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -32,21 +33,39 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class CrossAttentionSubmodules:
     """Slots of cross attention."""
 
-    linear_q: ModuleSpec | type | None = None
-    linear_kv: ModuleSpec | type | None = None
-    core_attention: ModuleSpec | type | None = None
-    linear_proj: ModuleSpec | type | None = None
+    linear_q: Slot | None = None
+    linear_kv: Slot | None = None
+    core_attention: Slot | None = None
+    linear_proj: Slot | None = None
 
 
 @dataclass
 class SelfAttentionSubmodules:
     """Slots of self attention."""
 
-    linear_qkv: ModuleSpec | type | None = None
-    core_attention: ModuleSpec | type | None = None
-    linear_proj: ModuleSpec | type | None = None
-    q_layernorm: ModuleSpec | type | None = None
-    k_layernorm: ModuleSpec | type | None = None
+    linear_qkv: Slot | None = None
+    core_attention: Slot | None = None
+    linear_proj: Slot | None = None
+    q_layernorm: Slot | None = None
+    k_layernorm: Slot | None = None
+
+
+class AttentionSubmodules(Protocol):
+    """Slots of every kind of attention."""
+
+    core_attention: Slot | None
+    linear_proj: Slot | None
+
+
+class Projection(Protocol):
+    """A matrix of attention, its outputs divided over tp."""
+
+    weight: Tensor
+
+    def __call__(self, x: Tensor, /) -> WithBias: ...
+
+
+Submodules = TypeVar("Submodules", bound=AttentionSubmodules)
 
 
 def layer_has_rope(config: TransformerConfig, layer_index: int) -> bool:
@@ -59,7 +78,7 @@ def layer_has_rope(config: TransformerConfig, layer_index: int) -> bool:
     return not skip[layer_index]
 
 
-class AttentionBase(MegatronModule, ABC):
+class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
     """What kinds of attention share: core and output projection, heads divided over tp."""
 
     attention_type = "self"
@@ -68,7 +87,7 @@ class AttentionBase(MegatronModule, ABC):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: Any,
+        submodules: Submodules,
         layer_number: int,
         attn_mask_type: AttnMaskType | None = None,
         *,
@@ -76,12 +95,12 @@ class AttentionBase(MegatronModule, ABC):
     ) -> None:
         """``layer_number`` counts from 1 over the whole model, or stack."""
         super().__init__(config)
-        self.tp_group = pg_collection.tp
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.layer_number = layer_number
         self.attn_mask_type = attn_mask_type or self.default_mask
         self.recomputes_core = "core_attn" in config.modules_to_recompute
         self.offered = {"tp_group": self.tp_group, "pg_collection": pg_collection}
-        self.core_attention = build_module(
+        self.core_attention: Callable[..., Tensor] = build_module(
             submodules.core_attention,
             config=config,
             layer_number=layer_number,
@@ -93,7 +112,7 @@ class AttentionBase(MegatronModule, ABC):
             },
         )
         for flag, is_on, attribute, lack in (
-            ("context-parallel-size", pg_collection.cp.size() > 1, "exchange", "knows no exchange"),
+            ("context-parallel-size", self.cp_group.size() > 1, "exchange", "knows no exchange"),
             ("softmax-type", config.softmax_type != "vanilla", "softmax_offset", "has no sink"),
         ):
             if is_on and not hasattr(self.core_attention, attribute):
@@ -101,7 +120,7 @@ class AttentionBase(MegatronModule, ABC):
                     f"--{flag}: the spec's core attention {type(self.core_attention).__name__} "
                     f"{lack}; use DotProductAttention or a class derived from it"
                 )
-        self.linear_proj = build_module(
+        self.linear_proj: Callable[[Tensor], WithBias] = build_module(
             submodules.linear_proj,
             self.value_width,
             config.hidden_size,
@@ -124,15 +143,14 @@ class AttentionBase(MegatronModule, ABC):
         return None
 
     @abstractmethod
-    def build_projections(self, submodules: Any) -> None:
+    def build_projections(self, submodules: Submodules) -> None:
         """Make what gives queries, keys and values."""
 
     def projection(
-        self, spec: ModuleSpec | type | None, input_size: int, output_size: int, *, bias: bool
-    ) -> Any:
+        self, spec: Slot | None, input_size: int, output_size: int, *, bias: bool
+    ) -> Projection:
         """A matrix whose outputs, of all heads, are divided over tp."""
-        assert spec is not None, "a matrix of attention without a class in the spec"
-        return build_module(
+        matrix: Projection = build_module(
             spec,
             input_size,
             output_size,
@@ -141,8 +159,9 @@ class AttentionBase(MegatronModule, ABC):
             bias=bias,
             offered=self.offered,
         )
+        return matrix
 
-    def project_back(self, context: Tensor) -> tuple[Tensor, Tensor | None]:
+    def project_back(self, context: Tensor) -> WithBias:
         """What the core gives, as hidden states and the bias that is still to be added."""
         return self.linear_proj(context)
 
@@ -154,7 +173,7 @@ class AttentionBase(MegatronModule, ABC):
         attention_mask: Tensor | None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> WithBias:
         """The core and what follows it; the core computed again in backward where that is asked."""
 
         def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
@@ -175,7 +194,7 @@ class AttentionBase(MegatronModule, ABC):
         return self.project_back(context)
 
 
-class SelfAttentionBase(AttentionBase):
+class SelfAttentionBase(AttentionBase[Submodules]):
     """Attention of a sequence to itself."""
 
     @abstractmethod
@@ -193,7 +212,7 @@ class SelfAttentionBase(AttentionBase):
         rotary_pos_emb: RotaryTable | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> WithBias:
         """[s, b, h] -> [s, b, h] and the bias that is still to be added, if any."""
         query, key, value = self.queries_keys_values(hidden_states, rotary_pos_emb)
         if inference_context is not None:
@@ -201,7 +220,7 @@ class SelfAttentionBase(AttentionBase):
         return self.attend(query, key, value, attention_mask, attention_bias, packed_seq_params)
 
 
-class CrossAttention(AttentionBase):
+class CrossAttention(AttentionBase[CrossAttentionSubmodules]):
     """Queries of one sequence, keys and values of another, heads divided over the group.
 
     The keys' and values' projection is interleaved by group: its key, its value, the next group.
@@ -211,7 +230,7 @@ class CrossAttention(AttentionBase):
     default_mask = AttnMaskType.padding
 
     def build_projections(self, submodules: CrossAttentionSubmodules) -> None:
-        config, num_ranks = self.config, self.offered["pg_collection"].cp.size()
+        config, num_ranks = self.config, self.cp_group.size()
         if num_ranks > 1:
             raise ConfigError(
                 f"--context-parallel-size {num_ranks}: attention to another sequence needs all of "
@@ -234,7 +253,7 @@ class CrossAttention(AttentionBase):
         *,
         key_value_states: Tensor,
         inference_context: KVCache | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> WithBias:
         """[q, b, h] and the other sequence [k, b, h] -> [q, b, h] and a bias, as `SelfAttention`.
 
         ``attention_mask``, to [b, 1, q, k], is True where a key is hidden.
@@ -256,7 +275,7 @@ class CrossAttention(AttentionBase):
         return key, value
 
 
-class SelfAttention(SelfAttentionBase):
+class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
     """Self attention with its heads divided over the tensor-parallel group."""
 
     def build_projections(self, submodules: SelfAttentionSubmodules) -> None:
@@ -278,7 +297,7 @@ class SelfAttention(SelfAttentionBase):
         self.q_layernorm = self._build_norm(submodules.q_layernorm, query_width)
         self.k_layernorm = self._build_norm(submodules.k_layernorm, key_width)
 
-    def _build_norm(self, spec: ModuleSpec | type | None, width: int) -> Any:
+    def _build_norm(self, spec: Slot | None, width: int) -> Callable[[Tensor], Tensor] | None:
         if spec is None and self.config.qk_layernorm_full_width:
             raise ConfigError(
                 "--qk-layernorm-full-width: the spec of the layer has no such norm; make it by "
@@ -287,13 +306,14 @@ class SelfAttention(SelfAttentionBase):
         if spec is None:
             return None
         is_cut = self.tp_group.size() > 1  # each rank normalises heads of its own
-        return build_module(
+        norm: Callable[[Tensor], Tensor] = build_module(
             spec,
             config=self.config,
             hidden_size=width if self.config.qk_layernorm_full_width else self.head_dim,
             eps=self.config.layernorm_epsilon,
             offered={**self.offered, "has_partial_gradient": is_cut},
         )
+        return norm
 
     def queries_keys_values(
         self, hidden_states: Tensor, rotary: RotaryTable | None
@@ -301,10 +321,10 @@ class SelfAttention(SelfAttentionBase):
         """[s, b, h] -> query [s, b, n/tp, d], key and value [s, b, g/tp, d], rotated."""
         mixed, bias = self.linear_qkv(hidden_states)
         assert bias is None, "the projection adds its bias itself"
-        s, b, width = *mixed.shape[:2], self.head_dim
-        mixed = mixed.view(s, b, self.local_groups, -1)
+        width = self.head_dim
+        mixed = mixed.view(*mixed.shape[:2], self.local_groups, -1)
         query, key, value = mixed.split([self.heads_per_group * width, width, width], -1)
-        query = query.reshape(s, b, -1, width)
+        query = query.reshape(*query.shape[:2], -1, width)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
@@ -317,7 +337,7 @@ class SelfAttention(SelfAttentionBase):
         return query, key, value
 
 
-def _note_rows(layer: Any, *rows: int) -> None:
+def _note_rows(layer: object, *rows: int) -> None:
     """Write into the record of a weight that it is several matrices, ``rows`` of each in turn."""
     weight = getattr(layer, "weight", None)
     if isinstance(weight, Tensor):

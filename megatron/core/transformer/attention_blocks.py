@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from megatron.core import device
 
-_aten: Any = torch.ops.aten
-SavedDropout = tuple[Any, ...]  # dropout state from forward that backward needs; may be empty
+_aten = torch.ops.aten
+SavedDropout = tuple[Tensor, ...]  # dropout state from forward that backward needs; may be empty
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ import shutil
 import sysconfig
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -36,15 +35,14 @@ def compile_layers(model: nn.Module, regions: str) -> None:
     # It says of small tables that it computes them again.
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
     for module in list(model.modules()):
-        target: Any = module
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
             if module.tp_group.size() > 1:
-                target.forward = torch.compiler.disable(target.forward)
+                vars(module)["forward"] = torch.compiler.disable(module.forward)
         elif isinstance(module, TransformerBlock) and regions == "model":
-            target._run = torch.compile(target._run, dynamic=False)
+            vars(module)["_run"] = torch.compile(module._run, dynamic=False)
         elif isinstance(module, TransformerBlock):
-            for layer in target.layers:
-                layer.forward = torch.compile(layer.forward, dynamic=False)
+            for layer in module.layers:
+                vars(layer)["forward"] = torch.compile(layer.forward, dynamic=False)
 
 
 def _require_compiler(regions: str) -> None:

@@ -81,7 +81,7 @@ class Exchange:
     ) -> Tensor:
         """[s, b, n, d], 2 x [s, b, g, d] -> [s, b, n d].  Collective over cp, also backward."""
         num_tokens = query.shape[0] * self.cp.size()
-        lengths = row_lengths(around.packed and around.packed.lengths, num_tokens)
+        lengths = row_lengths(around.packed.lengths if around.packed else None, num_tokens)
         around = _with_own_rows(around, query.shape[0], num_tokens)
         qkv = (query, key, value)
         if self.heads is None:
@@ -130,7 +130,7 @@ def attend_alone(
     Attention with a sink uses it: only block kernels return the log-sum-exp that a sink changes.
     """
     num_tokens = query.shape[0]
-    lengths = row_lengths(around.packed and around.packed.lengths, num_tokens)
+    lengths = row_lengths(around.packed.lengths if around.packed else None, num_tokens)
     around = _with_own_rows(around, num_tokens, num_tokens)
     return core.attend_in_ring((query, key, value), around, Ring(None), lengths)
 

@@ -24,13 +24,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import Context, Function
 from megatron.core.parallel.context_parallel_partition import Block, blocks_of, held_tokens
 from megatron.core.transformer.attention_blocks import (
     BlockCall,
@@ -161,12 +161,17 @@ def _in_window(
     return tuple(parts)
 
 
-class _RingAttention(torch.autograd.Function):
+class _RingAttention(Function[Tensor]):
     """Saves local keys and values only; backward rotates them again instead of keeping all."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: RingPlan
+        ctx: Context[tuple[RingPlan, list[SavedDropout]]],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        plan: RingPlan,
     ) -> Tensor:
         queries = _heads_first(q)
         out = torch.zeros_like(queries, dtype=wide(q))
@@ -186,13 +191,16 @@ class _RingAttention(torch.autograd.Function):
             held = held if arriving is None else arriving.wait()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sink)
-        ctx.plan, ctx.kept = plan, kept
+        ctx.values = plan, kept
         return _tokens_first(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Context[tuple[RingPlan, list[SavedDropout]]], grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sink = ctx.saved_tensors
-        plan, kept = ctx.plan, iter(ctx.kept)
+        plan, drawn = ctx.values
+        kept = iter(drawn)
         queries, grad = _heads_first(q), _heads_first(grad)
         grad_q = torch.zeros_like(queries, dtype=wide(q))
         held, going_home = _packed(k, v), None

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -205,7 +205,13 @@ class DotProductAttention(MegatronModule):
         return self.dropout if self.training else 0.0
 
     def _choose(
-        self, query: Tensor, has_mask: bool, around: AttentionContext, **more: Any
+        self,
+        query: Tensor,
+        has_mask: bool,
+        around: AttentionContext,
+        *,
+        causal_tokens: int = 0,
+        by_blocks: bool = False,
     ) -> tuple[str, ...]:
         request = AttentionRequest(
             is_cuda=device.is_cuda(query.device),
@@ -215,7 +221,8 @@ class DotProductAttention(MegatronModule):
             has_bias=around.bias is not None,
             has_dropout=self._dropout() > 0,
             has_softcap=self.softcap is not None,
-            **more,
+            causal_tokens=causal_tokens,
+            by_blocks=by_blocks,
         )
         return choose(self.config.attention_backend, request)
 
@@ -228,20 +235,20 @@ class DotProductAttention(MegatronModule):
         dropout: float,
     ) -> Tensor:
         query, key, value = qkv
-        options: dict[str, Any] = {
-            "attn_mask": mask,
-            "dropout_p": dropout,
-            "is_causal": is_causal,
-            "scale": self.scale,
-            "enable_gqa": query.shape[1] != key.shape[1],
-        }
-        if not device.is_cuda(query.device):
-            return F.scaled_dot_product_attention(query, key, value, **options)
-        if options["enable_gqa"] and "flash" not in names:  # only flash supports fewer key heads
+        is_cuda = device.is_cuda(query.device)
+        if is_cuda and "flash" not in names:  # only flash supports fewer key heads
             key, value = _repeat_heads(query, key, value)
-            options["enable_gqa"] = False
-        with sdpa_kernel([KERNELS[name] for name in names]):
-            return F.scaled_dot_product_attention(query, key, value, **options)
+        with sdpa_kernel([KERNELS[name] for name in names]) if is_cuda else nullcontext():
+            return F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=is_causal,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
 
     def _plain(
         self,

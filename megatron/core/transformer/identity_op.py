@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 from torch import nn
+
+T = TypeVar("T")
 
 
 class IdentityOp(nn.Module):
     """Takes any arguments, returns the first of its call."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: T, *args: object, **kwargs: object) -> T:
         """``x``"""
         return x
 
@@ -21,6 +24,6 @@ class IdentityOp(nn.Module):
 class IdentityFuncOp(IdentityOp):
     """Called without arguments, gives a function that returns its first argument."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Callable[..., object]:  # type: ignore[override]
         """The function."""
         return super().forward

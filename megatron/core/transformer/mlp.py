@@ -7,8 +7,8 @@ where --activation-func-clamp-value says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.activations import openai_gelu
 from megatron.core.fusions.bias_glu import activation, glu, weighed
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.module import MegatronModule, WithBias
+from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -25,8 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class MLPSubmodules:
     """Slots of the MLP."""
 
-    linear_fc1: ModuleSpec | type | None = None
-    linear_fc2: ModuleSpec | type | None = None
+    linear_fc1: Slot | None = None
+    linear_fc2: Slot | None = None
 
 
 class MLP(MegatronModule):
@@ -47,27 +47,26 @@ class MLP(MegatronModule):
         input_size = input_size or config.hidden_size
         ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
         blocks = (1, 1) if config.gated_linear_unit else (1,)
-        common: dict[str, Any] = {
-            "config": config,
-            "bias": config.add_bias_linear,
-            "offered": {"tp_group": tp_group, "is_expert": is_expert, "blocks": blocks},
-        }
+        offered = {"tp_group": tp_group, "is_expert": is_expert}
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
             input_size,
             len(blocks) * ffn_hidden_size,
+            config=config,
             init_method=config.init_method,
-            **common,
+            bias=config.add_bias_linear,
+            offered={**offered, "blocks": blocks},
         )
-        common["offered"] = {"tp_group": tp_group, "is_expert": is_expert}
-        self.linear_fc2 = build_module(
+        self.linear_fc2: Callable[[Tensor], WithBias] = build_module(
             submodules.linear_fc2,
             ffn_hidden_size,
             config.hidden_size,
+            config=config,
             init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
             # Alone, the bias rides in the matmul, unless the result is still to be weighed.
             skip_bias_add=tp_group.size() > 1 or is_expert,
-            **common,
+            offered=offered,
         )
         # The fused GELU of the reference is its tanh form; its checkpoints were trained with it.
         is_tanh_gelu = config.bias_activation_fusion and config.activation_func is F.gelu
@@ -82,7 +81,7 @@ class MLP(MegatronModule):
         fused = self.config.bias_swiglu_fusion
         return glu(x, self.act, clamp, offset, weights, fused=fused)
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden_states: Tensor) -> WithBias:
         """[s, b, h] -> [s, b, h] and the bias that is still to be added, if any."""
         inner, bias = self.linear_fc1(hidden_states)
         assert bias is None, "the first matrix adds its bias itself"

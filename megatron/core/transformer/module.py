@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of, local_part
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+T = TypeVar("T")
+WithBias = tuple[Tensor, Tensor | None]  # a bias that is still to be added
+
 
 class MegatronModule(nn.Module):
     """A module that was built from ``config``."""
@@ -24,7 +27,9 @@ class MegatronModule(nn.Module):
         super().__init__()
         self.config = config
 
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict_for_save_checkpoint(
+        self, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, object]:
         """What a checkpoint holds of this module."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
@@ -32,8 +37,8 @@ class MegatronModule(nn.Module):
         self,
         prefix: str = "",
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+        metadata: dict[str, object] | None = None,
+    ) -> dict[str, ShardedTensor]:
         """The state dict of this model with a `ShardedTensor` for each tensor.
 
         Its keys are those of ``state_dict(prefix=prefix)``; the key of each tensor is ``prefix``
@@ -64,13 +69,13 @@ def before_reading(module: nn.Module) -> None:
         hook(module, ())
 
 
-def _convert(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+def _convert(value: T, convert: Callable[[Tensor], Tensor]) -> T:
     """Apply ``convert`` to the float tensors in nested tuples, lists and dicts.
 
     Torch knows those and what is registered with it; other classes made of them are walked here.
     """
 
-    def one(leaf: Any) -> Any:
+    def one(leaf: object) -> object:
         if isinstance(leaf, Tensor):
             return convert(leaf) if leaf.is_floating_point() else leaf
         if isinstance(leaf, dict):
@@ -79,7 +84,8 @@ def _convert(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
             return type(leaf)(_convert(v, convert) for v in leaf)
         return leaf
 
-    return tree_map(one, value)
+    converted: T = tree_map(one, value)
+    return converted
 
 
 def sharded_entry(
@@ -109,11 +115,11 @@ class Float16Module(MegatronModule):
         self.post_process: bool = parts.get("post_process", True)
         self.vp_stage: int | None = parts.get("vp_stage")
 
-    def set_input_tensor(self, input_tensor: Any) -> None:
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """Hand the previous stage's output to the model."""
-        self.module.set_input_tensor(input_tensor)
+        self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> object:
         """The model's forward; outputs of the last stage are float32."""
         if self.pre_process:
             inputs = _convert(inputs, lambda t: t.to(self.dtype) if t.dtype.itemsize == 4 else t)

@@ -11,38 +11,41 @@ every tensor-parallel rank; heads are divided.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.fusions.rope import RotaryTable, apply_rotary
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import ReplicatedLinear, divide_over_group
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import checkpoint
-from megatron.core.transformer.attention import SelfAttentionBase
+from megatron.core.transformer.attention import Projection, SelfAttentionBase
 from megatron.core.transformer.kv_cache import KVCache
+from megatron.core.transformer.module import WithBias
 from megatron.core.transformer.rope import yarn_mscale
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import Slot, build_module
 
 
 @dataclass
 class MLASelfAttentionSubmodules:
     """Slots of latent attention.  The norms act on the narrow vectors."""
 
-    linear_up: ModuleSpec | type | None = None
-    core_attention: ModuleSpec | type | None = None
-    linear_proj: ModuleSpec | type | None = None
-    q_layernorm: ModuleSpec | type | None = None
-    kv_layernorm: ModuleSpec | type | None = None
+    linear_up: Slot | None = None
+    core_attention: Slot | None = None
+    linear_proj: Slot | None = None
+    q_layernorm: Slot | None = None
+    kv_layernorm: Slot | None = None
 
 
-class MLASelfAttention(SelfAttentionBase):
+class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
     """Self attention with latent queries, keys and values."""
 
     @property
@@ -64,16 +67,17 @@ class MLASelfAttention(SelfAttentionBase):
         self.local_heads = divide_over_group(heads, self.tp_group, "--num-attention-heads")
         self.is_sequence_cut = c.sequence_parallel and self.tp_group.size() > 1
 
-        def up(input_size: int, width: int) -> Any:
+        def up(input_size: int, width: int) -> Projection:
             return self.projection(submodules.linear_up, input_size, heads * width, bias=False)
 
         def down(width: int) -> ReplicatedLinear:
             return ReplicatedLinear(c.hidden_size, width, config=c, init_method=c.init_method)
 
-        def norm(spec: ModuleSpec | type | None, width: int) -> Any:
-            if spec is None:
-                return nn.Identity()
-            return build_module(spec, config=c, hidden_size=width, eps=c.layernorm_epsilon)
+        def norm(spec: Slot | None, width: int) -> Callable[[Tensor], Tensor]:
+            slot, eps = spec or nn.Identity, c.layernorm_epsilon
+            made: Callable[[Tensor], Tensor]
+            made = build_module(slot, config=c, hidden_size=width, eps=eps)
+            return made
 
         if c.q_lora_rank is None:
             self.linear_q_proj = up(c.hidden_size, self.query_width)
@@ -93,13 +97,21 @@ class MLASelfAttention(SelfAttentionBase):
         *,
         inference_context: KVCache | None = None,
         rotary_pos_emb: RotaryTable | None = None,
-        **more: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> WithBias:
         """See `SelfAttentionBase.forward`."""
-        cache, around = inference_context, {"rotary_pos_emb": rotary_pos_emb, **more}
+        cache = inference_context
+        attend = partial(
+            super().forward,
+            hidden_states,
+            attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            attention_bias=attention_bias,
+            packed_seq_params=packed_seq_params,
+        )
         if cache is None or not self.config.cache_mla_latents:
-            more = {"inference_context": cache, **around}
-            return super().forward(hidden_states, attention_mask, **more)
+            return attend(inference_context=cache)
         assert rotary_pos_emb is not None, "latent attention has rotary positions"
         narrow, key_position = self._narrow(hidden_states)
         rotated = apply_rotary(
@@ -108,28 +120,26 @@ class MLASelfAttention(SelfAttentionBase):
         latents = torch.cat([narrow.unsqueeze(2), rotated], -1)
         latents, _ = cache.append(self.layer_number - 1, latents, latents[..., :0])
         if cache.num_tokens == 0:  # of many queries the raised ones are cheaper
-            return super().forward(hidden_states, attention_mask, **around)
-        return self._from_latents(hidden_states, latents, attention_mask, **around)
+            return attend()
+        query = self._query(self._narrow_query(hidden_states), rotary_pos_emb)
+        attend_to_latents = partial(
+            self.core_attention,
+            attention_mask=attention_mask,
+            attn_mask_type=self.attn_mask_type,
+            attention_bias=attention_bias,
+            packed_seq_params=packed_seq_params,
+        )
+        return self._from_latents(query, latents, attend_to_latents)
 
     def _from_latents(
-        self,
-        hidden_states: Tensor,
-        latents: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        rotary_pos_emb: RotaryTable,
-        **more: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> [s, b, h] with latents [t + s, b, 1, l + r] as the keys of all heads."""
+        self, query: tuple[Tensor, Tensor], latents: Tensor, attend: Callable[..., Tensor]
+    ) -> WithBias:
+        """`_query` -> [s, b, h] with latents [t + s, b, 1, l + r] as the keys of all heads."""
         c = self.config
         raising = self.linear_kv_up_proj.weight.unflatten(0, (self.local_heads, -1))
         raises_key, raises_value = raising.split([c.qk_head_dim, c.v_head_dim], 1)
-        query, query_position = self._query(self._narrow_query(hidden_states), rotary_pos_emb)
-        query = torch.einsum("sbnd,ndl->sbnl", query, raises_key)
-        query = torch.cat([query, query_position], -1)
-        context = self.core_attention(
-            query, latents, latents, attention_mask, attn_mask_type=self.attn_mask_type, **more
-        )
+        lowered = torch.einsum("sbnd,ndl->sbnl", query[0], raises_key)
+        context = attend(torch.cat([lowered, query[1]], -1), latents, latents)
         context = context.unflatten(-1, (self.local_heads, -1))[..., : c.kv_lora_rank]
         return self.linear_proj(torch.einsum("sbnl,nvl->sbnv", context, raises_value).flatten(2))
 
@@ -149,12 +159,10 @@ class MLASelfAttention(SelfAttentionBase):
         else:
             key_position = copy_to_tensor_model_parallel_region(key_position, self.tp_group)
 
-        def raise_(query: Tensor, narrow: Tensor, position: Tensor) -> tuple[Tensor, ...]:
-            return self._raised(query, narrow, position, rotary)
-
+        raised = partial(self._raised, rotary)
         if self.recomputes_up and self.training:
-            return checkpoint(raise_, False, narrow_query, narrow, key_position)
-        return self._raised(narrow_query, narrow, key_position, rotary)
+            return checkpoint(raised, False, narrow_query, narrow, key_position)
+        return raised(narrow_query, narrow, key_position)
 
     def _narrow_query(self, hidden_states: Tensor) -> Tensor:
         if self.config.q_lora_rank is None:
@@ -176,7 +184,7 @@ class MLASelfAttention(SelfAttentionBase):
         return query, apply_rotary(position, rotary, fused=self.config.apply_rope_fusion)
 
     def _raised(
-        self, narrow_query: Tensor, narrow: Tensor, key_position: Tensor, rotary: RotaryTable
+        self, rotary: RotaryTable, narrow_query: Tensor, narrow: Tensor, key_position: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         c = self.config
         query = torch.cat(self._query(narrow_query, rotary), -1)
@@ -188,7 +196,7 @@ class MLASelfAttention(SelfAttentionBase):
         key = torch.cat([key, key_position.expand(-1, -1, self.local_heads, -1)], -1)
         return query, key, F.pad(value, (0, self.query_width - c.v_head_dim))
 
-    def project_back(self, context: Tensor) -> tuple[Tensor, Tensor | None]:
+    def project_back(self, context: Tensor) -> WithBias:
         """[s, b, n/tp (d + r)] -> [s, b, h], without what filled up the values."""
         context = context.unflatten(-1, (self.local_heads, -1))[..., : self.config.v_head_dim]
         return self.linear_proj(context.flatten(-2))

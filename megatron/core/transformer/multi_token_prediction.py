@@ -22,7 +22,6 @@ the model's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +40,7 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.low_precision import quantize_layer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import Norm
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -94,7 +93,10 @@ class MultiTokenPredictionLayer(MegatronModule):
     """One depth."""
 
     def __init__(
-        self, config: TransformerConfig, layer_spec: ModuleSpec, pg_collection: Any
+        self,
+        config: TransformerConfig,
+        layer_spec: Slot,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
         """``layer_spec`` is that of the decoder's last layer, whose place this one takes."""
         super().__init__(config)
@@ -116,7 +118,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         self.final_layernorm = Norm(config, hidden, eps)
 
     def forward(
-        self, hidden: Tensor, embedded: Tensor, attention_mask: Tensor | None, **shared: Any
+        self, hidden: Tensor, embedded: Tensor, attention_mask: Tensor | None, **shared: object
     ) -> Tensor:
         """Hidden states of the depth before, embeddings of the tokens ahead: [s, b, h] all."""
 
@@ -126,7 +128,8 @@ class MultiTokenPredictionLayer(MegatronModule):
             if self.config.fp32_residual_connection:
                 projected = projected.float()
             out, _ = self.transformer_layer(projected, attention_mask, **shared)
-            return self.final_layernorm(out)
+            normed: Tensor = self.final_layernorm(out)
+            return normed
 
         config = self.config
         if config.recompute_granularity == "full" and config.recompute_method != "block":
@@ -140,7 +143,7 @@ class MultiTokenPrediction(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_spec: ModuleSpec,
+        layer_spec: Slot,
         *,
         pg_collection: ProcessGroupCollection,
     ) -> None:

@@ -52,7 +52,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., h]"""
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if self.is_zero_centered:
             weight = weight + 1
         dtype = weight.dtype

@@ -18,12 +18,15 @@ OWN_SPECS = "megatron.core.models"  # below it are the specs that a checkpoint m
 class ModuleSpec:
     """A class, or where to import it from; its fixed arguments; the specs of its own slots."""
 
-    module: Callable[..., Any] | type | tuple[str, ...]
-    params: dict[str, Any] = field(default_factory=dict)
+    module: Callable[..., object] | tuple[str, ...]
+    params: dict[str, object] = field(default_factory=dict)
     submodules: Any = None
 
 
-def import_module(module_path: Sequence[str]) -> Any:
+Slot = ModuleSpec | Callable[..., object]
+
+
+def import_module(module_path: Sequence[str]) -> object:
     """The object ``(module, name)`` names."""
     if len(module_path) != 2:
         raise ConfigError(f"--spec takes a module and a name in it, not {list(module_path)}")
@@ -61,23 +64,28 @@ def _is_own(module: str) -> bool:
     return module == OWN_SPECS or module.startswith(f"{OWN_SPECS}.")
 
 
-def get_module(spec_or_module: ModuleSpec | Callable[..., Any] | type) -> Any:
+def get_module(spec_or_module: Slot) -> Callable[..., Any]:
     """The class or function that a spec stands for."""
     module = spec_or_module.module if isinstance(spec_or_module, ModuleSpec) else spec_or_module
-    return import_module(module) if isinstance(module, tuple) else module
+    if not isinstance(module, tuple):
+        return module
+    found = import_module(module)
+    assert callable(found), f"{'.'.join(module)} is no class or function"
+    return found
 
 
 def build_module(
-    spec_or_module: ModuleSpec | Callable[..., Any] | type,
-    *args: Any,
-    offered: Mapping[str, Any] | None = None,
-    **kwargs: Any,
+    spec_or_module: Slot | None,
+    *args: object,
+    offered: Mapping[str, object] | None = None,
+    **kwargs: object,
 ) -> Any:
     """Build what a slot asks for; a plain function is returned as it is.
 
     ``offered`` are arguments that the module gets if its constructor names them (process groups,
     which not every module needs); ``kwargs`` it must take.
     """
+    assert spec_or_module is not None, "a slot that must be filled is empty in the spec"
     module = get_module(spec_or_module)
     if isinstance(module, types.FunctionType):
         return module
@@ -94,7 +102,7 @@ def build_module(
         raise TypeError(f"while building {module.__name__}: {error}") from error
 
 
-def _arguments_of(module: Callable[..., Any] | type) -> set[str]:
+def _arguments_of(module: Callable[..., object]) -> set[str]:
     """Names that a constructor takes; behind ``**kwargs`` those of its base as well."""
     if not isinstance(module, type):
         return set(inspect.signature(module).parameters)

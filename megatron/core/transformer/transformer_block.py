@@ -5,8 +5,9 @@ Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from megatron.core.transformer.layer_layout import layer_range
 from megatron.core.transformer.low_precision import quantize_layer
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.norms import Norm
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -29,8 +30,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class TransformerBlockSubmodules:
     """A spec for each layer of the whole model, and the class of the last norm."""
 
-    layer_specs: list[ModuleSpec] | None = None
-    layer_norm: ModuleSpec | type | None = None
+    layer_specs: Sequence[Slot] | None = None
+    layer_norm: Slot | None = None
 
 
 class Span(NamedTuple):
@@ -119,7 +120,7 @@ class TransformerBlock(MegatronModule):
         attention_mask: Tensor | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
-        **more: Any,
+        **more: object,
     ) -> Tensor:
         """[s, b, h] -> [s, b, h]; ``context`` [k, b, h] is what cross attention attends to.
 
@@ -128,7 +129,7 @@ class TransformerBlock(MegatronModule):
         if not self.pre_process:
             hidden_states, self.input_tensor = self.input_tensor, None  # it is freed in backward
         assert hidden_states is not None, "a later stage needs set_input_tensor"
-        shared: dict[str, Any] = {"attention_mask": attention_mask, **more}
+        shared: dict[str, object] = {"attention_mask": attention_mask, **more}
         if context is not None:
             shared |= {"context": context, "context_mask": context_mask}
         for span in self.spans():
@@ -150,7 +151,7 @@ class TransformerBlock(MegatronModule):
             return [*spans, Span(covered, end, False)]  # each of them runs all layers at once
         return [*spans, *(Span(i, i + 1, False) for i in range(covered, end))]
 
-    def run_span(self, span: Span, hidden_states: Tensor, shared: dict[str, Any]) -> Tensor:
+    def run_span(self, span: Span, hidden_states: Tensor, shared: dict[str, object]) -> Tensor:
         """The hidden states after the layers of ``span``, one of `spans`."""
         if not span.is_recomputed:
             return self._run(hidden_states, shared, span.start, span.stop)
@@ -160,16 +161,17 @@ class TransformerBlock(MegatronModule):
             again = dict(zip(with_gradient, rest, strict=True))
             return self._run(x, shared | again, span.start, span.stop)
 
-        result: Tensor = checkpoint(
+        return checkpoint(
             chunk,
             self.config.distribute_saved_activations,
             hidden_states,
             *with_gradient.values(),
             tp_group=self.tp_group,
         )
-        return result
 
-    def _run(self, hidden_states: Tensor, shared: dict[str, Any], start: int, stop: int) -> Tensor:
+    def _run(
+        self, hidden_states: Tensor, shared: dict[str, object], start: int, stop: int
+    ) -> Tensor:
         if self.graphs is not None and self.training:
             recording = self.graphs.recording(hidden_states, shared)
             if recording is not None:

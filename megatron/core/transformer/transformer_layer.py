@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.fusions.fused_bias_dropout import BiasDropoutAdd
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import (
     CheckpointWithoutOutput,
@@ -21,12 +21,12 @@ from megatron.core.tensor_parallel.random import (
 )
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.kv_cache import KVCache
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-WithBias = tuple[Tensor, Tensor | None]
+GetBiasDropoutAdd = Callable[[bool, bool], BiasDropoutAdd]  # of training, and whether to fuse
 LayerRun = Callable[..., Tensor]  # hidden states, and by keyword what the layers of a stack share
 
 
@@ -34,17 +34,17 @@ LayerRun = Callable[..., Tensor]  # hidden states, and by keyword what the layer
 class TransformerLayerSubmodules:
     """Slots of a layer.  The ``post_`` norms act on what a part adds to the residual."""
 
-    input_layernorm: Any = IdentityOp
-    self_attention: Any = IdentityOp
-    self_attn_bda: Any = IdentityFuncOp
-    post_self_attn_layernorm: Any = IdentityOp
-    pre_cross_attn_layernorm: Any = IdentityOp
-    cross_attention: Any = IdentityOp
-    cross_attn_bda: Any = IdentityFuncOp
-    pre_mlp_layernorm: Any = IdentityOp
-    mlp: Any = IdentityOp
-    mlp_bda: Any = IdentityFuncOp
-    post_mlp_layernorm: Any = IdentityOp
+    input_layernorm: Slot = IdentityOp
+    self_attention: Slot = IdentityOp
+    self_attn_bda: Slot = IdentityFuncOp
+    post_self_attn_layernorm: Slot = IdentityOp
+    pre_cross_attn_layernorm: Slot = IdentityOp
+    cross_attention: Slot = IdentityOp
+    cross_attn_bda: Slot = IdentityFuncOp
+    pre_mlp_layernorm: Slot = IdentityOp
+    mlp: Slot = IdentityOp
+    mlp_bda: Slot = IdentityFuncOp
+    post_mlp_layernorm: Slot = IdentityOp
     sharded_state_dict_keys_map: dict[str, str] = field(default_factory=dict)
 
 
@@ -83,14 +83,19 @@ class ResidualLayer(MegatronModule):
         run = partial(_hidden_states_of, self)
         return (run, None) if whole else (None, run)
 
-    def build_norm(self, spec: ModuleSpec | type) -> Any:
+    def build_norm(self, spec: Slot) -> nn.Module:
         """A norm of hidden states."""
         config = self.config
         size, eps = config.hidden_size, config.layernorm_epsilon
-        return build_module(spec, config=config, hidden_size=size, eps=eps)
+        norm: nn.Module = build_module(spec, config=config, hidden_size=size, eps=eps)
+        return norm
 
     def add_part(
-        self, part: Callable[[Tensor], WithBias], stream: Tensor, norms: tuple[Any, Any], bda: Any
+        self,
+        part: Callable[[Tensor], WithBias],
+        stream: Tensor,
+        norms: tuple[nn.Module, nn.Module | None],
+        bda: GetBiasDropoutAdd,
     ) -> Tensor:
         """The residual stream with a part added; ``norms``: before and behind the part."""
         norm = _NormCall(norms[0], self.recomputes_norms and self.training)
@@ -148,16 +153,23 @@ class TransformerLayer(ResidualLayer):
         attention_mask: Tensor | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
-        **more: Any,
+        *,
+        inference_context: KVCache | None = None,
+        **more: object,
     ) -> tuple[Tensor, Tensor | None]:
         """[s, b, h] -> [s, b, h], and ``context``, what cross attention attends to, handed on.
 
         ``more``: what else self attention is told (`SelfAttentionBase.forward`).
         """
-        hidden_states = self.add_attention(
-            hidden_states, attention_mask, context, context_mask, **more
+        attended = self.add_attention(
+            hidden_states,
+            attention_mask,
+            context,
+            context_mask,
+            inference_context=inference_context,
+            **more,
         )
-        return self.add_mlp(hidden_states), context
+        return self.add_mlp(attended), context
 
     def add_attention(
         self,
@@ -167,7 +179,7 @@ class TransformerLayer(ResidualLayer):
         context_mask: Tensor | None = None,
         *,
         inference_context: KVCache | None = None,
-        **more: Any,
+        **more: object,
     ) -> Tensor:
         """The first parts of `forward`: attention of the sequence to itself and to another."""
         attend = partial(
@@ -185,8 +197,10 @@ class TransformerLayer(ResidualLayer):
                 key_value_states=context,
                 inference_context=inference_context,
             )
-            norms = self.pre_cross_attn_layernorm, None
-            hidden_states = self.add_part(attend, hidden_states, norms, self.cross_attn_bda)
+            before = self.pre_cross_attn_layernorm
+            hidden_states = self.add_part(
+                attend, hidden_states, (before, None), self.cross_attn_bda
+            )
         return hidden_states
 
     def add_mlp(self, hidden_states: Tensor) -> Tensor:
@@ -203,17 +217,18 @@ class TransformerLayer(ResidualLayer):
         return self.add_attention, partial(_mlp_output_of, self)
 
     def _run_mlp(self, normed: Tensor) -> WithBias:
+        mlp: Callable[[Tensor], WithBias] = self.mlp
         if self.recomputes_mlp and self.training:
-            return checkpoint(self.mlp, False, normed)
-        return self.mlp(normed)
+            return checkpoint(mlp, False, normed)
+        return mlp(normed)
 
 
-def _hidden_states_of(layer: ResidualLayer, hidden_states: Tensor, **shared: Any) -> Tensor:
+def _hidden_states_of(layer: ResidualLayer, hidden_states: Tensor, **shared: object) -> Tensor:
     output: Tensor = layer(hidden_states, **shared)[0]
     return output
 
 
-def _mlp_output_of(layer: TransformerLayer, hidden_states: Tensor, **_: Any) -> Tensor:
+def _mlp_output_of(layer: TransformerLayer, hidden_states: Tensor, **_: object) -> Tensor:
     return layer.add_mlp(hidden_states)
 
 
@@ -234,8 +249,8 @@ def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodul
 class _NormCall:
     """A norm whose output may be dropped after its use and computed again for backward."""
 
-    def __init__(self, norm: Any, recompute: bool) -> None:
-        self.norm = norm
+    def __init__(self, norm: nn.Module, recompute: bool) -> None:
+        self.norm: Callable[[Tensor], Tensor] = norm
         recompute = recompute and not isinstance(norm, IdentityOp)
         self.memory = CheckpointWithoutOutput() if recompute else None
 
@@ -247,7 +262,7 @@ class _NormCall:
             self.memory.discard_output_and_register_recompute(result[0])
 
 
-def _normed(norm: Any, x_with_bias: WithBias) -> WithBias:
+def _normed(norm: nn.Module | None, x_with_bias: WithBias) -> WithBias:
     """``norm`` of the whole of what a part adds, its bias included."""
     if norm is None or isinstance(norm, IdentityOp):
         return x_with_bias

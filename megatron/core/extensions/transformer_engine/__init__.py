@@ -5,8 +5,9 @@ when one is built.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron.core import optional
@@ -26,12 +27,22 @@ __getattr__ = lazy_exports(__name__, _HOMES)
 
 def SplitAlongDim(x: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:  # noqa: N802
     """``x`` in pieces of ``sizes`` along ``dim``."""
-    return x.split(list(sizes), dim)
+    return torch.split(x, list(sizes), dim)
+
+
+class _DelayedScaling(Protocol):
+    """What is read of a config."""
+
+    fp8_margin: int
+    fp8_amax_history_len: int
+    fp8_amax_compute_algo: str
 
 
 def TEDelayedScaling(  # noqa: N802
-    config: Any, fp8_format: Any, override_linear_precision: tuple[bool, ...] = ()
-) -> Any:
+    config: _DelayedScaling,
+    fp8_format: object,
+    override_linear_precision: tuple[bool, ...] = (),
+) -> object:
     """The package's recipe of delayed scaling, for scripts that enter its autocast themselves."""
     keeps = {"override_linear_precision": override_linear_precision}  # of versions that have it
     return optional.require("transformer_engine.common.recipe", WANTED_BY).DelayedScaling(

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
@@ -33,7 +33,7 @@ class TEDotProductAttention(DotProductAttention):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self._module: list[Any] = []  # hidden from torch; made for the heads of the first call
+        self._module: list[nn.Module] = []  # hidden from torch; made in the first call
         backend = self.config.attention_backend
         has_many_ranks = self.exchange is not None
         trading = None if self.exchange is None else self.exchange.heads
@@ -71,7 +71,8 @@ class TEDotProductAttention(DotProductAttention):
             return super().forward(
                 query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
             )
-        kind, more = "causal" if is_causal else "no_mask", {}
+        kind = "causal" if is_causal else "no_mask"
+        more: dict[str, object] = {}
         if packed_seq_params is not None:
             query, key, value = (x.squeeze(1) for x in (query, key, value))  # [t, n, d]
             kind, more = "padding_causal" if is_causal else "padding", _packed(packed_seq_params)
@@ -82,7 +83,7 @@ class TEDotProductAttention(DotProductAttention):
             out: Tensor = module(query, key, value, attn_mask_type=kind, **more)
         return out if packed_seq_params is None else out.unsqueeze(1)
 
-    def _module_for(self, query: Tensor, key: Tensor) -> Any:
+    def _module_for(self, query: Tensor, key: Tensor) -> nn.Module:
         """The package's module for this rank's heads, in the present mode."""
         if not self._module:
             softmax = self.config.softmax_type
@@ -105,16 +106,16 @@ class TEDotProductAttention(DotProductAttention):
         return module.train(self.training)
 
 
-def _packed(packed: PackedSeqParams) -> dict[str, Any]:
+def _packed(packed: PackedSeqParams) -> dict[str, object]:
     names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     values = {name: getattr(packed, name) for name in (*names, "max_seqlen_q", "max_seqlen_kv")}
     return {"qkv_format": "thd", **values}
 
 
-def _exchange(exchange: Exchange) -> dict[str, Any]:
+def _exchange(exchange: Exchange) -> dict[str, object]:
     """How keys and values travel over cp, in the package's words."""
     heads, ring = exchange.heads, exchange.ring
-    group: Any = exchange.cp
+    group: object = exchange.cp
     kind = "p2p" if ring is not None else "all_gather"
     if heads is not None:
         kind = "a2a"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ _RECIPES = {
 }
 
 
-def package() -> Any:
+def package() -> ModuleType:
     """Its layers.  Raises MissingDependency, or ConfigError where there is no GPU."""
     layers = optional.require(_PYTORCH, _LAYER)
     if (reason := _why_no_gpu()) is not None:
@@ -74,7 +74,7 @@ def unsupported_matrices_reason(config: TransformerConfig) -> str | None:
     return None
 
 
-def recipe_of(config: TransformerConfig) -> Any:
+def recipe_of(config: TransformerConfig) -> object:
     """The package's recipe of this model's format.  Raises ConfigError where it has none."""
     reason = unsupported_matrices_reason(config)
     if reason is not None:
@@ -99,20 +99,20 @@ class Engine:
         kind: str,
         config: TransformerConfig,
         parameters: Callable[[], Mapping[str, nn.Parameter | None]],
-        **arguments: Any,
+        **arguments: object,
     ) -> None:
         self.module = getattr(package(), kind)(
             **arguments, params_dtype=config.params_dtype, device="meta"
         )
         self._parameters = parameters
-        self.recipe: Any = None  # of products in 8 or 4 bits
+        self.recipe: object = None  # of products in 8 or 4 bits
         self._seen: list[tuple[int, int]] = []
 
-    def __call__(self, x: Tensor, *of_layer: Any) -> Tensor:
+    def __call__(self, x: Tensor, *of_layer: object) -> Tensor:
         """As the quantizer of `linear`; the module knows what else the layer says."""
         return self.run(x)
 
-    def run(self, x: Tensor, *more: Any) -> Tensor:
+    def run(self, x: Tensor, *more: object) -> Tensor:
         """What the module makes of ``x``; collective where it was told of a group."""
         given = {name: p for name, p in self._parameters().items() if p is not None}
         self.module._parameters.update(given)
@@ -120,7 +120,7 @@ class Engine:
         for weight in weights:
             if adds_to_main_grad(weight):
                 # Its modules add to zeros: without the attribute the buffer is zeroed for them.
-                del weight.overwrite_main_grad  # type: ignore[attr-defined]
+                del weight.overwrite_main_grad
                 self.module.fuse_wgrad_accumulation = True
         if self.recipe is None:
             y: Tensor = self.module(x, *more)
@@ -143,7 +143,7 @@ class Engine:
         return now != before
 
 
-def quantized(recipe: Any) -> contextlib.AbstractContextManager[Any]:
+def quantized(recipe: object) -> contextlib.AbstractContextManager[object]:
     """Products inside are quantised by ``recipe``, also those of their backward pass.
 
     It is entered around each module, so that a recomputed pass finds it wherever it begins.

@@ -30,8 +30,9 @@ class _Computed(Linear):
 
     config: TransformerConfig
     bias: nn.Parameter | None
+    engine: Engine | None = None
 
-    def use_engine(self, kind: str, mode: str, group: ProcessGroup | None, **more: Any) -> None:
+    def use_engine(self, kind: str, mode: str, group: ProcessGroup | None, **more: object) -> None:
         """``group``: the ranks that the weight is cut over, and that the package talks to."""
         assert self.weight is not None, "the engine of a layer without a weight"
         out_features, in_features = self.weight.shape
@@ -39,7 +40,7 @@ class _Computed(Linear):
             out_features *= group.size() if mode == "column" else 1
             in_features *= group.size() if mode == "row" else 1
             more |= {"parallel_mode": mode, "tp_group": group, "tp_size": group.size()}
-        self.quantizer = Engine(
+        self.quantizer = self.engine = Engine(
             kind,
             self.config,
             self.engine_parameters,
@@ -55,17 +56,20 @@ class _Computed(Linear):
     def quantize(self, recipe: Recipe, amax_group: ProcessGroup) -> None:
         """Let the package multiply in few bits; it reduces largest values itself."""
         del recipe, amax_group
-        if self.quantizer is not None:
-            self.quantizer.recipe = recipe_of(self.config)
+        if self.engine is not None:
+            self.engine.recipe = recipe_of(self.config)
 
     @staticmethod
-    def product_of_all(linears: Sequence[Any]) -> Callable[[Tensor, Sequence[int]], Tensor]:
+    def product_of_all(linears: Sequence[_Computed]) -> Callable[[Tensor, Sequence[int]], Tensor]:
         """One product of the rows [m, i] of several layers, so many each, and their weights.
 
         Biases are left to the caller.
         """
         first, total = linears[0], len(linears)
         config = first.config
+        assert first.weight is not None, "experts have weights of their own"
+        assert first.engine is not None, "it comes with the weight"
+        of_first = first.engine
         engine = Engine(
             "GroupedLinear",
             config,
@@ -80,7 +84,7 @@ class _Computed(Linear):
         cut = package().Fp8Unpadding(num_gemms=total, align_size=rows_each)
 
         def product(rows: Tensor, counts: Sequence[int]) -> Tensor:
-            engine.recipe, sizes = first.quantizer.recipe, list(counts)
+            engine.recipe, sizes = of_first.recipe, list(counts)
             if engine.recipe is None:
                 return engine.run(rows, sizes)
             padded, wider = pad(rows, sizes)
@@ -109,7 +113,7 @@ class TEColumnParallelLinear(_Computed, ColumnParallelLinear):
             **self.norm_arguments(),
         )
 
-    def norm_arguments(self) -> dict[str, Any]:
+    def norm_arguments(self) -> dict[str, object]:
         """What the package wants to know of a norm before the matrix."""
         return {}
 
@@ -124,7 +128,7 @@ class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
         norm = Norm(config, self.input_size, config.layernorm_epsilon)
         self.layer_norm_weight, self.layer_norm_bias = norm.weight, norm.bias
 
-    def norm_arguments(self) -> dict[str, Any]:
+    def norm_arguments(self) -> dict[str, object]:
         """See there."""
         return {
             "eps": self.config.layernorm_epsilon,
@@ -155,8 +159,8 @@ class TERowParallelLinear(_Computed, RowParallelLinear):
 
     def summed_product(self, x: Tensor) -> Tensor:
         """See there."""
-        y: Tensor = self.quantizer(x)
-        return y
+        assert self.engine is not None, "built with the layer"
+        return self.engine.run(x)
 
 
 class TELinear(_Computed, ReplicatedLinear):

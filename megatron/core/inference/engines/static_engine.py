@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,7 +59,8 @@ class Generator:
         random = torch.Generator(device=self.device)
         random.manual_seed(torch.seed() % 2**63 if params.seed is None else params.seed)
         cache = StaticInferenceContext(1, self.max_sequence_length)
-        tokens, model = torch.tensor([list(prompt)], device=self.device), self.model
+        tokens = torch.tensor([list(prompt)], device=self.device)
+        model: Callable[..., Tensor] = self.model
         if self.decoder_start is not None:
             model = self._decoder(tokens)
             tokens, room = tokens.new_full((1, 1), self.decoder_start), self.max_sequence_length - 1
@@ -78,7 +78,7 @@ class Generator:
         with torch.no_grad():
             encoded = self.model(source, None, output_encoder_hidden_only=True)
 
-        def decode(tokens: Tensor, *_: Any, inference_context: StaticInferenceContext) -> Tensor:
+        def decode(tokens: Tensor, *_: object, inference_context: StaticInferenceContext) -> Tensor:
             logits: Tensor = self.model(
                 None, tokens, encoder_hidden_states=encoded, inference_context=inference_context
             )

@@ -14,10 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core import device
 from megatron.core.config.errors import ConfigError
+from megatron.core.models.common.embeddings.language_model_embedding import (
+    LanguageModelEmbedding,
+)
 from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron.core.models.common.language_module.language_module import (
     LanguageModule,
@@ -111,7 +114,7 @@ class T5Model(LanguageModule):
         built = [name for name in ("encoder", "decoder") if getattr(self, name) is not None]
         self.finalize_parameters(*built, rename=_HEAD)
 
-    def _build_shared_embedding(self) -> nn.Module:
+    def _build_shared_embedding(self) -> LanguageModelEmbedding:
         """Of both sequences: the encoder's first stage has it, and the decoder's."""
         embedding = self.build_embedding()
         if self.pg_collection.pp.size() > 1:
@@ -157,8 +160,8 @@ class T5Model(LanguageModule):
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """What the previous stage computed."""
-        is_list = isinstance(input_tensor, list)
-        self.input_tensor = input_tensor[0] if is_list else input_tensor
+        received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        self.input_tensor = received
 
     def forward(
         self,
@@ -209,12 +212,13 @@ class T5Model(LanguageModule):
         table = self.encoder_relative_pos_emb
         if received is not None:
             self.encoder.set_input_tensor(received)
-        return self.encoder(
+        hidden: Tensor = self.encoder(
             self._embedded(ids, 0),
             _needed(mask, is_causal=False),
             rotary_pos_emb=self.rotary_table(length),
             attention_bias=None if table is None else table(length, length),
         )
+        return hidden
 
     def _decode(
         self,
@@ -231,7 +235,7 @@ class T5Model(LanguageModule):
         table = self.decoder_relative_pos_emb
         if received is not None:
             self.decoder.set_input_tensor(received)
-        return self.decoder(
+        hidden: Tensor = self.decoder(
             self._embedded(ids, offset),
             _needed(masks[0], is_causal=True),
             context=context.to(self.config.params_dtype),
@@ -240,6 +244,7 @@ class T5Model(LanguageModule):
             rotary_pos_emb=self.rotary_table(length, offset),
             attention_bias=None if table is None else table(length, offset + length, offset=offset),
         )
+        return hidden
 
     def _embedded(self, ids: Tensor | None, offset: int) -> Tensor | None:
         """The first hidden states, on a stage that makes them."""
@@ -247,7 +252,8 @@ class T5Model(LanguageModule):
             return None
         assert ids is not None, "the first stage of a half needs its ids"
         positions = torch.arange(offset, offset + ids.shape[1], device=ids.device)
-        return self.embedding(ids, positions.expand_as(ids))
+        hidden: Tensor = self.embedding(ids, positions.expand_as(ids))
+        return hidden
 
     def _as_message(self, states: Tensor) -> Tensor:
         """Stages hand each other one dtype."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.core.enums import AttnMaskType
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
@@ -33,7 +31,7 @@ def _bidirectional(spec: ModuleSpec) -> ModuleSpec:
 bert_layer_local_spec = get_bert_layer_local_spec()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> ModuleSpec:
     """``bert_layer_with_transformer_engine_spec``: made when asked for, because it may warn."""
     if name != "bert_layer_with_transformer_engine_spec":
         raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -35,4 +35,5 @@ class BertLMHead(MegatronModule):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[.., h] -> [.., h]"""
-        return self.layer_norm(F.gelu(self.dense(hidden)))
+        out: Tensor = self.layer_norm(F.gelu(self.dense(hidden)))
+        return out

@@ -104,8 +104,8 @@ class BertModel(LanguageModule):
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """What the previous stage computed."""
-        is_list = isinstance(input_tensor, list)
-        self.encoder.set_input_tensor(input_tensor[0] if is_list else input_tensor)
+        received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        self.encoder.set_input_tensor(received)
 
     def forward(
         self,
@@ -113,8 +113,8 @@ class BertModel(LanguageModule):
         attention_mask: Tensor | None,
         tokentype_ids: Tensor | None = None,
         lm_labels: Tensor | None = None,
-        inference_context: Any = None,
-    ) -> Any:
+        inference_context: None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Ids, kinds and labels [b, s] -> (losses [b, s], logits of the order [b, 2] or None).
 
         ``attention_mask`` [b, s] is 1 for tokens and 0 for padding; None: there is no padding.  A
@@ -124,14 +124,14 @@ class BertModel(LanguageModule):
         hidden states.
         """
         assert inference_context is None, "BERT generates no text"
-        hidden: Tensor | None = None
+        embedded: Tensor | None = None
         if self.pre_process:
             assert input_ids is not None, "the first stage needs ids"
             places = torch.arange(input_ids.shape[1], device=input_ids.device)
-            hidden = self.embedding(input_ids, places.expand_as(input_ids), tokentype_ids)
+            embedded = self.embedding(input_ids, places.expand_as(input_ids), tokentype_ids)
         num_tokens = self.tokens_in_row(input_ids, self.encoder.input_tensor)
-        hidden = self.encoder(
-            hidden, _hidden_keys(attention_mask), rotary_pos_emb=self.rotary_table(num_tokens)
+        hidden: Tensor = self.encoder(
+            embedded, _hidden_keys(attention_mask), rotary_pos_emb=self.rotary_table(num_tokens)
         )
         if not self.post_process:
             return hidden

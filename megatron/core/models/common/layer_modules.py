@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 from megatron.core import device
 from megatron.core.config.errors import MissingDependency
@@ -22,6 +21,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
 from megatron.core.transformer.norms import Norm
+from megatron.core.transformer.spec_utils import Slot
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 logger = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 class LayerParts:
     """The classes; ``column_behind_norm``: of a column matrix and the norm before it, in one."""
 
-    column: Any = ColumnParallelLinear
-    row: Any = RowParallelLinear
-    norm: Any = Norm
-    core_attention: Any = DotProductAttention
-    column_behind_norm: Any = None
+    column: Slot = ColumnParallelLinear
+    row: Slot = RowParallelLinear
+    norm: Slot = Norm
+    core_attention: Slot = DotProductAttention
+    column_behind_norm: Slot | None = None
 
     def with_norm_inside(self, config: TransformerConfig | None) -> LayerParts | None:
         """These parts with norms inside of column matrices; None where a norm stands by itself."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from megatron.core.config import flag_messages
 from megatron.core.config.errors import ConfigError
@@ -23,7 +22,7 @@ from megatron.core.transformer.multi_latent_attention import (
     MLASelfAttentionSubmodules,
 )
 from megatron.core.transformer.norms import HeadsWideRMSNorm, Norm
-from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.core.transformer.spec_utils import ModuleSpec, Slot, import_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, block_submodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -198,7 +197,7 @@ def get_gpt_mtp_block_spec(
     spec: TransformerBlockSubmodules | ModuleSpec,
     use_transformer_engine: bool = False,
     vp_stage: int | None = None,
-) -> ModuleSpec | None:
+) -> Slot | None:
     """The layer that --mtp-num-layers puts behind the decoder: that of its last one, or None."""
     del use_transformer_engine, vp_stage  # the spec says it; it stands where the output layer does
     layers = block_submodules(config, spec).layer_specs
@@ -213,7 +212,7 @@ def get_imported_layer_spec(
     The function is called with the config if it has a parameter of that name or needs one.
     Raises ConfigError.
     """
-    spec: Any = import_module(path)
+    spec = import_module(path)
     if inspect.isfunction(spec):
         signature = inspect.signature(spec)
         parameters = signature.parameters.values()

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.attention_masks import is_causal_mask
 from megatron.core.transformer.kv_cache import KVCache
 from megatron.core.transformer.multi_token_prediction import MultiTokenPrediction, tokens_ahead
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, Slot
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -48,7 +46,7 @@ class GPTModel(LanguageModule):
         rope_scaling_factor: float = 8.0,
         scatter_embedding_sequence_parallel: bool = True,
         seq_len_interpolation_factor: float | None = None,
-        mtp_block_spec: ModuleSpec | None = None,
+        mtp_block_spec: Slot | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
         *,
@@ -91,13 +89,7 @@ class GPTModel(LanguageModule):
                 scatter_to_sequence_parallel=scatter_embedding_sequence_parallel,
                 is_shared=predicts_ahead and groups.pp.size() > 1,
             )
-        self.decoder = self.build_decoder(
-            transformer_layer_spec,
-            pre_process=pre_process,
-            post_process=post_process,
-            pg_collection=groups,
-            vp_stage=vp_stage,
-        )
+        self.decoder = self.build_decoder(transformer_layer_spec)
         self.mtp: MultiTokenPrediction | None = None
         if mtp_block_spec is not None and post_process:
             self.mtp = MultiTokenPrediction(config, mtp_block_spec, pg_collection=groups)
@@ -105,16 +97,21 @@ class GPTModel(LanguageModule):
             self.output_layer = self.build_output_layer()
         self.finalize_parameters("decoder")
 
-    def build_decoder(
-        self, spec: ModuleSpec | TransformerBlockSubmodules, **arguments: Any
-    ) -> TransformerBlock:
+    def build_decoder(self, spec: ModuleSpec | TransformerBlockSubmodules) -> TransformerBlock:
         """The stack of layers."""
-        return TransformerBlock(self.config, spec, **arguments)
+        return TransformerBlock(
+            self.config,
+            spec,
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            pg_collection=self.pg_collection,
+            vp_stage=self.vp_stage,
+        )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
         """What the previous stage computed."""
-        is_list = isinstance(input_tensor, list)
-        self.decoder.set_input_tensor(input_tensor[0] if is_list else input_tensor)
+        received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        self.decoder.set_input_tensor(received)
 
     def forward(
         self,
@@ -125,7 +122,7 @@ class GPTModel(LanguageModule):
         labels: Tensor | None = None,
         inference_context: KVCache | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        extra_block_kwargs: dict[str, Any] | None = None,
+        extra_block_kwargs: dict[str, object] | None = None,
         runtime_gather_output: bool | None = None,
         *,
         loss_mask: Tensor | None = None,
@@ -150,7 +147,7 @@ class GPTModel(LanguageModule):
         self.check_share(position_ids, inference_context)
         offset = 0 if inference_context is None else inference_context.num_tokens
         num_tokens = self.tokens_in_row(input_ids, self.decoder.input_tensor)
-        shared: dict[str, Any] = {
+        shared: dict[str, object] = {
             "rotary_pos_emb": self.rotary_table(num_tokens, offset, packed_seq_params),
             "attention_bias": self.attention_bias(num_tokens, offset, packed_seq_params),
             "packed_seq_params": packed_seq_params,
@@ -167,7 +164,9 @@ class GPTModel(LanguageModule):
         if labels is not None:
             if self.mtp is not None and self.training:
                 rows = input_ids, labels, loss_mask
-                hidden = self._with_predictions(hidden, rows, attention_mask, shared)
+                hidden = self._with_predictions(
+                    hidden, rows, attention_mask, shared, packed_seq_params
+                )
             return self.token_losses(hidden, labels)
         if inference_context is not None:
             hidden, runtime_gather_output = hidden[-1:], True
@@ -179,7 +178,8 @@ class GPTModel(LanguageModule):
         hidden: Tensor,
         rows: tuple[Tensor | None, Tensor, Tensor | None],
         attention_mask: Tensor | None,
-        shared: dict[str, Any],
+        shared: dict[str, object],
+        packed: PackedSeqParams | None,
     ) -> Tensor:
         """``hidden``, whose backward pass also trains what predicts further ahead.
 
@@ -190,7 +190,7 @@ class GPTModel(LanguageModule):
         assert tokens is not None, "multi-token prediction embeds tokens on the last stage"
         if mask is None:
             mask = torch.ones(labels.shape, device=labels.device)
-        cp, packed = self.pg_collection.cp, shared["packed_seq_params"]
+        cp = self.pg_collection.cp
         num_tokens = tokens.shape[1] * cp.size()
         lengths = row_lengths(None if packed is None else packed.lengths, num_tokens)
         depths = tokens_ahead((tokens, labels, mask), self.mtp.num_depths, lengths, cp)

@@ -67,10 +67,16 @@ class MambaModel(GPTModel):
             **of_gpt,
         )
 
-    def build_decoder(
-        self, spec: ModuleSpec | TransformerBlockSubmodules, **arguments: Any
-    ) -> TransformerBlock:
-        stack: TransformerBlock = build_module(spec, config=self.config, **arguments)
+    def build_decoder(self, spec: ModuleSpec | TransformerBlockSubmodules) -> TransformerBlock:
+        assert isinstance(spec, ModuleSpec), "as given to the constructor"
+        stack: TransformerBlock = build_module(
+            spec,
+            config=self.config,
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            pg_collection=self.pg_collection,
+            vp_stage=self.vp_stage,
+        )
         return stack
 
     def finalize_parameters(self, *stacks: str, rename: dict[str, str] | None = None) -> None:

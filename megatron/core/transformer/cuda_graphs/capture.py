@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,14 @@ from torch import Tensor, nn
 from megatron.core import device
 from megatron.core.fusions.rope import RotaryTable
 from megatron.core.tensor_parallel.random import get_rng_tracker
-from megatron.core.tensor_parallel.weight_gradient import adds_to_main_grad
+from megatron.core.tensor_parallel.weight_gradient import (
+    MainGradParameter,
+    adds_to_main_grad,
+    has_main_grad,
+)
 
 HIDDEN = "hidden_states"
+Shared = Mapping[str, object]  # by name, the inputs that all layers share
 Run = Callable[..., Tensor]  # (hidden states, inputs that all layers share) -> hidden states
 
 
@@ -51,12 +55,17 @@ class Part:
     grad_output: Tensor | None = None
     grad_inputs: Sequence[Tensor | None] = ()
     grad_params: Sequence[Tensor | None] = ()
-    adding: frozenset[nn.Parameter] = frozenset()
+    adding: frozenset[MainGradParameter] = frozenset()
 
 
-def tensors_of(hidden: Tensor, shared: Mapping[str, Any]) -> dict[str, Tensor]:
+def tensors_of(hidden: Tensor, shared: Shared) -> dict[str, Tensor]:
     """Return the tensor inputs of a stack of layers by name; hidden states first."""
-    found = {HIDDEN: hidden}
+    return {HIDDEN: hidden} | shared_tensors(shared)
+
+
+def shared_tensors(shared: Shared) -> dict[str, Tensor]:
+    """Return the tensors among the inputs that all layers share, by name."""
+    found: dict[str, Tensor] = {}
     for name, value in shared.items():
         if isinstance(value, RotaryTable):
             found |= {f"{name}.cos": value.cos, f"{name}.sin": value.sin}
@@ -65,7 +74,7 @@ def tensors_of(hidden: Tensor, shared: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def without_memory(hidden: Tensor, shared: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+def without_memory(hidden: Tensor, shared: Shared) -> tuple[Tensor, Shared]:
     """Return ``hidden`` and ``shared`` with meta tensors, the description that `record` takes."""
     found = tensors_of(hidden, shared)
     metas = {
@@ -75,7 +84,7 @@ def without_memory(hidden: Tensor, shared: Mapping[str, Any]) -> tuple[Tensor, d
     return metas[HIDDEN], _with_tensors(shared, metas)
 
 
-def _with_tensors(shared: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _with_tensors(shared: Shared, tensors: Mapping[str, Tensor]) -> Shared:
     """Return ``shared`` with its tensors replaced by those in ``tensors``."""
     result = dict(shared)
     for name, value in shared.items():
@@ -91,7 +100,7 @@ def record(
     runs: Sequence[Run],
     modules: Sequence[nn.Module],
     hidden: Tensor,
-    shared: Mapping[str, Any],
+    shared: Shared,
     *,
     feeds_next: Sequence[bool],
 ) -> list[Part]:
@@ -139,18 +148,18 @@ def _record_backward(part: Part, output: Tensor, grad: Tensor) -> Tensor | None:
     `replay` zeroes ``main_grad`` before that micro-batch instead.
     """
     told = {p: p.overwrite_main_grad for p in part.params if adds_to_main_grad(p)}
-    for param in told:
-        param.overwrite_main_grad = False
+    for taught in told:
+        taught.overwrite_main_grad = False
     wanted = [t for t in (*part.inputs, *part.params) if t.requires_grad]
     part.grad_output = grad
     with part.backward.recording():
         found = torch.autograd.grad(output, wanted, grad, allow_unused=True)
     grads = dict(zip(wanted, found, strict=True))
-    adding = [p for p in part.params if getattr(p, "grad_added_to_main_grad", False)]
+    adding = [p for p in part.params if has_main_grad(p) and p.grad_added_to_main_grad]
     for param in adding:
         param.grad_added_to_main_grad = False
-    for param, overwrites in told.items():
-        param.overwrite_main_grad = overwrites
+    for taught, overwrites in told.items():
+        taught.overwrite_main_grad = overwrites
     part.adding = frozenset(adding)
     part.grad_inputs = [grads.get(t) for t in part.inputs]
     part.params = [p for p in part.params if p in part.adding or grads[p] is not None]

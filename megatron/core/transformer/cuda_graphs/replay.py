@@ -8,18 +8,24 @@ recordings exist as the schedule keeps micro-batches in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.tensor_parallel.weight_gradient import has_been_added
+from megatron.core.autograd import Context, Function
+from megatron.core.tensor_parallel.weight_gradient import (
+    adds_to_main_grad,
+    has_been_added,
+    has_main_grad,
+)
 from megatron.core.transformer.cuda_graphs.capture import (
     HIDDEN,
     Part,
     Run,
+    Shared,
     record,
     tensors_of,
     without_memory,
@@ -29,7 +35,12 @@ from megatron.core.transformer.module import before_reading
 _Key = tuple[tuple[str, torch.Size, torch.dtype, bool], ...]
 
 
-class _Replay(torch.autograd.Function):
+class _Replayed(NamedTuple):
+    part: Part
+    when_done: Callable[[], None] | None
+
+
+class _Replay(Function[Tensor]):
     """Replay the forward graph of a part, and its backward graph in backward.
 
     ``when_done`` is given to the first part only; it returns the recording after backward.
@@ -37,9 +48,12 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, part: Part, when_done: Callable[[], None] | None, *tensors: Tensor
+        ctx: Context[_Replayed],
+        part: Part,
+        when_done: Callable[[], None] | None,
+        *tensors: Tensor,
     ) -> Tensor:
-        ctx.part, ctx.when_done = part, when_done
+        ctx.values = _Replayed(part, when_done)
         # Inputs that all layers share have one static copy, which the first part fills.
         num_copied = 1 if when_done is None else len(part.inputs)
         for fixed, tensor in zip(part.inputs[:num_copied], tensors, strict=False):
@@ -49,19 +63,20 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        part: Part = ctx.part
+    def backward(ctx: Context[_Replayed], grad: Tensor) -> tuple[Tensor | None, ...]:
+        part, when_done = ctx.values
         assert part.grad_output is not None, "recorded as a whole"
         for param in part.adding:
-            if param.overwrite_main_grad:  # the buffer still holds the last step's gradients
+            # Before the first micro-batch the buffer still holds the last step's gradients.
+            if adds_to_main_grad(param) and param.overwrite_main_grad:
                 param.main_grad.zero_()
         _put(part.grad_output, grad)
         part.backward.replay()
         inputs = part.grad_inputs
-        if ctx.when_done is not None:
+        if when_done is not None:
             # Another micro-batch may replay this recording before autograd consumes the gradients.
             inputs = [None if g is None else g.clone() for g in inputs]
-            ctx.when_done()
+            when_done()
         return None, None, *inputs, *map(_given, part.params, part.grad_params)
 
 
@@ -80,8 +95,9 @@ def _given(param: nn.Parameter, grad: Tensor | None) -> Tensor | None:
     ``param.grad`` beyond the next replay: clone it.
     """
     if grad is None:
+        assert has_main_grad(param), "a graph adds to nothing else"
         return has_been_added(param)
-    return grad if hasattr(param, "main_grad") else grad.clone()
+    return grad if has_main_grad(param) else grad.clone()
 
 
 class _Recording:
@@ -95,7 +111,7 @@ class _Recording:
         self._parts = [part for part, _ in steps if part is not None]
         self._owner = owner
 
-    def run(self, hidden: Tensor, shared: Mapping[str, Any]) -> Tensor:
+    def run(self, hidden: Tensor, shared: Shared) -> Tensor:
         """Run all layers: [s, b, h] -> [s, b, h]."""
         others = [t for name, t in tensors_of(hidden, shared).items() if name != HIDDEN]
         for part, rest in self._steps:
@@ -124,15 +140,19 @@ class LayerGraphs:
     from those of the first micro-batch.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], num_warmup_steps: int, *, whole: bool) -> None:
+    def __init__(self, layers: Iterable[nn.Module], num_warmup_steps: int, *, whole: bool) -> None:
         """``whole``: capture as much as possible of each layer, else its attention alone."""
-        self._layers: Sequence[Any] = layers
-        self._runs = [layer.capture_parts(whole=whole) for layer in self._layers]
+        self._layers = list(layers)
+        self._runs: list[tuple[Run | None, Run | None]] = [
+            layer.capture_parts(whole=whole)  # type: ignore[operator]
+            for layer in self._layers
+        ]
         self._steps_to_warm_up = num_warmup_steps
         self._recordings: list[_Recording] = []
         self._idle: list[_Recording] = []
         self._key: _Key | None = None
-        self._like: Any = None  # hidden states and what layers share, without memory
+        # Hidden states and the inputs that all layers share, without memory.
+        self._like: tuple[Tensor, Shared] | None = None
 
     def begin_step(self, num_in_flight: int) -> None:
         """Begin a training step; capture until there is a recording per micro-batch in flight.
@@ -156,7 +176,7 @@ class LayerGraphs:
         """Make a recording available again, after the backward pass of its micro-batch."""
         self._idle.append(recording)
 
-    def recording(self, hidden: Tensor, shared: Mapping[str, Any]) -> _Recording | None:
+    def recording(self, hidden: Tensor, shared: Shared) -> _Recording | None:
         """Return an idle recording for these inputs; None if they must run eagerly."""
         tensors = tensors_of(hidden, shared)
         has_more = any(v is not None and n not in _names(tensors) for n, v in shared.items())
@@ -168,7 +188,7 @@ class LayerGraphs:
             self._key, self._like = key, without_memory(hidden, shared)
         return self._idle.pop() if key == self._key and self._idle else None
 
-    def _record(self, hidden: Tensor, shared: Mapping[str, Any]) -> _Recording:
+    def _record(self, hidden: Tensor, shared: Shared) -> _Recording:
         # Gather parameters now: the hooks that wait for them must not run during capture.
         for layer in self._layers:
             for module in layer.modules():

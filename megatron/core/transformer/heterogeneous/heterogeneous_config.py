@@ -7,11 +7,10 @@ entry a layer, and the sizes that must agree with the command line.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch.nn.functional as F
 
@@ -21,6 +20,25 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 FLAG = "--heterogeneous-layers-config-path"
 FULL, LINEAR, NO_OP = "full", "linear", "no_op"
 _WIDTH_MULTIPLE = 256
+
+
+class _Part(TypedDict, total=False):
+    no_op: bool
+    replace_with_linear: bool
+    n_heads_in_group: int | None  # of attention
+    ffn_mult: float | None  # of an MLP
+
+
+class _Block(TypedDict, total=False):
+    attention: _Part | None
+    ffn: _Part | None
+
+
+class _File(TypedDict, total=False):
+    block_configs: list[_Block]
+    hidden_size: int
+    hidden_act: str
+    num_attention_heads: int
 
 
 @dataclass(frozen=True)
@@ -43,43 +61,34 @@ def layer_shapes(config: TransformerConfig) -> tuple[LayerShape, ...] | None:
     if not text and path is None:
         return None
     try:
-        param_info_for = json.loads(text or Path(path or "").read_text(encoding="utf-8"))
+        found: _File = json.loads(text or Path(path or "").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{FLAG} {path or text} cannot be read: {error}") from error
-    if not isinstance(param_info_for, dict) or not isinstance(
-        param_info_for.get("block_configs"), list
-    ):
+    if not isinstance(found, dict) or not isinstance(found.get("block_configs"), list):
         raise ConfigError(f"{FLAG} {path or text} has no list block_configs")
-    problems = _contradictions(param_info_for, config)
+    problems = _contradictions(found, config)
     if problems:
         raise ConfigError("; ".join(problems))
-    return tuple(_layer(block, config.hidden_size) for block in param_info_for["block_configs"])
+    return tuple(_layer(block, config.hidden_size) for block in found["block_configs"])
 
 
-def _contradictions(param_info_for: Mapping[str, Any], config: TransformerConfig) -> list[str]:
+def _contradictions(found: _File, config: TransformerConfig) -> list[str]:
     """What the file says otherwise than the command line."""
-    blocks = param_info_for["block_configs"]
-    sizes = {b["attention"].get("n_heads_in_group") for b in blocks if b.get("attention")} - {None}
+    blocks = found["block_configs"]
+    given = [(block.get("attention") or {}).get("n_heads_in_group") for block in blocks]
+    sizes = {size for size in given if size is not None}
     if len(sizes) > 1:
         return [f"{FLAG}: n_heads_in_group must be one number for all layers, not {sorted(sizes)}"]
-    heads = param_info_for.get("num_attention_heads", config.num_attention_heads)
+    heads = found.get("num_attention_heads", config.num_attention_heads)
     groups = heads // next(iter(sizes)) if sizes else config.num_query_groups
     is_swiglu = config.gated_linear_unit and config.activation_func is F.silu
     pairs = (
         ("--num-layers", len(blocks), config.num_layers),
-        (
-            "--hidden-size",
-            param_info_for.get("hidden_size", config.hidden_size),
-            config.hidden_size,
-        ),
+        ("--hidden-size", found.get("hidden_size", config.hidden_size), config.hidden_size),
         ("--num-attention-heads", heads, config.num_attention_heads),
         ("--num-query-groups", groups, config.num_query_groups),
         ("--normalization", "RMSNorm", config.normalization),
-        (
-            "the activation",
-            param_info_for.get("hidden_act", "silu"),
-            "silu" if is_swiglu else "another",
-        ),
+        ("the activation", found.get("hidden_act", "silu"), "silu" if is_swiglu else "another"),
     )
     return [
         f"{FLAG} describes {theirs} where {name} is {ours}: make them equal"
@@ -88,17 +97,18 @@ def _contradictions(param_info_for: Mapping[str, Any], config: TransformerConfig
     ]
 
 
-def _layer(block: Mapping[str, Any], hidden_size: int) -> LayerShape:
-    attention, mlp = _kind(block.get("attention") or {}), _kind(block.get("ffn") or {})
+def _layer(block: _Block, hidden_size: int) -> LayerShape:
+    ffn = block.get("ffn") or {}
+    attention, mlp = _kind(block.get("attention") or {}), _kind(ffn)
     if mlp != FULL:
         return LayerShape(attention, mlp)
-    factor = block["ffn"].get("ffn_mult")
+    factor = ffn.get("ffn_mult")
     if factor is None:
         raise ConfigError(f"{FLAG}: an ffn block without ffn_mult, no_op or replace_with_linear")
     return LayerShape(attention, mlp, width_of(factor, hidden_size))
 
 
-def _kind(part: Mapping[str, Any]) -> str:
+def _kind(part: _Part) -> str:
     if part.get("no_op"):
         return NO_OP
     return LINEAR if part.get("replace_with_linear") else FULL

@@ -5,8 +5,6 @@ Collectives: the outputs, which are divided over the tensor-parallel group, are 
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -29,7 +27,7 @@ class LinearReplacement(ColumnParallelLinear):
             gather_output=True,
         )
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """[s, b, h] -> [s, b, h], or [s/tp, b, h] -> [s/tp, b, h] where the sequence is cut."""
         y, _ = super().forward(x)
         if self.sequence_parallel:

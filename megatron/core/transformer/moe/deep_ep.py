@@ -6,12 +6,13 @@ The package has no part in a test on a CPU: what it is asked is what its documen
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import Context, Function
 from megatron.core.device import is_cuda
 from megatron.core.optional import require, why_missing
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
@@ -27,6 +28,31 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 PACKAGE = "deep_ep"
+
+
+class _Event(Protocol):
+    def current_stream_wait(self) -> None: ...
+
+
+class _Buffer(Protocol):
+    """What is used of ``deep_ep.Buffer``; a handle is what it needs to run a dispatch again."""
+
+    def get_dispatch_layout(
+        self, topk_idx: Tensor, num_experts: int
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, _Event]: ...
+
+    def dispatch(
+        self, x: Tensor, *, handle: object = ..., async_finish: bool, **layout: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, list[int], object, _Event]: ...
+
+    def combine(
+        self, x: Tensor, handle: object, topk_weights: Tensor | None = ..., *, async_finish: bool
+    ) -> tuple[Tensor, Tensor, _Event]: ...
+
+
+class _Handled(NamedTuple):
+    buffer: _Buffer
+    handle: object
 
 
 def unsupported_reason(config: TransformerConfig, device: torch.device) -> str | None:
@@ -60,9 +86,9 @@ class DeepEPDispatcher(FlexDispatcher):
         numbers = numbers.masked_fill(~is_kept.unsqueeze(-1), -1).flatten(1)
         weights = routing.weights.float().repeat_interleave(copies, dim=1)
         num_experts = self.num_local * self.tp_ep.size()
-        travel: list[Any] = []
-        rows, weights, here = _There.apply(x, weights, numbers, num_experts, buffer, travel)
-        counts, handle = travel
+        sent: list[_Sent] = []
+        rows, weights, here = _There.apply(x, weights, numbers, num_experts, buffer, sent)
+        counts, handled = sent[0]
         mine = here.masked_fill(here < 0, self.num_local)
         weights = weights.to(routing.weights.dtype)
         arrived = sorted_here(
@@ -70,17 +96,19 @@ class DeepEPDispatcher(FlexDispatcher):
         )
 
         def back(results: Tensor) -> Tensor:
-            return through(arrived.back(results), (buffer, handle), _combined, _dispatched)
+            return through(arrived.back(results), handled, _combined, _dispatched)
 
         return DispatchedTokens(arrived.rows, arrived.weights, arrived.counts, back)
 
 
-_buffers: dict[ProcessGroup, tuple[int, Any]] = {}  # with the bytes of a row that they are made for
+_buffers: dict[
+    ProcessGroup, tuple[int, _Buffer]
+] = {}  # with the bytes of a row that they are made for
 
 
-def _buffer_of(group: ProcessGroup, row_bytes: int, num_sms: int) -> Any:
+def _buffer_of(group: ProcessGroup, row_bytes: int, num_sms: int) -> _Buffer:
     """That of all layers of ``group``; a new one where rows are wider.  Collective then."""
-    if _buffers.get(group, (0, None))[0] < row_bytes:
+    if group not in _buffers or _buffers[group][0] < row_bytes:
         kind = require(PACKAGE, "--moe-enable-deepep").Buffer
         kind.set_num_sms(num_sms)
         size = group.size()
@@ -91,28 +119,33 @@ def _buffer_of(group: ProcessGroup, row_bytes: int, num_sms: int) -> Any:
     return _buffers[group][1]
 
 
-def _wait(event: Any) -> None:
+def _wait(event: _Event) -> None:
     """While rows travel another pass may compute."""
     yield_to_peer()
     event.current_stream_wait()
 
 
-class _There(torch.autograd.Function):
+class _Sent(NamedTuple):
+    counts: list[int]  # rows of each expert of this rank
+    handled: _Handled
+
+
+class _There(Function[tuple[Tensor, Tensor, Tensor]]):
     """[n, h], [n, k] and expert numbers [n, k], -1 for none -> the rows of this rank's visitors.
 
     Their weights [r, k] and the numbers of this rank's experts [r, k], -1 for those elsewhere.
-    ``travel`` takes the rows of each of its experts, known to the host, and the handle.
+    ``sent`` takes what else there is to know of it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context[_Handled],
         x: Tensor,
         weights: Tensor,
         numbers: Tensor,
         num_experts: int,
-        buffer: Any,
-        travel: list[Any],
+        buffer: _Buffer,
+        sent: list[_Sent],
     ) -> tuple[Tensor, Tensor, Tensor]:
         per_rank, per_node, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
             numbers, num_experts
@@ -128,29 +161,32 @@ class _There(torch.autograd.Function):
             async_finish=True,
         )
         _wait(event)
-        travel += [counts, handle]
-        ctx.buffer, ctx.handle = buffer, handle
+        ctx.values = _Handled(buffer, handle)
+        sent.append(_Sent(counts, ctx.values))
         ctx.mark_non_differentiable(here)
         return rows, weights, here
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, grad_weights: Tensor, _: None) -> tuple[Any, ...]:
-        grad, grad_weights, event = ctx.buffer.combine(
-            grad.contiguous(), ctx.handle, topk_weights=grad_weights.contiguous(), async_finish=True
+    def backward(
+        ctx: Context[_Handled], grad: Tensor, grad_weights: Tensor, _: None
+    ) -> tuple[Tensor | None, ...]:
+        buffer, handle = ctx.values
+        grad, grad_weights, event = buffer.combine(
+            grad.contiguous(), handle, topk_weights=grad_weights.contiguous(), async_finish=True
         )
         _wait(event)
         return grad, grad_weights, None, None, None, None
 
 
-def _combined(results: Tensor, buffer_and_handle: tuple[Any, Any]) -> Tensor:
-    buffer, handle = buffer_and_handle
+def _combined(results: Tensor, handled: _Handled) -> Tensor:
+    buffer, handle = handled
     combined, _, event = buffer.combine(results.contiguous(), handle, async_finish=True)
     _wait(event)
-    return combined  # type: ignore[no-any-return]
+    return combined
 
 
-def _dispatched(grad: Tensor, buffer_and_handle: tuple[Any, Any]) -> Tensor:
-    buffer, handle = buffer_and_handle
+def _dispatched(grad: Tensor, handled: _Handled) -> Tensor:
+    buffer, handle = handled
     grad, *_, event = buffer.dispatch(grad.contiguous(), handle=handle, async_finish=True)
     _wait(event)
     return grad

@@ -18,7 +18,7 @@ from megatron.core import device
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.module import MegatronModule, WithBias
 from megatron.core.transformer.moe.grouped_linear import RowGroups, can_group, grouped_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -45,8 +45,8 @@ class Expert(MLP):
         return result + (term - term.detach())
 
     def narrow(
-        self, inner: Tensor, weights: Tensor, linear: Callable[[Tensor], tuple[Tensor, Any]]
-    ) -> tuple[Tensor, Any]:
+        self, inner: Tensor, weights: Tensor, linear: Callable[[Tensor], WithBias]
+    ) -> WithBias:
         """Apply activation and weights, then ``linear``, the second matrix of one or all."""
         recomputes = self.training and "moe_act" in self.config.modules_to_recompute
         memory = CheckpointWithoutOutput() if recomputes else None
@@ -85,7 +85,8 @@ class Experts(MegatronModule):
                 for number in reversed(local_experts)
             }
         )
-        self._in_order: list[Any] = [self.local_experts[str(number)] for number in local_experts]
+        experts = [self.local_experts[str(number)] for number in local_experts]
+        self._in_order = [expert for expert in experts if isinstance(expert, Expert)]
         self._can_group = (
             config.moe_grouped_gemm
             and not config.is_quantized
@@ -94,7 +95,7 @@ class Experts(MegatronModule):
             )
         )
         # Grouped GEMMs of an external package (Transformer Engine), by the name of the matrix.
-        self._products: dict[str, Any] = {}
+        self._products: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {}
         if config.moe_grouped_gemm and hasattr(self._in_order[0].linear_fc1, "product_of_all"):
             every = {name: self._linears(name) for name in _MATRICES}
             self._products = {name: own[0].product_of_all(own) for name, own in every.items()}
@@ -117,7 +118,7 @@ class Experts(MegatronModule):
         parts = zip(self._in_order, rows.split(sizes), weights.split(sizes), strict=True)
         return torch.cat([expert(mine, weight) for expert, mine, weight in parts])
 
-    def _grouped(self, rows: Tensor, groups: RowGroups, name: str) -> tuple[Tensor, Tensor | None]:
+    def _grouped(self, rows: Tensor, groups: RowGroups, name: str) -> WithBias:
         """Multiply rows by their experts' matrix ``name``; return products and each row's bias."""
         linears = self._linears(name)
         if name in self._products:

@@ -7,11 +7,12 @@ the choice of experts would hang on it.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
+from megatron.core.autograd import Context, Function
 from megatron.core.fusions import kernels
 from megatron.core.transformer.moe import routing
 from megatron.core.transformer.moe.routing import Choice, Routing
@@ -31,15 +32,21 @@ def best(scores: Tensor, k: int) -> Tensor:
     fused = _kernels(scores)
     if fused is None:
         return routing.best(scores, k)
-    choice = Choice(k=k)
-    return fused.choose(scores.contiguous(), None, k, **_options(choice, fused))[0]
+    experts: Tensor
+    experts, _ = fused.choose(scores.contiguous(), None, k, **_options(Choice(k=k), fused))
+    return experts
 
 
 def _kernels(scores: Tensor) -> ModuleType | None:
     return kernels.find("router", scores) if scores.dtype == torch.float32 else None
 
 
-def _options(choice: Choice, fused: ModuleType) -> dict[str, Any]:
+class _Options(TypedDict):
+    score: int
+    scale: float
+
+
+def _options(choice: Choice, fused: ModuleType) -> _Options:
     if choice.score_function == "sigmoid":
         score = fused.SIGMOID
     else:
@@ -47,24 +54,35 @@ def _options(choice: Choice, fused: ModuleType) -> dict[str, Any]:
     return {"score": score, "scale": choice.scaling_factor or 1.0}
 
 
-class _Route(torch.autograd.Function):
+class _Values(NamedTuple):
+    fused: ModuleType
+    options: _Options
+
+
+class _Route(Function[tuple[Tensor, Tensor]]):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, bias: Tensor | None, choice: Choice, fused: ModuleType
+        ctx: Context[_Values],
+        logits: Tensor,
+        bias: Tensor | None,
+        choice: Choice,
+        fused: ModuleType,
     ) -> tuple[Tensor, Tensor]:
-        ctx.fused, ctx.options = fused, _options(choice, fused)
+        ctx.values = _Values(fused, _options(choice, fused))
         groups = 1, 1, 1
         if choice.num_groups:
             assert choice.group_topk, "checked at start"
             scores = choice.group_score_topk or choice.k // choice.group_topk
             groups = choice.num_groups, choice.group_topk, scores
-        experts, weights = fused.choose(logits, bias, choice.k, groups=groups, **ctx.options)
+        options = ctx.values.options
+        experts, weights = fused.choose(logits, bias, choice.k, groups=groups, **options)
         ctx.mark_non_differentiable(experts)
         ctx.save_for_backward(logits, experts)
         return experts, weights
 
     @staticmethod
-    def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[_Values], _: None, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, experts = ctx.saved_tensors
-        out = ctx.fused.gradient(logits, experts, grad.contiguous(), **ctx.options)
+        fused, options = ctx.values
+        out = fused.gradient(logits, experts, grad.contiguous(), **options)
         return out, None, None, None

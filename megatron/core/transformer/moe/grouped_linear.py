@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core import device
+from megatron.core.autograd import Context, Function
 from megatron.core.tensor_parallel.weight_gradient import WeightGrad, adds_to_main_grad, is_deferred
 from megatron.core.transformer.moe.lazy_token_counts import LateCounts
 
@@ -54,22 +54,26 @@ def grouped_linear(rows: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -
     The weight gradients go where those of a linear layer go: to a queue or into the main gradient
     if there is one, one product each, else out of one product.
     """
-    result: Tensor = _GroupedLinear.apply(rows, groups, *weights)
-    return result
+    return _GroupedLinear.apply(rows, groups, *weights)
 
 
-class _GroupedLinear(torch.autograd.Function):
+# The weights themselves, for a queue and for main_grad.
+_Values = tuple[tuple[Tensor, ...], RowGroups]
+
+
+class _GroupedLinear(Function[Tensor]):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, groups: RowGroups, *weights: Tensor) -> Tensor:
+    def forward(ctx: Context[_Values], rows: Tensor, groups: RowGroups, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, *weights)
-        ctx.params, ctx.groups = weights, groups  # themselves, for a queue and for main_grad
+        ctx.values = weights, groups
         wide = stacked(weights).transpose(1, 2)
         return F.grouped_mm(rows.contiguous(), wide, offs=groups.ends)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[_Values], grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, *weights = ctx.saved_tensors
-        counts, ends = list(ctx.groups.counts), ctx.groups.ends
+        params, groups = ctx.values
+        counts, ends = list(groups.counts), groups.ends
         # Without rows no stride counts, but the kernel looks at them.
         grad = grad.contiguous() if len(grad) else grad.new_zeros(grad.shape)
         needs_rows, _, *needs = ctx.needs_input_grad
@@ -77,11 +81,11 @@ class _GroupedLinear(torch.autograd.Function):
         items = [
             WeightGrad(weight if needed else None, None, one, x, group=None, is_own=True)
             for weight, needed, one, x in zip(
-                ctx.params, needs, grad.split(counts), rows.split(counts), strict=True
+                params, needs, grad.split(counts), rows.split(counts), strict=True
             )
         ]
         are_later = [is_deferred(item) for item in items]
-        if all(needs) and not any(are_later) and not any(map(adds_to_main_grad, ctx.params)):
+        if all(needs) and not any(are_later) and not any(map(adds_to_main_grad, params)):
             return grad_rows, None, *F.grouped_mm(grad.t(), rows, offs=ends)
         computed = [
             None if is_later else item.compute()[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     LocalDispatcher,
     TokenDispatcher,
 )
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -32,7 +31,7 @@ class MoESubmodules:
     """Submodules of the layer: the linear layers of an expert, and the shared experts."""
 
     experts: MLPSubmodules
-    shared_experts: Any = None
+    shared_experts: Slot | None = None
 
 
 class MoELayer(MegatronModule):

@@ -63,7 +63,8 @@ def _rows_of_visits(x: Tensor, order: Order) -> Tensor:
 
 def _sum_of_rows(rows: Tensor, order: Order) -> Tensor:
     if rows.dim() == 2 and rows.is_contiguous() and (fused := kernels.find("rows", rows)):
-        return fused.sum_of_rows(rows, order.row)
+        total: Tensor = fused.sum_of_rows(rows, order.row)
+        return total
     if len(order.visit) < order.row.numel():
         rows = torch.cat([rows, rows.new_zeros((1, *rows.shape[1:]))])
     first, *others = order.row.clamp(max=len(rows) - 1).unbind(1)

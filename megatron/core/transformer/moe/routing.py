@@ -102,7 +102,7 @@ def _within_best_groups(scores: Tensor, choice: Choice) -> Tensor:
     """Mask scores with -inf outside the groups with the highest sums of best scores."""
     assert choice.num_groups, "called only with groups"
     assert choice.group_topk, "checked at start"
-    groups = scores.unflatten(-1, (choice.num_groups, -1))
+    groups: Tensor = scores.unflatten(-1, (choice.num_groups, -1))
     num_scores = choice.group_score_topk or choice.k // choice.group_topk
     of_group = groups.topk(num_scores, dim=-1).values.sum(-1)
     is_out = torch.ones_like(of_group, dtype=torch.bool)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.core import device
+from megatron.core.autograd import Context, Function
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.pass_interleaving import yield_to_peer
 from megatron.core.tensor_parallel.mappings import (
@@ -267,23 +267,30 @@ def _copies_of_blocks(sizes: list[int], copies: int, device: torch.device) -> Or
 
 def _repeated(numbers: Sequence[int], times: Sequence[int], device: torch.device) -> Tensor:
     """Return each number repeated its number of ``times``: [sum of ``times``]."""
-    numbers_, times_ = torch.tensor([numbers, times], device=device)
-    return numbers_.repeat_interleave(times_, output_size=sum(times))
+    both = torch.tensor([numbers, times], device=device)
+    return both[0].repeat_interleave(both[1], output_size=sum(times))
 
 
-class _Exchange(torch.autograd.Function):
+_Sizes = tuple[list[int], list[int], ProcessGroup]  # rows to send and receive, by rank
+
+
+class _Exchange(Function[tuple[Tensor, ...]]):
     """All-to-all of several tensors with the same counts of rows per rank."""
 
     @staticmethod
     def forward(
-        ctx: Any, sending: list[int], receiving: list[int], group: ProcessGroup, *tensors: Tensor
+        ctx: Context[_Sizes],
+        sending: list[int],
+        receiving: list[int],
+        group: ProcessGroup,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.args = sending, receiving, group
+        ctx.values = sending, receiving, group
         return _exchanged(sending, receiving, group, tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sending, receiving, group = ctx.args
+    def backward(ctx: Context[_Sizes], *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sending, receiving, group = ctx.values
         return None, None, None, *_exchanged(receiving, sending, group, grads)
 
 

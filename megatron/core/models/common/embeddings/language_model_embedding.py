@@ -83,18 +83,19 @@ class LanguageModelEmbedding(MegatronModule):
         self, input_ids: Tensor, position_ids: Tensor | None, tokentype_ids: Tensor | None = None
     ) -> Tensor:
         """[b, s] ids, positions and kinds -> [s, b, h] (or [s/tp, b, h])"""
-        hidden = self.word_embeddings(input_ids if self.is_cut else input_ids.transpose(0, 1))
+        ids = input_ids if self.is_cut else input_ids.transpose(0, 1)
+        hidden: Tensor = self.word_embeddings(ids)
         if self.scale is not None:
             hidden = hidden * self.scale
         tables = (
             (self.position_embeddings, position_ids, "learned positions need position_ids"),
             (self.tokentype_embeddings, tokentype_ids, "kinds of tokens need tokentype_ids"),
         )
-        for table, ids, why in tables:
+        for table, places, why in tables:
             if table is None:
                 continue
-            assert ids is not None, why
-            ids = ids.transpose(0, 1)
+            assert places is not None, why
+            ids = places.transpose(0, 1)
             if self.is_cut:
                 ids = slice_of_first_dim(ids, self.tp_group)
             hidden = hidden + table(ids)

@@ -74,6 +74,6 @@ class RelativePositionEmbedding(nn.Module):
             num_buckets=self.num_buckets,
             max_distance=self.max_distance,
         )
-        by_distance = self.relative_attention_bias(buckets).t()  # [n/tp, q + k - 1]
+        by_distance: Tensor = self.relative_attention_bias(buckets).t()  # [n/tp, q + k - 1]
         # A query sees a window of them, each later one a window that starts one further left.
         return by_distance.unfold(1, key_seq_length, 1).flip(1).unsqueeze(0)

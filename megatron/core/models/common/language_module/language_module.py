@@ -139,7 +139,7 @@ class LanguageModule(MegatronModule):
             unpadded_output_size=self.num_tokens,
             is_embedding_or_output=True,
         )
-        if is_tied and self.has_embedding:
+        if layer.weight is None:
             self.embedding.word_embeddings.is_lent = True
         elif is_tied:
             mark_as_shared_embedding(layer.weight, is_copy=True)
@@ -206,8 +206,8 @@ class LanguageModule(MegatronModule):
     def _held_tokens(self, num_tokens: int, packed: PackedSeqParams | None) -> Tensor:
         """Places in their row of the tokens of this context-parallel rank: [s/cp]."""
         cp = self.pg_collection.cp
-        is_cut = packed is not None and cp.size() > 1
-        lengths = row_lengths(packed.lengths if is_cut else None, num_tokens * cp.size())
+        lengths = None if packed is None or cp.size() == 1 else packed.lengths
+        lengths = row_lengths(lengths, num_tokens * cp.size())
         return held_tokens(lengths, cp.rank(), cp.size(), device.current())
 
     def check_share(self, position_ids: Tensor | None, cache: KVCache | None) -> None:
@@ -256,6 +256,7 @@ class LanguageModule(MegatronModule):
             return self.compute_language_model_loss(labels, self.cap(logits))
         before_reading(layer)
         weight = layer.weight if weight is None else weight
+        assert weight is not None, "a layer without a weight is lent one"
         padded = weight.shape[0]
         limit = self.num_tokens or padded * self.tp_group.size()
         check_token_ids(labels, limit, may_ignore=True)
@@ -309,7 +310,7 @@ class LanguageModule(MegatronModule):
         return logits if limit is None else limit * torch.tanh(logits / limit)
 
 
-def mark_as_shared_embedding(weight: nn.Parameter, *, is_copy: bool, over: str = "embd") -> None:
+def mark_as_shared_embedding(weight: Tensor, *, is_copy: bool, over: str = "embd") -> None:
     """Say that the stages of group ``over`` hold ``weight``, and whether this is the first's copy.
 
     embd: it is word embedding and output layer.

@@ -16,7 +16,7 @@ from megatron.core.transformer.heterogeneous.heterogeneous_config import (
     layer_shapes,
 )
 from megatron.core.transformer.heterogeneous.linear_replacement import LinearReplacement
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, Slot
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -34,8 +34,9 @@ def get_gpt_heterogeneous_layer_spec(
     return TransformerBlockSubmodules(specs, block.layer_norm)
 
 
-def _shaped(spec: ModuleSpec, shape: LayerShape) -> ModuleSpec:
+def _shaped(spec: Slot, shape: LayerShape) -> ModuleSpec:
     """The layer of ``spec`` with its parts as ``shape`` says."""
+    assert isinstance(spec, ModuleSpec), "from get_gpt_decoder_block_spec"
     slots = spec.submodules
     if shape.attention == LINEAR:
         slots = replace(slots, self_attention=LinearReplacement)
