@@ -27,8 +27,9 @@ MIN_BYTES = 1 << 20  # smaller storages are not worth a copy
 class _Away:
     """The bytes of a storage: on the device until `leave`, and from `come_back` on."""
 
-    def __init__(self, tensor: Tensor, stream: object) -> None:
-        self._stream, self._came = stream, None
+    def __init__(self, tensor: Tensor, stream: device.Stream | None) -> None:
+        self._stream = stream
+        self._came: device.Event | None = None
         self._here: Tensor | None = _bytes_of(tensor)
         self.num_bytes = self._here.numel()
         self._there: Tensor | None = None
@@ -86,7 +87,7 @@ class _Saved(NamedTuple):
 class _Pass:
     """One micro-batch on its way through a stack."""
 
-    def __init__(self, staying: Iterable[Tensor], stream: object) -> None:
+    def __init__(self, staying: Iterable[Tensor], stream: device.Stream | None) -> None:
         self._staying = {t.untyped_storage()._cdata for t in staying}
         self._stream = stream
         self._layers: list[list[_Away]] = []
@@ -136,7 +137,7 @@ class ActivationOffload:
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
         self.num_bytes = 0  # that the last micro-batch sent away
-        self._stream: object = None
+        self._stream: device.Stream | None = None
 
     def run(self, layers: Iterable[nn.Module], hidden_states: Tensor, shared: Shared) -> Tensor:
         """All layers: [s, b, h] -> [s, b, h]."""
