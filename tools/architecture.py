@@ -329,7 +329,8 @@ def classes_of(file: str, name: str) -> list[str]:
     cls = name.partition(".")[0]
     if not is_defined(file, cls) or not isinstance(found := definition(file, cls), ast.ClassDef):
         return []
-    bases = [base.id for base in found.bases if isinstance(base, ast.Name)]
+    plain = [base.value if isinstance(base, ast.Subscript) else base for base in found.bases]
+    bases = [base.id for base in plain if isinstance(base, ast.Name)]
     return [cls, *(above for base in bases for above in classes_of(file, base))]
 
 
