@@ -256,7 +256,7 @@ class LanguageModule(MegatronModule):
             return self.compute_language_model_loss(labels, self.cap(logits))
         before_reading(layer)
         weight = layer.weight if weight is None else weight
-        assert weight is not None, "a layer without a weight is lent one"
+        assert weight is not None, "a layer without a weight needs that of the embedding"
         padded = weight.shape[0]
         limit = self.num_tokens or padded * self.tp_group.size()
         check_token_ids(labels, limit, may_ignore=True)
