@@ -18,7 +18,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.distributed.param_buffer import ParamGather
-from megatron.core.distributed.shard_ranges import owned_parts
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm
 from megatron.core.optimizer.reduced_precision_state import StateStorage
@@ -226,9 +225,9 @@ def _memory(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, int]:
     return {
         "state": run.state_bytes(),
         "owned": sum(
-            part.stop - part.start
+            stop - start
             for layout in buffers
-            for part in owned_parts(layout, group.rank(), group.size())
+            for _, start, stop in layout.owned_parts(group.rank(), group.size())
         ),
         "params": sum(p.numel() for p in run.model.parameters() if p.requires_grad),
     }

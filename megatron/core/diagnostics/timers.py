@@ -13,7 +13,8 @@ gathers once over all ranks; every rank calls it with the same names.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, Protocol
 
 import torch
@@ -203,6 +204,22 @@ class Timers:
         if writer is not None:
             for name, value_s in largest_s(times_s).items():
                 writer.add_scalar(f"{name}-time", value_s / normalizer, iteration)
+
+
+@contextmanager
+def timed(
+    timers: Timers | None, name: str, *, log_level: int, barrier: bool = False
+) -> Iterator[None]:
+    """Measure the block under ``name``, if there are timers; ``barrier``: see `Timer`."""
+    if timers is None:
+        yield
+        return
+    timer = timers(name, log_level=log_level)
+    timer.start(barrier=barrier)
+    try:
+        yield
+    finally:
+        timer.stop()
 
 
 def largest_s(times_s: dict[str, list[float]]) -> dict[str, float]:

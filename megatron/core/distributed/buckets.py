@@ -7,7 +7,7 @@ the reduction of that bucket overlaps with the rest of the pass.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -36,6 +36,23 @@ class BufferLayout:
     def numel(self) -> int:
         """Number of elements of the buffer, including padding."""
         return self.buckets[-1].stop if self.buckets else 0
+
+    def owned_parts(self, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (parameter, start, stop): the elements that ``rank`` of ``size`` ranks owns.
+
+        Every bucket is divided into equal shares, one for each rank.  So a rank's part of the
+        buffer is not contiguous: it is what reduce-scatter leaves there, bucket by bucket.  It
+        holds at most one part of a parameter, no padding, and may be empty.  ``start`` and ``stop``
+        count the elements of the parameter, flattened row by row.
+        """
+        for bucket in self.buckets:
+            share = (bucket.stop - bucket.start) // size
+            low = bucket.start + rank * share
+            for param in bucket.params:
+                begin, end = self.spans[param]
+                start, stop = max(low, begin), min(low + share, end)
+                if start < stop:
+                    yield param, start - begin, stop - begin
 
 
 def plan_buffer(

@@ -47,7 +47,6 @@ from megatron.core.distributed.grad_buffer import (
     takes_products,
 )
 from megatron.core.distributed.param_buffer import ParamBucket, ParamBuffer, ParamGather
-from megatron.core.distributed.shard_ranges import owned_parts
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import info_of
@@ -132,8 +131,8 @@ class DistributedDataParallel(DataParallelBase):
             reduction = buffer.reduction
             if reduction.is_sharded:
                 group = reduction.group
-                for part in owned_parts(buffer.layout, group.rank(), group.size()):
-                    yield buffer.slots[part.param].param, part.start, part.stop
+                for i, start, stop in buffer.layout.owned_parts(group.rank(), group.size()):
+                    yield buffer.slots[i].param, start, stop
 
     def spans_by_rank(self) -> Iterator[tuple[nn.Parameter, list[tuple[int, int]]]]:
         for buffer in self.grad_buffers.values():
@@ -141,8 +140,8 @@ class DistributedDataParallel(DataParallelBase):
                 size = buffer.reduction.group.size()
                 spans = [[(0, 0)] * size for _ in buffer.slots]
                 for rank in range(size):
-                    for part in owned_parts(buffer.layout, rank, size):
-                        spans[part.param][rank] = part.start, part.stop
+                    for i, start, stop in buffer.layout.owned_parts(rank, size):
+                        spans[i][rank] = start, stop
                 yield from zip((slot.param for slot in buffer.slots), spans, strict=True)
 
     def reduced_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:

@@ -20,9 +20,9 @@ class GradScaler(ABC):
     def update(self, found_inf: bool) -> None:
         """Learn whether the last step's gradients overflowed."""
 
-    @abstractmethod
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs."""
+        """Return what a resumed run needs."""
+        return {"scale": self.scale}
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
@@ -34,9 +34,6 @@ class ConstantGradScaler(GradScaler):
 
     def update(self, found_inf: bool) -> None:
         return
-
-    def state_dict(self) -> dict[str, float]:
-        return {"scale": self.scale}
 
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
         """Nothing: the command line's scale is the constant."""

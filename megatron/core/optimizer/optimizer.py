@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, TypedDict
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.config.errors import NonFiniteError
-from megatron.core.diagnostics.timers import Timers
+from megatron.core.diagnostics.timers import Timers, timed
 from megatron.core.dist_checkpointing.collectives import all_gather_json
 from megatron.core.distributed.non_finite import non_finite_gradients
 from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, global_norm
@@ -335,14 +335,5 @@ class MegatronOptimizer:
                     (kind, t) for t in ((kept,) if isinstance(kept, Tensor) else kept.tensors)
                 )
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        if self.timers is None:
-            yield
-            return
-        timer = self.timers(name, log_level=1)
-        timer.start(barrier=self.config.barrier_with_L1_time)
-        try:
-            yield
-        finally:
-            timer.stop()
+    def _timed(self, name: str) -> AbstractContextManager[None]:
+        return timed(self.timers, name, log_level=1, barrier=self.config.barrier_with_L1_time)

@@ -310,12 +310,12 @@ def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
     return grads
 
 
-def _alike(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _alike(params: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
     """Split ``params`` by device and dtype: one kernel call takes one list."""
     lists: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
     for param in params:
         lists.setdefault((param.device, param.dtype), []).append(param)
-    yield from lists.values()
+    return lists.values()
 
 
 # By --optimizer.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from megatron.core.diagnostics.timers import Timers
+from megatron.core.diagnostics.timers import Timers, timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +31,7 @@ class StepHooks:
     # Whether timers of level 1 wait for the other ranks before they start.
     barrier_with_level_1_timers: bool = True
 
-    @contextmanager
-    def timed(self, name: str, log_level: int = 2) -> Iterator[None]:
+    def timed(self, name: str, log_level: int = 2) -> AbstractContextManager[None]:
         """Measure the block under ``name``."""
-        if self.timers is None:
-            yield
-            return
-        timer = self.timers(name, log_level=log_level)
-        timer.start(barrier=log_level == 1 and self.barrier_with_level_1_timers)
-        try:
-            yield
-        finally:
-            timer.stop()
+        barrier = log_level == 1 and self.barrier_with_level_1_timers
+        return timed(self.timers, name, log_level=log_level, barrier=barrier)
