@@ -204,13 +204,21 @@ PARAMETER_TO_CHECKPOINT = _in(
     "save",
     _in(
         f"{_TRAINING}/checkpointing/save.py",
-        "save_run",
+        "contents_of",
+        _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "model_tensors"),
+        _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "optimizer_tensors"),
+    ),
+    _in(
+        f"{_TRAINING}/checkpointing/save.py",
+        "begin_save",
         _in(
             f"{_CORE}/dist_checkpointing/serialization.py",
             "begin",
         ),
-        _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "model_tensors"),
-        _in(f"{_TRAINING}/checkpointing/checkpoint_tensors.py", "optimizer_tensors"),
+    ),
+    _in(
+        f"{_TRAINING}/checkpointing/save.py",
+        "finish_save",
         _in(
             f"{_CORE}/dist_checkpointing/serialization.py",
             "finish",

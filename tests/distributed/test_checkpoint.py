@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.reader import CheckpointReader
 from megatron.core.dist_checkpointing.serialization import SaveFailed
 from megatron.core.dist_checkpointing.snapshot import HostBuffer
 from megatron.training.checkpointing.load import load_run
-from megatron.training.checkpointing.save import begin_save, save_run
+from megatron.training.checkpointing.save import begin_save, contents_of, save_run
 from tests.ranks import run_ranks
 from tests.unit.checkpointing.tiny_run import (
     advance,
@@ -120,7 +120,8 @@ def test_a_rank_that_cannot_read_its_share_stops_the_load_everywhere(tmp_path):
 
 def save_in_background(config, parts, iteration):
     """What a run does over several steps, without the steps."""
-    begun = begin_save(config, parts, counters(iteration), asked={})
+    contents = contents_of(config, parts, counters(iteration), asked={})
+    begun = begin_save(config, contents, parts.groups)
     saving = BackgroundSave(begun, HostBuffer(), parts.groups.world)
     saving.wait_for_copies()
     advance(parts, 1)  # training goes on

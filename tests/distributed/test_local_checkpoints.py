@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
 from megatron.core.params.param_info import ParamInfo
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.non_persistent import transient
-from megatron.training.checkpointing.save import save_local_run, save_run
+from megatron.training.checkpointing.save import contents_of, save_local_run, save_run
 from tests.ranks import run_ranks
 from tests.unit.checkpointing.tiny_run import (
     advance,
@@ -49,7 +49,13 @@ def save_both(rank, world_size, root, more):
     for iteration in (3, 4):
         advance(parts, 1)
         torch.manual_seed(100 * iteration + rank)
-        save_local_run(transient(config), parts, counters(iteration), asked={})
+        save_on_the_nodes(config, parts, iteration)
+
+
+def save_on_the_nodes(config, parts, iteration):
+    config = transient(config)
+    contents = contents_of(config, parts, counters(iteration), asked={})
+    save_local_run(config, contents, parts.groups)
 
 
 def load_newest(rank, world_size, root, more, tp=TP):
@@ -131,18 +137,13 @@ def fail_to_save(rank, world_size, root, faults):
     advance(parts, 5)
     os.environ["FAULTS"] = faults
     with pytest.raises(SaveFailed) as caught:
-        save_local_run(transient(config), parts, counters(5), asked={})
+        save_on_the_nodes(config, parts, 5)
     return str(caught.value)
 
 
 def die_in_a_save(rank, world_size, root, faults):
     os.environ["FAULTS"] = faults
-    save_local_run(
-        transient(config_of(root, rank, COPIES)),
-        parts_of_layout(world_size, TP),
-        counters(5),
-        asked={},
-    )
+    save_on_the_nodes(config_of(root, rank, COPIES), parts_of_layout(world_size, TP), 5)
 
 
 def test_a_save_that_fails_or_dies_on_one_rank_leaves_the_one_before(tmp_path):

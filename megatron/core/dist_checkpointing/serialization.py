@@ -95,7 +95,7 @@ class Verdict(TypedDict, total=False):
 
     error: str | None
     folder: str
-    deleted: list[int | None]
+    deleted: list[int]
     warnings: list[str]
 
 
@@ -105,7 +105,7 @@ class SaveResult:
 
     folder: Path
     iteration: int
-    deleted: tuple[int | None, ...] = ()
+    deleted: tuple[int, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -273,17 +273,18 @@ def publish(begun: PendingSave, written: Sequence[JsonObject]) -> Verdict:
     return {"error": None, "folder": str(folder), "deleted": deleted, "warnings": warnings}
 
 
-def _retire(begun: PendingSave) -> tuple[list[int | None], list[str]]:
+def _retire(begun: PendingSave) -> tuple[list[int], list[str]]:
     """Delete older checkpoints; return their iterations, and warnings about failed deletes.
 
     A failed delete does not fail the save: the new checkpoint is published already.
     """
-    deleted: list[int | None] = []
+    deleted: list[int] = []
     warnings: list[str] = []
     if begun.retention == KEEP_ALL:
         return deleted, warnings
     for found in begun.retention.doomed(published(begun.root)):
         try:
+            assert found.iteration is not None, "published() returns no release"
             if commit.retire(found.folder, begun.attempt, begun.iteration):
                 deleted.append(found.iteration)
         except REPORTED as error:

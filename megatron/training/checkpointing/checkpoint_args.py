@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import enum
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from megatron.core.config.errors import CheckpointError, ConfigError
+from megatron.core.dist_checkpointing.value_types import Arguments, JsonObject
 from megatron.core.transformer.spec_utils import why_not_own_spec
 from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpointing.paths import find, read_content, usable
@@ -114,7 +114,7 @@ LOGGED = tuple(
 
 def apply_checkpoint_args(
     namespace: argparse.Namespace, load_dir: str | None = None
-) -> Mapping[str, Any] | None:
+) -> Arguments | None:
     """Set what decides the model from the checkpoint in ``load_dir`` (default: ``--load``).
 
     Returns the checkpoint's command line (dest -> value); None, and changes nothing, if there is
@@ -138,7 +138,7 @@ def apply_checkpoint_args(
     return asked
 
 
-def without_code_and_paths(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def without_code_and_paths(stored: Arguments, given: Mapping[str, object]) -> JsonObject:
     """The command line of a checkpoint without what only ``given``, this one's, may choose.
 
     That is code to import (--spec), unless it is a spec of this project, and a file outside the
@@ -163,11 +163,11 @@ def without_code_and_paths(stored: Mapping[str, Any], given: Mapping[str, Any]) 
     return out
 
 
-def _problem_of_spec(stored: Mapping[str, Any]) -> str | None:
+def _problem_of_spec(stored: Arguments) -> str | None:
     return why_not_own_spec(stored["spec"]) if stored.get("spec") else None
 
 
-def _problem_of_layers(stored: Mapping[str, Any]) -> str | None:
+def _problem_of_layers(stored: Arguments) -> str | None:
     """Newer checkpoints hold the text of the file."""
     is_told = not stored.get(_LAYERS_PATH) or stored.get("heterogeneous_layers_config_encoded_json")
     return None if is_told else "it is a file outside the checkpoint"
@@ -179,7 +179,7 @@ def _is_given(namespace: argparse.Namespace, name: str) -> bool:
     return any(vars(namespace).get(each) is not None for each in names)
 
 
-def check_kind(asked: Mapping[str, Any], wanted: str | None) -> None:
+def check_kind(asked: Arguments, wanted: str | None) -> None:
     """A model of another kind has other tensors.  What Megatron-LM wrote does not say its kind."""
     stored = asked.get("model_kind")
     if None not in (stored, wanted) and stored != wanted:
@@ -189,7 +189,7 @@ def check_kind(asked: Mapping[str, Any], wanted: str | None) -> None:
         )
 
 
-def _forced(namespace: argparse.Namespace, asked: Mapping[str, Any]) -> Iterable[str]:
+def _forced(namespace: argparse.Namespace, asked: Arguments) -> Iterable[str]:
     yield from FORCED
     yield from (name for name in asked if name.startswith(FORCED_PREFIXES))
     if namespace.use_tokenizer_model_from_checkpoint_args:
@@ -198,7 +198,7 @@ def _forced(namespace: argparse.Namespace, asked: Mapping[str, Any]) -> Iterable
         yield from FORCED_PARALLEL
 
 
-def _set(namespace: argparse.Namespace, name: str, asked: Mapping[str, Any]) -> None:
+def _set(namespace: argparse.Namespace, name: str, asked: Arguments) -> None:
     """Take ``name`` over, where both sides know it and the checkpoint has a value."""
     values = vars(namespace)
     if name not in values or asked.get(name) is None or values[name] == asked[name]:
@@ -207,7 +207,7 @@ def _set(namespace: argparse.Namespace, name: str, asked: Mapping[str, Any]) -> 
     values[name] = asked[name]
 
 
-def saved_namespace(asked: Mapping[str, Any]) -> argparse.Namespace:
+def saved_namespace(asked: Arguments) -> argparse.Namespace:
     """The command line that a checkpoint holds, as the parser would give it."""
     namespace = argparse.Namespace(**vars(build_parser().parse_args([])))
     known = vars(namespace)
@@ -217,7 +217,8 @@ def saved_namespace(asked: Mapping[str, Any]) -> argparse.Namespace:
     return namespace
 
 
-def _as_parsed(default: Any, value: Any) -> Any:
+def _as_parsed(default: object, value: object) -> object:
     """A saved value as the parser would give it: JSON knows no enums."""
-    is_name = isinstance(default, enum.Enum) and isinstance(value, str)
-    return type(default).__members__.get(value, default) if is_name else value
+    if isinstance(default, enum.Enum) and isinstance(value, str):
+        return type(default).__members__.get(value, default)
+    return value

@@ -5,53 +5,27 @@ A weight has its global name as key; ``optimizer.state.exp_avg.<name>`` is its f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import cast
 
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import (
     OPTIMIZER_PREFIX,
-    Packed,
     ShardedTensor,
     from_param,
     replica_of,
 )
+from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.distributed.data_parallel_base import DataParallelBase
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.param_groups import without_wrappers
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo, info_of, local_part
 
 _STATE_PREFIX = f"{OPTIMIZER_PREFIX}state."
-
-
-class Stateful(Protocol):
-    """A scheduler: its state is JSON."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-class CheckpointableOptimizer(Protocol):
-    """What an optimizer offers to be saved in any layout."""
-
-    is_sharded: bool
-
-    def named_state(
-        self, *, every_main: bool = False
-    ) -> Iterable[tuple[str, ParamInfo, Mapping[str, Tensor | Packed]]]:
-        """Per parameter: global name, record, live state of its local shape."""
-
-    def scalar_state(self) -> dict[str, Any]:
-        """Steps, loss scale and whatever else is one value for all ranks, as JSON."""
-
-    def load_scalar_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `scalar_state` returned, after the tensors were filled."""
-
-    def reload_model_params(self) -> None:
-        """Copy the weights to the main parameters, after only weights were loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +34,11 @@ class RunParts:
 
     model_chunks: Sequence[nn.Module]
     groups: ProcessGroupCollection
-    optimizer: CheckpointableOptimizer | None = None
-    scheduler: Stateful | None = None
+    optimizer: MegatronOptimizer | None = None
+    scheduler: OptimizerParamScheduler | None = None
     stages: Sequence[Sequence[int]] = ()  # layers of each virtual stage, for a file per rank
     kind: str | None = None  # --model-kind
-    asked: Mapping[str, Any] | None = None  # this run's command line; None: nobody compares it
+    asked: Arguments | None = None  # this run's command line; None: nobody compares it
 
 
 def model_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTensor]:
@@ -94,8 +68,11 @@ def model_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTenso
 
 def optimizer_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTensor]:
     """State of the optimizer on this rank; ``padded`` as for weights."""
-    if parts.optimizer is None:
+    optimizer = parts.optimizer
+    if optimizer is None:
         return []
+    # Megatron-LM's distributed optimizer has main parameters of fp32 weights too.
+    every_main = padded and optimizer.is_sharded
     return [
         from_param(
             f"{_STATE_PREFIX}{kind}.{name}",
@@ -104,18 +81,9 @@ def optimizer_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedT
             replica_of(info, parts.groups),
             padded=padded,
         )
-        for name, info, state in _named_state(parts.optimizer, padded)
+        for name, info, state in optimizer.named_state(every_main=every_main)
         for kind, tensor in state.items()
     ]
-
-
-def _named_state(
-    optimizer: CheckpointableOptimizer, padded: bool
-) -> Iterable[tuple[str, ParamInfo, Mapping[str, Tensor | Packed]]]:
-    """Megatron-LM's distributed optimizer has main parameters of fp32 weights too."""
-    if padded and optimizer.is_sharded:
-        return optimizer.named_state(every_main=True)
-    return optimizer.named_state()
 
 
 def main_param_tensors(parts: RunParts) -> list[ShardedTensor]:

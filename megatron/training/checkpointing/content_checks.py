@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -16,15 +16,30 @@ import torch
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing import rng_json
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, is_count, parsing
+from megatron.core.dist_checkpointing.value_types import Arguments, Common, JsonObject
 
 _TOO_LARGE = 1e300  # an integer of more digits cannot become a float
 _NP_WORDS = 624  # of the Mersenne twister
 
 
-def check_common(common: Mapping[str, Any], folder: Path) -> None:
-    """Raise CheckpointDamaged unless a run can resume from ``common`` of the checkpoint.
+class RunContent(TypedDict):
+    """What a run saves besides tensors, the same for all ranks: its `Contents.common`."""
 
-    Raises CheckpointError for a library checkpoint.
+    checkpoint_version: float
+    iteration: int
+    counters: Mapping[str, float]
+    args: Arguments
+    optimizer: JsonObject | None
+    opt_param_scheduler: Mapping[str, float | str] | None
+    stages: NotRequired[list[list[int]]]
+    torch_version: NotRequired[str]
+    python_version: NotRequired[str]
+
+
+def check_common(common: Common, folder: Path) -> RunContent:
+    """``common`` of the checkpoint in ``folder``, if a run can resume from it.
+
+    Raises CheckpointDamaged if not, CheckpointError for a library checkpoint.
     """
     if not holds_run(common):
         raise CheckpointError(
@@ -49,17 +64,18 @@ def check_common(common: Mapping[str, Any], folder: Path) -> None:
     for name, is_right in problems.items():
         if not is_right:
             raise CheckpointDamaged(f"{folder} is damaged: its {name} cannot be of a run")
+    return cast(RunContent, {"optimizer": None, "opt_param_scheduler": None, **common})
 
 
-def holds_run(common: Mapping[str, Any]) -> bool:
+def holds_run(common: Common) -> bool:
     """Whether a training run saved ``common``; `dist_checkpointing.save` stores other keys."""
     return not common.keys().isdisjoint(("args", "checkpoint_version", "counters", "iteration"))
 
 
-def check_rng_state(state: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
+def check_rng_state(state: JsonObject, where: Path) -> JsonObject:
     """The random states in ``state``, as `set_rng_state` takes them; raises CheckpointDamaged."""
     with parsing(where):
-        states: Mapping[str, Any] = state["rng_state"]
+        states: JsonObject = state["rng_state"]
         found = rng_json.from_json(states)
         random.Random().setstate(found["random_rng_state"])
         np.random.RandomState().set_state(found["np_rng_state"])
@@ -70,11 +86,12 @@ def check_rng_state(state: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
     return states
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < _TOO_LARGE
+def _is_number(value: object) -> TypeGuard[float]:
+    is_bool = isinstance(value, bool)  # which is an int
+    return isinstance(value, int | float) and not is_bool and 0 <= value < _TOO_LARGE
 
 
-def _is_scaler(value: Any) -> bool:
+def _is_scaler(value: object) -> bool:
     """Counters of a loss scaler are negative while steps are skipped; its scale never is."""
     return isinstance(value, dict) and all(
         _is_number(abs(number) if type(number) is int and name != "scale" else number)
@@ -82,6 +99,6 @@ def _is_scaler(value: Any) -> bool:
     )
 
 
-def _are_plain(value: Any) -> bool:
+def _are_plain(value: object) -> bool:
     plain = (str, int, float, bool, type(None))
     return isinstance(value, dict) and all(isinstance(item, plain) for item in value.values())

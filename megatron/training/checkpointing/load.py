@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, TypeVar
 
 from torch.distributed import ProcessGroup
 
@@ -27,18 +27,27 @@ from megatron.core.dist_checkpointing.formats import open_reader
 from megatron.core.dist_checkpointing.local import part_root
 from megatron.core.dist_checkpointing.local_load import LocalContent, find_local, load_local
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, replica_groups
+from megatron.core.dist_checkpointing.mapping import (
+    OPTIMIZER_PREFIX,
+    ShardedTensor,
+    replica_groups,
+)
 from megatron.core.dist_checkpointing.serialization import load
 from megatron.core.dist_checkpointing.validation import Differences
+from megatron.core.dist_checkpointing.value_types import JsonObject
+from megatron.core.utils import get_model_config
 from megatron.training.checkpointing.checkpoint_args import check_kind
 from megatron.training.checkpointing.checkpoint_tensors import (
-    OPTIMIZER_PREFIX,
     RunParts,
     main_param_tensors,
     model_tensors,
     optimizer_tensors,
 )
-from megatron.training.checkpointing.content_checks import check_common, check_rng_state
+from megatron.training.checkpointing.content_checks import (
+    RunContent,
+    check_common,
+    check_rng_state,
+)
 from megatron.training.checkpointing.non_persistent import (
     decided_at_ns,
     may_go_on,
@@ -58,12 +67,21 @@ from megatron.training.process.rank_print import print_rank_0
 class Loaded:
     """What came out of a checkpoint besides the tensors, which are in the model already."""
 
-    folder: Path
-    iteration: int  # to go on from: 0 when only weights were wanted
-    counters: Mapping[str, Any] = field(default_factory=dict)  # as saved; empty with iteration 0
-    asked: Mapping[str, Any] = field(default_factory=dict)  # command line of the run that saved
+    iteration: int  # to resume from: 0 when only weights were wanted
+    counters: Mapping[str, float] = field(default_factory=dict)  # as saved; empty with iteration 0
     differences: Differences = Differences()  # what --dist-ckpt-strictness let pass
     has_schedule: bool = False  # the scheduler goes on where the one that was saved stood
+
+
+class _Source(TypedDict):
+    """What rank 0 chose to load; the other ranks receive it as JSON."""
+
+    root: str
+    folders: list[str]  # to try, in order
+    num_transient: int  # the first so many of them are short-lived ones
+    note: str | None
+    is_finetuning: bool
+    is_release: bool
 
 
 @dataclass(frozen=True)
@@ -74,9 +92,11 @@ class _LoadRequest:
     counters: bool
     optimizer: bool
     rng: bool
-    kind: str  # " release" or empty, for the message
-    num_transient: int  # of the folders to try, the first so many are short-lived ones
-    is_finetuning: bool = False
+    is_release: bool
+    is_finetuning: bool
+
+
+T = TypeVar("T")
 
 
 def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
@@ -92,16 +112,25 @@ def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
     loaded = _load_local(config, parts)
     if loaded is not None:
         return loaded
-    wanted, folders, note = _choose(config, parts, world)
-    if wanted is None:
+    where = f"--load {config.load} cannot be read"
+    source = _on_rank_0(partial(_choose, config), where, world)
+    if source is None:
         return None
-    if note:
-        print_rank_0(f"NOTE: {wanted.root}: {note}")
+    if source["note"]:
+        print_rank_0(f"NOTE: {source['root']}: {source['note']}")
+    wanted = _request(
+        config,
+        parts,
+        source["root"],
+        is_release=source["is_release"],
+        is_finetuning=source["is_finetuning"],
+    )
+    folders = source["folders"]
     for position, folder in enumerate(folders):
         try:
             return _load_folder(config, parts, wanted, Path(folder))
         except CheckpointDamaged as error:
-            may_go_on = config.load_newest_valid or position < wanted.num_transient
+            may_go_on = config.load_newest_valid or position < source["num_transient"]
             if not may_go_on or len(folders) == 1:
                 raise CheckpointDamaged(
                     f"{error}; --load-newest-valid goes on from the newest checkpoint that is whole"
@@ -110,6 +139,26 @@ def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
                 raise CheckpointDamaged(f"{error}; there is no older checkpoint") from None
             print_rank_0(f"WARNING: {error}; trying the checkpoint before it")
     raise AssertionError("at least one folder was chosen")
+
+
+def _request(
+    config: CheckpointConfig,
+    parts: RunParts,
+    root: str,
+    *,
+    is_release: bool = False,
+    is_finetuning: bool = False,
+) -> _LoadRequest:
+    weights_only = is_release or is_finetuning
+    has_optimizer = parts.optimizer is not None
+    return _LoadRequest(
+        root=root,
+        counters=not weights_only,
+        optimizer=has_optimizer and not weights_only and not config.no_load_optim,
+        rng=not weights_only and not config.no_load_rng,
+        is_release=is_release,
+        is_finetuning=is_finetuning,
+    )
 
 
 def _claim_directories(config: CheckpointConfig, rank: int) -> None:
@@ -134,41 +183,28 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
     root, world = config.non_persistent_local_ckpt_dir, parts.groups.world
     if config.non_persistent_ckpt_type != "local" or root is None or not may_go_on(config):
         return None
-    decided_ns = broadcast_json(_decided_ns(config) if world.rank() == 0 else None, world)
+    decided_ns = broadcast_json(_decided_ns(config) if world.rank() == 0 else 0, world)
     found, notes = find_local(Path(root), layout_of(parts.groups), decided_ns, world)
     for note in notes:
         print_rank_0(f"NOTE: {note}; going on from another checkpoint")
     if found is None:
         return None
     print_rank_0(f" loading local checkpoint from {root} at iteration {found.iteration}")
-    wanted = _LoadRequest(
-        root=root,
-        counters=True,
-        optimizer=parts.optimizer is not None and not config.no_load_optim,
-        rng=not config.no_load_rng,
-        kind="",
-        num_transient=0,
-    )
+    wanted = _request(config, parts, root)
     content = load_local(found, _wanted_tensors(config, parts, wanted), world)
-    all_or_none(partial(_check_local, content, Path(root)), root, world)
-    _check_model(parts, wanted, content.common, Path(root))
-    has_schedule = _take_over(config, parts, wanted, content.common)
+    common = all_or_none(partial(_check_local, content, Path(root)), root, world)
+    _check_model(parts, wanted, common, Path(root))
+    has_schedule = _take_over(config, parts, wanted, common)
     if wanted.rng and content.rank_state is not None:
         set_rng_state(content.rank_state["rng_state"])
-    _tell_loaded(parts, wanted, found.iteration)
-    return Loaded(
-        folder=Path(root),
-        iteration=found.iteration,
-        counters=content.common["counters"],
-        asked=content.common["args"],
-        has_schedule=has_schedule,
-    )
+    _log_loaded(parts, wanted, found.iteration)
+    return Loaded(iteration=found.iteration, counters=common["counters"], has_schedule=has_schedule)
 
 
-def _check_local(content: LocalContent, root: Path) -> None:
-    check_common(content.common, root)
+def _check_local(content: LocalContent, root: Path) -> RunContent:
     if content.rank_state is not None:
         check_rng_state(content.rank_state, root)
+    return check_common(content.common, root)
 
 
 def _decided_ns(config: CheckpointConfig) -> int:
@@ -184,7 +220,10 @@ def _wanted_tensors(
 ) -> list[ShardedTensor]:
     tensors = model_tensors(parts)
     if config.moe_use_upcycling:
-        model, granularity = parts.model_chunks[0].config, config.moe_upcycling_granularity
+        model, granularity = (
+            get_model_config(parts.model_chunks[0]),
+            config.moe_upcycling_granularity,
+        )
         return list(as_dense(tensors, model, granularity))
     if wanted.optimizer:
         tensors += optimizer_tensors(parts)
@@ -193,7 +232,7 @@ def _wanted_tensors(
     return tensors
 
 
-def _tell_loaded(parts: RunParts, wanted: _LoadRequest, iteration: int) -> None:
+def _log_loaded(parts: RunParts, wanted: _LoadRequest, iteration: int) -> None:
     tp, pp = parts.groups.tp, parts.groups.pp
     print_rank_0(
         f"  successfully loaded checkpoint from {wanted.root} "
@@ -202,30 +241,8 @@ def _tell_loaded(parts: RunParts, wanted: _LoadRequest, iteration: int) -> None:
     )
 
 
-def _choose(
-    config: CheckpointConfig, parts: RunParts, world: ProcessGroup
-) -> tuple[_LoadRequest | None, list[str], str | None]:
-    """What to take from where: the folders to try in order, and a note.  Same on all ranks."""
-    where = f"--load {config.load} cannot be read"
-    answer = _on_rank_0(partial(_choose_here, config), where, world)
-    if not answer:
-        return None, [], None
-    weights_only = answer["finetune"] or answer["release"]
-    has_optimizer = parts.optimizer is not None
-    wanted = _LoadRequest(
-        root=answer["root"],
-        counters=not weights_only,
-        optimizer=has_optimizer and not weights_only and not config.no_load_optim,
-        rng=not weights_only and not config.no_load_rng,
-        kind=f" {RELEASE}" if answer["release"] else "",
-        num_transient=answer["num_transient"],
-        is_finetuning=answer["finetune"],
-    )
-    return wanted, answer["folders"], answer["note"]
-
-
-def _choose_here(config: CheckpointConfig) -> dict[str, Any]:
-    """The choice as JSON; empty if the run starts from random weights."""
+def _choose(config: CheckpointConfig) -> _Source | None:
+    """What to load; None if the run starts from random weights.  Local."""
     if config.moe_use_upcycling and config.save and find(config.save, None) is not None:
         raise CheckpointError(
             f"--moe-use-upcycling: --save {config.save} holds a checkpoint already; go on from "
@@ -239,21 +256,22 @@ def _choose_here(config: CheckpointConfig) -> dict[str, Any]:
         choice = CheckpointChoice(newer, kept, note)
     if choice is not None:
         assert config.load is not None
-        answer = _answer(config.load, choice, config.finetune)
-        return answer | {"num_transient": int(newer is not None)}
+        num_transient = int(newer is not None)
+        return _source(config.load, choice, config.finetune, num_transient)
     if config.pretrained_checkpoint is not None:
         choice = find(config.pretrained_checkpoint, None)
         if choice is None:
             raise CheckpointError(
                 f"--pretrained-checkpoint {config.pretrained_checkpoint} holds no checkpoint"
             )
-        return _answer(config.pretrained_checkpoint, choice, finetune=True)
-    if config.load is None:
-        if config.exit_on_missing_checkpoint:
-            raise CheckpointError("--exit-on-missing-checkpoint: --load is not given")
-        return {}
+        return _source(config.pretrained_checkpoint, choice, is_finetuning=True)
     if config.exit_on_missing_checkpoint:
-        raise CheckpointError(f"--exit-on-missing-checkpoint: {config.load} holds no checkpoint")
+        lack = (
+            "--load is not given" if config.load is None else f"{config.load} holds no checkpoint"
+        )
+        raise CheckpointError(f"--exit-on-missing-checkpoint: {lack}")
+    if config.load is None:
+        return None
     if not is_same_directory(config.load, config.save):
         raise CheckpointError(
             f"--load {config.load} holds no checkpoint: correct the path; to start from "
@@ -264,17 +282,19 @@ def _choose_here(config: CheckpointConfig) -> dict[str, Any]:
         "    will not load any checkpoints and will start from random",
         flush=True,
     )
-    return {}
+    return None
 
 
-def _answer(root: str, choice: CheckpointChoice, finetune: bool) -> dict[str, Any]:
+def _source(
+    root: str, choice: CheckpointChoice, is_finetuning: bool, num_transient: int = 0
+) -> _Source:
     return {
         "root": root,
         "folders": [str(found.folder) for found in (choice.found, *choice.older)],
+        "num_transient": num_transient,
         "note": choice.note,
-        "finetune": finetune,
-        "release": choice.found.folder.name == RELEASE,
-        "num_transient": 0,
+        "is_finetuning": is_finetuning,
+        "is_release": choice.found.folder.name == RELEASE,
     }
 
 
@@ -286,12 +306,15 @@ def _load_folder(
     common = _on_rank_0(partial(_check_folder, folder, wanted), folder, world)
     explanation = _check_model(parts, wanted, common, folder)
     at = f" at iteration {common['iteration']}" if wanted.counters else ""
-    print_rank_0(f" loading{wanted.kind} distributed checkpoint from {wanted.root}{at}")
+    kind = f" {RELEASE}" if wanted.is_release else ""
+    print_rank_0(f" loading{kind} distributed checkpoint from {wanted.root}{at}")
     print_rank_0(f" checkpoint version {common['checkpoint_version']}")
     differences = _load_tensors(config, parts, wanted, folder, explanation)
     if config.moe_use_upcycling:
         finish_upcycling(
-            parts.model_chunks, parts.model_chunks[0].config, config.moe_upcycling_granularity
+            parts.model_chunks,
+            get_model_config(parts.model_chunks[0]),
+            config.moe_upcycling_granularity,
         )
     states = _read_rng_states(folder, parts) if wanted.rng else None
     has_schedule = _take_over(config, parts, wanted, common)
@@ -300,12 +323,10 @@ def _load_folder(
     iteration = common["iteration"] if wanted.counters else 0
     # A program that does not train has no count of its own: it reports the checkpoint's.
     is_training = parts.optimizer is not None
-    _tell_loaded(parts, wanted, iteration if is_training else common["iteration"])
+    _log_loaded(parts, wanted, iteration if is_training else common["iteration"])
     return Loaded(
-        folder=folder,
         iteration=iteration,
         counters=common["counters"] if wanted.counters else {},
-        asked=common["args"],
         differences=differences,
         has_schedule=has_schedule,
     )
@@ -333,9 +354,7 @@ def _load_tensors(
         raise CheckpointError(f"{error}{explanation}") from None
 
 
-def _check_model(
-    parts: RunParts, wanted: _LoadRequest, common: Mapping[str, Any], folder: Path
-) -> str:
+def _check_model(parts: RunParts, wanted: _LoadRequest, common: RunContent, folder: Path) -> str:
     """Refuse another model than the run's; what to add where the tensors do not fit.  Local."""
     check_kind(common["args"], parts.kind)
     if parts.asked is None:
@@ -347,21 +366,17 @@ def _check_model(
     return f"; of the command line, {'; '.join(found.shown)}" if found.shown else ""
 
 
-def _on_rank_0(
-    call: Callable[[], dict[str, Any]], where: object, world: ProcessGroup
-) -> dict[str, Any]:
+def _on_rank_0(call: Callable[[], T], where: object, world: ProcessGroup) -> T:
     """What ``call`` returns on rank 0, or its error, on all ranks.  Collective."""
-    answer = all_or_none(call if world.rank() == 0 else dict, where, world)
-    told: dict[str, Any] = broadcast_json(answer, world)
-    return told
+    results = all_or_none(lambda: [call()] if world.rank() == 0 else [], where, world)
+    return broadcast_json(results, world)[0]
 
 
-def _check_folder(folder: Path, wanted: _LoadRequest) -> dict[str, Any]:
+def _check_folder(folder: Path, wanted: _LoadRequest) -> RunContent:
     """Common values of a folder whose files all have the right size."""
     with open_reader(folder) as reader:
         reader.check_sizes()
-        common = reader.common()
-        check_common(common, folder)
+        common = check_common(reader.common(), folder)
         if wanted.optimizer and common["optimizer"] is None:
             raise CheckpointError(
                 f"{folder} holds no optimizer state (it was saved with --no-save-optim): "
@@ -375,14 +390,14 @@ def _check_folder(folder: Path, wanted: _LoadRequest) -> dict[str, Any]:
     return common
 
 
-def _read_rng_states(folder: Path, parts: RunParts) -> dict[str, Any] | None:
+def _read_rng_states(folder: Path, parts: RunParts) -> JsonObject | None:
     """This rank's random states; None if the ranks of the checkpoint are not those of this run."""
 
-    def read() -> dict[str, Any] | None:
+    def read() -> JsonObject | None:
         with open_reader(folder) as reader:
             is_same = reader.manifest.layout == layout_of(parts.groups)
             state = reader.rank_state(parts.groups.world.rank()) if is_same else None
-            return None if state is None else dict(check_rng_state(state, folder))
+            return None if state is None else check_rng_state(state, folder)
 
     state = all_or_none(read, folder, parts.groups.world)
     if not is_so_everywhere(state is not None, parts.groups.world) or state is None:
@@ -394,7 +409,7 @@ def _read_rng_states(folder: Path, parts: RunParts) -> dict[str, Any] | None:
 
 
 def _take_over(
-    config: CheckpointConfig, parts: RunParts, wanted: _LoadRequest, common: Mapping[str, Any]
+    config: CheckpointConfig, parts: RunParts, wanted: _LoadRequest, common: RunContent
 ) -> bool:
     """Give optimizer and scheduler what is no tensor; whether there was anything for the latter."""
     if parts.optimizer is None:
@@ -403,6 +418,7 @@ def _take_over(
         if not config.load_main_params_from_ckpt:
             parts.optimizer.reload_model_params()
         return False
+    assert common["optimizer"] is not None, "the checkpoint holds an optimizer, as was checked"
     parts.optimizer.load_scalar_state(common["optimizer"])
     if parts.scheduler is None or common["opt_param_scheduler"] is None:
         return False

@@ -9,10 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.errors import CheckpointError
 from megatron.core.dist_checkpointing.folders import (
@@ -24,7 +22,8 @@ from megatron.core.dist_checkpointing.folders import (
 )
 from megatron.core.dist_checkpointing.formats import format_of, open_reader
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest
-from megatron.training.checkpointing.content_checks import check_common
+from megatron.core.dist_checkpointing.value_types import Arguments
+from megatron.training.checkpointing.content_checks import RunContent, check_common
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class CheckpointContent:
 
     folder: Path
     iteration: int
-    asked: Mapping[str, Any]  # the command line of the run that wrote it, dest -> value
-    common: Mapping[str, Any]
+    asked: Arguments  # the command line of the run that wrote it
+    common: RunContent
     manifest: Manifest
 
 
@@ -70,8 +69,7 @@ def usable(found: Found) -> Path:
 def read_content(folder: Path) -> CheckpointContent:
     """What a folder holds beside tensors.  Raises CheckpointError, CheckpointDamaged."""
     with open_reader(folder) as reader:
-        common = reader.common()
-        check_common(common, folder)
+        common = check_common(reader.common(), folder)
         return CheckpointContent(
             folder, reader.manifest.iteration, common["args"], common, reader.manifest
         )

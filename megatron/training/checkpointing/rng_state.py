@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
 
 from megatron.core import device
 from megatron.core.dist_checkpointing import rng_json
+from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.core.tensor_parallel.random import get_rng_tracker
 
 
-def rng_state() -> dict[str, Any]:
+def rng_state() -> JsonObject:
     """The states of all generators of this rank."""
     return rng_json.to_json(
         {
@@ -27,7 +26,7 @@ def rng_state() -> dict[str, Any]:
     )
 
 
-def set_rng_state(values: Mapping[str, Any]) -> None:
+def set_rng_state(values: JsonObject) -> None:
     """Continue where `rng_state` was taken.
 
     A device generator, and streams, of a run on the other kind of device are left alone.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.core.dist_checkpointing.background import (
@@ -18,12 +17,20 @@ from megatron.core.dist_checkpointing.background import (
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.core.dist_checkpointing.mapping import SavePlan
 from megatron.core.dist_checkpointing.serialization import SaveFailed, SaveResult
+from megatron.core.dist_checkpointing.value_types import Arguments
 from megatron.core.parallel.run_store import RunStore
 from megatron.training.arguments.config_file import write_config
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.non_persistent import transient
-from megatron.training.checkpointing.save import begin_save, log_saved, save_local_run, save_run
+from megatron.training.checkpointing.save import (
+    begin_save,
+    contents_of,
+    finish_save,
+    log_saved,
+    save_local_run,
+    save_run,
+)
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.estimates.model_layers import layers_of_stages
 from megatron.training.process.rank_print import print_rank_0
@@ -95,18 +102,20 @@ def _save(
     run: Runtime, config: CheckpointConfig, in_background: bool, is_local: bool
 ) -> SaveResult | None:
     """What was published; None if that is to come."""
-    parts, counters = _parts(run), run.state.to_dict()
-    more: dict[str, Any] = {
-        "asked": _asked(run, config),
-        "write_config": lambda path: write_config(run.config, path),
-    }
+    contents = contents_of(
+        config,
+        _parts(run),
+        run.state.to_dict(),
+        asked=_asked(run, config),
+        write_config=lambda path: write_config(run.config, path),
+    )
     if is_local:
-        return save_local_run(config, parts, counters, **more)
+        return save_local_run(config, contents, run.groups)
     if config.ckpt_assume_constant_structure:
-        run.save_plan = more["plan"] = run.save_plan or SavePlan()
+        run.save_plan = run.save_plan or SavePlan()
+    begun = begin_save(config, contents, run.groups, run.save_plan)
     if not in_background:
-        return save_run(config, parts, counters, **more)
-    begun = begin_save(config, parts, counters, **more)
+        return finish_save(begun, run.groups)
     start = start_in_thread
     if config.use_persistent_ckpt_worker:
         run.checkpoint_worker = run.checkpoint_worker or Worker()
@@ -214,7 +223,7 @@ def _go_on_after(error: SaveFailed, run: Runtime) -> None:
     )
 
 
-def _asked(run: Runtime, options: CheckpointConfig) -> Mapping[str, Any]:
+def _asked(run: Runtime, options: CheckpointConfig) -> Arguments:
     """The command line as parsed; for Megatron-LM with what it derives from it."""
     is_foreign = FORMATS[options.ckpt_format].is_foreign
     return vars(legacy_namespace(run)) if is_foreign else run.config.asked

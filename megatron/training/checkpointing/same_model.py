@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.core.config.errors import CheckpointError
+from megatron.core.dist_checkpointing.value_types import Arguments, JsonObject
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, layer_pattern
+from megatron.training.arguments.derive import DERIVATIONS
 from megatron.training.arguments.flat_values import flat_values
-from megatron.training.arguments.resolve import DERIVATIONS, assemble
+from megatron.training.arguments.resolve import assemble
 from megatron.training.arguments.sections import flags_and_defaults
 from megatron.training.checkpointing.checkpoint_args import (
     EXPERTS,
@@ -77,9 +78,7 @@ class ModelDifferences:
         )
 
 
-def compare_models(
-    stored: Mapping[str, Any], asked: Mapping[str, Any], *, is_finetuning: bool
-) -> ModelDifferences:
+def compare_models(stored: Arguments, asked: Arguments, *, is_finetuning: bool) -> ModelDifferences:
     """Compare the command line of a checkpoint with this run's, dest -> value.
 
     Raises CheckpointError for a stored command line that describes no model.
@@ -114,9 +113,7 @@ def compare_models(
     )
 
 
-def _compared(
-    stored: Mapping[str, Any], theirs: Mapping[str, Any], mine: Mapping[str, Any]
-) -> Iterator[str]:
+def _compared(stored: Arguments, theirs: Arguments, mine: Arguments) -> Iterator[str]:
     """The flags that the checkpoint knows and that both models read."""
     prefixed = (name for name in stored if name.startswith(FORCED_PREFIXES))
     for name in dict.fromkeys((*FORCED, *IF_UNSET, *prefixed, *LOGGED)):
@@ -128,9 +125,7 @@ def _compared(
             yield name
 
 
-def _following(
-    stored: Mapping[str, Any], theirs: Mapping[str, Any], asked: Mapping[str, Any], kind: str
-) -> set[str]:
+def _following(stored: Arguments, theirs: Arguments, asked: Arguments, kind: str) -> set[str]:
     """Flags that neither side gave, whose values follow from others that are compared.
 
     Megatron-LM stores derived values: such a flag has the value that it would have if not given.
@@ -141,7 +136,7 @@ def _following(
     return out if stored.get(grouped) or asked.get(grouped) else out | {"num_query_groups"}
 
 
-def _is_read(name: str, values: Mapping[str, Any]) -> bool:
+def _is_read(name: str, values: Arguments) -> bool:
     """Whether the model that ``values`` describe depends on flag ``name`` at all."""
     is_latent = bool(values["multi_latent_attention"])
     is_moe = bool(values["num_experts"])
@@ -163,11 +158,11 @@ def _is_read(name: str, values: Mapping[str, Any]) -> bool:
     return all(is_so for names, is_so in conditions if name.startswith(names))
 
 
-def _has_attention(values: Mapping[str, Any]) -> bool:
+def _has_attention(values: Arguments) -> bool:
     return ATTENTION in (values["hybrid_override_pattern"] or "")
 
 
-def _resolved(asked: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _resolved(asked: Arguments, kind: str) -> JsonObject:
     """All flags with what is derived from them, of what ``asked`` says about the model."""
     names = {*FORCED, *IF_UNSET, *LOGGED}
     said = {
@@ -198,7 +193,7 @@ def _resolved(asked: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return {name: _plain(value) for name, value in values.items()}
 
 
-def _is_same(theirs: Any, mine: Any) -> bool:
+def _is_same(theirs: object, mine: object) -> bool:
     """Whether two plain values are equal; float32, in which they act, has 7 digits."""
     if isinstance(theirs, list) and isinstance(mine, list):
         return len(theirs) == len(mine) and all(map(_is_same, theirs, mine))
@@ -207,7 +202,7 @@ def _is_same(theirs: Any, mine: Any) -> bool:
     return bool(theirs == mine)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """As JSON gives it back."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]

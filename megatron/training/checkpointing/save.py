@@ -7,7 +7,6 @@ import enum
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,106 +22,53 @@ from megatron.core.dist_checkpointing.serialization import (
     begin,
     finish,
 )
+from megatron.core.dist_checkpointing.value_types import Arguments, Json, JsonObject
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing.checkpoint_tensors import (
     RunParts,
     model_tensors,
     optimizer_tensors,
 )
+from megatron.training.checkpointing.content_checks import RunContent
 from megatron.training.checkpointing.rng_state import rng_state
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.process.rank_print import print_rank_0
 
-# The reference's number for its arrangement of query, key and value rows, which is ours too.
+# Megatron-LM's number for its arrangement of query, key and value rows, which is ours too.
 CHECKPOINT_VERSION = 3.0
 
 
 def save_run(
     config: CheckpointConfig,
     parts: RunParts,
-    counters: Mapping[str, Any],
+    counters: Mapping[str, float],
     *,
-    asked: Mapping[str, Any],
+    asked: Arguments,
     write_config: Callable[[Path], object] | None = None,
-    plan: SavePlan | None = None,
 ) -> SaveResult:
     """Publish a checkpoint of ``counters["iteration"]`` in ``--save``.  Collective over all ranks.
 
     ``counters`` comes back from `load_run`; ``asked`` is the parsed command line, and
     ``write_config(path)`` writes the resolved one.  Raises SaveFailed on every rank if any rank
     fails: then nothing was published, earlier checkpoints are whole, and training may go on.
-    ``plan``: kept from save to save where the tensors stay the same.
     """
-    begun = begin_save(config, parts, counters, asked=asked, write_config=write_config, plan=plan)
-    saved = finish(begun, parts.groups.world)
-    log_saved(parts.groups, saved)
-    return saved
+    contents = contents_of(config, parts, counters, asked=asked, write_config=write_config)
+    return finish_save(begin_save(config, contents, parts.groups), parts.groups)
 
 
-def begin_save(
+def contents_of(
     config: CheckpointConfig,
     parts: RunParts,
-    counters: Mapping[str, Any],
+    counters: Mapping[str, float],
     *,
-    asked: Mapping[str, Any],
+    asked: Arguments,
     write_config: Callable[[Path], object] | None = None,
-    plan: SavePlan | None = None,
-) -> PendingSave:
-    """The first part of `save_run`: what is to be written, and a folder for it.  Collective."""
-    root, iteration = _announce(config, counters)
-    return begin(
-        root,
-        iteration,
-        _contents(config, parts, counters, asked, write_config),
-        parts.groups.world,
-        share_work=config.ckpt_fully_parallel_save,
-        format=INCREMENTAL if config.ckpt_incremental else FORMATS[config.ckpt_format],
-        retention=Retention(config.keep_last_checkpoints, config.save_retain_interval),
-        plan=plan,
-    )
-
-
-def save_local_run(
-    config: CheckpointConfig,
-    parts: RunParts,
-    counters: Mapping[str, Any],
-    *,
-    asked: Mapping[str, Any],
-    write_config: Callable[[Path], object] | None = None,
-) -> SaveResult:
-    """As `save_run`, each rank's part into a directory of its node, and copies to its peers."""
-    root, iteration = _announce(config, counters)
-    copies = config.replication_factor - 1 if config.replication else 0
-    saved = save_local(
-        root,
-        iteration,
-        _contents(config, parts, counters, asked, write_config),
-        parts.groups.world,
-        share_work=config.non_persistent_local_ckpt_algo == "fully_parallel",
-        replication=Replication(config.replication_jump or 1, copies),
-    )
-    log_saved(parts.groups, saved)
-    return saved
-
-
-def _announce(config: CheckpointConfig, counters: Mapping[str, Any]) -> tuple[Path, int]:
-    assert config.save is not None, "a save without --save"
-    iteration = int(counters["iteration"])
+) -> Contents:
+    """What this rank saves, see `save_run`.  Collective while parameters come in."""
     print_rank_0(
-        f"saving checkpoint at iteration {iteration:7d} to {config.save} "
+        f"saving checkpoint at iteration {int(counters['iteration']):7d} to {config.save} "
         f"in {config.ckpt_format} format"
     )
-    return Path(config.save), iteration
-
-
-def _contents(
-    config: CheckpointConfig,
-    parts: RunParts,
-    counters: Mapping[str, Any],
-    asked: Mapping[str, Any],
-    write_config: Callable[[Path], object] | None,
-) -> Contents:
-    """What this rank holds.  Collective while parameters come in."""
     padded = FORMATS[config.ckpt_format].is_foreign
     tensors = model_tensors(parts, padded=padded)
     if not config.no_save_optim:
@@ -134,6 +80,57 @@ def _contents(
         layout=layout_of(parts.groups),
         write_config=write_config,
     )
+
+
+def begin_save(
+    config: CheckpointConfig,
+    contents: Contents,
+    groups: ProcessGroupCollection,
+    plan: SavePlan | None = None,
+) -> PendingSave:
+    """Create the folder and decide what each rank writes.  Collective over all ranks.
+
+    ``plan``: kept from save to save where the tensors stay the same.
+    """
+    return begin(
+        _root(config),
+        contents.common["iteration"],
+        contents,
+        groups.world,
+        share_work=config.ckpt_fully_parallel_save,
+        format=INCREMENTAL if config.ckpt_incremental else FORMATS[config.ckpt_format],
+        retention=Retention(config.keep_last_checkpoints, config.save_retain_interval),
+        plan=plan,
+    )
+
+
+def finish_save(begun: PendingSave, groups: ProcessGroupCollection) -> SaveResult:
+    """Write and publish what `begin_save` began.  Collective over all ranks; raises SaveFailed."""
+    saved = finish(begun, groups.world)
+    log_saved(groups, saved)
+    return saved
+
+
+def save_local_run(
+    config: CheckpointConfig, contents: Contents, groups: ProcessGroupCollection
+) -> SaveResult:
+    """As `save_run`, each rank's part into a directory of its node, and copies to its peers."""
+    copies = config.replication_factor - 1 if config.replication else 0
+    saved = save_local(
+        _root(config),
+        contents.common["iteration"],
+        contents,
+        groups.world,
+        share_work=config.non_persistent_local_ckpt_algo == "fully_parallel",
+        replication=Replication(config.replication_jump or 1, copies),
+    )
+    log_saved(groups, saved)
+    return saved
+
+
+def _root(config: CheckpointConfig) -> Path:
+    assert config.save is not None, "a save without --save"
+    return Path(config.save)
 
 
 def log_saved(groups: ProcessGroupCollection, saved: SaveResult) -> None:
@@ -149,7 +146,7 @@ def log_saved(groups: ProcessGroupCollection, saved: SaveResult) -> None:
         print_rank_0(f"WARNING: {sentence}")
 
 
-def layout_of(groups: ProcessGroupCollection) -> dict[str, Any]:
+def layout_of(groups: ProcessGroupCollection) -> JsonObject:
     """Degrees and rank order: two runs with equal layouts have equal ranks."""
     return {
         "world_size": groups.world.size(),
@@ -159,28 +156,24 @@ def layout_of(groups: ProcessGroupCollection) -> dict[str, Any]:
 
 
 def _common(
-    config: CheckpointConfig, parts: RunParts, counters: Mapping[str, Any], asked: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What is no tensor and the same for all ranks."""
-    keeps_optimizer = parts.optimizer is not None and not config.no_save_optim
+    config: CheckpointConfig, parts: RunParts, counters: Mapping[str, float], asked: Arguments
+) -> RunContent:
+    optimizer = None if config.no_save_optim else parts.optimizer
+    scheduler = None if optimizer is None else parts.scheduler
     return {
         "checkpoint_version": CHECKPOINT_VERSION,
         "stages": [list(layers) for layers in parts.stages],
-        "iteration": counters["iteration"],
+        "iteration": int(counters["iteration"]),
         "counters": dict(counters),
         "args": {name: plain(value) for name, value in asked.items()},
-        "optimizer": parts.optimizer.scalar_state()
-        if parts.optimizer is not None and keeps_optimizer
-        else None,
-        "opt_param_scheduler": parts.scheduler.state_dict()
-        if parts.scheduler is not None and keeps_optimizer
-        else None,
+        "optimizer": None if optimizer is None else optimizer.scalar_state(),
+        "opt_param_scheduler": None if scheduler is None else scheduler.state_dict(),
         "torch_version": torch.__version__,
         "python_version": sys.version.split()[0],
     }
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Json:
     """``value`` as JSON; what JSON cannot hold becomes its name or its text."""
     if isinstance(value, enum.Enum):
         return value.name

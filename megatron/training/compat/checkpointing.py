@@ -6,11 +6,12 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from megatron.core.config.errors import ConfigError
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.arguments.config_file import write_config
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
@@ -20,16 +21,23 @@ from megatron.training.checkpointing.paths import checkpoint_folder
 from megatron.training.checkpointing.paths import (
     get_checkpoint_tracker_filename as get_checkpoint_tracker_filename,
 )
-from megatron.training.checkpointing.save import save_local_run, save_run
+from megatron.training.checkpointing.save import (
+    begin_save,
+    contents_of,
+    finish_save,
+    save_local_run,
+)
 from megatron.training.compat import global_vars
 from megatron.training.estimates.model_layers import layers_of_stages
+
+Model = nn.Module | Sequence[nn.Module]
 
 
 def save_checkpoint(
     iteration: int,
-    model: nn.Module | Sequence[nn.Module],
-    optimizer: Any,
-    opt_param_scheduler: Any,
+    model: Model,
+    optimizer: MegatronOptimizer | None,
+    opt_param_scheduler: OptimizerParamScheduler | None,
     num_floating_point_operations_so_far: float,
     checkpointing_context: object = None,
     non_persistent_ckpt: bool = False,
@@ -55,22 +63,26 @@ def save_checkpoint(
         "iteration": iteration,
         "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
     }
-    parts = _parts(model, optimizer, opt_param_scheduler)
     is_local = non_persistent_ckpt and config.non_persistent_ckpt_type == "local"
-    how = save_local_run if is_local else save_run
-    how(
-        transient(config) if non_persistent_ckpt else config,
-        parts,
+    if non_persistent_ckpt:
+        config = transient(config)
+    contents = contents_of(
+        config,
+        _parts(model, optimizer, opt_param_scheduler),
         counters,
         asked=run.config.asked,
         write_config=lambda path: write_config(run.config, path),
     )
+    if is_local:
+        save_local_run(config, contents, run.groups)
+    else:
+        finish_save(begin_save(config, contents, run.groups), run.groups)
 
 
 def load_checkpoint(
-    ddp_model: nn.Module | Sequence[nn.Module],
-    optimizer: Any,
-    opt_param_scheduler: Any,
+    ddp_model: Model,
+    optimizer: MegatronOptimizer | None,
+    opt_param_scheduler: OptimizerParamScheduler | None,
     load_arg: str = "load",
     strict: bool = True,
     checkpointing_context: object = None,
@@ -130,7 +142,9 @@ def get_checkpoint_name(
     return str(Path(folder) / name / basename)
 
 
-def _parts(model: nn.Module | Sequence[nn.Module], optimizer: Any, scheduler: Any) -> RunParts:
+def _parts(
+    model: Model, optimizer: MegatronOptimizer | None, scheduler: OptimizerParamScheduler | None
+) -> RunParts:
     run = global_vars.get_run()
     is_per_rank = run.config.checkpoint.ckpt_format == "torch"
     return RunParts(

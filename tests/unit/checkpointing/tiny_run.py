@@ -60,6 +60,7 @@ class Optimizer:
             for p in self.params
         ]
         self.num_steps = 0
+        self.is_sharded = False
 
     def step(self) -> None:
         self.num_steps += 1
@@ -70,7 +71,9 @@ class Optimizer:
                 state["fp32_param"].sub_(state["exp_avg"], alpha=0.01)
                 param.copy_(state["fp32_param"])
 
-    def named_state(self) -> Iterator[tuple[str, ParamInfo, dict[str, Tensor]]]:
+    def named_state(
+        self, *, every_main: bool = False
+    ) -> Iterator[tuple[str, ParamInfo, dict[str, Tensor]]]:
         for param, state in zip(self.params, self.state, strict=True):
             yield info_of(param).name, info_of(param), state
 
