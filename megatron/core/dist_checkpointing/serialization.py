@@ -59,7 +59,7 @@ from megatron.core.dist_checkpointing.shared_load import fill_shared
 from megatron.core.dist_checkpointing.snapshot import HostBuffer, copy_out
 from megatron.core.dist_checkpointing.validation import (
     Differences,
-    Plan,
+    LoadReport,
     agree,
     check_strictness,
     shorten,
@@ -365,7 +365,7 @@ def _processors() -> int:
 
 def _plan(
     folder: Path, wanted: Sequence[ShardedTensor], cast: bool
-) -> tuple[CheckpointReader | None, Plan]:
+) -> tuple[CheckpointReader | None, LoadReport]:
     """Open the checkpoint and compare it with ``wanted``; return the report for rank 0."""
     try:
         reader = open_reader(folder)

@@ -58,7 +58,7 @@ class Differences:
     unused: tuple[str, ...] = ()  # in the checkpoint, not wanted
 
 
-class Plan(TypedDict, total=False):
+class LoadReport(TypedDict, total=False):
     """What one rank reports before a load: an error, or what does not fit, and the wanted keys."""
 
     error: JsonError
@@ -68,7 +68,7 @@ class Plan(TypedDict, total=False):
 
 def agree(
     folder: Path,
-    plan: Plan,
+    plan: LoadReport,
     stored: Iterable[str],
     group: ProcessGroup | None,
     strictness: str,
@@ -97,7 +97,7 @@ _PRECISION_FLAGS = {
 
 def _differences(
     folder: Path,
-    plans: Sequence[Plan],
+    plans: Sequence[LoadReport],
     stored: Iterable[str],
     strictness: str,
     leave_out: tuple[str, ...],
