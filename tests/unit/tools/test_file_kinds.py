@@ -44,26 +44,26 @@ def numpy_array():
     return data.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (gzip.compress(LINES), "gzip-compressed, .*: give it a name that ends in .gz"),
-        (b"\x28\xb5\x2f\xfd" + bytes(20), "zstd-compressed, .* ends in .zst"),
-        (bz2.compress(LINES), "bzip2-compressed"),
-        (lzma.compress(LINES), "xz-compressed"),
-        (archive("zip"), "a zip archive"),
-        (archive("tar"), "a tar archive, .*: extract it"),
-        (b"ARROW1\0\0" + bytes(20), r"an Arrow \(Feather\) file"),
-        (b"\xff\xff\xff\xff" + bytes(20), "an Arrow stream"),
-        (numpy_array(), "a numpy array"),
-        (pickle.dumps(["hello"]), "a pickled object"),
-        (LINES.decode().encode("utf-16"), "UTF-16 text, .*: save it as UTF-8"),
-        (b"\x89HDF\r\n\x1a\n" + bytes(9), "an HDF5 file"),
-    ],
-)
+KINDS = {
+    "gzip-compressed, .*: give it a name that ends in .gz": gzip.compress(LINES),
+    "zstd-compressed, .* ends in .zst": b"\x28\xb5\x2f\xfd" + bytes(20),
+    "bzip2-compressed": bz2.compress(LINES),
+    "xz-compressed": lzma.compress(LINES),
+    "a zip archive": archive("zip"),
+    "a tar archive, .*: extract it": archive("tar"),
+    r"an Arrow \(Feather\) file": b"ARROW1\0\0" + bytes(20),
+    "an Arrow stream": b"\xff\xff\xff\xff" + bytes(20),
+    "a numpy array": numpy_array(),
+    "a pickled object": pickle.dumps(["hello"]),
+    "UTF-16 text, .*: save it as UTF-8": LINES.decode().encode("utf-16"),
+    "an HDF5 file": b"\x89HDF\r\n\x1a\n" + bytes(9),
+}
+
+
+@pytest.mark.parametrize("message", KINDS)
 @pytest.mark.parametrize("name", ["a.json", "a.txt"])
-def test_a_file_that_is_no_text_is_named_by_its_kind(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
+def test_a_file_that_is_no_text_is_named_by_its_kind(tmp_path, name, message):
+    (tmp_path / name).write_bytes(KINDS[message])
     with pytest.raises(DataError, match=rf"^--input .*{name} is {message}"):
         find_inputs(str(tmp_path / name))
 
