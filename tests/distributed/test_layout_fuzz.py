@@ -31,6 +31,8 @@ FOUND = {
     "codes-of-undivided-gradients": ("dp fp8-tensorwise per-token-loss", Sizes(dp=3)),
 }  # fmt: skip
 
+ALWAYS = 5  # random layouts of each test run; `make test-all` compares all of them
+
 # What users of such systems ask for (section C of what was gathered), and what shows each besides
 # all random layouts.  C3, auxiliary losses, comes with experts.
 DEMANDS = {
@@ -51,7 +53,13 @@ DEMANDS = {
 
 
 @pytest.mark.feature("Layouts: a fuzzer compares random layouts and models with one process")
-@pytest.mark.parametrize("seed", range(QUICK))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(seed, marks=pytest.mark.slow if seed >= ALWAYS else ())
+        for seed in range(QUICK)
+    ],
+)
 def test_a_random_layout_gives_the_answer_of_one_process(seed: int) -> None:
     drawn = draw(seed)
     print(drawn)  # pytest shows it when the test fails
