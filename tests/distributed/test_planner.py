@@ -104,6 +104,8 @@ TWO = {
     "distributed optimizer, fp32": "--use-distributed-optimizer --optimizer sgd",
     "context": "--context-parallel-size 2",
     "fully sharded": "--use-torch-fsdp2 --no-gradient-accumulation-fusion",
+    "fully sharded, recomputed": "--use-torch-fsdp2 --no-gradient-accumulation-fusion "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "whole weights kept for backward": "--use-megatron-fsdp --no-gradient-accumulation-fusion "
     "--data-parallel-sharding-strategy optim_grads --ckpt-format fsdp_dtensor",
     "fully sharded stages": "--pipeline-model-parallel-size 2 --num-layers 4 --use-torch-fsdp2 "

@@ -308,8 +308,8 @@ class RandomStream:
         self.set_state(state)
 
     def get_state(self) -> torch.Tensor:
-        """A copy of what `set_state` takes: a state of the default generator."""
-        return self._state.clone() if self.generator is None else self.generator.get_state()
+        """What `set_state` takes: a state of the default generator, which is never written to."""
+        return self._state if self.generator is None else self.generator.get_state()
 
     def set_state(self, state: torch.Tensor) -> None:
         """Go on from ``state``."""

@@ -42,6 +42,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -339,12 +340,13 @@ def _mesh(
 ) -> DeviceMesh:
     """The ranks that cut the parameters; with several instances [instance, rank in it]."""
     kind, outer = device.current().type, groups.inter_dist_opt
-    if outer.size() == 1:
-        return DeviceMesh.from_group(inner, kind)
-    ranks = torch.tensor(dist.get_process_group_ranks(replicas)).view(outer.size(), -1)
-    return DeviceMesh.from_group(
-        [outer, inner], kind, mesh=ranks, mesh_dim_names=("replicate", "shard")
-    )
+    with unset_fake_temporarily():  # the mesh reads the numbers of the ranks
+        if outer.size() == 1:
+            return DeviceMesh.from_group(inner, kind)
+        ranks = torch.tensor(dist.get_process_group_ranks(replicas)).view(outer.size(), -1)
+        return DeviceMesh.from_group(
+            [outer, inner], kind, mesh=ranks, mesh_dim_names=("replicate", "shard")
+        )
 
 
 def _rows_of(shape: tuple[int, ...], rank: int, size: int) -> tuple[int, int]:

@@ -136,8 +136,11 @@ def info_of(param: Tensor) -> ParamInfo:
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor that FSDP2 has cut (the same memory); others as they are."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
     with torch.no_grad():
-        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        part: Tensor = tensor.to_local()
+    return part
 
 
 def name_parameters(model: nn.Module, rename: dict[str, str] | None = None) -> None:

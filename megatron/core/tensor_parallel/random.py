@@ -333,7 +333,7 @@ class CheckpointWithoutOutput:
         if not hook_tensor.requires_grad:
             return
         for output in self._outputs:
-            output.untyped_storage().resize_(0)
+            _resize_storage(output, 0)
         hook_tensor.register_hook(self._recompute)
 
     def _recompute(self, _grad: Tensor) -> None:
@@ -342,11 +342,15 @@ class CheckpointWithoutOutput:
         call.again = call.run_again(self.context.saved_tensors, needs_grad)
         outputs = (o for o in call.again[0] if isinstance(o, Tensor))
         for old, new in zip(self._outputs, outputs, strict=True):
-            size = new.untyped_storage().nbytes()
             with torch.no_grad():
-                old.untyped_storage().resize_(size)
+                _resize_storage(old, new.untyped_storage().nbytes())
                 old.untyped_storage().copy_(new.untyped_storage())
         self._outputs, self.context = (), None
+
+
+def _resize_storage(tensor: Tensor, num_bytes: int) -> None:
+    """Resize in place, for all views, as an operation that memory tracers see."""
+    torch.ops.inductor.resize_storage_bytes_(tensor, num_bytes)
 
 
 class _CheckpointWithoutOutput(Function[R], Generic[R]):

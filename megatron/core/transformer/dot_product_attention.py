@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -46,7 +47,12 @@ CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class DotProductAttention(MegatronModule):
-    """The attention core; `attention_backends.choose` selects a kernel for each kind of call."""
+    """The attention core; `attention_backends.choose` selects a kernel for each kind of call.
+
+    ``sdpa`` is PyTorch's function, or one that counts its memory alone.
+    """
+
+    sdpa: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
 
     def __init__(
         self,
@@ -239,7 +245,7 @@ class DotProductAttention(MegatronModule):
         if is_cuda and "flash" not in names:  # only flash supports fewer key heads
             key, value = _repeat_heads(query, key, value)
         with sdpa_kernel([KERNELS[name] for name in names]) if is_cuda else nullcontext():
-            return F.scaled_dot_product_attention(
+            return self.sdpa(
                 query,
                 key,
                 value,

@@ -5,7 +5,7 @@ Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,6 +42,9 @@ class Span(NamedTuple):
     is_recomputed: bool  # in backward, as a whole
 
 
+SpanRunner = Callable[["TransformerBlock", Span, Tensor, "dict[str, object]"], Tensor]
+
+
 def block_submodules(
     config: TransformerConfig, spec: TransformerBlockSubmodules | ModuleSpec
 ) -> TransformerBlockSubmodules:
@@ -54,7 +57,12 @@ def block_submodules(
 
 
 class TransformerBlock(MegatronModule):
-    """A stack of layers; the last stage ends with a norm."""
+    """A stack of layers; the last stage ends with a norm.
+
+    ``span_runner`` runs each span in place of `run_span`, which it may call.
+    """
+
+    span_runner: SpanRunner | None = None
 
     def __init__(
         self,
@@ -133,7 +141,10 @@ class TransformerBlock(MegatronModule):
         if context is not None:
             shared |= {"context": context, "context_mask": context_mask}
         for span in self.spans():
-            hidden_states = self.run_span(span, hidden_states, shared)
+            if self.span_runner is None:
+                hidden_states = self.run_span(span, hidden_states, shared)
+            else:
+                hidden_states = self.span_runner(self, span, hidden_states, shared)
         if self.final_layernorm is not None:
             hidden_states = self.final_layernorm(hidden_states)
         return hidden_states

@@ -15,14 +15,11 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import device, rank_local
@@ -46,8 +43,9 @@ from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.core.transformer.attention_masks import band
-from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.moe.token_dispatcher import TokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.data.batch import next_batch
@@ -96,36 +94,30 @@ def _imagined(config: RunConfig) -> Iterator[None]:
     is_fake = is_fully_sharded(config.ddp)
     with (
         device.simulate_device(config.distributed.device, without_memory=not is_fake),
-        mock.patch.object(F, "scaled_dot_product_attention", attention_without_memory),
-        mock.patch.object(token_dispatcher, "counts_of", partial(_even_counts, config.model)),
         _own_tables(),
-        _fake_tensors() if is_fake else contextlib.nullcontext(),
+        FakeTensorMode() if is_fake else contextlib.nullcontext(),
     ):
         yield
+
+
+def _run_without_values(config: TransformerConfig, model: nn.Module) -> None:
+    """Choose attention kernels by shapes alone; let each expert get equally many rows."""
+    factor = config.moe_expert_capacity_factor
+    share = 1.0 if factor is None else min(1.0, factor)
+    for module in model.modules():
+        if isinstance(module, DotProductAttention):
+            module.sdpa = attention_without_memory
+        dispatcher = vars(module).get("dispatcher")
+        if isinstance(dispatcher, TokenDispatcher):
+            dispatcher.count_rows = partial(_even_counts, share, dispatcher.num_experts)
 
 
 def _even_counts(
-    model: TransformerConfig,
-    routing: Routing,
-    num_experts: int,
-    group: dist.ProcessGroup | None = None,
+    share: float, num_experts: int, routing: Routing, group: dist.ProcessGroup | None
 ) -> list[list[int]]:
-    """Rows of each expert where all have as many, in place of those that numbers would say."""
-    share = min(1.0, 1.0 if (f := model.moe_expert_capacity_factor) is None else f)
+    """Rows of each expert, when ``share`` of all rows is divided over ``num_experts``."""
     rows = -int(-routing.experts.numel() * share // num_experts)
     return [[rows] * routing.num_experts] * (group.size() if group else 1)
-
-
-@contextlib.contextmanager
-def _fake_tensors() -> Iterator[None]:
-    """FakeTensorMode, and ways around two things that torch 2.13 does not do in it."""
-    mesh = _mesh_of(DeviceMesh.from_group)
-    with (
-        FakeTensorMode(),
-        mock.patch.object(nn.Module, "to", _convert),
-        mock.patch.object(DeviceMesh, "from_group", mesh),
-    ):
-        yield
 
 
 @contextlib.contextmanager
@@ -139,25 +131,6 @@ def _own_tables() -> Iterator[None]:
     finally:
         for table in tables:
             table.cache_clear()
-
-
-def _convert(module: nn.Module, what: Any) -> nn.Module:
-    """``module.to(what)``: parameters cannot be swapped."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        if tensor.is_floating_point() or isinstance(what, torch.device):
-            tensor.data = tensor.data.to(what)
-    return module
-
-
-def _mesh_of(make_mesh: Any) -> Any:
-    """The ranks of a mesh are numbers in a tensor, which is then read."""
-
-    def make(*args: Any, **kwargs: Any) -> DeviceMesh:
-        with unset_fake_temporarily():
-            mesh: DeviceMesh = make_mesh(*args, **kwargs)
-        return mesh
-
-    return make
 
 
 class _Neighbours(Mailbox):
@@ -194,6 +167,8 @@ def _build(config: RunConfig, padded_vocab_size: int) -> Runtime:
     )
     sizes = {"vocab_size": padded_vocab_size, "padded_vocab_size": padded_vocab_size}
     build_model_chunks(run, partial(registry.build_model_stage, config, groups=groups, **sizes))
+    for chunk in run.model_chunks:
+        _run_without_values(config.model, chunk)
     run.optimizer = get_megatron_optimizer(config.optimizer, run.model_chunks, pg_collection=groups)
     for _ in run.optimizer.named_state():
         pass  # the state is made when it is first asked for
@@ -210,9 +185,9 @@ def _cost(run: Runtime, shapes: KnownShapes | None) -> RankCost:
     data, num_stages = run.config.data, run.placement.num_stages
     tokens = data.seq_length, data.decoder_seq_length or 0, run.config.training.micro_batch_size
     shapes, dtype = messages_of(run.config.model, run.groups, tokens, num_stages)
-    repeats = Repeats(tracker)
+    repeats = Repeats(tracker, run.model_chunks if _may_skip(run) else ())
     trial = _Trial(run, tracker, repeats, shapes, dtype)
-    with tracker, repeats.skipped() if _may_skip(run) else contextlib.nullcontext():
+    with tracker:
         passes = {
             (kind, chunk): cost
             for chunk in range(len(run.model_chunks))

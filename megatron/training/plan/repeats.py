@@ -8,13 +8,11 @@ skip spans whose kind and neighbours another span shares, and adds their costs a
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,21 +34,18 @@ class Label(NamedTuple):
 
 
 class Repeats:
-    """Skips repeated spans in the passes that run inside, and accounts for them."""
+    """Skips repeated spans in the blocks of ``models``, and accounts for them."""
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, tracker: Tracker, models: Iterable[nn.Module]) -> None:
+        """``models``: their blocks run with `Repeats` from now on."""
         self._tracker = tracker
         self._blocks: dict[int, _Block] = {}
         self._gradient_bytes = 0  # of parameters in skipped spans
         self._held = 0  # bytes of skipped spans since their micro-batch began
-
-    @contextlib.contextmanager
-    def skipped(self) -> Iterator[None]:
-        """Skip repeated spans of each block that runs inside."""
-        run_span = TransformerBlock.run_span
-        skip = lambda block, *args: self._run_span(block, partial(run_span, block), *args)  # noqa: E731
-        with mock.patch.object(TransformerBlock, "run_span", skip):
-            yield
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, TransformerBlock):
+                    module.span_runner = self._run_span
 
     def measure(self, function: Callable[[], object], *, frees_graph: bool) -> Measured:
         """Call a pass and return what it takes with the skipped spans.
@@ -89,7 +84,6 @@ class Repeats:
     def _run_span(
         self,
         block: TransformerBlock,
-        run: Callable[..., Tensor],
         span: Span,
         hidden_states: Tensor,
         shared: dict[str, Any],
@@ -102,7 +96,7 @@ class Repeats:
             return hidden_states
         label = Label(id(block), number)
         self._tracker.mark(label)
-        result = run(span, hidden_states, shared)
+        result = block.run_span(span, hidden_states, shared)
         if result.requires_grad:  # the gradient arrives when the next span's backward is over
             result.register_hook(lambda _: self._tracker.mark(label))
         return result

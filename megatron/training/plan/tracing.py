@@ -2,6 +2,9 @@
 
 The same counter serves real tensors and tensors without memory (meta, or fake).  It sees storages:
 views cost nothing, and a storage counts until its last tensor has gone.
+
+FSDP2 resizes the storages of gathered parameters without an operation.  It makes and resizes them
+in phases that begin and end with an operation of ``torch.profiler``: their sizes are read there.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,8 +28,7 @@ from megatron.training.plan.cost import Collective
 from megatron.training.plan.shapes import KnownShapes
 
 _aten: Any = torch.ops.aten
-_kernel = F.scaled_dot_product_attention
-_resize_storage = torch.UntypedStorage.resize_
+_resize: Any = torch.ops.inductor.resize_storage_bytes_.default
 _KINDS = {
     "allreduce_": "all-reduce",
     "_allgather_base_": "all-gather",
@@ -91,8 +92,8 @@ class Tracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}  # of storages made inside
         self._labels: dict[int, Hashable] = {}  # under which they were made
         self._existing = {_storage(tensor)._cdata for tensor in existing}
-        resize = lambda storage, size: _resize(self, storage, size)  # noqa: E731 (becomes a method)
-        self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize)
+        self._depth = 0  # of the phases of FSDP2
+        self._resizable: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # made in such a phase
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -123,6 +124,7 @@ class Tracker(TorchDispatchMode):
         return sizes
 
     def _begin(self, label: Hashable) -> None:
+        self._read_sizes()
         self._label, self._alive_before, self.peak = label, self.alive, self.alive
         self._sent_before = self.collectives.copy()
 
@@ -147,20 +149,25 @@ class Tracker(TorchDispatchMode):
             return places
         if func.namespace == "c10d":
             self._note_collective(func, args)
+        if func.namespace in ("fsdp", "profiler"):
+            self._read_sizes()
+        if func.namespace == "profiler":
+            self._depth += 1 if "enter" in func.name() else -1
         out = self._shapes.result(func, args, kwargs or {})
+        if func is _resize:
+            storage = _storage(args[0])
+            if storage._cdata in self._sizes:
+                self._set_size(storage._cdata, storage.nbytes())
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._note(tensor)
         return out
 
-    def __enter__(self) -> Tracker:
-        self._patch.start()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._patch.stop()
+    def _read_sizes(self) -> None:
+        """Count what FSDP2 has resized since its last phase began or ended."""
+        for key, reference in tuple(self._resizable.items()):
+            if (storage := reference()) is not None:
+                self._set_size(key, storage.nbytes())
 
     def _note(self, tensor: Tensor) -> None:
         storage = _storage(tensor)
@@ -170,6 +177,8 @@ class Tracker(TorchDispatchMode):
             self._labels[key] = self._label
             self._set_size(key, storage.nbytes())
             weakref.finalize(storage, self._forget, key)
+            if self._depth:
+                self._resizable[key] = weakref.ref(storage)
 
     def _set_size(self, key: int, size: int) -> None:
         self.alive += size - self._sizes[key]
@@ -179,6 +188,7 @@ class Tracker(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self.alive -= self._sizes.pop(key)
         del self._labels[key]
+        self._resizable.pop(key, None)
 
     def _note_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         kind = _KINDS.get(func.name().split("::")[1].split(".")[0])
@@ -192,7 +202,7 @@ class Tracker(TorchDispatchMode):
 
 
 def attention_without_memory(*args: Any, **kwargs: Any) -> Tensor:
-    """In place of F.scaled_dot_product_attention, which chooses a kernel by the device.
+    """F.scaled_dot_product_attention, which chooses a kernel by the device.
 
     What kernels keep for backward does not differ: the output and a log-sum-exp.  One for a bias
     that takes a gradient is on GPUs alone.
@@ -200,7 +210,7 @@ def attention_without_memory(*args: Any, **kwargs: Any) -> Tensor:
     bias = kwargs["attn_mask"]
     takes_gradient = bias is not None and bias.requires_grad
     if not _has_no_memory(args[0]) or (takes_gradient and not device.is_cuda()):
-        return _kernel(*args, **kwargs)
+        return F.scaled_dot_product_attention(*args, **kwargs)
     if takes_gradient:
         rest = True, kwargs["dropout_p"], kwargs["is_causal"]
         kept = _aten._scaled_dot_product_efficient_attention(
@@ -215,14 +225,6 @@ def attention_without_memory(*args: Any, **kwargs: Any) -> Tensor:
         scale=kwargs["scale"],
     )[0]
     return out
-
-
-def _resize(tracker: Tracker, storage: torch.UntypedStorage, size: int) -> Any:
-    """FSDP2 frees what it has gathered by resizing it to nothing."""
-    result = _resize_storage(storage, size)
-    if storage._cdata in tracker._sizes:
-        tracker._set_size(storage._cdata, size)
-    return result
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -86,6 +86,18 @@ def test_the_tools_take_the_flags_of_a_run(
         assert capsys.readouterr().out.startswith(first)
 
 
+def test_instances_of_fully_sharded_models_are_planned() -> None:
+    words = (
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
+        "--ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion"
+    )
+    one, two = (
+        planned(f"{words} {more}", 4).stages[0].cost.state
+        for more in ("", "--num-distributed-optimizer-instances 2")
+    )
+    assert two.parameters == pytest.approx(2 * one.parameters, rel=0.01)
+
+
 def test_an_optimizer_in_host_memory_is_not_on_the_device() -> None:
     words = "--device cuda --bf16 --optimizer-cpu-offload --optimizer-offload-fraction"
     here, half, away = (planned(f"{words} {f}", 1).stages[0].cost.state for f in (0, 0.6, 1))

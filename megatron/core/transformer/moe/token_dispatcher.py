@@ -41,6 +41,7 @@ from megatron.core.transformer.moe.permute import Order, by_expert, combine, exp
 from megatron.core.transformer.moe.routing import Routing
 
 Back = Callable[[Tensor], Tensor]
+CountRows = Callable[[Routing, "ProcessGroup | None"], list[list[int]]]
 Meanwhile = Callable[[], None]
 
 
@@ -83,6 +84,7 @@ class TokenDispatcher(ABC):
         self.num_local = num_experts // self.ep.size()
         first = self.ep.rank() * self.num_local
         self.local_experts = range(first, first + self.num_local)
+        self.count_rows: CountRows = counts_of
         # Number of micro-batches whose tokens the ranks of tp_ep hold; each is sharded over a
         # tp_cp group.
         here, spread = self.tp_ep.size(), groups.tp_cp.size()
@@ -109,7 +111,7 @@ class LocalDispatcher(TokenDispatcher):
     ) -> DispatchedTokens:
         if routing.capacity is None and is_in_a_gpu(x):
             return sorted_here(x, routing, LateCounts(routing.counts()), fuses=self.fuses)
-        return sorted_here(x, routing, counts_of(routing, self.num_experts)[0], fuses=self.fuses)
+        return sorted_here(x, routing, self.count_rows(routing, None)[0], fuses=self.fuses)
 
 
 class AllGatherDispatcher(TokenDispatcher):
@@ -127,7 +129,7 @@ class AllGatherDispatcher(TokenDispatcher):
         is_mine = (experts >= first) & (experts < self.local_experts.stop)
         mine = (experts - first).masked_fill(~is_mine, self.num_local)
         here = Routing(mine, weights, self.num_local)
-        arrived = sorted_here(x, here, counts_of(here, self.num_experts)[0], fuses=self.fuses)
+        arrived = sorted_here(x, here, self.count_rows(here, None)[0], fuses=self.fuses)
 
         def back(rows: Tensor) -> Tensor:
             return reduce_scatter_to_sequence_parallel_region(arrived.back(rows), group)
@@ -141,7 +143,7 @@ class AllToAllDispatcher(TokenDispatcher):
     def dispatch(
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
-        told = counts_of(routing, self.num_experts, self.tp_ep)
+        told = self.count_rows(routing, self.tp_ep)
         arrived = sorted_here(x, routing, told[self.tp_ep.rank()], fuses=self.fuses)
         copies, mine = self.expt_tp.size(), self.local_experts
         if self.ep.size() > 1:
@@ -160,7 +162,7 @@ class FlexDispatcher(TokenDispatcher):
     def dispatch(
         self, x: Tensor, routing: Routing, meanwhile: Meanwhile | None = None
     ) -> DispatchedTokens:
-        told = counts_of(routing, self.num_experts, self.tp_ep)
+        told = self.count_rows(routing, self.tp_ep)
         arrived = sorted_here(x, routing, told[self.tp_ep.rank()], fuses=self.fuses)
         return _sent(arrived, self.tp_ep, told, meanwhile, num_blocks=self.ep.size())
 
@@ -172,15 +174,11 @@ DISPATCHERS: dict[str, type[TokenDispatcher]] = {
 }
 
 
-def counts_of(
-    routing: Routing, num_experts: int, group: ProcessGroup | None = None
-) -> list[list[int]]:
+def counts_of(routing: Routing, group: ProcessGroup | None = None) -> list[list[int]]:
     """Return [rank][expert] row counts of ``routing``; without ``group``, of this rank alone.
 
-    ``routing`` may cover some of ``num_experts``.  Waits for the device once.  Collective over
-    ``group``.
+    Waits for the device once.  Collective over ``group``.
     """
-    del num_experts  # used by the memory planner, which replaces this function
     counts = routing.counts().unsqueeze(0)
     rows: list[list[int]] = (all_gather_first_dim(counts, group) if group else counts).tolist()
     return rows
