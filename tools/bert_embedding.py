@@ -28,6 +28,7 @@ from megatron.training.inference.embedding import (
 from megatron.training.initialize import shut_down
 from megatron.training.preprocess.cli import add_format_arguments, record_format, run_tool
 from megatron.training.process.rank_print import is_rank0
+from megatron.training.process.user_code import parse_tool_args
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -56,7 +57,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
-    args = get_parser().parse_args(argv)
+    args = parse_tool_args(get_parser, argv)
     if args.micro_batch_size < 1:
         raise ConfigError(f"--micro-batch-size {args.micro_batch_size}: at least 1 is needed")
     if len(args.json_keys) > 1:

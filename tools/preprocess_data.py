@@ -30,6 +30,7 @@ from megatron.training.preprocess.cli import (
     tokenizer_of,
 )
 from megatron.training.preprocess.run import PreprocessOptions, preprocess
+from megatron.training.process.user_code import parse_tool_args
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -70,7 +71,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
-    args = get_parser().parse_args(argv)
+    args = parse_tool_args(get_parser, argv)
     options = PreprocessOptions(
         input=args.input,
         output_prefix=args.output_prefix,

@@ -23,6 +23,7 @@ from megatron.training.arguments.tokenizer_flags import _add_tokenizer_args
 from megatron.training.preprocess.cli import add_backend_argument, run_tool, tokenizer_of
 from megatron.training.preprocess.documents import RecordFormat
 from megatron.training.preprocess.run import PreprocessOptions, preprocess
+from megatron.training.process.user_code import parse_tool_args
 
 
 def get_parser() -> argparse.ArgumentParser:
@@ -44,7 +45,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
-    args = get_parser().parse_args(argv)
+    args = parse_tool_args(get_parser, argv)
     options = PreprocessOptions(
         input=args.input,
         output_prefix=args.output_prefix,

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config.errors import ConfigError, MegatronError
+from megatron.training.process.user_code import parse_tool_args
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,8 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Answer one prompt, or prompts from the terminal until its end."""
-    args = build_parser().parse_args()
     try:
+        args = parse_tool_args(build_parser)
         if (args.load is None) == (args.address is None):
             raise ConfigError("give --load DIR to write here, or HOST:PORT to ask a server")
         if args.address is not None:

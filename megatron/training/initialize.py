@@ -46,6 +46,7 @@ from megatron.training.checkpointing import apply_checkpoint_args
 from megatron.training.compat import global_vars
 from megatron.training.compat.arguments import resolve_args
 from megatron.training.config.run import RunConfig
+from megatron.training.models.registry import model_kind
 from megatron.training.process.failure_watch import tell_launcher
 from megatron.training.process.launcher_watch import end_with_launcher
 from megatron.training.process.log_setup import setup_logging
@@ -131,7 +132,7 @@ def _check_kind(namespace: argparse.Namespace, defaults: Mapping[str, Any]) -> N
     if namespace.model_kind != kind:
         raise ConfigError(
             f"--model-kind {namespace.model_kind}: this program trains {kind}; use "
-            f"pretrain_{namespace.model_kind}.py for that kind"
+            f"{model_kind(namespace.model_kind).entry_script} for that kind"
         )
 
 

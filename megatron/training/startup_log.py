@@ -17,7 +17,8 @@ from megatron.core.transformer.attention_backends import AttentionRequest, atten
 from megatron.core.transformer.heterogeneous.heterogeneous_config import NO_OP
 from megatron.core.transformer.moe.deep_ep import unsupported_reason
 from megatron.training.config.run import RunConfig
-from megatron.training.estimates.model_layers import layers_of, model_kind_name
+from megatron.training.estimates.model_layers import layers_of
+from megatron.training.models.registry import model_kind_of
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.runtime import Runtime
 
@@ -77,10 +78,11 @@ def _engine_computes(run: Runtime) -> bool:
 
 def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
     """What attention needs in training with the --cp-comm-type ``comm_type`` ("" without one)."""
-    model, data, kind = config.model, config.data, model_kind_name(config)
+    model, data, kind = config.model, config.data, model_kind_of(config)
     has_sink = model.softmax_type != "vanilla"
     is_whole = comm_type in ("", "a2a") and not has_sink
-    positions, is_causal = config.language_model.position_embedding_type, kind not in ("bert", "t5")
+    positions = config.language_model.position_embedding_type
+    is_causal = kind.is_causal and not kind.has_encoder
     has_mask = data.reset_attention_mask or model.window_size is not None or not is_causal
     return AttentionRequest(
         dtype=model.params_dtype,

@@ -17,7 +17,7 @@ from megatron.core.params.param_info import local_part
 from megatron.training.arguments.parser import parse_args
 from megatron.training.arguments.resolve import resolve
 from megatron.training.initialize import configure, start
-from megatron.training.models.registry import model_kind_of
+from megatron.training.models.registry import implementation_of
 from megatron.training.plan.stages import plan_run
 from megatron.training.plan.tracing import Tracker
 from megatron.training.runtime.setup import build_model_chunks, build_optimizer, setup_tokenizer
@@ -154,7 +154,7 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
 
 
 def _data(config: Any) -> Iterator[dict[str, Tensor]]:
-    table, num_stages = model_kind_of(config).batch, config.placement.num_stages
+    table, num_stages = implementation_of(config).batch, config.placement.num_stages
     needed = {
         name: expected
         for stage in range(num_stages)

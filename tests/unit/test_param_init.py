@@ -166,3 +166,13 @@ def test_init_is_also_a_function_on_tensors() -> None:
     assert torch.equal(Init("zeros")(torch.empty(3)), torch.zeros(3))
     assert 0.1 < float(Init("normal", 0.2)(torch.empty(500)).std()) < 0.3
     assert float(Init("xavier_uniform")(torch.empty(5, 5)).abs().max()) <= math.sqrt(0.6)
+
+
+def test_parameters_that_a_subclass_adds_are_filled_too() -> None:
+    model = nn.Module()
+    for name in ("first", "added"):
+        param = nn.Parameter(torch.full((4,), float("nan")))
+        set_info(param, ParamInfo(global_shape=(4,), name=name, init="ones"))
+        setattr(model, name, param)
+        initialize_parameters(model, 1)
+    assert torch.equal(model.added.detach(), torch.ones(4))

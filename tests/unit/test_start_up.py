@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 from megatron.core.dist_checkpointing.formats import _READERS, FORMATS
-from megatron.training.models.registry import KINDS
+from megatron.training.config.language_model import MODEL_KINDS
+from megatron.training.models.registry import model_kind
 from tests.repo.source import ROOT
 
 # Of a GPT without flags: kinds of model and file that it has not, the planner, compilers.
@@ -37,8 +38,8 @@ def test_a_run_imports_nothing_heavy_that_it_does_not_use() -> None:
 
 
 def test_what_is_left_out_is_found_when_it_is_asked_for() -> None:
-    assert [kind.build.__name__ for kind in KINDS.values()] == [
-        f"build_{kind}_model" for kind in KINDS
+    assert [model_kind(name).load().build.__name__ for name in MODEL_KINDS] == [
+        f"build_{name}_model" for name in MODEL_KINDS
     ]
     assert [format.name for format in FORMATS.values()] == list(FORMATS)
     assert {reader.__name__ for reader in _READERS.values()} == {

@@ -22,6 +22,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.dist_checkpointing.formats import FORMATS
 from megatron.training.conversion.convert import DTYPES, HF, ConversionRequest, convert
 from megatron.training.preprocess.cli import run_tool
+from megatron.training.process.user_code import parse_tool_args
 
 KINDS = ("GPT", "BERT", "T5", "MAMBA")  # the reference's are the first two
 # --loader and --saver of the reference: None where it is served, else why not.
@@ -132,7 +133,7 @@ def _refuse(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
-    args = get_parser().parse_args(argv)
+    args = parse_tool_args(get_parser, argv)
     wanted = wanted_of(args)
     for name, why in WITHOUT_EFFECT.items():
         if vars(args)[name] is not None:

@@ -9,7 +9,7 @@ into frozen configs.  A flag is in one of three states: implemented (the default
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -31,7 +31,7 @@ class Option:
     aliases: tuple[str, ...] = ()
     dest: str | None = None  # None: the field name; else the attribute of the parsed namespace
     default: object = SAME  # where the command line differs from the library
-    choices: tuple[object, ...] | None = None
+    choices: Collection[object] | None = None
     nargs: str | None = None
     parse: Callable[[str], object] | None = None  # where the annotation does not say it
     at_least: int | None = 0  # of a number; None: no minimum

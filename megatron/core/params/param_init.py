@@ -85,7 +85,9 @@ def initialize_parameters(model: nn.Module, seed: int, *, random: bool = True) -
     nobody described keep the values their module gave them; those on meta are left alone.  A
     sharded model (`FullyShardedDataParallel`) is filled part by part.
     """
-    if model.__dict__.get(_SEED_ATTRIBUTE) == seed:
+    # A subclass may add parameters after its base class has filled its own.
+    filled = seed, sum(1 for _ in model.parameters())
+    if model.__dict__.get(_SEED_ATTRIBUTE) == filled:
         return
     complete = True
     for param in model.parameters():
@@ -95,7 +97,7 @@ def initialize_parameters(model: nn.Module, seed: int, *, random: bool = True) -
         elif info.name and info.init != "own" and (random or info.init in ("zeros", "ones")):
             fill_parameter(local_part(param), info, seed)
     if complete and random:
-        model.__dict__[_SEED_ATTRIBUTE] = seed
+        model.__dict__[_SEED_ATTRIBUTE] = filled
 
 
 @torch.no_grad()

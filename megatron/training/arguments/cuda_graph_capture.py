@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron.core.distributed.sharding import is_fully_sharded
+from megatron.training.models.registry import model_kind
 
 
 def cuda_graph_capture(ns: Namespace) -> Iterator[str]:
@@ -55,7 +56,8 @@ def _no_whole_step(ns: Namespace) -> Iterator[tuple[str, bool]]:
     yield stages, ns.pipeline_model_parallel_size > 1
     yield "with experts the host has to know token counts", bool(ns.num_experts)
     yield "the losses of --mtp-num-layers are read inside a step", ns.mtp_num_layers is not None
-    yield "the losses of BERT are read inside a step", ns.model_kind == "bert"
+    kind = model_kind(ns.model_kind)
+    yield f"the losses of {kind.title} are read inside a step", kind.has_masked_lm_head
     yield "--fp16 adapts its loss scale inside a step", ns.fp16 and ns.loss_scale is None
     yield "--timing-log-level above 0 times parts of a step", ns.timing_log_level > 0
     yield "--log-straggler times parts of a step", ns.log_straggler

@@ -21,6 +21,7 @@ from megatron.core.enums import AttnBackend
 from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS
 from megatron.core.transformer.layer_layout import parse_layout
 from megatron.training.arguments.cuda_graph_capture import cuda_graph_capture
+from megatron.training.models.registry import model_kind
 
 Derivation = Callable[[Namespace], Iterator[str] | None]
 
@@ -82,11 +83,12 @@ def depth(ns: Namespace) -> None:
     """--num-layers and --encoder-num-layers name one number, which a pattern or decoder has."""
     if ns.num_layers is None:
         ns.num_layers = ns.encoder_num_layers
-    pattern = ns.hybrid_override_pattern if ns.model_kind == "mamba" else None
+    kind = model_kind(ns.model_kind)
+    pattern = ns.hybrid_override_pattern if kind.is_hybrid else None
     if ns.num_layers is None and pattern is not None:
         ns.num_layers = len(pattern)
     ns.encoder_num_layers = ns.num_layers
-    if ns.model_kind == "t5" and ns.decoder_num_layers is None:
+    if kind.has_encoder and ns.decoder_num_layers is None:
         ns.decoder_num_layers = ns.num_layers
 
 
@@ -142,7 +144,7 @@ def sequence_lengths(ns: Namespace) -> None:
     if ns.seq_length is None:
         ns.seq_length = ns.encoder_seq_length
     ns.encoder_seq_length = ns.seq_length
-    if ns.model_kind == "t5" and ns.decoder_seq_length is None:
+    if model_kind(ns.model_kind).has_encoder and ns.decoder_seq_length is None:
         ns.decoder_seq_length = ns.seq_length
     if ns.max_position_embeddings is None:
         ns.max_position_embeddings = ns.seq_length and max(
@@ -215,7 +217,7 @@ def recomputation(ns: Namespace) -> None:
 
 def experts(ns: Namespace) -> None:
     """A dense checkpoint gives weights alone; a capacity below 0 is none; E names their layers."""
-    if ns.model_kind == "mamba":
+    if model_kind(ns.model_kind).is_hybrid:
         pattern = ns.hybrid_override_pattern or ""
         is_whole = len(pattern) == ns.num_layers
         ns.moe_layer_freq = tuple(int(x == EXPERTS) for x in pattern) if is_whole else 1

@@ -15,7 +15,7 @@ from megatron.training.arguments.config_file import read_config_file, set_defaul
 from megatron.training.arguments.describe import help_line
 from megatron.training.arguments.options import add_options, groups_of
 from megatron.training.arguments.sections import ALL_CLASSES, flags_and_defaults
-from megatron.training.config.user_code import problems_of_imports
+from megatron.training.process.user_code import modules_to_import, problems_of_imports
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
 
@@ -53,15 +53,16 @@ def parse_args(
     ``args_defaults`` (dest -> value) are a program's own defaults for values that are None.
     """
     words = sys.argv[1:] if argv is None else argv
-    first = _read_first(words)
-    content = {} if first.yaml_cfg is None else read_config_file(first.yaml_cfg)
+    path = _yaml_cfg(words)
+    content = {} if path is None else read_config_file(path)
+    # The choices of other flags depend on what these modules register.
     in_file = content.get("import_module") or ()
-    modules = [*([in_file] if isinstance(in_file, str) else in_file), *first.import_module]
-    problems = problems_of_imports(map(str, modules), "--import-module")
+    modules = [*([in_file] if isinstance(in_file, str) else in_file), *modules_to_import(words)]
+    problems = problems_of_imports(map(str, modules))
     parser = build_parser(extra_args_provider)
     parser.problems.extend(problems)
-    if first.yaml_cfg is not None:
-        set_defaults_from(parser, content, first.yaml_cfg)
+    if path is not None:
+        set_defaults_from(parser, content, path)
     args, rest = parser.parse_known_args(words)
     if not ignore_unknown_args:
         parser.problems.extend(parser.unknown(rest))
@@ -71,12 +72,12 @@ def parse_args(
     return args
 
 
-def _read_first(words: Sequence[str]) -> argparse.Namespace:
-    """The flags on which the meaning of the others depends: --yaml-cfg and --import-module."""
+def _yaml_cfg(words: Sequence[str]) -> str | None:
+    """The value of --yaml-cfg, which has to be read before all others."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--yaml-cfg", default=None, nargs="?")
-    finder.add_argument("--import-module", default=[], nargs="*", action="extend")
-    return finder.parse_known_args(words)[0]
+    path: str | None = finder.parse_known_args(words)[0].yaml_cfg
+    return path
 
 
 def apply_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:

@@ -14,11 +14,12 @@ from megatron.core.distributed.sharding import is_fully_sharded, shares_instance
 from megatron.core.ssm.mamba_hybrid_layer_allocation import ATTENTION, EXPERTS, MLP, layer_pattern
 from megatron.training.arguments.needs import NEEDS_OF_LAYERS, FlagRequirement
 from megatron.training.arguments.optimizer_needs import NEEDS_GPU, NEEDS_OF_OPTIMIZER
+from megatron.training.models.registry import model_kind
 
 
 def _has_layer(ns: Namespace, letter: str) -> bool:
     """Whether a layer of this kind is in the model; all kinds but hybrids have all of them."""
-    if ns.model_kind != "mamba":
+    if not model_kind(ns.model_kind).is_hybrid:
         return True
     ratios = ns.hybrid_attention_ratio, ns.hybrid_mlp_ratio
     try:
@@ -43,7 +44,7 @@ NEEDS_OF_HYBRIDS = (
     FlagRequirement(
         "--hybrid-override-pattern to be unset",
         "hybrid_attention_ratio hybrid_mlp_ratio",
-        lambda ns: ns.model_kind != "mamba" or ns.hybrid_override_pattern is None,
+        lambda ns: not model_kind(ns.model_kind).is_hybrid or ns.hybrid_override_pattern is None,
     ),
 )
 
@@ -62,17 +63,17 @@ NEEDS = (
     FlagRequirement(
         "pretrain_bert.py or pretrain_t5.py",
         "mask_prob short_seq_prob",
-        lambda ns: ns.model_kind in ("bert", "t5"),
+        lambda ns: model_kind(ns.model_kind).masks_tokens,
     ),
     FlagRequirement(
         "pretrain_t5.py (--model-kind t5)",
         "decoder_num_layers decoder_seq_length encoder_pipeline_model_parallel_size",
-        lambda ns: ns.model_kind == "t5",
+        lambda ns: model_kind(ns.model_kind).has_encoder,
     ),
     FlagRequirement(
         "pretrain_bert.py (--model-kind bert)",
         "bert_binary_head",
-        lambda ns: ns.model_kind == "bert",
+        lambda ns: model_kind(ns.model_kind).has_masked_lm_head,
     ),
     FlagRequirement(
         "--tokenizer-type BertWordPiece..., SentencePieceTokenizer or HuggingFaceTokenizer",
@@ -116,7 +117,7 @@ NEEDS = (
         "--model-kind mamba, which pretrain_mamba.py sets",
         "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads hybrid_attention_ratio "
         "hybrid_mlp_ratio hybrid_override_pattern",
-        lambda ns: ns.model_kind == "mamba",
+        lambda ns: model_kind(ns.model_kind).is_hybrid,
     ),
     FlagRequirement("--use-rope-scaling", "rope_scaling_factor"),
     FlagRequirement("--group-query-attention", "num_query_groups"),

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable
 
 from megatron.core.config.errors import ConfigError
-from megatron.training.config.user_code import find_user_object
+from megatron.training.process.user_code import find_user_object
 from megatron.training.runtime.runtime import Callback
 
 _FLAG = "--callback"

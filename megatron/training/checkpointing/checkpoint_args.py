@@ -14,6 +14,8 @@ from megatron.core.dist_checkpointing.value_types import Arguments, JsonObject
 from megatron.core.transformer.spec_utils import why_not_own_spec
 from megatron.training.arguments.parser import build_parser
 from megatron.training.checkpointing.paths import find, read_content, usable
+from megatron.training.config.language_model import MODEL_KINDS
+from megatron.training.models.registry import model_kind
 from megatron.training.process.rank_print import print_rank_0
 
 # What experts, latent attention and YaRN are described by, dests of our flags.
@@ -183,9 +185,10 @@ def check_kind(asked: Arguments, wanted: str | None) -> None:
     """A model of another kind has other tensors.  What Megatron-LM wrote does not say its kind."""
     stored = asked.get("model_kind")
     if None not in (stored, wanted) and stored != wanted:
+        entry = model_kind(stored).entry_script if stored in MODEL_KINDS else "its entry script"
         raise CheckpointError(
             f"the checkpoint in --load is of kind {stored}, the command line builds {wanted}: use "
-            f"pretrain_{stored}.py, or another --load"
+            f"{entry}, or another --load"
         )
 
 

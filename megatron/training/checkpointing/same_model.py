@@ -35,6 +35,7 @@ from megatron.training.checkpointing.checkpoint_args import (
     YARN,
     saved_namespace,
 )
+from megatron.training.models.registry import model_kind
 
 _ROTARY = ("rotary_", "rope_", "longrope_", "use_rope_scaling", "no_rope_freq", *YARN)
 _OF_ATTENTION = ("num_attention_heads", "num_query_groups", "kv_channels", "softmax_", "window_")
@@ -140,6 +141,7 @@ def _is_read(name: str, values: Arguments) -> bool:
     """Whether the model that ``values`` describe depends on flag ``name`` at all."""
     is_latent = bool(values["multi_latent_attention"])
     is_moe = bool(values["num_experts"])
+    kind = model_kind(values["model_kind"])
     conditions = (
         (_ROTARY, is_latent or values["position_embedding_type"] == "rope"),
         (YARN, values["rope_type"] == "yarn"),
@@ -148,12 +150,12 @@ def _is_read(name: str, values: Arguments) -> bool:
         (LATENT[1:], is_latent),
         (tuple(each for each in EXPERTS if each != "num_experts"), is_moe),
         (("moe_",), is_moe),
-        (("mamba_", "hybrid_"), values["model_kind"] == "mamba"),
+        (("mamba_", "hybrid_"), kind.is_hybrid),
         (("hybrid_attention_ratio", "hybrid_mlp_ratio"), False),  # the pattern has both
-        (_OF_ATTENTION, values["model_kind"] != "mamba" or _has_attention(values)),
+        (_OF_ATTENTION, not kind.is_hybrid or _has_attention(values)),
         (("bias_gelu_fusion",), not any(values[name] for name in _NO_PLAIN_GELU)),
-        (("decoder_num_layers", "decoder_seq_length"), values["model_kind"] == "t5"),
-        (("bert_binary_head",), values["model_kind"] == "bert"),
+        (("decoder_num_layers", "decoder_seq_length"), kind.has_encoder),
+        (("bert_binary_head",), kind.has_masked_lm_head),
     )
     return all(is_so for names, is_so in conditions if name.startswith(names))
 
@@ -181,7 +183,7 @@ def _resolved(asked: Arguments, kind: str) -> JsonObject:
         values["rope_type"] = "yarn" if values["multi_latent_attention"] else "rope"
     if values["softmax_scale"] is None and values["kv_channels"]:
         values["softmax_scale"] = values["kv_channels"] ** -0.5
-    if kind == "mamba" and values["num_layers"]:
+    if model_kind(kind).is_hybrid and values["num_layers"]:
         if values["mamba_num_heads"] is None:
             values["mamba_num_heads"] = 2 * values["hidden_size"] // values["mamba_head_dim"]
         values["hybrid_override_pattern"] = layer_pattern(

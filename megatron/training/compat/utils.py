@@ -20,7 +20,7 @@ from megatron.training.data.batch import load_batch
 from megatron.training.data.loaders import (
     get_blend_and_blend_per_split as get_blend_and_blend_per_split,
 )
-from megatron.training.models.registry import model_kind_of
+from megatron.training.models.registry import implementation_of
 from megatron.training.process.rank_print import is_last_rank as is_last_rank
 from megatron.training.process.rank_print import is_rank0 as is_rank0
 from megatron.training.process.rank_print import print_rank_0 as print_rank_0
@@ -57,7 +57,7 @@ def get_batch_on_this_tp_rank(data_iterator: Any) -> dict[str, Tensor | None]:
     """`load_batch` for scripts that pass nothing but the iterator: what this rank's stages need."""
     run = global_vars.get_run()
     tables = [
-        model_kind_of(run.config).batch(run.config, stage, run.placement.num_stages)
+        implementation_of(run.config).batch(run.config, stage, run.placement.num_stages)
         for stage in run.stages
     ]
     table = {name: next((t[name] for t in tables if t[name]), None) for name in tables[0]}

@@ -7,7 +7,18 @@ from functools import partial
 
 from megatron.core.config import flag_messages
 from megatron.core.config.option import INT64_MAX, MAX_LAYERS, option
+from megatron.core.registry import Registry
 
+# A value is a `ModelKind`, of a package above this one; see megatron.training.models.
+MODEL_KINDS = Registry[object](
+    "--model-kind",
+    {
+        "gpt": "megatron.training.models.descriptions:GPT",
+        "bert": "megatron.training.models.descriptions:BERT",
+        "mamba": "megatron.training.models.descriptions:MAMBA",
+        "t5": "megatron.training.models.descriptions:T5",
+    },
+)
 _network = partial(option, group="network size")
 _experimental = partial(option, group="experimental")
 
@@ -17,7 +28,7 @@ class LanguageModelConfig:
     model_kind: str | None = _network(
         None,
         "Model architecture; each entry script sets its own (default: gpt).",
-        choices=("gpt", "bert", "mamba", "t5"),
+        choices=MODEL_KINDS,
     )
     encoder_num_layers: int | None = _network(
         None,

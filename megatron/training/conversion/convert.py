@@ -41,6 +41,7 @@ from megatron.training.conversion.family import Config, Family
 from megatron.training.conversion.lazy import made_ahead
 from megatron.training.conversion.shape import ModelShape, args_of, shape_of
 from megatron.training.conversion.verify import compare_logits
+from megatron.training.models.registry import model_kind
 from megatron.training.runtime.state import TrainState
 from megatron.training.tokenizer import (
     TokenizerSpec,
@@ -185,7 +186,7 @@ def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     tensors = hf.export_model(shape, weights, family)
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     config = {**family.config(shape), **_special_ids(run)}
-    if shape.kind == "t5":
+    if model_kind(shape.kind).has_encoder:
         config["decoder_start_token_id"] = config["bos_token_id"]
     if _describes(came_with, family, shape):
         config = came_with

@@ -22,6 +22,7 @@ from megatron.training.conversion.lazy import Entries, stacked, unstacked
 from megatron.training.conversion.quantized import plain_numbers
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import Rule, output_of, size_of, tensors_of
+from megatron.training.models.registry import model_kind
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _MANY = 100  # more than any two models differ in
@@ -184,7 +185,7 @@ def _as_stored(shape: ModelShape, family: Family, weights: Mapping[str, LazyTens
     first = family.prefix_of_depth(0, shape)
     if shape.mtp_num_layers and not any(name.startswith(first) for name in weights):
         return replace(shape, mtp_num_layers=None)
-    if shape.kind == "t5":
+    if model_kind(shape.kind).has_encoder:
         names = (output_of(shape), _EMBEDDING)
         output, embedding = (weights.get(family.name_of(name, shape)) for name in names)
         is_own = output and embedding and not torch.equal(output.make(), embedding.make())
@@ -281,6 +282,12 @@ def choose_family(shape: ModelShape, wanted: str | None, first: str | None = Non
     if wanted is not None and wanted not in FAMILIES:
         raise CheckpointError(f"--family {wanted}: the families here are {', '.join(FAMILIES)}")
     alike = [name for name, family in FAMILIES.items() if family.kind == shape.kind]
+    if not alike:
+        kinds = ", ".join(dict.fromkeys(family.kind for family in FAMILIES.values()))
+        raise CheckpointError(
+            f"--format hf converts models of kind {kinds}, and this one is of kind {shape.kind}: "
+            "use another --format"
+        )
     if wanted is not None and wanted not in alike:
         raise CheckpointError(
             f"--family {wanted}: the families of a {shape.kind} are {', '.join(alike)}"

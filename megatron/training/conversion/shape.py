@@ -22,6 +22,7 @@ from megatron.core.transformer.layer_layout import has_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.checkpointing.checkpoint_args import EXPERTS, LATENT, YARN
 from megatron.training.config.run import RunConfig
+from megatron.training.models.registry import model_kind, model_kind_of
 
 ENDLESS = 2048  # stands for the longest sequence of a model whose positions do not end
 # What layers of a hybrid read, by their symbols, as it is said where there are none of them.
@@ -51,10 +52,10 @@ _READ_BY_SOME: tuple[tuple[Callable[[ModelShape], bool], Iterable[str]], ...] = 
         lambda shape: shape.position_embedding_type == "relative",
         ("relative_attention_num_buckets", "relative_attention_max_distance"),
     ),
-    (lambda shape: shape.kind == "t5", ("decoder_num_layers",)),
-    (lambda shape: shape.kind == "bert", ("has_binary_head",)),
+    (lambda shape: model_kind(shape.kind).has_encoder, ("decoder_num_layers",)),
+    (lambda shape: model_kind(shape.kind).has_masked_lm_head, ("has_binary_head",)),
     (
-        lambda shape: shape.kind == "mamba",
+        lambda shape: model_kind(shape.kind).is_hybrid,
         ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
     ),
 )
@@ -164,7 +165,7 @@ class ModelShape:
         if self.position_embedding_type == "relative" or set(self.pattern) == {"M"}:
             fill(self, "max_position_embeddings", ENDLESS)
         for symbols, values in _READ_BY.items():
-            if self.kind == "mamba" and not set(symbols) & set(self.pattern):
+            if model_kind(self.kind).is_hybrid and not set(symbols) & set(self.pattern):
                 for name, value in values.items():
                     fill(self, name, value)
 
@@ -221,14 +222,14 @@ class ModelShape:
 def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
     """The model that ``run`` builds over ``vocab_size`` tokens."""
     m, lm = run.model, run.language_model
-    kind, is_t5 = lm.model_kind or "gpt", lm.model_kind == "t5"
+    kind = model_kind_of(run)
     scale = m.embedding_scale
     heads = ("latent" if m.multi_latent_attention else "head") if m.qk_layernorm else None
     found = {**vars(lm), **vars(m)}
     values = {f.name: found[f.name] for f in fields(ModelShape) if f.name in found}
     values |= {
-        "kind": kind,
-        "num_layers": lm.encoder_num_layers if is_t5 else m.num_layers,
+        "kind": lm.model_kind or "gpt",
+        "num_layers": lm.encoder_num_layers if kind.has_encoder else m.num_layers,
         "max_position_embeddings": lm.max_position_embeddings or 0,
         "vocab_size": vocab_size,
         "norm_epsilon": m.layernorm_epsilon,
@@ -249,7 +250,7 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
         "others": tuple(_others(run)),
         **_yarn(m, lm.max_position_embeddings),
     }
-    if kind == "mamba":
+    if kind.is_hybrid:
         values["mamba_num_heads"] = m.mamba_num_heads or 2 * m.hidden_size // m.mamba_head_dim
         ratios = lm.hybrid_attention_ratio, lm.hybrid_mlp_ratio
         values["pattern"] = layer_pattern(m.num_layers, *ratios, lm.hybrid_override_pattern)
@@ -285,9 +286,9 @@ def args_of(shape: ModelShape) -> dict[str, object]:
         values["window_size"] = [*seen, 0]
         if None in shape.windows:
             values["window_attn_skip_freq"] = [int(w is not None) for w in shape.windows]
-    if shape.kind == "bert":
+    if model_kind(shape.kind).has_masked_lm_head:
         values["bert_binary_head"] = shape.has_binary_head
-    if shape.kind == "t5":
+    if model_kind(shape.kind).has_encoder:
         values["encoder_num_layers"] = shape.num_layers
     if shape.pattern:
         values["hybrid_override_pattern"] = shape.pattern

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.training.conversion.shape import ModelShape
+from megatron.training.models.registry import model_kind
 
 AHEAD = "mtp.layers.{}."  # layers that predict tokens further ahead
 AHEAD_LAYER = "transformer_layer."
@@ -79,7 +80,8 @@ def tensors_of(shape: ModelShape) -> dict[str, tuple[str, ...]]:
 
 def output_of(shape: ModelShape) -> str:
     """The name of the output layer's weight, where it is not the word embedding."""
-    return "lm_head.output_layer.weight" if shape.kind == "t5" else "output_layer.weight"
+    prefix = "lm_head." if model_kind(shape.kind).has_encoder else ""
+    return f"{prefix}output_layer.weight"
 
 
 def size_of(letters: Sequence[str], shape: ModelShape) -> tuple[int, ...]:

@@ -18,8 +18,7 @@ from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection, make_grids
 from megatron.core.params.param_info import info_of
 from megatron.training.config.run import RunConfig
-from megatron.training.estimates.model_layers import model_kind_name
-from megatron.training.models.registry import build_model_stage
+from megatron.training.models.registry import build_model_stage, model_kind_of
 
 TOLERANCE = 1e-4  # of the largest logit, or of 1
 _PROMPTS, _LENGTH = 3, 16
@@ -72,8 +71,9 @@ def compare_logits(
 def _their_logits(folder: Path, run: RunConfig, prompts: Tensor) -> list[Tensor]:
     transformers = optional.require("transformers", "comparing logits")
     transformers.utils.logging.disable_progress_bar()
-    auto = {"t5": "Seq2SeqLM", "bert": "MaskedLM"}.get(model_kind_name(run), "CausalLM")
-    if model_kind_name(run) == "bert" and run.language_model.bert_binary_head:
+    kind = model_kind_of(run)
+    auto = kind.transformers_class
+    if kind.has_masked_lm_head and run.language_model.bert_binary_head:
         auto = "PreTraining"
     options = {"local_files_only": True, "trust_remote_code": False}
     model = getattr(transformers, f"AutoModelFor{auto}").from_pretrained(
@@ -95,9 +95,10 @@ def our_logits(
 
 def their_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
     """What `our_outputs` is compared with, of a model of `transformers`."""
-    if model_kind_name(run) == "t5":
+    kind = model_kind_of(run)
+    if kind.has_encoder:
         yield model(input_ids=ids, decoder_input_ids=ids.flip(1), use_cache=False).logits
-    elif model_kind_name(run) == "bert":
+    elif kind.has_masked_lm_head:
         types = _types(ids) if run.language_model.bert_binary_head else None
         yield from model(ids, token_type_ids=types, return_dict=True).to_tuple()
     else:
@@ -106,9 +107,10 @@ def their_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Ten
 
 def our_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
     """The logits of ids [b, s]; a decoder behind an encoder reads them backwards."""
-    if model_kind_name(run) == "t5":
+    kind = model_kind_of(run)
+    if kind.has_encoder:
         yield model(ids, ids.flip(1))
-    elif model_kind_name(run) == "bert":
+    elif kind.has_masked_lm_head:
         types = _types(ids) if run.language_model.bert_binary_head else None
         yield from (logits for logits in model(ids, None, types) if logits is not None)
     else:

@@ -15,7 +15,7 @@ from megatron.core import device
 from megatron.core.diagnostics.straggler import StragglerDetector
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training.models.kind import BatchTable
-from megatron.training.models.registry import model_kind_of
+from megatron.training.models.registry import implementation_of
 from megatron.training.runtime.runtime import Runtime
 
 _stimer = StragglerDetector()
@@ -31,7 +31,7 @@ def next_batch(
     run.timers("batch-generator", log_level=2).start()
     stage = run.stages[get_attr_wrapped_model(model, "vp_stage") or 0]
     with _stimer(bdata=True):
-        table = model_kind_of(run.config).batch(run.config, stage, run.placement.num_stages)
+        table = implementation_of(run.config).batch(run.config, stage, run.placement.num_stages)
         batch = load_batch(data_iterator, table, run.groups.tp)
         batch = get_batch_on_this_cp_rank(batch, run.groups.cp)
     run.timers("batch-generator").stop()

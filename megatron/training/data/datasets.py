@@ -9,15 +9,15 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.training.data.loaders import get_blend_and_blend_per_split, reads_data
-from megatron.training.models.kind import ModelKind
-from megatron.training.models.registry import model_kind_of
+from megatron.training.models.kind import ModelImplementation
+from megatron.training.models.registry import implementation_of
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.tokenizer.checks import check_data
 
 
 def build_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any, Any, Any]:
     """Train, validation and test set with at least ``num_samples`` samples each."""
-    data, kind = run.config.data, model_kind_of(run.config)
+    data, kind = run.config.data, implementation_of(run.config)
     if data.dataloader_type == "external":
         raise ConfigError(
             "--dataloader-type external is for programs that bring their own loaders, and this one "
@@ -58,7 +58,9 @@ def _common(run: Runtime) -> dict[str, Any]:
     }
 
 
-def _check_data(run: Runtime, kind: ModelKind, config: BlendedMegatronDatasetConfig) -> None:
+def _check_data(
+    run: Runtime, kind: ModelImplementation, config: BlendedMegatronDatasetConfig
+) -> None:
     """On one rank: the data fits the tokenizer, the vocabulary and the flags that act on EOD."""
     data = run.config.data
     given = {

@@ -23,7 +23,7 @@ from megatron.core.datasets.samplers import DataLoaderConfig, build_data_loader
 from megatron.core.datasets.utils import get_blend_from_list
 from megatron.training.config.data import DataConfig
 from megatron.training.data.prefetch import ReadAhead
-from megatron.training.models.registry import model_kind_of
+from megatron.training.models.registry import implementation_of
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.runtime import Runtime
 
@@ -128,7 +128,7 @@ def chunk_iterators(run: Runtime, loader: Any) -> Any:
 
 def _chunks_that_read(run: Runtime) -> list[bool]:
     """Whether each chunk's stage needs anything of a micro-batch."""
-    table, num_stages = model_kind_of(run.config).batch, run.placement.num_stages
+    table, num_stages = implementation_of(run.config).batch, run.placement.num_stages
     return [any(table(run.config, stage, num_stages).values()) for stage in run.stages]
 
 

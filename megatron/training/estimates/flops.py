@@ -21,7 +21,9 @@ from megatron.core.transformer.attention_masks import window_of_layer
 from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
-from megatron.training.estimates.model_layers import Layer, layers_of, model_kind_name
+from megatron.training.estimates.model_layers import layers_of
+from megatron.training.models.layers import Layer
+from megatron.training.models.registry import model_kind_of
 
 FORWARD_AND_BACKWARD = 3
 MULTIPLY_ADD = 2
@@ -53,7 +55,7 @@ def num_floating_point_operations(
 
 def causal_model_flops(config: RunConfig, batch_size: int, padded_vocab_size: int) -> ModelFlops:
     """FLOPs of a step on ``batch_size`` samples with attention counted under its mask."""
-    hidden_share = config.data.mask_prob if model_kind_name(config) == "bert" else 1
+    hidden_share = config.data.mask_prob if model_kind_of(config).has_masked_lm_head else 1
     return _flops(config, batch_size, padded_vocab_size, _keys_of(config.model), hidden_share)
 
 
@@ -113,11 +115,11 @@ def _flops(
 def _heads(config: RunConfig, padded_vocab_size: int, hidden_share: float) -> float:
     """Multiply-adds behind the layers for one sample, and the projections of tokens ahead."""
     model, hidden, length = config.model, config.model.hidden_size, _seq_length(config)
-    kind = model_kind_name(config)
-    if kind == "bert":
+    kind = model_kind_of(config)
+    if kind.has_masked_lm_head:
         order = hidden * (hidden + 2) if config.language_model.bert_binary_head else 0
         return hidden_share * length * hidden * (hidden + padded_vocab_size) + order
-    if kind == "t5":
+    if kind.has_encoder:
         return (config.data.decoder_seq_length or 0) * hidden * padded_vocab_size
     ahead = model.mtp_num_layers or 0
     columns = padded_vocab_size + ahead * (padded_vocab_size + 2 * hidden)
@@ -150,7 +152,7 @@ def _multiply_adds(
     columns = {FULL: full, LINEAR: hidden}.get(layer.attention, 0) + mlp.get(layer.mlp, 0)
     linear, mixing = float(tokens * hidden * columns), 0.0
     if layer.attention == FULL:
-        is_causal = not layer.is_encoder and model_kind_name(config) != "bert"
+        is_causal = not layer.is_encoder and model_kind_of(config).is_causal
         at = min(layer_index, model.num_layers - 1)  # tokens ahead are like the decoder's last
         if layer.has_cross_attention:
             at = layer_index - model.num_layers
@@ -188,9 +190,9 @@ def _expert_columns(model: TransformerConfig) -> int:
 
 
 def tokens_of_a_sample(config: RunConfig) -> int:
-    """Those of the sequence, and under T5 those that the decoder reads."""
-    is_t5 = config.language_model.model_kind == "t5"
-    return _seq_length(config) + (config.data.decoder_seq_length or 0) * is_t5
+    """Those of the sequence, and of an encoder-decoder those that the decoder reads."""
+    has_decoder = model_kind_of(config).has_encoder
+    return _seq_length(config) + (config.data.decoder_seq_length or 0) * has_decoder
 
 
 def _seq_length(config: RunConfig) -> int:

@@ -1,92 +1,22 @@
-"""Of which parts the layers of a model consist, whatever its kind: arithmetic on flags."""
+"""The layers of a run's model and their pipeline stages, as its kind describes them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-from megatron.core.ssm.mamba_hybrid_layer_allocation import (
-    ATTENTION,
-    EXPERTS,
-    MAMBA,
-    MLP,
-    layer_pattern,
-)
-from megatron.core.transformer.heterogeneous.heterogeneous_config import (
-    FULL,
-    NO_OP,
-    LayerShape,
-    layer_shapes,
-)
-from megatron.core.transformer.layer_layout import has_experts, layer_ranges, stacked_ranges
 from megatron.training.config.run import RunConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """``attention`` and ``mlp`` as in `LayerShape`; a layer of a hybrid has one part."""
-
-    attention: str = NO_OP
-    mlp: str = NO_OP
-    ffn_hidden_size: int = 0
-    has_experts: bool = False
-    has_mixer: bool = False
-    has_cross_attention: bool = False
-    is_encoder: bool = False  # of the half that a decoder looks at
-
-
-def model_kind_name(run: RunConfig) -> str:
-    """What --model-kind says, or its default."""
-    return run.language_model.model_kind or "gpt"
+from megatron.training.models.layers import (
+    Layer,
+    stages_of_encoder_decoder,
+    stages_of_stack,
+)
+from megatron.training.models.registry import model_kind_of
 
 
 def layers_of(run: RunConfig) -> list[Layer]:
-    """Every layer in order; behind a GPT's decoder those that predict tokens ahead."""
-    model, lm, width = run.model, run.language_model, run.model.ffn_hidden_size or 0
-    kind = model_kind_name(run)
-    if kind == "mamba":
-        pattern = layer_pattern(
-            model.num_layers,
-            lm.hybrid_attention_ratio,
-            lm.hybrid_mlp_ratio,
-            lm.hybrid_override_pattern,
-        )
-        of_letter = {
-            MAMBA: Layer(has_mixer=True),
-            ATTENTION: Layer(attention=FULL),
-            MLP: Layer(mlp=FULL, ffn_hidden_size=width),
-            EXPERTS: Layer(mlp=FULL, has_experts=True),
-        }
-        return [of_letter[letter] for letter in pattern]
-    if kind == "t5":
-        encoder = Layer(attention=FULL, mlp=FULL, ffn_hidden_size=width, is_encoder=True)
-        decoder = replace(encoder, is_encoder=False, has_cross_attention=True)
-        return [encoder] * model.num_layers + [decoder] * (lm.decoder_num_layers or 0)
-    shapes = list(layer_shapes(model) or [LayerShape(FULL, FULL, width)] * model.num_layers)
-    shapes += shapes[-1:] * (model.mtp_num_layers or 0)
-    return [
-        Layer(
-            attention=shape.attention,
-            mlp=shape.mlp,
-            ffn_hidden_size=shape.ffn_hidden_size or 0,
-            has_experts=has_experts(model, i),
-        )
-        for i, shape in enumerate(shapes)
-    ]
+    """Every layer in order; behind a decoder those of multi-token prediction."""
+    return model_kind_of(run).layers(run)
 
 
 def layers_of_stages(run: RunConfig) -> tuple[range, ...]:
-    """Which of `layers_of` each virtual stage holds; those of tokens ahead are not among them."""
-    model, num_ranks = run.model, run.model.pipeline_model_parallel_size
-    if model_kind_name(run) != "t5":
-        return layer_ranges(model, num_ranks)
-    depths = model.num_layers, run.language_model.decoder_num_layers or 0
-    if num_ranks == 1:
-        return (range(sum(depths)),)
-    first, found = model.encoder_pipeline_model_parallel_size, []
-    for rank in range(num_ranks):
-        encoder, decoder = stacked_ranges(depths, first, pp_rank=rank, num_ranks=num_ranks)
-        if encoder is not None:
-            found.append(encoder)
-        if decoder is not None:
-            found.append(range(depths[0] + decoder.start, depths[0] + decoder.stop))
-    return tuple(found)
+    """Which of `layers_of` each virtual stage holds, without those of multi-token prediction."""
+    has_encoder = model_kind_of(run).has_encoder
+    return stages_of_encoder_decoder(run) if has_encoder else stages_of_stack(run)

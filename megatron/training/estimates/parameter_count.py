@@ -6,7 +6,9 @@ from megatron.core.ssm.mixer_shape import mixer_shape
 from megatron.core.transformer.heterogeneous.heterogeneous_config import FULL, LINEAR
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
-from megatron.training.estimates.model_layers import Layer, layers_of, model_kind_name
+from megatron.training.estimates.model_layers import layers_of
+from megatron.training.models.layers import Layer
+from megatron.training.models.registry import model_kind_of
 
 
 def known_padded_vocab_size(run: RunConfig) -> int | None:
@@ -35,12 +37,12 @@ def head_parameters(run: RunConfig, padded_vocab_size: int) -> int:
     m = run.model
     hidden, tp = m.hidden_size, m.tensor_model_parallel_size
     norm = hidden * _parameters_per_channel(m)
-    kind = model_kind_name(run)
-    if kind == "bert":
+    kind = model_kind_of(run)
+    if kind.has_masked_lm_head:
         has_order = run.language_model.bert_binary_head
         order = 2 * hidden + hidden * (hidden + 1) + 2 * (hidden + 1) if has_order else 0
         return norm + hidden * (hidden + 1) + norm + padded_vocab_size // tp + order
-    if kind == "t5":
+    if kind.has_encoder:
         is_relative = run.language_model.position_embedding_type == "relative"
         buckets = m.relative_attention_num_buckets if is_relative else 0
         bias = buckets * m.num_attention_heads // tp

@@ -31,6 +31,7 @@ from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.paths import open_checkpoint
 from megatron.training.config.run import RunConfig
 from megatron.training.initialize import shut_down, start
+from megatron.training.models.registry import model_kind
 from megatron.training.process.rank_print import is_rank0, world_size
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.setup import build_model_chunks, build_stage, setup_tokenizer
@@ -120,20 +121,23 @@ def open_writer(
     Raises CheckpointError if there is no checkpoint, ConfigError if it does not fit the ranks.
     """
     content = open_checkpoint(load, step)
-    if content.asked.get("model_kind") == "bert":
-        raise ConfigError(f"{load} holds a BERT, which writes no text: tools/bert_embedding.py")
+    kind = model_kind(content.asked.get("model_kind"))
+    if not kind.writes_text:
+        raise ConfigError(
+            f"{load} holds a {kind.title}, which writes no text: for embeddings of texts use "
+            "tools/bert_embedding.py"
+        )
     asked = {**without_code_and_paths(content.asked, flags), **flags}
     config = generation_config(asked, load, step=step, device_kind=device_kind)
     run, longest = load_model(config, parallel_output=False)
-    has_encoder = config.language_model.model_kind == "t5"
     generator = Generator(
         model=run.model_chunks[0],
         max_sequence_length=longest,
         vocab_size=run.tokenizer.vocab_size,
-        eod=run.tokenizer.id_of("eos" if has_encoder else "eod"),
+        eod=run.tokenizer.id_of("eos" if kind.has_encoder else "eod"),
         tp_group=run.groups.tp,
         device=device.current(),
-        decoder_start=_start_of_decoder(run.tokenizer) if has_encoder else None,
+        decoder_start=_start_of_decoder(run.tokenizer) if kind.has_encoder else None,
     )
     return Writer(generator, run.tokenizer)
 

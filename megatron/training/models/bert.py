@@ -21,7 +21,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import (
     Batch,
     BatchTable,
-    ModelKind,
+    ModelImplementation,
     TensorSpec,
     language_arguments,
 )
@@ -90,7 +90,7 @@ def apply_bert(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None] |
     return result
 
 
-BERT = ModelKind(
+BERT = ModelImplementation(
     build=build_bert_model,
     datasets=(BERTMaskedWordPieceDataset, MockBERTMaskedWordPieceDataset),
     dataset_config=bert_dataset_config,

@@ -24,7 +24,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import (
     Batch,
     BatchTable,
-    ModelKind,
+    ModelImplementation,
     TensorSpec,
     language_arguments,
 )
@@ -101,7 +101,7 @@ def apply_gpt(model: nn.Module, batch: Batch) -> Tensor:
     return losses
 
 
-GPT = ModelKind(
+GPT = ModelImplementation(
     build=build_gpt_model,
     datasets=(GPTDataset, MockGPTDataset),
     dataset_config=gpt_dataset_config,

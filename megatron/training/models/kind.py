@@ -1,8 +1,13 @@
-"""What the application knows of one kind of model: one record, made in that kind's module."""
+"""What the application knows of one kind of model: a description, and how it is built.
+
+The description (`ModelKind`) answers what checks, estimates and tools ask, without importing a
+model; the implementation is imported when a model is built.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,6 +18,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatr
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.training.config.run import RunConfig
+from megatron.training.models.layers import Layer, stack_of_layers
 
 
 class TensorSpec(NamedTuple):
@@ -28,7 +34,7 @@ Batch = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelKind:
+class ModelImplementation:
     """How a RunConfig becomes a model and its data.
 
     ``build(config, *, vocab_size, padded_vocab_size, groups, pre_process, post_process, vp_stage,
@@ -44,6 +50,42 @@ class ModelKind:
     dataset_config: Callable[..., BlendedMegatronDatasetConfig]
     batch: Callable[[RunConfig, int, int], BatchTable]
     apply: Callable[[nn.Module, Batch], Any]
+
+
+def _no_problems(_run: RunConfig) -> Iterable[str]:
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKind:
+    """The description of a kind; the defaults are those of a GPT.
+
+    ``implementation`` may be the name of one, ``package.module:NAME``.  ``layers`` says of which
+    parts each layer consists: FLOPs, parameter count and memory estimates follow from it.
+    ``problems`` are error messages about a run that this kind cannot do.
+    """
+
+    title: str  # in messages
+    entry_script: str  # the program that trains it
+    implementation: ModelImplementation | str
+    is_causal: bool = True  # False: attention is bidirectional
+    has_encoder: bool = False  # an encoder and a decoder, each with depth and length of its own
+    is_hybrid: bool = False  # the --hybrid-* and --mamba-* flags describe the layers
+    masks_tokens: bool = False  # in training samples, by --mask-prob
+    has_masked_lm_head: bool = False  # BERT's output layers: masked tokens, order of sentences
+    writes_text: bool = True  # token by token, for tools/text_generation_cli.py
+    supports_compile: bool = False
+    supports_context_parallel: bool = True
+    transformers_class: str = "CausalLM"  # AutoModelFor... of Hugging Face transformers
+    layers: Callable[[RunConfig], list[Layer]] = stack_of_layers
+    problems: Callable[[RunConfig], Iterable[str]] = _no_problems
+
+    def load(self) -> ModelImplementation:
+        """The implementation, imported if it is given by name."""
+        named = self.implementation
+        found = pkgutil.resolve_name(named) if isinstance(named, str) else named
+        assert isinstance(found, ModelImplementation), f"{named} is no ModelImplementation"
+        return found
 
 
 def language_arguments(

@@ -24,7 +24,7 @@ from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import (
     Batch,
     BatchTable,
-    ModelKind,
+    ModelImplementation,
     TensorSpec,
     language_arguments,
 )
@@ -103,7 +103,7 @@ def apply_t5(model: nn.Module, batch: Batch) -> Tensor:
     return losses
 
 
-T5 = ModelKind(
+T5 = ModelImplementation(
     build=build_t5_model,
     datasets=(T5MaskedWordPieceDataset, MockT5MaskedWordPieceDataset),
     dataset_config=t5_dataset_config,

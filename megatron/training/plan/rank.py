@@ -309,7 +309,7 @@ def _may_skip(run: Runtime) -> bool:
 
 def _forward_step(run: Runtime, data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
     batch = next_batch(run, data, model)
-    return registry.model_kind_of(run.config).apply(model, batch), _loss
+    return registry.implementation_of(run.config).apply(model, batch), _loss
 
 
 def _loss(output: Tensor | Sequence[Tensor | None]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -323,7 +323,7 @@ def _loss(output: Tensor | Sequence[Tensor | None]) -> tuple[Tensor, Tensor, dic
 
 def _micro_batches(config: RunConfig, num_stages: int) -> Iterator[dict[str, Tensor]]:
     """All that the first and the last stage read."""
-    table = registry.model_kind_of(config).batch
+    table = registry.implementation_of(config).batch
     needed = {
         name: expected
         for stage in range(num_stages)

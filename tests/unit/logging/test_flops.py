@@ -17,7 +17,7 @@ from megatron.training.estimates.flops import (
     tokens_of_a_sample,
 )
 from megatron.training.estimates.peak_flops import device_peak, known_peak
-from megatron.training.models.registry import build_model_stage, model_kind_of
+from megatron.training.models.registry import build_model_stage, implementation_of
 from tests.unit.callbacks.helpers import run_config
 from tests.unit.one_process import one_process_groups
 
@@ -95,9 +95,9 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
     def count(config: RunConfig, vocab: int, **batch: torch.Tensor) -> tuple[int, int]:
         sizes = {"vocab_size": vocab, "padded_vocab_size": vocab}
         model = build_model_stage(config, groups=one_process_groups(), **sizes)
-        table = model_kind_of(config).batch(config, 0, 1)
+        table = implementation_of(config).batch(config, 0, 1)
         with FlopCounterMode(display=False) as counter:
-            out = model_kind_of(config).apply(model, {**dict.fromkeys(table), **batch})
+            out = implementation_of(config).apply(model, {**dict.fromkeys(table), **batch})
             losses = [out] if isinstance(out, torch.Tensor) else [x for x in out if x is not None]
             torch.stack([x.sum() for x in losses]).sum().backward()
         found = counter.get_flop_counts()["Global"].items()

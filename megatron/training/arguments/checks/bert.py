@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.config.run import RunConfig
+from megatron.training.models.registry import model_kind_of
 
 _NO_FEATURE = "the BERT model does not have this feature; use pretrain_gpt.py for it"
 _NO_DOCUMENTS = "a BERT sample comes from one document; use pretrain_gpt.py for packed documents"
@@ -13,16 +14,10 @@ _NO_DOCUMENTS = "a BERT sample comes from one document; use pretrain_gpt.py for 
 def bert_is_asked_what_it_has(run: RunConfig) -> Iterator[str]:
     """What BERT has no part or no place for."""
     m, lm, d = run.model, run.language_model, run.data
-    if lm.model_kind != "bert":
+    if not model_kind_of(run).has_masked_lm_head:
         return
-    cp, kind = m.context_parallel_size, lm.position_embedding_type
+    kind = lm.position_embedding_type
     for flag, is_on, why in (
-        (
-            f"--context-parallel-size {cp}",
-            cp > 1,
-            "BERT does not support context parallelism; for long sequences use "
-            "--tensor-model-parallel-size with --sequence-parallel",
-        ),
         (
             f"--position-embedding-type {kind}",
             kind not in ("learned_absolute", "rope", "none"),

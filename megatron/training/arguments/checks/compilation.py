@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.training.config.run import RunConfig
-from megatron.training.estimates.model_layers import model_kind_name
+from megatron.training.models.registry import model_kind_of
 
 
 def compiled_layers_are_plain(run: RunConfig) -> Iterator[str]:
@@ -20,8 +20,8 @@ def compiled_layers_are_plain(run: RunConfig) -> Iterator[str]:
         ),
         f"--recompute-granularity {m.recompute_granularity}: use --compile layer with "
         "--recompute-granularity full": m.recompute_granularity not in (None, "full"),
-        f"--model-kind {model_kind_name(run)}: use pretrain_gpt.py, or train this model with "
-        "--compile none": model_kind_name(run) != "gpt",
+        f"--model-kind {run.language_model.model_kind}: use pretrain_gpt.py, or train this model "
+        "with --compile none": not model_kind_of(run).supports_compile,
         f"--num-experts {m.num_moe_experts}: use --compile none; on a GPU --moe-grouped-gemm and "
         "--moe-permute-fusion speed experts up": m.num_moe_experts is not None,
         f"--virtual-ranks {run.distributed.virtual_ranks}: use torchrun, with one process per "

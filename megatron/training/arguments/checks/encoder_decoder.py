@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.config.run import RunConfig
+from megatron.training.models.registry import model_kind_of
 
 _EVEN_STAGES = (
     "encoder and decoder each split their layers evenly; use "
@@ -18,7 +19,7 @@ _NO_DOCUMENTS = "a T5 sample comes from one document; use pretrain_gpt.py for pa
 def halves_have_stages_of_their_own(run: RunConfig) -> Iterator[str]:
     """A stage holds layers of one half, and at least one."""
     m, pp = run.model, run.model.pipeline_model_parallel_size
-    if run.language_model.model_kind != "t5" or pp <= 1:
+    if not model_kind_of(run).has_encoder or pp <= 1:
         return
     first = m.encoder_pipeline_model_parallel_size
     if not 0 < first < pp:
@@ -42,7 +43,7 @@ def halves_have_stages_of_their_own(run: RunConfig) -> Iterator[str]:
 def encoder_decoder_is_asked_what_it_has(run: RunConfig) -> Iterator[str]:
     """What T5 has no part or no place for; elsewhere, what T5 alone has."""
     m, lm, d = run.model, run.language_model, run.data
-    if lm.model_kind != "t5":
+    if not model_kind_of(run).has_encoder:
         if lm.position_embedding_type == "relative":
             yield (
                 "--position-embedding-type relative: only T5 has the relative position bias; use "
@@ -50,11 +51,6 @@ def encoder_decoder_is_asked_what_it_has(run: RunConfig) -> Iterator[str]:
             )
         return
     for flag, is_on, why in (
-        (
-            f"--context-parallel-size {m.context_parallel_size}", m.context_parallel_size > 1,
-            "T5 does not support context parallelism; for long sequences use "
-            "--tensor-model-parallel-size with --sequence-parallel",
-        ),
         (
             "virtual pipeline stages", m.virtual_pipeline_model_parallel_size is not None,
             "a rank has one stage; for a smaller pipeline bubble use --pipeline-schedule zb-h1",
@@ -112,7 +108,7 @@ def both_sequences_fit_sequence_parallel(run: RunConfig) -> Iterator[str]:
     """The decoder's sequence is cut as the encoder's is."""
     length, m = run.data.decoder_seq_length or 0, run.model
     tp = m.tensor_model_parallel_size
-    if run.language_model.model_kind == "t5" and m.sequence_parallel and tp > 0 and length % tp:
+    if model_kind_of(run).has_encoder and m.sequence_parallel and tp > 0 and length % tp:
         yield (
             f"--decoder-seq-length {length} is not a multiple of --tensor-model-parallel-size "
             f"{tp}, as --sequence-parallel needs: use a multiple of {tp}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.training.config.run import RunConfig
+from megatron.training.models.registry import model_kind_of
 
 
 def experts_are_dealt_out(run: RunConfig) -> Iterator[str]:
@@ -57,7 +58,7 @@ def layers_with_experts_are_named(run: RunConfig) -> Iterator[str]:
             f"{m.num_layers}: give a 0 or 1 for each layer"
         )
     lm = run.language_model
-    if m.num_moe_experts is not None and lm.spec and lm.model_kind != "mamba":
+    if m.num_moe_experts is not None and lm.spec and not model_kind_of(run).is_hybrid:
         yield (
             f"--num-experts {m.num_moe_experts} and --spec {' '.join(lm.spec)} exclude each other: "
             "keep --num-experts for the built-in MoE layers, --spec for layers that code describes"

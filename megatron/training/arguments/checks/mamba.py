@@ -13,12 +13,13 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import (
 )
 from megatron.core.ssm.mixer_shape import mixer_problems, mixer_shape
 from megatron.training.config.run import RunConfig
+from megatron.training.models.registry import model_kind_of
 
 
 def _pattern(run: RunConfig) -> str:
     """Letters of the layers; none of another kind of model, or where the flags name no pattern."""
     lm = run.language_model
-    if lm.model_kind != "mamba" or not run.model.num_layers:
+    if not model_kind_of(run).is_hybrid or not run.model.num_layers:
         return ""
     asked = lm.hybrid_attention_ratio, lm.hybrid_mlp_ratio, lm.hybrid_override_pattern
     try:
@@ -30,7 +31,7 @@ def _pattern(run: RunConfig) -> str:
 def hybrid_pattern_fits_the_layers(run: RunConfig) -> Iterator[str]:
     """A letter for each layer, or shares of a whole."""
     lm = run.language_model
-    if lm.model_kind == "mamba" and run.model.num_layers:
+    if model_kind_of(run).is_hybrid and run.model.num_layers:
         asked = lm.hybrid_attention_ratio, lm.hybrid_mlp_ratio, lm.hybrid_override_pattern
         yield from pattern_problems(run.model.num_layers, *asked)
 
@@ -73,8 +74,8 @@ def hybrid_pattern_names_the_layers_of_experts(run: RunConfig) -> Iterator[str]:
 
 def mamba_layers_can_do_what_is_asked(run: RunConfig) -> Iterator[str]:
     """What only layers of attention and MLP have."""
-    m, lm = run.model, run.language_model
-    if lm.model_kind != "mamba":
+    m = run.model
+    if not model_kind_of(run).is_hybrid:
         if m.is_hybrid_model:
             yield (
                 "--is-hybrid-model: this program does not train hybrid models; use "

@@ -9,6 +9,7 @@ from megatron.core.distributed.sharding import num_instances
 from megatron.core.pipeline_parallel.schedule_order import wrong_chunks
 from megatron.core.transformer.layer_layout import layout_problems
 from megatron.training.config.run import RunConfig
+from megatron.training.models.registry import model_kind_of
 
 
 def degrees_fit_the_world(run: RunConfig) -> Iterator[str]:
@@ -83,7 +84,7 @@ def sequence_fits_sequence_parallel(run: RunConfig) -> Iterator[str]:
 
 def layers_fit_the_pipeline(run: RunConfig) -> Iterator[str]:
     """Every layer is on one stage, and no flag says otherwise."""
-    is_one_stack = run.language_model.model_kind != "t5"  # its own rule is in encoder_decoder.py
+    is_one_stack = not model_kind_of(run).has_encoder  # its own rule is in encoder_decoder.py
     if is_one_stack and run.model.num_layers and run.model.pipeline_model_parallel_size >= 1:
         yield from layout_problems(run.model, run.model.pipeline_model_parallel_size)
 

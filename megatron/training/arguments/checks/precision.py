@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.distributed.sharding import is_fully_sharded
 from megatron.training.config.run import RunConfig
+from megatron.training.models.registry import model_kind_of
 
 
 def one_half_precision(run: RunConfig) -> Iterator[str]:
@@ -152,7 +153,7 @@ def sequence_ranks_hold_whole_blocks(run: RunConfig) -> Iterator[str]:
         return
     ranks = m.tensor_model_parallel_size * m.context_parallel_size
     halves = {"--seq-length": d.seq_length}
-    if run.language_model.model_kind == "t5":
+    if model_kind_of(run).has_encoder:
         halves["--decoder-seq-length"] = d.decoder_seq_length
     for flag, length in halves.items():
         tokens = (length or 0) * (run.training.micro_batch_size or 0)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 
 from megatron.core.config.errors import ConfigError
+
+IMPORT_FLAG = "--import-module"
 
 
 def import_user_module(name: str, flag: str) -> ModuleType:
@@ -36,15 +39,41 @@ def import_user_module(name: str, flag: str) -> ModuleType:
         ) from error
 
 
-def problems_of_imports(names: Iterable[str], flag: str) -> list[str]:
-    """Import the modules ``names``; one message for each that cannot be imported."""
+def problems_of_imports(names: Iterable[str]) -> list[str]:
+    """Import the modules of --import-module; one message for each that cannot be imported."""
     problems = []
     for name in names:
         try:
-            import_user_module(name, flag)
+            import_user_module(name, IMPORT_FLAG)
         except ConfigError as error:
             problems.append(str(error))
     return problems
+
+
+def modules_to_import(words: Sequence[str]) -> list[str]:
+    """The values of --import-module on a command line, whose other flags may depend on them."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument(IMPORT_FLAG, default=[], nargs="*", action="extend")
+    modules: list[str] = finder.parse_known_args(words)[0].import_module
+    return modules
+
+
+def parse_tool_args(
+    make_parser: Callable[[], argparse.ArgumentParser], argv: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """The command line of a tool, which takes --import-module besides its own flags.
+
+    Raises ConfigError for modules that cannot be imported.
+    """
+    ConfigError.raise_for(problems_of_imports(modules_to_import(argv or sys.argv[1:])))
+    parser = make_parser()
+    parser.add_argument(
+        IMPORT_FLAG,
+        nargs="+",
+        action="extend",
+        help="modules that register model kinds, tokenizers or other parts of your own",
+    )
+    return parser.parse_args(argv)
 
 
 def find_user_object(path: str, flag: str) -> object:

@@ -1,0 +1,41 @@
+"""The built-in model kinds.  Their implementations are imported when a model is built."""
+
+from __future__ import annotations
+
+from megatron.training.models.kind import ModelKind
+from megatron.training.models.layers import encoder_decoder_layers, hybrid_layers
+
+GPT = ModelKind(
+    title="GPT",
+    entry_script="pretrain_gpt.py",
+    implementation="megatron.training.models.gpt:GPT",
+    supports_compile=True,
+)
+BERT = ModelKind(
+    title="BERT",
+    entry_script="pretrain_bert.py",
+    implementation="megatron.training.models.bert:BERT",
+    is_causal=False,
+    masks_tokens=True,
+    has_masked_lm_head=True,
+    writes_text=False,
+    supports_context_parallel=False,
+    transformers_class="MaskedLM",
+)
+T5 = ModelKind(
+    title="T5",
+    entry_script="pretrain_t5.py",
+    implementation="megatron.training.models.t5:T5",
+    has_encoder=True,
+    masks_tokens=True,
+    supports_context_parallel=False,
+    transformers_class="Seq2SeqLM",
+    layers=encoder_decoder_layers,
+)
+MAMBA = ModelKind(
+    title="Mamba",
+    entry_script="pretrain_mamba.py",
+    implementation="megatron.training.models.mamba:MAMBA",
+    is_hybrid=True,
+    layers=hybrid_layers,
+)
