@@ -23,10 +23,13 @@ _SCORES = 1 << 21  # at a time, so that they stay in the cache
 _WIDE = torch.float32
 
 
+_Values = tuple[float, float, bool]  # scale, dropout, fused
+
+
 class _CausalAttention(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Context[tuple[float, float, bool]],
+        ctx: Context[_Values],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -53,9 +56,7 @@ class _CausalAttention(Function[Tensor]):
         return out
 
     @staticmethod
-    def backward(
-        ctx: Context[tuple[float, float, bool]], grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[_Values], grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *kept = ctx.saved_tensors
         scale, dropout, fused = ctx.values
         num_sequences, grad = grad.shape[1], _heads_first(grad)

@@ -55,22 +55,20 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int, fus
     return out
 
 
+_Values = tuple[bool, bool]  # interleaved, fused
+
+
 class _Rotary(Function[Tensor]):
     @staticmethod
     def forward(
-        ctx: Context[tuple[bool, bool]],
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        interleaved: bool,
-        fused: bool,
+        ctx: Context[_Values], x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, fused: bool
     ) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.values = interleaved, fused
         return _turn(x, cos, sin, interleaved, 1, fused)
 
     @staticmethod
-    def backward(ctx: Context[tuple[bool, bool]], grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[_Values], grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         interleaved, fused = ctx.values
         return _turn(grad, cos, sin, interleaved, -1, fused), None, None, None, None

@@ -161,17 +161,15 @@ def _in_window(
     return tuple(parts)
 
 
+_Values = tuple[RingPlan, list[SavedDropout]]  # one entry for each block
+
+
 class _RingAttention(Function[Tensor]):
     """Saves local keys and values only; backward rotates them again instead of keeping all."""
 
     @staticmethod
     def forward(
-        ctx: Context[tuple[RingPlan, list[SavedDropout]]],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        plan: RingPlan,
+        ctx: Context[_Values], q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: RingPlan
     ) -> Tensor:
         queries = _heads_first(q)
         out = torch.zeros_like(queries, dtype=wide(q))
@@ -195,9 +193,7 @@ class _RingAttention(Function[Tensor]):
         return _tokens_first(out)
 
     @staticmethod
-    def backward(
-        ctx: Context[tuple[RingPlan, list[SavedDropout]]], grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context[_Values], grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sink = ctx.saved_tensors
         plan, drawn = ctx.values
         kept = iter(drawn)

@@ -99,8 +99,7 @@ class TransformerConfig(
         if self.fp4 is None and self.fp8_recipe == "delayed":
             return (
                 "--fp8-recipe delayed: this program's own layers keep amax histories that resume "
-                "in "
-                "every layout; the other recipes have none"
+                "in every layout; the other recipes have none"
             )
         return None
 
