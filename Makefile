@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help check format test test-dist test-slow test-host-gpu fuzz fuzz-reshard fuzz-files kill soak bench docs quickstart
 
 help:
-	@echo "make check       ruff, mypy on the pure packages, the laws of the repository"
+	@echo "make check       ruff, mypy, the laws of the repository"
 	@echo "make test        all tests"
 	@echo "make test-dist   the multi-process tests only"
 	@echo "make test-slow   layouts that test leaves out, each of which shows few more pairs"
