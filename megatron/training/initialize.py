@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ from megatron.training.arguments.parser import apply_defaults, parse_args
 from megatron.training.arguments.sections import SECTIONS, flags_and_defaults
 from megatron.training.arguments.without_effect import without_effect_on_a_cpu
 from megatron.training.callbacks.user import callback_problems
-from megatron.training.checkpointing import apply_checkpoint_args
+from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
 from megatron.training.compat import global_vars
 from megatron.training.compat.arguments import resolve_args
 from megatron.training.config.run import RunConfig
@@ -71,7 +70,7 @@ _LAUNCHER_ENDS_RANKS_S = 5.0  # once the first of them has failed
 
 def configure(
     extra_args_provider: ExtraArgs | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: Mapping[str, object] | None = None,
     argv: Sequence[str] | None = None,
     *,
     ignore_unknown_args: bool = False,
@@ -126,7 +125,7 @@ def _checked(namespace: argparse.Namespace, ranks: int, problems: list[str]) -> 
     return config
 
 
-def _check_kind(namespace: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+def _check_kind(namespace: argparse.Namespace, defaults: Mapping[str, object]) -> None:
     """An entry script trains one kind of model.  Raises ConfigError for another one."""
     kind = defaults.get("model_kind", namespace.model_kind)
     if namespace.model_kind != kind:
@@ -232,7 +231,7 @@ def _require_determinism() -> None:
 
 def initialize_megatron(
     extra_args_provider: ExtraArgs | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: Mapping[str, object] | None = None,
     ignore_unknown_args: bool = False,
     allow_no_cuda: bool = True,
     skip_mpu_initialization: bool = False,

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 
 def maybe_wrap_for_inprocess_restart(
     pretrain: Callable[..., None],
-) -> tuple[Callable[..., None], Any]:
+) -> tuple[Callable[..., None], None]:
     """``pretrain`` and the store to hand it: unwrapped, and None."""
     return pretrain, None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from megatron.core import virtual_ranks
 from megatron.core.config.errors import MegatronError
 from megatron.core.enums import ModelType
 from megatron.core.lazy import lazy_exports
 from megatron.core.parallel.run_store import RunStore
+from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc
 from megatron.training.arguments.flat_values import flat_values
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.callbacks.user import require_callbacks
@@ -67,13 +67,13 @@ def pretrain(
     train_valid_test_dataset_provider: loaders.Provider,
     model_provider: setup.ModelProvider,
     model_type: ModelType,
-    forward_step_func: Callable[..., Any],
-    process_non_loss_data_func: Callable[..., Any] | None = None,
+    forward_step_func: ForwardStepFunc,
+    process_non_loss_data_func: Callable[..., object] | None = None,
     extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: Mapping[str, object] | None = None,
     get_embedding_ranks: object = None,
     get_position_embedding_ranks: object = None,
-    non_loss_data_func: Callable[..., Any] | None = None,
+    non_loss_data_func: Callable[..., object] | None = None,
     store: object = None,
     *,
     callbacks: Sequence[Callback] = (),

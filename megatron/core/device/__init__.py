@@ -35,8 +35,8 @@ _own_stream: Stream | None = None  # in place of the default one
 each_rank_owns(__name__, "_current", "_imagined", "_own_stream")
 
 
-def choose(wanted: Literal["auto", "cpu", "cuda"], local_rank: int = 0) -> torch.device:
-    """Select this process's device; cuda when a GPU is visible and the CPU was not asked for.
+def choose(wanted: str, local_rank: int = 0) -> torch.device:
+    """Select this process's device: auto is cuda when a GPU is visible, else cpu.
 
     Raises ValueError when cuda is asked for and no GPU is visible.
     """

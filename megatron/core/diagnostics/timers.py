@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from torch.distributed import ProcessGroup
 
 from megatron.core import device
 
-LogOption = Literal["max", "minmax", "all"]
 MAX_LOG_LEVEL = 2
 CONSOLE = "console"
 TENSORBOARD = "tensorboard"
@@ -116,7 +115,7 @@ class DummyTimer(Timer):
 class Timers:
     """All timers of a process: ``timers("forward", log_level=1).start()``."""
 
-    def __init__(self, log_level: int, log_option: LogOption) -> None:
+    def __init__(self, log_level: int, log_option: str) -> None:
         assert log_option in ("max", "minmax", "all"), f"unknown timing log option {log_option!r}"
         self._log_level = log_level
         self._log_option = log_option
@@ -228,7 +227,7 @@ def largest_s(times_s: dict[str, list[float]]) -> dict[str, float]:
 
 
 def format_times(
-    times_s: dict[str, list[float]], log_option: LogOption, normalizer: float = 1.0
+    times_s: dict[str, list[float]], log_option: str, normalizer: float = 1.0
 ) -> str | None:
     """Times in milliseconds, divided by ``normalizer``, as text; None if all are zero.
 

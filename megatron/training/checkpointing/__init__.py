@@ -2,7 +2,7 @@
 
 from megatron.core.lazy import lazy_exports
 
-_FACADE = (
+_COMPATIBILITY_API = (
     "save_checkpoint",
     "load_checkpoint",
     "load_args_from_checkpoint",
@@ -12,12 +12,5 @@ _FACADE = (
 
 __getattr__ = lazy_exports(
     __name__,
-    {
-        **dict.fromkeys(_FACADE, "megatron.training.compat.checkpointing"),
-        "RunParts": "megatron.training.checkpointing.checkpoint_tensors",
-        "save_run": "megatron.training.checkpointing.save",
-        "load_run": "megatron.training.checkpointing.load",
-        "open_checkpoint": "megatron.training.checkpointing.paths",
-        "apply_checkpoint_args": "megatron.training.checkpointing.checkpoint_args",
-    },
+    dict.fromkeys(_COMPATIBILITY_API, "megatron.training.compat.checkpointing"),
 )

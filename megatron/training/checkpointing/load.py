@@ -8,7 +8,7 @@ with the same result or the same error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypedDict, TypeVar
@@ -33,7 +33,6 @@ from megatron.core.dist_checkpointing.mapping import (
     replica_groups,
 )
 from megatron.core.dist_checkpointing.serialization import load
-from megatron.core.dist_checkpointing.validation import Differences
 from megatron.core.dist_checkpointing.value_types import JsonObject
 from megatron.core.utils import get_model_config
 from megatron.training.checkpointing.checkpoint_args import check_kind
@@ -69,7 +68,6 @@ class Loaded:
 
     iteration: int  # to resume from: 0 when only weights were wanted
     counters: Mapping[str, float] = field(default_factory=dict)  # as saved; empty with iteration 0
-    differences: Differences = Differences()  # what --dist-ckpt-strictness let pass
     has_schedule: bool = False  # the scheduler goes on where the one that was saved stood
 
 
@@ -81,19 +79,7 @@ class _Source(TypedDict):
     num_transient: int  # the first so many of them are short-lived ones
     note: str | None
     is_finetuning: bool
-    is_release: bool
-
-
-@dataclass(frozen=True)
-class _LoadRequest:
-    """Which parts of a checkpoint this run takes."""
-
-    root: str
-    counters: bool
-    optimizer: bool
-    rng: bool
-    is_release: bool
-    is_finetuning: bool
+    weights_only: bool  # neither optimizer nor counters: --finetune, or a release
 
 
 T = TypeVar("T")
@@ -118,17 +104,12 @@ def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
         return None
     if source["note"]:
         print_rank_0(f"NOTE: {source['root']}: {source['note']}")
-    wanted = _request(
-        config,
-        parts,
-        source["root"],
-        is_release=source["is_release"],
-        is_finetuning=source["is_finetuning"],
-    )
+    if source["weights_only"]:
+        config = replace(config, no_load_optim=True, no_load_rng=True)
     folders = source["folders"]
     for position, folder in enumerate(folders):
         try:
-            return _load_folder(config, parts, wanted, Path(folder))
+            return _load_folder(config, parts, source, Path(folder))
         except CheckpointDamaged as error:
             may_go_on = config.load_newest_valid or position < source["num_transient"]
             if not may_go_on or len(folders) == 1:
@@ -139,26 +120,6 @@ def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
                 raise CheckpointDamaged(f"{error}; there is no older checkpoint") from None
             print_rank_0(f"WARNING: {error}; trying the checkpoint before it")
     raise AssertionError("at least one folder was chosen")
-
-
-def _request(
-    config: CheckpointConfig,
-    parts: RunParts,
-    root: str,
-    *,
-    is_release: bool = False,
-    is_finetuning: bool = False,
-) -> _LoadRequest:
-    weights_only = is_release or is_finetuning
-    has_optimizer = parts.optimizer is not None
-    return _LoadRequest(
-        root=root,
-        counters=not weights_only,
-        optimizer=has_optimizer and not weights_only and not config.no_load_optim,
-        rng=not weights_only and not config.no_load_rng,
-        is_release=is_release,
-        is_finetuning=is_finetuning,
-    )
 
 
 def _claim_directories(config: CheckpointConfig, rank: int) -> None:
@@ -190,14 +151,13 @@ def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
     if found is None:
         return None
     print_rank_0(f" loading local checkpoint from {root} at iteration {found.iteration}")
-    wanted = _request(config, parts, root)
-    content = load_local(found, _wanted_tensors(config, parts, wanted), world)
+    content = load_local(found, _wanted_tensors(config, parts), world)
     common = all_or_none(partial(_check_local, content, Path(root)), root, world)
-    _check_model(parts, wanted, common, Path(root))
-    has_schedule = _take_over(config, parts, wanted, common)
-    if wanted.rng and content.rank_state is not None:
+    _check_model(parts, common, Path(root), is_finetuning=False)
+    has_schedule = _restore_scalars(config, parts, common)
+    if not config.no_load_rng and content.rank_state is not None:
         set_rng_state(content.rank_state["rng_state"])
-    _log_loaded(parts, wanted, found.iteration)
+    _log_loaded(parts, root, found.iteration)
     return Loaded(iteration=found.iteration, counters=common["counters"], has_schedule=has_schedule)
 
 
@@ -215,9 +175,11 @@ def _decided_ns(config: CheckpointConfig) -> int:
         return 2**63
 
 
-def _wanted_tensors(
-    config: CheckpointConfig, parts: RunParts, wanted: _LoadRequest
-) -> list[ShardedTensor]:
+def _loads_optimizer(config: CheckpointConfig, parts: RunParts) -> bool:
+    return parts.optimizer is not None and not config.no_load_optim
+
+
+def _wanted_tensors(config: CheckpointConfig, parts: RunParts) -> list[ShardedTensor]:
     tensors = model_tensors(parts)
     if config.moe_use_upcycling:
         model, granularity = (
@@ -225,17 +187,17 @@ def _wanted_tensors(
             config.moe_upcycling_granularity,
         )
         return list(as_dense(tensors, model, granularity))
-    if wanted.optimizer:
+    if _loads_optimizer(config, parts):
         tensors += optimizer_tensors(parts)
     elif config.load_main_params_from_ckpt:
         tensors += main_param_tensors(parts)
     return tensors
 
 
-def _log_loaded(parts: RunParts, wanted: _LoadRequest, iteration: int) -> None:
+def _log_loaded(parts: RunParts, root: str, iteration: int) -> None:
     tp, pp = parts.groups.tp, parts.groups.pp
     print_rank_0(
-        f"  successfully loaded checkpoint from {wanted.root} "
+        f"  successfully loaded checkpoint from {root} "
         f"[ t {tp.rank() + 1}/{tp.size()}, p {pp.rank() + 1}/{pp.size()} ] "
         f"at iteration {iteration}"
     )
@@ -294,55 +256,54 @@ def _source(
         "num_transient": num_transient,
         "note": choice.note,
         "is_finetuning": is_finetuning,
-        "is_release": choice.found.folder.name == RELEASE,
+        "weights_only": is_finetuning or choice.found.folder.name == RELEASE,
     }
 
 
 def _load_folder(
-    config: CheckpointConfig, parts: RunParts, wanted: _LoadRequest, folder: Path
+    config: CheckpointConfig, parts: RunParts, source: _Source, folder: Path
 ) -> Loaded:
     """Load one folder: all of it, or an error on all ranks."""
     world = parts.groups.world
-    common = _on_rank_0(partial(_check_folder, folder, wanted), folder, world)
-    explanation = _check_model(parts, wanted, common, folder)
-    at = f" at iteration {common['iteration']}" if wanted.counters else ""
-    kind = f" {RELEASE}" if wanted.is_release else ""
-    print_rank_0(f" loading{kind} distributed checkpoint from {wanted.root}{at}")
+    common = _on_rank_0(partial(_check_folder, folder, config, parts), folder, world)
+    explanation = _check_model(parts, common, folder, is_finetuning=source["is_finetuning"])
+    at = "" if source["weights_only"] else f" at iteration {common['iteration']}"
+    kind = f" {RELEASE}" if folder.name == RELEASE else ""
+    print_rank_0(f" loading{kind} distributed checkpoint from {source['root']}{at}")
     print_rank_0(f" checkpoint version {common['checkpoint_version']}")
-    differences = _load_tensors(config, parts, wanted, folder, explanation)
+    _load_tensors(config, parts, folder, explanation)
     if config.moe_use_upcycling:
         finish_upcycling(
             parts.model_chunks,
             get_model_config(parts.model_chunks[0]),
             config.moe_upcycling_granularity,
         )
-    states = _read_rng_states(folder, parts) if wanted.rng else None
-    has_schedule = _take_over(config, parts, wanted, common)
+    states = None if config.no_load_rng else _read_rng_states(folder, parts)
+    has_schedule = _restore_scalars(config, parts, common)
     if states is not None:
         set_rng_state(states)
-    iteration = common["iteration"] if wanted.counters else 0
+    iteration = 0 if source["weights_only"] else common["iteration"]
     # A program that does not train has no count of its own: it reports the checkpoint's.
     is_training = parts.optimizer is not None
-    _log_loaded(parts, wanted, iteration if is_training else common["iteration"])
+    _log_loaded(parts, source["root"], iteration if is_training else common["iteration"])
     return Loaded(
         iteration=iteration,
-        counters=common["counters"] if wanted.counters else {},
-        differences=differences,
+        counters={} if source["weights_only"] else common["counters"],
         has_schedule=has_schedule,
     )
 
 
 def _load_tensors(
-    config: CheckpointConfig, parts: RunParts, wanted: _LoadRequest, folder: Path, explanation: str
-) -> Differences:
+    config: CheckpointConfig, parts: RunParts, folder: Path, explanation: str
+) -> None:
     """Fill the tensors; an error that they do not fit ends with ``explanation``.  Collective."""
     try:
-        return load(
+        load(
             folder,
-            _wanted_tensors(config, parts, wanted),
+            _wanted_tensors(config, parts),
             parts.groups.world,
             strictness=config.dist_ckpt_strictness,
-            leave_out=() if wanted.optimizer else (OPTIMIZER_PREFIX,),
+            leave_out=() if _loads_optimizer(config, parts) else (OPTIMIZER_PREFIX,),
             cast=bool(config.load_main_params_from_ckpt),
             replica_groups=(
                 replica_groups(parts.groups) if config.ckpt_fully_parallel_load else None
@@ -354,12 +315,12 @@ def _load_tensors(
         raise CheckpointError(f"{error}{explanation}") from None
 
 
-def _check_model(parts: RunParts, wanted: _LoadRequest, common: RunContent, folder: Path) -> str:
+def _check_model(parts: RunParts, common: RunContent, folder: Path, *, is_finetuning: bool) -> str:
     """Refuse another model than the run's; what to add where the tensors do not fit.  Local."""
     check_kind(common["args"], parts.kind)
     if parts.asked is None:
         return ""
-    found = compare_models(common["args"], parts.asked, is_finetuning=wanted.is_finetuning)
+    found = compare_models(common["args"], parts.asked, is_finetuning=is_finetuning)
     found.check(folder)
     for line in found.logged if parts.optimizer is not None else ():
         print_rank_0(f"NOTE: {line}")
@@ -372,17 +333,17 @@ def _on_rank_0(call: Callable[[], T], where: object, world: ProcessGroup) -> T:
     return broadcast_json(results, world)[0]
 
 
-def _check_folder(folder: Path, wanted: _LoadRequest) -> RunContent:
+def _check_folder(folder: Path, config: CheckpointConfig, parts: RunParts) -> RunContent:
     """Common values of a folder whose files all have the right size."""
     with open_reader(folder) as reader:
         reader.check_sizes()
         common = check_common(reader.common(), folder)
-        if wanted.optimizer and common["optimizer"] is None:
+        if _loads_optimizer(config, parts) and common["optimizer"] is None:
             raise CheckpointError(
                 f"{folder} holds no optimizer state (it was saved with --no-save-optim): "
                 "use --no-load-optim or --finetune"
             )
-        if wanted.rng and reader.rank_state(0) is None:
+        if not config.no_load_rng and reader.rank_state(0) is None:
             raise CheckpointError(
                 f"{folder} holds no random state (it was saved with --no-save-rng): "
                 "use --no-load-rng or --finetune"
@@ -408,13 +369,11 @@ def _read_rng_states(folder: Path, parts: RunParts) -> JsonObject | None:
     return state
 
 
-def _take_over(
-    config: CheckpointConfig, parts: RunParts, wanted: _LoadRequest, common: RunContent
-) -> bool:
-    """Give optimizer and scheduler what is no tensor; whether there was anything for the latter."""
+def _restore_scalars(config: CheckpointConfig, parts: RunParts, common: RunContent) -> bool:
+    """Restore what optimizer and scheduler hold besides tensors; whether the latter was saved."""
     if parts.optimizer is None:
         return False
-    if not wanted.optimizer:
+    if config.no_load_optim:
         if not config.load_main_params_from_ckpt:
             parts.optimizer.reload_model_params()
         return False

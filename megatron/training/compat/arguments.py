@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import Any
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -43,7 +42,7 @@ def resolve_args(args: Namespace, world_size: int) -> RunConfig:
     return resolve(Namespace(**{"yaml_cfg": None, **before.asked, **changed}), world_size)
 
 
-def validate_args(args: Namespace, defaults: Mapping[str, Any] | None = None) -> Namespace:
+def validate_args(args: Namespace, defaults: Mapping[str, object] | None = None) -> Namespace:
     """Check ``args`` and fill in every derived value, in place.  Raises ConfigError."""
     parsing.apply_defaults(args, defaults or {})
     run = resolve_args(args, vars(args).get("world_size") or world_size())

@@ -8,6 +8,7 @@ from megatron.core.diagnostics.timers import Timers
 from megatron.core.rank_local import each_rank_owns
 from megatron.training.runtime.flat_namespace import ReadOnlyNamespace, legacy_namespace, refresh
 from megatron.training.runtime.runtime import Runtime
+from megatron.training.tokenizer.base import MegatronTokenizer
 
 _runtime: Runtime | None = None
 _namespace: ReadOnlyNamespace | None = None
@@ -27,7 +28,7 @@ def get_run() -> Runtime:
     return _runtime
 
 
-def get_args() -> Any:
+def get_args() -> ReadOnlyNamespace:
     """The configuration and the counters in the old flat form, read-only.
 
     One object for the whole run, whose counters are brought up to date at each call.
@@ -40,9 +41,10 @@ def get_args() -> Any:
     return _namespace
 
 
-def get_tokenizer() -> Any:
+def get_tokenizer() -> MegatronTokenizer:
     """The tokenizer of the run."""
-    return get_run().tokenizer
+    tokenizer: MegatronTokenizer = get_run().tokenizer
+    return tokenizer
 
 
 def get_timers() -> Timers:

@@ -7,15 +7,19 @@ Megatron-LM's return.  ``train_step`` counts the step, so a script does not.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.param_groups import ParamCondition
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.microbatch import ForwardStepFunc
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.training.callbacks.default import default_callbacks
 from megatron.training.callbacks.metrics import Metrics
@@ -30,7 +34,9 @@ from megatron.training.runtime.schedule import build_scheduler
 from megatron.training.step import evaluate
 from megatron.training.step import train_step as optimizer_step
 
+T = TypeVar("T")
 Model = nn.Module | Sequence[nn.Module]
+ThreeSets = tuple[object, object, object]  # of training, validation and test
 
 
 def get_model(
@@ -43,22 +49,22 @@ def get_model(
     return run.model_chunks
 
 
-def get_optimizer_param_scheduler(optimizer: Any) -> Any:
+def get_optimizer_param_scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """The schedule of ``optimizer``'s parameter groups that the flags ask for."""
     run = get_run()
     run.optimizer = optimizer
-    run.scheduler = build_scheduler(run)
-    return run.scheduler
+    scheduler = run.scheduler = build_scheduler(run)
+    return scheduler
 
 
 def setup_model_and_optimizer(
     model_provider_func: setup.ModelProvider,
     model_type: object = None,
-    no_wd_decay_cond: Callable[[str, nn.Parameter], bool] | None = None,
-    scale_lr_cond: Callable[[str, nn.Parameter], bool] | None = None,
+    no_wd_decay_cond: ParamCondition | None = None,
+    scale_lr_cond: ParamCondition | None = None,
     lr_mult: float = 1.0,
     checkpointing_context: object = None,
-) -> tuple[list[nn.Module], Any, Any]:
+) -> tuple[list[nn.Module], MegatronOptimizer, OptimizerParamScheduler]:
     """Model chunks, optimizer and scheduler, filled from ``--load``.  Collective.
 
     The conditions take a parameter's name and the parameter.
@@ -74,17 +80,17 @@ def setup_model_and_optimizer(
     return run.model_chunks, run.optimizer, run.scheduler
 
 
-class DataIterator:
+class DataIterator(Generic[T]):
     """Micro-batches without end; ``iter()`` of it is one pass from the first on."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: DataLoader[T]) -> None:
         self.loader, self.dataset = loader, loader.dataset
-        self._current = iter(loader)
+        self._current: Iterator[T] = iter(loader)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         return iter(self.loader)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         try:
             return next(self._current)
         except StopIteration:
@@ -100,7 +106,7 @@ def get_train_valid_test_num_samples() -> tuple[int | None, int | None, int | No
 def build_train_valid_test_datasets(
     build_train_valid_test_datasets_provider: loaders.Provider,
     train_valid_test_num_samples: Sequence[int | None] | None = None,
-) -> tuple[Any, Any, Any]:
+) -> ThreeSets:
     """What the provider gives for the samples asked for."""
     return build_train_valid_test_datasets_provider(
         train_valid_test_num_samples or get_train_valid_test_num_samples()
@@ -109,7 +115,7 @@ def build_train_valid_test_datasets(
 
 def build_train_valid_test_data_iterators(
     build_train_valid_test_datasets_provider: loaders.Provider,
-) -> tuple[Any, Any, Any]:
+) -> ThreeSets:
     """Iterators of the three sets, None where this rank reads nothing.  Collective.
 
     Training goes on at the run's consumed samples; several validation sets are a list.
@@ -121,20 +127,19 @@ def build_train_valid_test_data_iterators(
     return run.train_data, valid if several else valid[0], _endless(run.test_loader)
 
 
-def _endless(loader: Any) -> Any:
-    is_loader = isinstance(loader, torch.utils.data.DataLoader)
-    return DataIterator(loader) if is_loader else loader
+def _endless(loader: object) -> object:
+    return DataIterator(loader) if isinstance(loader, DataLoader) else loader
 
 
 def train_step(
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
+    forward_step_func: ForwardStepFunc,
+    data_iterator: object,
     model: Model,
-    optimizer: Any,
-    opt_param_scheduler: Any,
+    optimizer: MegatronOptimizer,
+    opt_param_scheduler: OptimizerParamScheduler,
     config: object = None,
-    forward_backward_func: Callable[..., Any] | None = None,
-) -> tuple[dict[str, Any], int, bool, bool, int, Any, int | None]:
+    forward_backward_func: object = None,
+) -> tuple[Mapping[str, Tensor | float], int, bool, bool, int, Tensor | float | None, int | None]:
     """Forward, backward and update on one global batch; the step is counted.  Collective.
 
     Returns losses (last stage), 1 if the update was skipped, should_checkpoint, should_exit,
@@ -160,15 +165,15 @@ def train_step(
 
 def evaluate_and_print_results(
     prefix: str,
-    forward_step_func: Callable[..., Any],
-    data_iterator: Any,
+    forward_step_func: ForwardStepFunc,
+    data_iterator: evaluate.Loader | None,
     model: Model,
     iteration: int,
-    process_non_loss_data_func: Callable[..., Any] | None = None,
+    process_non_loss_data_func: Callable[..., object] | None = None,
     config: object = None,
     verbose: bool = False,
     write_to_tensorboard: bool = True,
-    non_loss_data_func: Callable[..., Any] | None = None,
+    non_loss_data_func: Callable[..., object] | None = None,
 ) -> None:
     """Mean losses over ``--eval-iters`` global batches, printed on the last rank.  Collective."""
     del iteration, config, verbose  # the run and the model have them
@@ -187,8 +192,8 @@ def evaluate_and_print_results(
 
 
 def training_log(
-    loss_dict: dict[str, Any],
-    total_loss_dict: dict[str, Any],
+    loss_dict: Mapping[str, Tensor | float],
+    total_loss_dict: object,
     learning_rate: float,
     decoupled_learning_rate: float | None,
     iteration: int,
@@ -230,8 +235,8 @@ def training_log(
 def save_checkpoint_and_time(
     iteration: int,
     model: Model,
-    optimizer: Any,
-    opt_param_scheduler: Any,
+    optimizer: MegatronOptimizer | None,
+    opt_param_scheduler: OptimizerParamScheduler | None,
     num_floating_point_operations_so_far: float,
     checkpointing_context: object = None,
     non_persistent_ckpt: bool = False,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.datasets.gpt_dataset import (
+from megatron.core.datasets.gpt_masks import (
     get_ltor_masks_and_position_ids as get_ltor_masks_and_position_ids,
 )
 from megatron.core.optimizer import clip_grads
@@ -27,12 +27,22 @@ from megatron.training.process.rank_print import print_rank_0 as print_rank_0
 from megatron.training.process.rank_print import print_rank_last as print_rank_last
 
 
-def unwrap_model(model: Any, wrappers: Iterable[type] | None = None) -> Any:
+@overload
+def unwrap_model(model: nn.Module, wrappers: Iterable[type] | None = None) -> nn.Module: ...
+@overload
+def unwrap_model(
+    model: list[nn.Module], wrappers: Iterable[type] | None = None
+) -> list[nn.Module]: ...
+
+
+def unwrap_model(
+    model: nn.Module | list[nn.Module], wrappers: Iterable[type] | None = None
+) -> nn.Module | list[nn.Module]:
     """The model inside data-parallel and precision wrappers; lists stay lists."""
     if isinstance(model, list):
-        return [unwrap_model(m, wrappers) for m in model]
-    while isinstance(model, nn.Module) and isinstance(model._modules.get("module"), nn.Module):
-        model = model.module
+        return [unwrap_model(m) for m in model]
+    while isinstance(inner := model._modules.get("module"), nn.Module):
+        model = inner
     return model
 
 
@@ -53,7 +63,9 @@ def calc_params_l2_norm(
     return clip_grads.calc_params_l2_norm(chunks, parallel_state.current())
 
 
-def get_batch_on_this_tp_rank(data_iterator: Any) -> dict[str, Tensor | None]:
+def get_batch_on_this_tp_rank(
+    data_iterator: Iterator[dict[str, Tensor]] | None,
+) -> dict[str, Tensor | None]:
     """`load_batch` for scripts that pass nothing but the iterator: what this rank's stages need."""
     run = global_vars.get_run()
     tables = [

@@ -38,9 +38,8 @@ def costs(config: RunConfig, padded_vocab_size: int) -> tuple[list[float], float
     layers, ahead = every[:num_layers], every[num_layers:]
     scale = FORWARD_AND_BACKWARD * MULTIPLY_ADD * model.hidden_size
     loss = scale * (padded_vocab_size + len(ahead) * (padded_vocab_size + 2 * model.hidden_size))
-    loss += sum(ahead)
     embedding = _EMBEDDING_BYTES_PER_CHANNEL * _FLOPS_PER_BYTE * model.hidden_size
-    return layers, float(embedding), float(loss)
+    return layers, float(embedding), loss + sum(ahead, 0.0)
 
 
 def balanced_sizes(

@@ -28,7 +28,11 @@ class ParameterCount:
 
 def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCount:
     """Parameters by formula; positions that are learned are not counted."""
-    whole, of_rank = (_undivided(config, keep_experts=keep) for keep in (False, True))
+    of_rank = replace(
+        config,
+        model=replace(config.model, tensor_model_parallel_size=1, expert_tensor_parallel_size=1),
+    )
+    whole = replace(of_rank, model=replace(of_rank.model, expert_model_parallel_size=1))
     embedding = config.model.hidden_size * padded_vocab_size
     num_embeddings = 2 if config.language_model.untie_embeddings_and_output_weights else 1
     pp, tp = config.model.pipeline_model_parallel_size, config.model.tensor_model_parallel_size
@@ -39,13 +43,6 @@ def count_parameters(config: RunConfig, padded_vocab_size: int) -> ParameterCoun
         embeddings=num_embeddings * embedding,
         most_loaded_shard=((layer_parameters(of_rank) + rest) / pp + on_first_stage) / tp,
     )
-
-
-def _undivided(config: RunConfig, *, keep_experts: bool) -> RunConfig:
-    sizes = {"tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 1}
-    if not keep_experts:
-        sizes["expert_model_parallel_size"] = 1
-    return replace(config, model=replace(config.model, **sizes))
 
 
 def weight_and_optimizer_bytes(config: RunConfig, padded_vocab_size: int) -> float:

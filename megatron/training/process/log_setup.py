@@ -12,30 +12,26 @@ from megatron.training.process.rank_print import rank
 LEVEL_VARIABLE = "MEGATRON_LOGGING_LEVEL"
 
 
-class RankFilter(logging.Filter):
-    """Which records of this rank are printed.
-
-    Rank 0 speaks; other ranks report errors, and records marked ``extra={"all_ranks": True}``.
-    (Torch's own loggers do not propagate to the root.)
-    """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if rank() == 0 or record.levelno >= logging.ERROR:
-            return True
-        return bool(record.__dict__.get("all_ranks", False))
-
-
 class StdoutHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Writes to what ``sys.stdout`` is at the time of the record."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
-        self.addFilter(RankFilter())
+        self.addFilter(_is_for_this_rank)
 
     @property
-    def stream(self):  # type: ignore[no-untyped-def, override]
+    def stream(self):  # type: ignore[no-untyped-def]
         """The current standard output."""
         return sys.stdout
+
+
+def _is_for_this_rank(record: logging.LogRecord) -> bool:
+    """Rank 0 logs every record, other ranks errors and those with ``extra={"all_ranks": True}``.
+
+    (Torch's own loggers do not propagate to the root.)
+    """
+    is_marked = bool(record.__dict__.get("all_ranks", False))
+    return rank() == 0 or record.levelno >= logging.ERROR or is_marked
 
 
 def setup_logging(logging_level: int | None) -> None:

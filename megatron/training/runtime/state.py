@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 class StepResult:
     """One optimizer step.  Tensors stay on the device until somebody prints them."""
 
-    losses: dict[str, Tensor | float]  # per loss key, reduced over replicas; last stage only
+    losses: Mapping[str, Tensor | float]  # per loss key, reduced over replicas; last stage only
     grad_norm: Tensor | float | None
     num_zeros: int | None
     params_norm: float | None

@@ -6,7 +6,8 @@ Order of collectives: those of the forward passes, then one all-reduce per loss 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Iterator, Sized
+from typing import Literal, Protocol
 
 import torch
 
@@ -16,6 +17,14 @@ from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.runtime import EvalResult, Runtime
 from megatron.training.runtime.stop_requests import reason_to_hurry
 from megatron.training.step.train_step import forward_backward, reduce_losses, sum_losses
+
+
+class Loader(Protocol):
+    """Micro-batches of a data set; each `iter` begins at the first one."""
+
+    dataset: Sized
+
+    def __iter__(self) -> Iterator[object]: ...
 
 
 def evaluate_all(run: Runtime, *, is_final: bool = False) -> list[EvalResult]:
@@ -30,7 +39,7 @@ def evaluate_all(run: Runtime, *, is_final: bool = False) -> list[EvalResult]:
 
 def evaluate(
     run: Runtime,
-    loader: Any,
+    loader: Loader | None,
     *,
     split: Literal["validation", "test"] = "validation",
     set_index: int | None = None,
@@ -51,24 +60,24 @@ def evaluate(
     data = chunk_iterators(run, loader)
     for chunk in run.model_chunks:
         chunk.eval()
-    totals: dict[str, torch.Tensor] | None = {}
+    totals: dict[str, torch.Tensor] = {}
+    hurry: str | None = None
     with torch.no_grad():
         for i in range(eval_iters):
             if is_final and i % config.logging.log_interval == 0:
                 print_rank_0(f"Evaluating iter {i + 1}/{eval_iters}")
             fault_point("evaluate.iter", step=i)
             reported = forward_backward(run, data, num_microbatches, forward_only=True)
-            for key, pair in sum_losses(reported).items():
-                totals[key] = totals[key] + pair if key in totals else pair
-            if (reason := reason_to_hurry(run)) is not None:
-                print_rank_0(f"Exiting during evaluation, {reason}")
-                totals = None
+            totals = sum_losses([totals, sum_losses(reported)])
+            hurry = reason_to_hurry(run)
+            if hurry is not None:
+                print_rank_0(f"Exiting during evaluation, {hurry}")
                 break
-        if totals is not None:
+        else:
             _report_non_loss_data(run, loader)
     for chunk in run.model_chunks:
         chunk.train()
-    if totals is None:
+    if hurry is not None:
         return None
     reduced = reduce_losses([totals], run.groups.dp_cp) if run.has_loss else {}
     return EvalResult(
@@ -79,7 +88,7 @@ def evaluate(
     )
 
 
-def _report_non_loss_data(run: Runtime, loader: Any) -> None:
+def _report_non_loss_data(run: Runtime, loader: Loader | None) -> None:
     """Hand what a program looks at besides losses to its own function, with the TensorBoard writer.
 
     It comes from the program's ``non_loss_data_func``, else from one more forward pass over the
@@ -101,7 +110,7 @@ def _report_non_loss_data(run: Runtime, loader: Any) -> None:
         process(collected, run.state.iteration, writer)
 
 
-def whole_pass_iters(run: Runtime, loader: Any) -> int:
+def whole_pass_iters(run: Runtime, loader: Loader | None) -> int:
     """Global batches of a whole set, the last one filled up.
 
     Collective over mp: the ranks that do not read have no loader.

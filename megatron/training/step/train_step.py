@@ -7,9 +7,8 @@ all ranks, the reported losses and those of tokens ahead over dp_cp.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core import device
 from megatron.core.diagnostics.fault_injection import fault_point
+from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.non_finite import FiniteLosses, naming_step
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm
@@ -32,6 +32,8 @@ from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.state import StepResult
 from megatron.training.step.aux_loss_logging import added_losses
 from megatron.training.step.weight_hash import check_replicas, params_hash
+
+Data = Iterator[object] | None  # micro-batches, on the ranks that read
 
 
 def train_step(run: Runtime) -> StepResult:
@@ -57,7 +59,7 @@ def train_step(run: Runtime) -> StepResult:
             losses = _gradients(run, num_microbatches)
             updated, grad_norm, num_zeros = _update(run)
     if fault_point("step.updated", step=iteration) == "bitflip":
-        _flip_a_bit(run.model_chunks[0])
+        _flip_a_bit(next(_wrapped(run.model_chunks)))
     if updated:
         run.scheduler.step(increment=batch_size)
     if config.training.empty_unused_memory_level >= 2:
@@ -96,16 +98,17 @@ def _all_losses(
     return reduce_losses(reported, group) | experts | reduce_losses([ahead], group), layers
 
 
-def _pass_over(data: Any, num_microbatches: int) -> None:
+def _pass_over(data: Data | list[Data], num_microbatches: int) -> None:
     """Read the micro-batches of a step, on the ranks that read."""
     for iterator in data if isinstance(data, list) else [data]:
-        for _ in range(num_microbatches if iterator is not None else 0):
-            next(iterator)
+        if iterator is not None:
+            for _ in range(num_microbatches):
+                next(iterator)
 
 
 def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
     """Leave the gradients of the step in the buffers; returns what each micro-batch reported."""
-    for chunk in run.model_chunks:
+    for chunk in _wrapped(run.model_chunks):
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
     barrier = run.config.optimizer.barrier_with_L1_time
@@ -133,8 +136,14 @@ def _update(run: Runtime) -> tuple[bool, float | None, int | None]:
     return result
 
 
-def _flip_a_bit(chunk: nn.Module) -> None:
-    """Of the first weight of this rank."""
+def _wrapped(chunks: Iterable[nn.Module]) -> Iterator[DataParallelBase]:
+    for chunk in chunks:
+        assert isinstance(chunk, DataParallelBase), f"{type(chunk).__name__} is not wrapped"
+        yield chunk
+
+
+def _flip_a_bit(chunk: DataParallelBase) -> None:
+    """Flip one bit in the first parameter of this rank (fault injection)."""
     chunk.finish_param_sync()
     weight = local_part(next(chunk.parameters()).detach()).flatten()
     weight[:1].view(torch.uint8)[0] ^= 1
@@ -183,7 +192,10 @@ def forward_backward(
 
 
 def _finalize(
-    run: Runtime, check: FiniteLosses | None, chunks: Sequence[Any], num_tokens: Tensor | None
+    run: Runtime,
+    check: FiniteLosses | None,
+    chunks: Sequence[DataParallelBase],
+    num_tokens: Tensor | None,
 ) -> None:
     """What follows the last backward pass.  Collective over all ranks."""
     if check is not None:
