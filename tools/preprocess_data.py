@@ -72,21 +72,7 @@ def get_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     args = parse_tool_args(get_parser, argv)
-    options = PreprocessOptions(
-        input=args.input,
-        output_prefix=args.output_prefix,
-        record_format=record_format(args),
-        append_eod=args.append_eod,
-        split_sentences=args.split_sentences,
-        keep_newlines=args.keep_newlines,
-        lang=args.lang,
-        workers=args.workers,
-        partitions=args.partitions,
-        keep_sequential_samples=args.keep_sequential_samples,
-        log_interval=args.log_interval,
-        tokenizer_backend=args.tokenizer_backend,
-    )
-    preprocess(options, tokenizer_of(args))
+    preprocess(PreprocessOptions.of(args, record_format(args)), tokenizer_of(args))
 
 
 if __name__ == "__main__":

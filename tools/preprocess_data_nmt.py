@@ -46,15 +46,8 @@ def get_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point."""
     args = parse_tool_args(get_parser, argv)
-    options = PreprocessOptions(
-        input=args.input,
-        output_prefix=args.output_prefix,
-        record_format=RecordFormat(plain_text=True, empty_is_error=True),
-        workers=args.workers,
-        log_interval=args.log_interval,
-        tokenizer_backend=args.tokenizer_backend,
-        key_in_name=False,
-    )
+    record_format = RecordFormat(plain_text=True, empty_is_error=True)
+    options = PreprocessOptions.of(args, record_format, key_in_name=False)
     preprocess(options, tokenizer_of(args))
 
 

@@ -193,7 +193,7 @@ def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     name = "torch_dtype" if "torch_dtype" in config else "dtype"
     config = {**config, name: dtype, "vocab_size": shape.vocab_size}
     config.pop("quantization_config", None)  # weights are written plain
-    with hf_folder.NewFolder(wanted.target) as folder:
+    with hf_folder.new_folder(wanted.target) as folder:
         hf_folder.write_config(folder, config)
         hf_folder.write_weights(folder, tensors, wanted.max_shard_bytes)
         if source.beside is not None:

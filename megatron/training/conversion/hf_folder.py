@@ -6,13 +6,14 @@ by torch's loader that runs no code; they are written as safetensors.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import secrets
 import shutil
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -199,30 +200,25 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).exists() for name in names)
 
 
-class NewFolder:
-    """A folder that appears whole: written beside its place, then renamed.
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder that appears whole as ``path``: it has another name until the block ends.
 
-    ``with NewFolder(path) as folder``: write into ``folder``; an error leaves nothing behind.
-    Raises CheckpointError if ``path`` is there and not empty.
+    An error within the block leaves nothing behind.  Raises CheckpointError if ``path`` is there
+    and not empty.
     """
-
-    def __init__(self, path: Path) -> None:
-        if path.is_dir() and any(path.iterdir()) or path.is_file():
-            raise CheckpointError(f"{path} is there already: name a new folder, or remove it")
-        self.path = path
-        self._made = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
-
-    def __enter__(self) -> Path:
-        self._made.mkdir(parents=True)
-        return self._made
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
-            return
-        fsync_folder(self._made)
-        self._made.rename(self.path)
-        fsync_folder(self.path.parent)
+    if path.is_dir() and any(path.iterdir()) or path.is_file():
+        raise CheckpointError(f"{path} is there already: name a new folder, or remove it")
+    made = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    made.mkdir(parents=True)
+    try:
+        yield made
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    fsync_folder(made)
+    made.rename(path)
+    fsync_folder(path.parent)
 
 
 def write_weights(

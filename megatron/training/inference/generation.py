@@ -189,4 +189,4 @@ def generation_config(
 def _start_of_decoder(tokenizer: MegatronTokenizer) -> int:
     """What decoder samples begin with, in training too: BOS, else PAD as in the published T5."""
     begin = tokenizer.id_of("bos")
-    return int(tokenizer.pad) if begin is None else begin
+    return tokenizer.pad if begin is None else begin

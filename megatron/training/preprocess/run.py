@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
@@ -9,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -66,6 +67,15 @@ class PreprocessOptions:
     log_interval: int = 1000
     tokenizer_backend: str = "auto"
     key_in_name: bool = True
+
+    @classmethod
+    def of(
+        cls, args: argparse.Namespace, record_format: RecordFormat, *, key_in_name: bool = True
+    ) -> PreprocessOptions:
+        """From the flags of a tool, which have the names of the fields."""
+        names = {f.name for f in fields(cls)}
+        given = {name: value for name, value in vars(args).items() if name in names}
+        return cls(record_format=record_format, key_in_name=key_in_name, **given)
 
     def __post_init__(self) -> None:
         for flag, value in (("--workers", self.workers), ("--partitions", self.partitions)):

@@ -29,8 +29,14 @@ class TokenBatch(NamedTuple):
     lengths: np.ndarray  # int64 [texts]
 
 
-def _id_of(role: str, words: str) -> property:
-    return property(lambda self: self._special(role), doc=words)
+class _Special:
+    """The id of a special token, as an attribute of a tokenizer."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+
+    def __get__(self, tokenizer: MegatronTokenizer, owner: type[MegatronTokenizer]) -> int:
+        return tokenizer._special(self._role)
 
 
 class MegatronTokenizer(ABC):
@@ -98,18 +104,18 @@ class MegatronTokenizer(ABC):
         """The id of ``eod``, ``bos``, ...: what a kind of tokenizer says for all of them."""
         raise self._missing(role.upper())
 
-    eod = _id_of("eod", "The id that ends a document.")
-    bos = _id_of("bos", "The id that begins a sequence.")
-    eos = _id_of("eos", "The id that ends a sequence.")
-    pad = _id_of("pad", "The id that fills a batch up.")
-    cls = _id_of("cls", "The id before a BERT sample.")
-    sep = _id_of("sep", "The id between the parts of a BERT sample.")
-    mask = _id_of("mask", "The id that stands for a hidden token.")
+    eod = _Special("eod")  # ends a document
+    bos = _Special("bos")  # begins a sequence
+    eos = _Special("eos")
+    pad = _Special("pad")
+    cls = _Special("cls")  # before a BERT sample
+    sep = _Special("sep")  # between its parts
+    mask = _Special("mask")
 
     # Names of NeMo, which users' scripts call.
-    eos_id = property(lambda self: self.eos, doc="Alias of ``eos``.")
-    bos_id = property(lambda self: self.bos, doc="Alias of ``bos``.")
-    pad_id = property(lambda self: self.pad, doc="Alias of ``pad``.")
+    eos_id = eos
+    bos_id = bos
+    pad_id = pad
 
     def _missing(self, role: str) -> MissingToken:
         return MissingToken(

@@ -25,8 +25,7 @@ _LONGEST_SAMPLE = 1 << 16  # tokens at the end of a sequence that are looked at
 def check_eod(tokenizer: MegatronTokenizer, wanted_by: str) -> int:
     """The EOD id; ConfigError naming ``wanted_by`` if the tokenizer has none."""
     try:
-        eod: int = tokenizer.eod
-        return eod
+        return tokenizer.eod
     except MissingToken as error:
         raise ConfigError(f"{wanted_by} needs the id that ends a document: {error}") from error
 
