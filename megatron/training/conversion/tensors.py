@@ -110,13 +110,13 @@ def _bert(shape: ModelShape) -> Named:
     for layer in range(shape.num_layers):
         yield from _within(f"encoder.layers.{layer}.", _in_layer(shape, layer))
     yield from _norm("encoder.final_layernorm", "h", shape)
-    yield from _matrix("lm_head.dense", "h h")
+    yield from _module("lm_head.dense", "h h", True)
     yield from _norm("lm_head.layer_norm", "h", shape)
     yield "output_layer.bias", "*v"
     yield from _output(shape)
     if shape.has_binary_head:
-        yield from _matrix("pooler.dense", "h h")
-        yield from _matrix("binary_head", "2 h")
+        yield from _module("pooler.dense", "h h", True)
+        yield from _module("binary_head", "2 h", True)
 
 
 def _t5(shape: ModelShape) -> Named:
@@ -194,10 +194,9 @@ def _mlp_part(shape: ModelShape, has_experts: bool = False) -> Named:
 
 def _cross_attention(shape: ModelShape) -> Named:
     yield from _norm("pre_cross_attn_layernorm", "h", shape)
-    for name, letters in (("q", "*q h"), ("kv", "*2k h"), ("proj", "h *q")):
-        yield f"cross_attention.linear_{name}.weight", letters
-        if shape.add_qkv_bias if name != "proj" else shape.add_bias_linear:
-            yield f"cross_attention.linear_{name}.bias", letters.split()[0]
+    yield from _module("cross_attention.linear_q", "*q h", shape.add_qkv_bias)
+    yield from _module("cross_attention.linear_kv", "*2k h", shape.add_qkv_bias)
+    yield from _module("cross_attention.linear_proj", "h *q", shape.add_bias_linear)
 
 
 def _mixer(shape: ModelShape) -> Named:
@@ -230,18 +229,14 @@ def _ahead(shape: ModelShape) -> Named:
 def _attention(shape: ModelShape) -> Named:
     if shape.softmax_type == "learnable":
         yield "core_attention.softmax_offset", "*n"
-    yield "linear_qkv.weight", "*qkv h"
-    if shape.add_qkv_bias:
-        yield "linear_qkv.bias", "*qkv"
+    yield from _module("linear_qkv", "*qkv h", shape.add_qkv_bias)
     if shape.qk_norm == "wide":
         yield "q_layernorm.weight", "*q"
         yield "k_layernorm.weight", "*k"
     elif shape.qk_norm == "head":
         yield from _norm("q_layernorm", "d", shape)
         yield from _norm("k_layernorm", "d", shape)
-    yield "linear_proj.weight", "h *q"
-    if shape.add_bias_linear:
-        yield "linear_proj.bias", "h"
+    yield from _module("linear_proj", "h *q", shape.add_bias_linear)
 
 
 def _latent_attention(shape: ModelShape) -> Named:
@@ -256,23 +251,16 @@ def _latent_attention(shape: ModelShape) -> Named:
         if shape.q_lora_rank is not None:
             yield from _norm("q_layernorm", "lq", shape)
         yield from _norm("kv_layernorm", "lk", shape)
-    yield "linear_proj.weight", "h *o"
-    if shape.add_bias_linear:
-        yield "linear_proj.bias", "h"
+    yield from _module("linear_proj", "h *o", shape.add_bias_linear)
 
 
 def _mlp(name: str, letter: str, shape: ModelShape) -> Named:
-    yield f"{name}linear_fc1.weight", f"*{letter.upper()} h"
-    yield f"{name}linear_fc2.weight", f"h *{letter}"
-    if shape.add_bias_linear:
-        yield f"{name}linear_fc1.bias", f"*{letter.upper()}"
-        yield f"{name}linear_fc2.bias", "h"
+    yield from _module(f"{name}linear_fc1", f"*{letter.upper()} h", shape.add_bias_linear)
+    yield from _module(f"{name}linear_fc2", f"h *{letter}", shape.add_bias_linear)
 
 
 def _experts(shape: ModelShape) -> Named:
-    yield "router.weight", "e h"
-    if shape.add_bias_linear:
-        yield "router.bias", "e"
+    yield from _module("router", "e h", shape.add_bias_linear)
     if shape.moe_router_enable_expert_bias:
         yield "router.expert_bias", "e"
     for number in range(shape.num_experts or 0):
@@ -283,15 +271,14 @@ def _experts(shape: ModelShape) -> Named:
             yield "shared_experts.gate_weight", "1 h"
 
 
-def _matrix(name: str, letters: str) -> Named:
-    yield f"{name}.weight", letters
-    yield f"{name}.bias", letters.split()[0]
-
-
 def _norm(name: str, letter: str, shape: ModelShape) -> Named:
-    yield f"{name}.weight", letter
-    if shape.normalization == "LayerNorm":
-        yield f"{name}.bias", letter
+    return _module(name, letter, shape.normalization == "LayerNorm")
+
+
+def _module(name: str, letters: str, has_bias: bool) -> Named:
+    yield f"{name}.weight", letters
+    if has_bias:
+        yield f"{name}.bias", letters.split()[0]
 
 
 def _rows(shape: ModelShape) -> list[int]:
