@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.megatron_formats.archive import (
 )
 from megatron.core.dist_checkpointing.megatron_formats.dcp_index import DcpIndex
 from megatron.training.conversion.convert import ConversionRequest, convert
-from tests.functional.runs import refusal, run_gpt, train_gpt
+from tests.functional.runs import TINY, refusal, run_gpt, train_gpt
 from tests.functional.test_reference_run import FLAGS, GOLDEN, OURS, PP, TP
 from tests.ranks import run_ranks
 from tests.reference_checkpoints import ITERATION, unpack
@@ -316,6 +316,14 @@ REFERENCE_NAMES = {
         "decoder.final_norm.weight",
     },
 }
+
+
+def test_saved_arguments_hold_no_addresses_of_a_process(tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path), "--ckpt-format", "torch_dist"]
+    run_ranks(train_gpt, 1, [*TINY, "--swiglu", "--train-iters", "1", *save])
+    stored = (tmp_path / "iter_0000001" / "common.pt").read_bytes()
+    assert b"swiglu" in stored
+    assert b" at 0x" not in stored
 
 
 @pytest.mark.feature("Checkpoints: another model's, or a damaged one, is refused by one sentence")

@@ -225,8 +225,11 @@ def _go_on_after(error: SaveFailed, run: Runtime) -> None:
 
 def _asked(run: Runtime, options: CheckpointConfig) -> Arguments:
     """The command line as parsed; for Megatron-LM with what it derives from it."""
-    is_foreign = FORMATS[options.ckpt_format].is_foreign
-    return vars(legacy_namespace(run)) if is_foreign else run.config.asked
+    if not FORMATS[options.ckpt_format].is_foreign:
+        return run.config.asked
+    # A function would be stored as its text, which holds its address in this process.
+    values = vars(legacy_namespace(run))
+    return {name: value for name, value in values.items() if not callable(value)}
 
 
 def _parts(run: Runtime) -> RunParts:
