@@ -72,15 +72,21 @@ def numbers(*kinds: type) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "dest", [d for d in numbers(int, float) if options_by_dest()[d].at_least is not None]
-)
-def test_a_number_below_its_smallest_value_is_named(dest: str) -> None:
-    flag, least = flags_and_defaults()[dest][0], options_by_dest()[dest].at_least
-    assert least is not None
-    text = str(least - 1)
-    problems = problems_of(f"{flag} {text}")
-    assert any(p.startswith(f"{flag} ") and f"at least {least} is needed" in p for p in problems)
+def test_each_number_below_its_smallest_value_is_named() -> None:
+    smallest = {
+        flags_and_defaults()[dest][0]: least
+        for dest in numbers(int, float)
+        if (least := options_by_dest()[dest].at_least) is not None
+    }
+    problems = problems_of(" ".join(f"{flag} {least - 1}" for flag, least in smallest.items()))
+    named = [
+        flag
+        for flag, least in smallest.items()
+        for problem in problems
+        if problem.startswith(f"{flag} ") and f"at least {least} is needed" in problem
+    ]
+    assert len(smallest) > 100
+    assert named == list(smallest)
 
 
 @pytest.mark.parametrize(

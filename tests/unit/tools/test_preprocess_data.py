@@ -214,17 +214,19 @@ def test_partitions_of_paragraphs_and_files_keep_them_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "reason"),
+    ("form", "line", "reason"),
     [
-        ('{"text": "cut', "no JSON: Unterminated string"),
-        ('{"other": "x"}', "the record has no key 'text'"),
-        ('{"text": 5}', "the value is int, not text"),
-        ('["text"]', "the record is list, not an object"),
-        ('{"text": "\\ud800"}', "the text is no Unicode"),
+        ("plain", '{"text": "cut', "no JSON: Unterminated string"),
+        ("plain", '{"other": "x"}', "the record has no key 'text'"),
+        ("plain", '{"text": 5}', "the value is int, not text"),
+        ("plain", '["text"]', "the record is list, not an object"),
+        ("plain", '{"text": "\\ud800"}', "the text is no Unicode"),
+        ("gz", '{"text": 5}', "the value is int, not text"),
+        ("dealt", '{"text": 5}', "the value is int, not text"),
+        ("runs", '{"text": "\\ud800"}', "the text is no Unicode"),
     ],
 )
-@pytest.mark.parametrize("form", ["plain", "gz", "dealt", "runs"])
-def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, line, reason, form):
+def test_a_bad_line_is_named_with_its_file_and_number(tmp_path, form, line, reason):
     good = [json.dumps({"text": text}) for text in corpus_texts()[:300]]
     lines = [*good[:200], "", line, *good[200:]]  # an empty line is passed over, and counted
     source = tmp_path / ("in.jsonl.gz" if form == "gz" else "in.jsonl")
