@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,23 +19,20 @@ from megatron.training.compat import global_vars
 from megatron.training.compat.arguments import resolve_args
 from megatron.training.config.run import RunConfig
 from megatron.training.runtime.flat_namespace import legacy_namespace
+from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.state import TrainState
 from tests.unit.arguments.commands import argv, run_of
+from tests.unit.small_run import small_run
 
 
-@dataclass
-class FakeRuntime:
-    """What `legacy_namespace` reads of a Runtime."""
-
-    config: RunConfig
-    state: TrainState = field(default_factory=TrainState)
-    padded_vocab_size: int = 128
-    train_iters: int = 10
-    tokenizer: Any = field(default_factory=lambda: SimpleNamespace(vocab_size=100))
+def run_with_tokenizer(config: RunConfig, **settings: Any) -> Runtime:
+    """A run of 10 iterations whose tokenizer has 100 tokens, padded to 128."""
+    tokenizer = SimpleNamespace(vocab_size=100)
+    return small_run(config, **{"padded_vocab_size": 128, "tokenizer": tokenizer, **settings})
 
 
 def namespace(words: str = "", **settings: Any) -> Any:
-    return legacy_namespace(FakeRuntime(run_of(words), **settings))  # type: ignore[arg-type]
+    return legacy_namespace(run_with_tokenizer(run_of(words), **settings))
 
 
 def test_derived_values_are_there_under_the_reference_names() -> None:
@@ -94,8 +90,8 @@ def test_a_copy_may_be_written(make: Any) -> None:
 
 
 def test_get_args_is_one_object_whose_counters_are_current() -> None:
-    run = FakeRuntime(run_of(""), train_iters=0, padded_vocab_size=0)
-    global_vars.set_run(run)  # type: ignore[arg-type]
+    run = run_with_tokenizer(run_of(""), train_iters=0, padded_vocab_size=0)
+    global_vars.set_run(run)
     try:
         args = global_vars.get_args()
         assert (args.iteration, args.padded_vocab_size, args.train_iters) == (0, None, 10)
@@ -103,8 +99,8 @@ def test_get_args_is_one_object_whose_counters_are_current() -> None:
         assert global_vars.get_args() is args
         assert (args.iteration, args.curr_iteration) == (5, 5)
         assert (args.padded_vocab_size, args.train_iters) == (128, 12)
-        other = FakeRuntime(run_of("--seed 5"))
-        global_vars.set_run(other)  # type: ignore[arg-type]
+        other = run_with_tokenizer(run_of("--seed 5"))
+        global_vars.set_run(other)
         assert global_vars.get_args().seed == 5
     finally:
         global_vars.set_run(None)
@@ -117,8 +113,8 @@ def test_the_padded_size_remembers_the_true_one_unless_padding_enters_the_loss()
 
 def test_a_users_flags_are_in_the_namespace() -> None:
     args = parse_args(lambda p: p.add_argument("--mine", type=int) and p, argv=argv("--mine 3"))
-    runtime = FakeRuntime(resolve(args, 1))
-    assert legacy_namespace(runtime).mine == 3  # type: ignore[arg-type]
+    runtime = run_with_tokenizer(resolve(args, 1))
+    assert legacy_namespace(runtime).mine == 3
 
 
 @pytest.mark.feature("Scripts: get_args(), args_defaults and extra_args_provider of Megatron-LM")

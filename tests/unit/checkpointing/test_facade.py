@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +11,7 @@ from megatron.core.config.errors import CheckpointError
 from megatron.training import checkpointing
 from megatron.training.compat import global_vars
 from megatron.training.runtime.state import TrainState
+from tests.unit.arguments.commands import run_of
 from tests.unit.checkpointing.tiny_run import (
     advance,
     assert_equal,
@@ -19,17 +19,14 @@ from tests.unit.checkpointing.tiny_run import (
     options,
     values,
 )
+from tests.unit.small_run import small_run
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A run that goes on, as far as the facade asks."""
-    monkeypatch.setattr(
-        "megatron.training.compat.checkpointing.write_config",
-        lambda config, path: Path(path).write_text("{}"),
-    )
-    run = SimpleNamespace(
-        config=SimpleNamespace(checkpoint=options(tmp_path), asked={"num_layers": 3}),
+def run(tmp_path):
+    """A run that goes on."""
+    run = small_run(
+        replace(run_of(), checkpoint=options(tmp_path), asked={"num_layers": 3}),
         groups=make_parts().groups,
         state=TrainState(iteration=1, consumed_train_samples=24),
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from megatron.training.startup_log import (
 )
 from tests.unit.arguments.commands import run_of
 from tests.unit.callbacks.helpers import fake_run
+from tests.unit.small_run import small_run
 
 
 def test_arguments_stand_in_alphabetical_order_with_dots_to_column_48(
@@ -70,7 +69,7 @@ def test_each_exchange_of_a_divided_sequence_names_what_computes_it(
 ) -> None:
     words = "--context-parallel-size 2 --cp-comm-type p2p a2a allgather p2p --attention-dropout 0"
     config = run_of(words + " --seq-length 128", world_size=2)
-    print_attention_backends(SimpleNamespace(config=config))  # type: ignore[arg-type]
+    print_attention_backends(small_run(config))
     tables = capsys.readouterr().out.split("attention backends with ")[1:]
     chosen = {
         table.split(":")[0]: [line.split()[0] for line in table.splitlines() if "chosen" in line]
@@ -90,7 +89,7 @@ def test_what_is_fused_and_what_is_missing_for_it_is_told(
     flags = "--no-rope-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion"
     flags += " --no-bias-dropout-fusion --bf16"
     config = run_of(f"--swiglu --position-embedding-type rope {flags}")
-    run: Any = SimpleNamespace(config=config)
+    run = small_run(config)
     print_fused_operations(run)
     print_fused_operations(run)
     monkeypatch.setattr(device, "launches_kernels", lambda where: True)
