@@ -16,6 +16,7 @@ from megatron.core.config.errors import OutOfMemory
 from megatron.training.memory import report
 from megatron.training.memory.breakdown import LOGITS, owners
 from megatron.training.memory.warmup import make_optimizer_state
+from megatron.training.runtime.phases import in_phase
 from tests.functional.runs import TINY, refusal
 from tests.ranks import run_ranks
 from tests.unit.callbacks.helpers import fake_run
@@ -102,7 +103,7 @@ def test_state_of_an_optimizer_that_does_not_fit_is_called_so() -> None:
     with pytest.raises(MemoryError) as found:
         make_optimizer_state(run)
     head, *_ = report._circumstances(run, found.value)
-    assert "making the state of the optimizer: an allocation failed" in head
+    assert "allocating the optimizer state: an allocation failed" in head
 
 
 def test_other_errors_pass_through() -> None:
@@ -113,3 +114,24 @@ def test_other_errors_pass_through() -> None:
     with pytest.raises(OutOfMemory) as found, report.report_oom(run):
         raise told
     assert found.value is told
+
+
+def test_the_phase_of_a_failure_is_the_innermost_that_has_begun() -> None:
+    run = run_with_one_layer()
+
+    @in_phase("gradient reduction")
+    def inner(run: Any, fails: bool) -> None:
+        assert run.phase == "gradient reduction"
+        if fails:
+            raise MemoryError
+
+    @in_phase("forward and backward passes")
+    def outer(run: Any, fails: bool) -> None:
+        inner(run, fails)
+        assert run.phase == "forward and backward passes"
+
+    outer(run, False)
+    assert run.phase == "start-up"
+    with pytest.raises(MemoryError) as found:
+        outer(run, True)
+    assert "in step 1, gradient reduction: " in next(report._circumstances(run, found.value))

@@ -164,7 +164,10 @@ class Executor:
         """The next instruction."""
         if isinstance(instruction, TransferBatch):
             self.mailbox.post(instruction)
-        elif instruction.kind == "forward":
+            return
+        if self.task.hooks.pass_func is not None:
+            self.task.hooks.pass_func(instruction.kind)
+        if instruction.kind == "forward":
             self._forward(instruction)
         elif instruction.kind == "backward":
             self._backward(instruction)

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+PassKind = Literal["forward", "backward", "weight"]
+
 
 class Work(NamedTuple):
     """A pass of one micro-batch through one chunk.
@@ -19,7 +21,7 @@ class Work(NamedTuple):
     "weight" for the same micro-batch and chunk.
     """
 
-    kind: Literal["forward", "backward", "weight"]
+    kind: PassKind
     microbatch: int  # 0 .. num_microbatches - 1
     chunk: int  # which of this rank's model chunks
 

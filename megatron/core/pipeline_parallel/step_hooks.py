@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.core.diagnostics.timers import Timers, timed
+from megatron.core.pipeline_parallel.plan import PassKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class StepHooks:
     first_microbatch_func: Callable[[], None] | None = None
     # Sees every loss before backward, with the number of its micro-batch.
     loss_check_func: Callable[[Tensor, int], None] | None = None
+    # Told the kind of each pass of a micro-batch before it begins.
+    pass_func: Callable[[PassKind], None] | None = None
     timers: Timers | None = None
     # Whether timers of level 1 wait for the other ranks before they start.
     barrier_with_level_1_timers: bool = True

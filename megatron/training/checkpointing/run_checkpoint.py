@@ -35,9 +35,11 @@ from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.estimates.model_layers import layers_of_stages
 from megatron.training.process.rank_print import print_rank_0
 from megatron.training.runtime.flat_namespace import legacy_namespace
+from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import CheckpointEvent, Runtime
 
 
+@in_phase("loading a checkpoint")
 def load(run: Runtime) -> None:
     """Fill model, optimizer, scheduler, random states and counters.  Collective.
 
@@ -98,6 +100,7 @@ def save(run: Runtime, *, is_last: bool = False, is_transient: bool = False) -> 
         _report(run, saved, CheckpointEvent(kind="saved", iteration=iteration, stall_s=stall_s))
 
 
+@in_phase("saving a checkpoint")
 def _save(
     run: Runtime, config: CheckpointConfig, in_background: bool, is_local: bool
 ) -> SaveResult | None:

@@ -25,6 +25,7 @@ from megatron.training.config.data import DataConfig
 from megatron.training.data.prefetch import ReadAhead
 from megatron.training.models.registry import implementation_of
 from megatron.training.process.rank_print import print_rank_0
+from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import Runtime
 
 Provider = Callable[[Sequence[int | None]], tuple[Any, Any, Any]]
@@ -63,6 +64,7 @@ def train_valid_test_num_samples(run: Runtime) -> tuple[int | None, int | None, 
     return train, valid, validation.eval_iters * batch
 
 
+@in_phase("building the data")
 def build_data(run: Runtime, provider: Provider) -> None:
     """Fill the iterators of ``run``.
 

@@ -29,21 +29,6 @@ _SHOWN = 10
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
 _ASKED = re.compile(r"(?:[Tt]ried|Unable) to allocate ([\d.]+) (\w+)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": _GIB, "TiB": 2**40}
-_PHASES = {  # by the function that runs, the innermost counts
-    "build_model_chunks": "building the model",
-    "build_optimizer": "building the optimizer",
-    "load": "loading a checkpoint",
-    "build_data": "building the data",
-    "make_optimizer_state": "making the state of the optimizer",
-    "train_step": "training",
-    "forward_step": "forward pass",
-    "backward_step": "backward pass",
-    "_finalize": "reduction of the gradients",
-    "_update": "update of the parameters",
-    "evaluate": "evaluation",
-    "rehearse": "rehearsal",
-    "_save": "saving a checkpoint",
-}
 
 
 @contextlib.contextmanager
@@ -79,13 +64,11 @@ def asked_bytes(error: BaseException) -> int | None:
 def _circumstances(run: Runtime, error: BaseException) -> Iterator[str]:
     asked = asked_bytes(error)
     size = "an allocation" if asked is None else f"an allocation of {asked / _GIB:.3f} GiB"
-    frames = list(_frames(error.__traceback__))
-    phases = [_PHASES[name] for _, name in frames if name in _PHASES]
-    phase = phases[-1] if phases else "start-up"
     yield (
-        f"rank {rank()} is out of memory in step {run.state.iteration + 1}, {phase}: {size} failed"
+        f"rank {rank()} is out of memory in step {run.state.iteration + 1}, {run.phase}: {size} "
+        "failed"
     )
-    own = [place for place, name in frames if "megatron" in place]
+    own = [place for place in _places(error.__traceback__) if "megatron" in place]
     if own:
         yield f"  at {own[-1]}"
     stats, total = device.memory_stats(), _memory()
@@ -98,12 +81,10 @@ def _circumstances(run: Runtime, error: BaseException) -> Iterator[str]:
     )
 
 
-def _frames(trace: TracebackType | None) -> Iterator[tuple[str, str]]:
-    """Place and name of each function that was running, the innermost last."""
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        yield f"{os.path.relpath(code.co_filename)}:{trace.tb_lineno} {code.co_name}", code.co_name
-        trace = trace.tb_next
+def _places(trace: TracebackType | None) -> Iterator[str]:
+    """File, line and name of each function that was running, the innermost last."""
+    for frame, line in traceback.walk_tb(trace):
+        yield f"{os.path.relpath(frame.f_code.co_filename)}:{line} {frame.f_code.co_name}"
 
 
 def _largest(held: list[Owner]) -> Iterator[str]:

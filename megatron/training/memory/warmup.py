@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.training.checkpointing.rng_state import rng_state, set_rng_state
 from megatron.training.data.prefetch import ReadAhead
 from megatron.training.process.rank_print import print_rank_0, ranks_here
+from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.step.train_step import forward_backward
 
@@ -28,12 +29,14 @@ _GIB = 2**30
 _ROUNDS = 4  # of micro-batches through a pipeline, after which a step only repeats itself
 
 
+@in_phase("allocating the optimizer state")
 def make_optimizer_state(run: Runtime) -> None:
     """As zeros, which the first update would make: from now on it is counted."""
     for _ in run.optimizer.named_state():
         pass
 
 
+@in_phase("rehearsal")
 def rehearse(run: Runtime) -> None:
     """Send the largest step's micro-batches, and an evaluation's, through the model.
 

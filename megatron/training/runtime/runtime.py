@@ -199,6 +199,7 @@ class Runtime:
     save_plan: SavePlan | None = None  # with --ckpt-assume-constant-structure
     failed_saves: int = 0  # in a row
     train_iters: int = 0  # derived from --train-samples where that is given
+    phase: str = "start-up"  # what the run is doing: the report of a failed allocation says it
 
     @property
     def placement(self) -> Placement:

@@ -30,6 +30,7 @@ from megatron.training.estimates.loss_chunks import chunk_line, resolve_loss_chu
 from megatron.training.estimates.pipeline_split import resolve_pipeline_split
 from megatron.training.models.registry import build_model_stage
 from megatron.training.process.rank_print import print_rank_0, ranks_here
+from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.schedule import build_scheduler
 from megatron.training.tokenizer import (
@@ -79,6 +80,7 @@ def _least_of_all(number: int) -> int:
     return int(least)
 
 
+@in_phase("building the model")
 def build_model_chunks(run: Runtime, model_provider: ModelProvider, *, wrap: bool = True) -> None:
     """Fill ``run.model_chunks``: built on the device, initialised, in the run's precision.
 
@@ -184,6 +186,7 @@ def _sums_gradients(run: Runtime) -> bool:
     )
 
 
+@in_phase("building the optimizer")
 def build_optimizer(
     run: Runtime,
     *,

@@ -14,6 +14,7 @@ import torch
 from megatron.core.diagnostics.fault_injection import fault_point
 from megatron.training.data.loaders import agree_on, chunk_iterators
 from megatron.training.process.rank_print import print_rank_0
+from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import EvalResult, Runtime
 from megatron.training.runtime.stop_requests import reason_to_hurry
 from megatron.training.step.train_step import forward_backward, reduce_losses, sum_losses
@@ -37,6 +38,7 @@ def evaluate_all(run: Runtime, *, is_final: bool = False) -> list[EvalResult]:
     return [result for result in results if result is not None]
 
 
+@in_phase("evaluation")
 def evaluate(
     run: Runtime,
     loader: Loader | None,

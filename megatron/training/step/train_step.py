@@ -21,6 +21,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.non_finite import FiniteLosses, naming_step
 from megatron.core.optimizer.clip_grads import calc_params_l2_norm
 from megatron.core.params.param_info import local_part
+from megatron.core.pipeline_parallel.plan import PassKind
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.tensor_parallel.quantized_linear import update_amax_histories
@@ -28,6 +29,7 @@ from megatron.core.transformer.moe.expert_bias import update_expert_biases
 from megatron.training.checkpointing.checkpoint_tensors import RunParts
 from megatron.training.data.prefetch import read_ahead
 from megatron.training.estimates.flops import tokens_of_a_sample
+from megatron.training.runtime.phases import in_phase
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.state import StepResult
 from megatron.training.step.aux_loss_logging import added_losses
@@ -42,6 +44,7 @@ def train_step(run: Runtime) -> StepResult:
     A step of --iterations-to-skip takes its data and does nothing with it.  Raises NonFiniteError
     when a loss or gradient is not finite and the run checks for it.
     """
+    run.phase = "training"
     config = run.config
     iteration = run.state.iteration + 1
     fault_point("step.before", step=iteration)
@@ -126,6 +129,7 @@ def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
     return losses
 
 
+@in_phase("parameter update")
 def _update(run: Runtime) -> tuple[bool, float | None, int | None]:
     """Whether the parameters were updated, the gradient norm, how many gradients are zero."""
     if run.pending_save is not None:
@@ -157,6 +161,7 @@ def _scaled_loss(run: Runtime, loss: Tensor) -> Tensor:
     return scaled
 
 
+@in_phase("forward and backward passes")
 def forward_backward(
     run: Runtime,
     data_iterator: object,
@@ -172,6 +177,7 @@ def forward_backward(
         grad_scale_func=partial(_scaled_loss, run) if run.optimizer is not None else None,
         finalize_model_grads_func=partial(_finalize, run, check),
         loss_check_func=check,
+        pass_func=partial(_begin_pass, run),
         timers=None if forward_only else run.timers,  # evaluation is no part of training time
         barrier_with_level_1_timers=run.config.optimizer.barrier_with_L1_time,
     )
@@ -191,6 +197,11 @@ def forward_backward(
     )
 
 
+def _begin_pass(run: Runtime, kind: PassKind) -> None:
+    run.phase = f"{kind} pass"
+
+
+@in_phase("gradient reduction")
 def _finalize(
     run: Runtime,
     check: FiniteLosses | None,

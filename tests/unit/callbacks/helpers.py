@@ -38,6 +38,7 @@ def fake_run(flags: str = "", **changes: Any) -> Any:
     config = run_config(flags)
     group = OneRankGroup()
     fields: dict[str, Any] = {
+        "phase": "start-up",
         "config": config,
         "state": TrainState(),
         "timers": Timers(config.logging.timing_log_level, config.logging.timing_log_option),
