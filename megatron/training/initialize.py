@@ -37,9 +37,9 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.pipeline_parallel.schedules import graphs_of
 from megatron.core.tensor_parallel.random import model_parallel_seed
 from megatron.training import plan
+from megatron.training.arguments.flag_requirements import without_effect_on_a_cpu
 from megatron.training.arguments.parser import apply_defaults, parse_args
-from megatron.training.arguments.sections import SECTIONS, flags_and_defaults
-from megatron.training.arguments.without_effect import without_effect_on_a_cpu
+from megatron.training.arguments.sections import SECTIONS
 from megatron.training.callbacks.user import callback_problems
 from megatron.training.checkpointing.checkpoint_args import apply_checkpoint_args
 from megatron.training.compat import global_vars
@@ -166,7 +166,7 @@ def connect(config: RunConfig) -> None:
         raise ConfigError(str(error)) from None
     if not device.is_cuda():
         if config.distributed.device == "auto":
-            for warning in without_effect_on_a_cpu(flags_and_defaults(), config.asked):
+            for warning in without_effect_on_a_cpu(config.asked):
                 print_rank_0(f"WARNING: {warning}")
         if config.model.params_dtype == torch.bfloat16 and not cpu_tuning.multiplies_bf16():
             print_rank_0(

@@ -37,11 +37,11 @@ from megatron.training.arguments.checks import (
     sharding,
 )
 from megatron.training.arguments.derive import DERIVATIONS
+from megatron.training.arguments.flag_requirements import without_effect
 from megatron.training.arguments.options import namespace_default, read_config
 from megatron.training.arguments.parser import PARSE_WARNINGS
 from megatron.training.arguments.sections import ALL_CLASSES, SECTIONS, flags_and_defaults
 from megatron.training.arguments.value_rules import has_excessive_number, out_of_range
-from megatron.training.arguments.without_effect import without_effect
 from megatron.training.config.run import RunConfig
 
 Check = Callable[[RunConfig], Iterator[str]]
@@ -134,7 +134,7 @@ def resolve(
     ns.world_size = world_size
     for derive in DERIVATIONS:
         warnings.extend(derive(ns) or ())
-    warnings.extend(without_effect(ns, flags_and_defaults(), given))
+    warnings.extend(without_effect(ns, given))
     known = flags_and_defaults().keys() | _LAUNCH
     if extra is None:
         extra = {dest: value for dest, value in given.items() if dest not in known}

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron.core.config.errors import ConfigError
+from megatron.training.arguments.flag_requirements import NEEDS
 from megatron.training.arguments.parser import build_parser, parse_args
 from megatron.training.arguments.resolve import CHECKS, resolve
 from megatron.training.arguments.sections import flags_and_defaults, options_by_dest
-from megatron.training.arguments.without_effect import NEEDS
 from tests.unit.arguments.commands import argv, problems_of, run_of
 
 Case = tuple[str, int, tuple[str, ...], str]  # words, world size, flags left out, the sentence

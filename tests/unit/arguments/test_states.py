@@ -31,7 +31,7 @@ DECLARATIONS = (
     "megatron/core/distributed/distributed_data_parallel_config.py",
     "megatron/training/config/",
     "megatron/training/arguments/checks/",
-    "megatron/training/arguments/without_effect.py",
+    "megatron/training/arguments/flag_requirements.py",
     "megatron/training/compat/arguments.py",
 )
 
