@@ -1,1 +1,1 @@
-"""Token files, samples, blends and samplers."""
+"""Token files, training samples, blends of datasets and samplers."""

@@ -1,7 +1,7 @@
-"""Samples of BERT: one or two runs of sentences, some tokens hidden, the order perhaps reversed.
+"""BERT samples: one or two segments of sentences, masked, with segment order as a second target.
 
-``s`` is the sequence length.  [CLS] A [SEP] B [SEP] and padding; without the binary head there
-is no B.
+A sample is [CLS] A [SEP] B [SEP] and padding, up to the sequence length ``s``; without the
+classification (binary) head there is no B.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from megatron.core.datasets.masked_dataset import (
 from megatron.core.datasets.masking import choose_spans, positions_of
 from megatron.core.datasets.megatron_dataset import Sample
 
-_BECOMES_MASK, _BECOMES_RANDOM = 0.8, 0.1  # shares of the hidden tokens; the rest stays as it is
+_BECOMES_MASK, _BECOMES_RANDOM = 0.8, 0.1  # shares of masked tokens; the rest is unchanged
 
 
 @dataclass(kw_only=True)
 class BERTMaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
-    """The same, and whether samples are pairs."""
+    """Settings of a masked dataset, and whether samples are pairs of segments."""
 
-    classification_head: bool  # A and B, which the model tells apart from B and A
+    classification_head: bool  # samples are pairs; the model predicts their order
 
 
 class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
-    """Samples as dictionaries of arrays, all i64 [s] but for two numbers.
+    """BERT samples as dictionaries of arrays i64 [s], except two scalars.
 
-    text; types (0 for A, 1 for B); labels (-1 where nothing is predicted); loss_mask (1 where a
-    token is predicted); padding_mask (1 for tokens, 0 for padding); is_random (whether B comes
-    first; -1 in a sample without loss); truncated (whether text was cut off).
+    text; types (0 for the first segment, 1 for the second); labels (-1 where nothing is predicted);
+    loss_mask (1 where a token is predicted); padding_mask (1 for tokens, 0 for padding); is_random
+    (scalar: 1 if the segments are swapped, -1 in a sample without loss); truncated (scalar: 1 if
+    text was cut off).
     """
 
     config: BERTMaskedWordPieceDatasetConfig
@@ -41,12 +42,12 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
 
     @property
     def num_special_tokens(self) -> int:
-        """[CLS] and a [SEP] behind each part."""
+        """Number of special tokens in a sample: [CLS], and [SEP] after each segment."""
         return 3 if self.config.classification_head else 2
 
     @property
     def min_sentences(self) -> int:
-        """One for each part."""
+        """Minimum number of sentences in a sample: one for each segment."""
         return 2 if self.config.classification_head else 1
 
     @staticmethod
@@ -88,7 +89,10 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     def _joined(
         self, parts: list[tuple[np.ndarray, np.ndarray]]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens with [CLS] and [SEP], the sentence of each (-1 for those), and its part."""
+        """Return tokens with [CLS] and [SEP], and the sentence and segment of each token.
+
+        The sentence number of [CLS] and [SEP] is -1, which protects them from masking.
+        """
         if not self.config.classification_head:
             parts = parts[:1]
         cls, sep, none = (np.array([n]) for n in (self._ids["cls"], self._ids["sep"], -1))
@@ -102,7 +106,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     def _hide(
         self, tokens: np.ndarray, sentence: np.ndarray, random: np.random.Generator
     ) -> np.ndarray:
-        """Hide tokens in place; their labels, and -1 for all others: i64 [tokens]."""
+        """Mask tokens in place; return labels i64 [tokens], -1 where nothing is predicted."""
         words = self._words(tokens, sentence)
         budget = self._num_hidden(int((sentence >= 0).sum()))
         taken = bytearray(len(words.starts))
@@ -125,13 +129,16 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
 
 
 class MockBERTMaskedWordPieceDataset(CountingSentences, BERTMaskedWordPieceDataset):
-    """Made-up samples of BERT: in order A and B count upwards through both."""
+    """Synthetic BERT samples: token ids count upwards through both segments in original order."""
 
 
 def _shortened(
     parts: list[tuple[np.ndarray, np.ndarray]], excess: int, random: np.random.Generator
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Cut ``excess`` tokens off, from the longer part first, from both ends of it by chance."""
+    """Remove ``excess`` tokens, first from the longer segment until both have the same length.
+
+    Each segment loses tokens at both ends, in random proportion.
+    """
     if excess <= 0:
         return parts
     a, b = (len(text) for text, _ in parts)

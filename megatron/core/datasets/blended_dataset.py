@@ -1,4 +1,4 @@
-"""Several datasets drawn from in proportion to weights, always the one furthest behind."""
+"""Blend several datasets in proportion to weights, always sampling the largest deficit next."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PIECE = 1 << 20
 
 
 class Oversampled(DataError):
-    """A blend takes more from a dataset than it has; ``wanted`` samples from each would do."""
+    """A blend needs more samples than a dataset has; ``wanted``: number needed per dataset."""
 
     def __init__(self, message: str, wanted: list[int]) -> None:
         super().__init__(message)
@@ -37,10 +37,11 @@ class Oversampled(DataError):
 
 
 class BlendedDataset(torch.utils.data.Dataset[Sample]):
-    """``size`` samples by ``weights``; without size, every sample of every dataset once.
+    """``size`` samples taken from ``datasets`` in proportion to ``weights``.
 
-    Without size the weights are the numbers of samples.  Items carry ``dataset_id``.
-    Oversampled, a DataError, if a dataset would have to give more samples than it has.
+    If ``size`` is None, ``weights`` are the dataset lengths and every sample is taken once.  Items
+    have an added key ``dataset_id``.  Raises Oversampled (a DataError) if a dataset has fewer
+    samples than the blend takes from it.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class BlendedDataset(torch.utils.data.Dataset[Sample]):
 
     def _check_supply(self) -> None:
         taken = np.zeros(len(self.datasets), np.int64)
-        for at in range(0, len(self), _PIECE):  # bincount copies what it counts
+        for at in range(0, len(self), _PIECE):  # in chunks: bincount copies its input
             part = self.dataset_index[at : at + _PIECE]
             taken += np.bincount(part, minlength=len(self.datasets))
         for dataset, wanted in zip(self.datasets, taken.tolist(), strict=True):
@@ -106,7 +107,7 @@ class BlendedDataset(torch.utils.data.Dataset[Sample]):
             )
 
     def _load_or_build(self) -> Sequence[np.ndarray]:
-        """From the cache if --data-cache-path names one.  No collective."""
+        """Load both index arrays from --data-cache-path, or build them.  No collective."""
         directory = self.config.path_to_cache
         if directory is None:
             return self._build()
@@ -156,7 +157,7 @@ _ARRAYS = ("dataset_index", "dataset_sample_index")
 def _counts_upwards(
     dataset_index: np.ndarray, dataset_sample_index: np.ndarray, num_datasets: int
 ) -> bool:
-    """Whether the samples taken from each dataset are 0, 1, 2, ... in this order."""
+    """Return whether the sample numbers taken from each dataset are 0, 1, 2, ... in this order."""
     taken = np.zeros(num_datasets, np.int64)
     for at in range(0, len(dataset_index), _PIECE):
         datasets = dataset_index[at : at + _PIECE]
@@ -164,7 +165,7 @@ def _counts_upwards(
             return False
         order = np.argsort(datasets, kind="stable")
         counts = np.bincount(datasets, minlength=num_datasets)
-        firsts = np.cumsum(counts) - counts  # of each dataset, within the order
+        firsts = np.cumsum(counts) - counts  # where each dataset begins in `order`
         wanted = np.arange(len(order)) + np.repeat(taken - firsts, counts)
         if (dataset_sample_index[at : at + _PIECE][order] != wanted).any():
             return False

@@ -1,7 +1,7 @@
-"""From a config to the train, validation and test set: splits, blends, sizes.
+"""Build the training, validation and test datasets that a config describes.
 
-Nothing here is a collective.  Ranks that build read the same files and get the same samples; where
-index arrays are missing one process makes them and the others wait for the files.
+No function uses a collective.  Every rank that builds reads the same files and gets the same
+samples.  If index arrays are missing, one process builds them and the others wait for the files.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megatron.core.datasets.utils import Blend, Split, normalize
 
 logger = logging.getLogger(__name__)
 
-Sizes = Sequence[int | None]  # samples of train, valid and test
-_MOST_SEQUENCES = np.iinfo(np.int32).max  # index files name sequences in 32 bits
+Sizes = Sequence[int | None]  # numbers of samples for train, valid and test
+_MOST_SEQUENCES = np.iinfo(np.int32).max  # index files store sequence numbers as int32
 
 TopLevelDataset = MegatronDataset | BlendedDataset | list[MegatronDataset] | None
 
 
 class BlendedMegatronDatasetBuilder:
-    """Builds datasets of class ``cls`` with at least ``sizes`` samples.
+    """Builder of the three datasets of class ``cls``, with at least ``sizes`` samples each.
 
-    A size of None is one pass over the data, 0 no dataset.  Where ``is_built_on_rank()`` is False
-    all three are None.
+    A size of None requests one pass over the data, 0 requests no dataset.  On ranks where
+    ``is_built_on_rank()`` is False, ``build`` returns None for all three.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class BlendedMegatronDatasetBuilder:
             self.sizes[Split.valid.value] = None
 
     def build(self) -> list[TopLevelDataset]:
-        """[train, valid, test], each a dataset, a BlendedDataset, or None.
+        """Return [train, valid, test]; each is a dataset, a BlendedDataset or None.
 
-        With ``multiple_validation_sets`` valid is a list of datasets.  DataError if a split that
-        is asked for is empty, or a file is missing or damaged.
+        With ``multiple_validation_sets``, valid is a list of datasets.  Raises DataError if a
+        requested split is empty, or a file is missing or damaged.  Not a collective.
         """
         if not self.is_built_on_rank():
             return [None] * len(Split)
@@ -99,12 +99,16 @@ class BlendedMegatronDatasetBuilder:
         ]
 
     def _as_asked(self, split: int, dataset: MegatronDataset | None) -> TopLevelDataset:
-        """The dataset, or a list of it where validation sets stay apart."""
+        """Return the dataset, in a list if it is a validation set and these are kept separate."""
         is_list = self.config.multiple_validation_sets and split == Split.valid.value
         return [dataset] if is_list and dataset is not None else dataset
 
     def _sizes_of(self, weight: float, asked: Sizes) -> list[int | None]:
-        """Samples of one dataset of a blend; the surplus is for the greedy order of blending."""
+        """Return the samples to build, per split, for a dataset with this blend weight.
+
+        The surplus is needed because the greedy order of ``BlendedDataset`` may take slightly more
+        samples from a dataset than its weight times the total.
+        """
         if None in asked:
             raise ConfigError(
                 "--full-validation reads every data set once and cannot apply blend weights: give "
@@ -125,7 +129,8 @@ class BlendedMegatronDatasetBuilder:
             try:
                 return BlendedDataset(datasets, weights, total, self.config)
             except Oversampled as short:
-                # Rounding of many small shares: the surplus was not enough, the need is known now.
+                # The surplus was too small for the rounding of many small weights.  The
+                # error holds the exact numbers: build those and blend again.
                 grown = [_grow(d, n) for d, n in zip(datasets, short.wanted, strict=True)]
                 return BlendedDataset(grown, weights, total, self.config)
         counts = [len(dataset) for dataset in datasets]
@@ -143,7 +148,7 @@ class BlendedMegatronDatasetBuilder:
     def _build_prefixes(
         self, prefixes: list[str], split: SplitMatrix, sizes: Sequence[Sizes]
     ) -> list[list[MegatronDataset | None]]:
-        """Every dataset of a blend, several at a time with --num-dataset-builder-threads."""
+        """Build every dataset of a blend, in --num-dataset-builder-threads threads."""
         threads = self.config.num_dataset_builder_threads
         if threads <= 1 or len(prefixes) == 1:
             return [self._build_prefix(p, split, s) for p, s in zip(prefixes, sizes, strict=True)]
@@ -188,7 +193,7 @@ class BlendedMegatronDatasetBuilder:
 
 
 def _grow(dataset: MegatronDataset, num_samples: int) -> MegatronDataset:
-    """The same dataset with at least ``num_samples`` samples."""
+    """Return the dataset, rebuilt if it has fewer than ``num_samples`` samples."""
     if num_samples <= len(dataset):
         return dataset
     return type(dataset)(

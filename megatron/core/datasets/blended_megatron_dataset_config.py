@@ -1,4 +1,4 @@
-"""What every dataset is built from: sources, splits, blends, caches."""
+"""Base config of every dataset: data paths, splits, blends and caches."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from megatron.core.config.parse import unquoted
 from megatron.core.datasets.utils import Blend, Split, normalize
 from megatron.core.lazy import lazy_exports
 
-# Scripts look for it here as well; its module imports this one.
+# Scripts also import GPTDatasetConfig from this module.  Lazy: its module imports this one.
 __getattr__ = lazy_exports(__name__, {"GPTDatasetConfig": "megatron.core.datasets.gpt_dataset"})
 
-# per split: which fractions of the data it takes, None where it takes none
+# per split: (begin, end) as fractions of the data, or None if the split gets no data
 SplitMatrix = list[tuple[float, float] | None]
 
 
 @dataclass(kw_only=True)
 class BlendedMegatronDatasetConfig:
-    """Read only after construction, though not frozen: plain dataclasses of users derive from it.
+    """Config of data sources and sample length; never changed after construction.
 
-    Either ``blend`` with ``split``, or ``blend_per_split`` (train, valid, test), or neither: then
-    data is made up (``mock``).
+    Not frozen, because users derive plain dataclasses from it.  Give ``blend`` and ``split``, or
+    ``blend_per_split`` (train, valid, test); with neither, data is synthetic (``mock``).
     """
 
     random_seed: int
     sequence_length: int  # tokens in a sample
     blend: Blend | None = None
     blend_per_split: list[Blend | None] | None = None
-    multiple_validation_sets: bool | None = None  # the validation sets stay apart
-    full_validation: bool | None = None  # one whole pass over the validation data
+    multiple_validation_sets: bool | None = None  # evaluate each validation set separately
+    full_validation: bool | None = None  # one complete pass over the validation data
     split: str | None = None  # weights of train, valid and test: "969, 30, 1"
     split_matrix: SplitMatrix | None = field(init=False, default=None)
     num_dataset_builder_threads: int = 1
     path_to_cache: str | None = None
     mmap_bin_files: bool = True
-    object_storage_cache_path: str | None = None  # a local directory for remote .idx files
+    object_storage_cache_path: str | None = None  # local directory for remote .idx files
     mock: bool = field(init=False, default=False)
     tokenizer: Any = None
-    mid_level_dataset_surplus: float = 0.005  # each set of a blend offers this much more
-    verify_data: bool = False  # compare .bin with the checksums in .crc before its first read
+    mid_level_dataset_surplus: float = 0.005  # extra share of samples per blended dataset
+    verify_data: bool = False  # check .bin against the checksums in .crc
 
     def __post_init__(self) -> None:
         if self.blend_per_split is not None and any(self.blend_per_split):
@@ -105,7 +105,7 @@ def _check_blend(blend: Blend) -> None:
 
 
 def parse_and_normalize_split(split: str) -> list[float]:
-    """``"969, 30, 1"`` as three fractions that sum to 1; weights left out are 0."""
+    """Parse ``"969, 30, 1"`` into three fractions that sum to 1; missing weights are 0."""
     words = re.split(r"[,/\s]+", unquoted(split).strip(", /"))
     try:
         weights = [float(word) for word in words]
@@ -123,9 +123,10 @@ def parse_and_normalize_split(split: str) -> list[float]:
 def convert_split_vector_to_split_matrix(
     vector_a: list[float], vector_b: list[float] | None = None
 ) -> SplitMatrix:
-    """The range of the data that each split takes: [(0, 0.9), (0.9, 0.95), (0.95, 1)].
+    """Return the range of the data for each split, such as [(0, 0.9), (0.9, 0.95), (0.95, 1)].
 
-    With ``vector_b``, the part of it that lies in the range of ``vector_a`` as well.
+    With ``vector_b``, return for each split the overlap of its ranges under both vectors, or None
+    where they do not overlap.
     """
     ranges_a = _ranges(vector_a)
     ranges_b = _ranges(vector_b) if vector_b is not None else ranges_a
@@ -137,5 +138,5 @@ def convert_split_vector_to_split_matrix(
 
 
 def _ranges(vector: list[float]) -> list[tuple[float, float]]:
-    # The first bound stays the integer 0: it is written so in the descriptions of index caches.
+    # The first bound must stay the integer 0 (not 0.0): index cache descriptions contain it.
     return list(pairwise([0, *accumulate(vector)]))

@@ -33,25 +33,25 @@ _READ_BYTES = 16 * BLOCK_BYTES
 
 
 class BinReader(Protocol):
-    """Reads ``count`` values at byte ``offset`` of a .bin file."""
+    """Reader of ``count`` values at byte ``offset`` of a .bin file."""
 
     def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray: ...
 
 
 def get_crc_path(path_prefix: str) -> str:
-    """The checksum file of a path prefix."""
+    """Return the path of the checksum file of a path prefix."""
     return path_prefix + ".crc"
 
 
 class BlockCrcs:
-    """The CRC-32 of each block of a stream of bytes."""
+    """Running CRC-32 of each block of a byte stream."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._crcs = array("Q")
 
     def add(self, data: Bytes) -> None:
-        """Continue with ``data``."""
+        """Append ``data`` to the stream."""
         rest = memoryview(data).cast("B")
         while rest:
             in_block = self.num_bytes % BLOCK_BYTES
@@ -63,18 +63,18 @@ class BlockCrcs:
             rest = rest[len(part) :]
 
     def blocks(self) -> np.ndarray:
-        """u32[B]: the blocks so far; the last one may not be full."""
+        """Return u32[B], the CRC-32 of each block so far; the last block may be incomplete."""
         return np.array(self._crcs, "<u4")
 
     def checksum(self) -> int:
-        """One number for all bytes so far."""
+        """Return one checksum of all bytes so far: the CRC-32 of the block CRCs."""
         return zlib.crc32(self.blocks().tobytes())
 
 
 class ChecksummedFile(io.FileIO):
-    """A new file that computes the checksums of its bytes as they are written.
+    """A new file that computes the checksums of the bytes written to it.
 
-    Put an ``io.BufferedWriter`` on top: a CRC of each small write would cost more than the write.
+    Wrap it in an ``io.BufferedWriter``: a CRC of each small write would cost more than the write.
     """
 
     def __init__(self, path: str) -> None:
@@ -89,26 +89,26 @@ class ChecksummedFile(io.FileIO):
 
 @dataclass(frozen=True)
 class Checksums:
-    """The content of a .crc file."""
+    """Contents of a .crc file."""
 
     bin_bytes: int
     idx_bytes: int
     idx_checksum: int
-    blocks: np.ndarray  # u32[B], of .bin
+    blocks: np.ndarray  # u32[B], CRC-32 of each block of .bin
 
     @classmethod
     def of(cls, bin_crcs: BlockCrcs, idx_crcs: BlockCrcs) -> Checksums:
-        """The checksums of two files that were read or written completely."""
+        """Combine the checksums of two files that were read or written completely."""
         blocks, checksum = bin_crcs.blocks(), idx_crcs.checksum()
         return cls(bin_crcs.num_bytes, idx_crcs.num_bytes, checksum, blocks)
 
     @classmethod
     def of_files(cls, path_prefix: str) -> Checksums:
-        """Compute the checksums of a pair that another program wrote; reads both files."""
+        """Compute the checksums of a file pair without .crc; reads both files completely."""
         return cls.of(*(_crcs_of(path(path_prefix)) for path in (get_bin_path, get_idx_path)))
 
     def write(self, path_prefix: str) -> None:
-        """Write ``prefix.crc``, complete or not at all."""
+        """Write ``prefix.crc`` completely or not at all."""
         header = _HEADER.pack(BLOCK_BYTES, self.bin_bytes, self.idx_bytes, self.idx_checksum)
         content = header + self.blocks.astype("<u4").tobytes()
         start = _START.pack(_MAGIC, zlib.crc32(content))
@@ -116,7 +116,7 @@ class Checksums:
 
     @classmethod
     def read(cls, path_prefix: str) -> Checksums | None:
-        """The content of ``prefix.crc``; None if there is no such file, DataError if damaged."""
+        """Read ``prefix.crc``; return None if it is missing, raise DataError if it is damaged."""
         path = get_crc_path(path_prefix)
         try:
             with open(path, "rb") as file:
@@ -139,7 +139,7 @@ class Checksums:
         return cls(bin_bytes, idx_bytes, idx_checksum, blocks)
 
     def check_sizes(self, path_prefix: str, bin_bytes: int, idx_bytes: int) -> None:
-        """Raise DataError if the files have other sizes: the checksums are of other data."""
+        """Raise DataError if the sizes do not match: the checksums belong to other data."""
         if (bin_bytes, idx_bytes) != (self.bin_bytes, self.idx_bytes):
             raise DataError(
                 f"{get_crc_path(path_prefix)} was written for a .bin of {self.bin_bytes} bytes and "
@@ -149,24 +149,27 @@ class Checksums:
             )
 
     def check_index(self, path_prefix: str, idx: Bytes) -> None:
-        """Raise DataError unless ``idx`` (the bytes of .idx) has its checksum."""
+        """Raise DataError if the checksum of ``idx`` (the bytes of .idx) does not match."""
         crcs = BlockCrcs()
         crcs.add(idx)
         if crcs.checksum() != self.idx_checksum:
             raise damaged(path_prefix, get_idx_path(path_prefix))
 
     def wrong_blocks(self, first_block: int, data: Bytes) -> list[int]:
-        """The numbers of the blocks whose CRC is not that of ``data``, which starts at a block."""
+        """Return the numbers of the blocks in ``data`` whose CRC does not match.
+
+        ``data`` starts at block ``first_block``.
+        """
         crcs = BlockCrcs()
         crcs.add(data)
         found = crcs.blocks()
         known = self.blocks[first_block : first_block + len(found)]
-        found = found[: len(known)]  # a file that is too long is found by its size
+        found = found[: len(known)]  # check_sizes finds files that are too long
         return (first_block + np.flatnonzero(known != found)).tolist()
 
 
 class VerifyingReader:
-    """Verifies each block of .bin before its first read in this process (--verify-data)."""
+    """Reader that verifies each block of .bin before its first read in this process."""
 
     def __init__(self, reader: BinReader, path_prefix: str, checksums: Checksums) -> None:
         self._reader = reader
@@ -192,7 +195,7 @@ class VerifyingReader:
 
 
 def read_blocks(path: str) -> Iterator[tuple[int, bytes]]:
-    """The bytes of a file in pieces, each with the number of its first block."""
+    """Yield a file in pieces, each with the number of its first block."""
     with open(path, "rb", buffering=0) as file:
         block = 0
         while piece := _read_fully(file, _READ_BYTES):
@@ -201,7 +204,7 @@ def read_blocks(path: str) -> Iterator[tuple[int, bytes]]:
 
 
 def read_verified(path_prefix: str, checksums: Checksums | None) -> Iterator[bytes]:
-    """The bytes of .bin in pieces; DataError at a piece that does not have its checksums."""
+    """Yield the bytes of .bin in pieces; raise DataError at a block with a wrong checksum."""
     path = get_bin_path(path_prefix)
     for first_block, piece in read_blocks(path):
         if checksums is not None and (wrong := checksums.wrong_blocks(first_block, piece)):
@@ -212,7 +215,7 @@ def read_verified(path_prefix: str, checksums: Checksums | None) -> Iterator[byt
 
 
 def damaged(path_prefix: str, where: str) -> DataError:
-    """The error for bytes whose checksum is wrong; ``where`` names the file and the bytes."""
+    """Return the error for a wrong checksum; ``where`` names the file and the bytes."""
     crc_path = get_crc_path(path_prefix)
     message = f"{where}: the checksum in {crc_path} does not match"
     files = (get_bin_path(path_prefix), get_idx_path(path_prefix))

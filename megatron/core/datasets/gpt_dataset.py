@@ -1,7 +1,8 @@
-"""Documents cut into samples of fixed length for left-to-right models.
+"""Training samples for left-to-right models: documents concatenated and split at a fixed length.
 
-A sample is ``sequence_length`` tokens and, with the extra token, the label of the last one; it
-crosses document boundaries.  Which tokens it holds depends on data, seed and sample number alone.
+A sample is ``sequence_length`` input tokens and, with ``add_extra_token_to_sequence``, one more
+token as the label of the last.  A sample may cross document boundaries.  Its tokens depend only on
+the data, the seed and the sample number.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """How documents become samples, and what is told the model of document boundaries."""
+    """Settings of a GPT dataset: length of samples; masks and positions at document boundaries."""
 
-    reset_position_ids: bool | None = None  # positions restart after an end-of-document token
-    reset_attention_mask: bool | None = None  # tokens do not see earlier documents
-    eod_mask_loss: bool | None = None  # what follows an end-of-document token bears no loss
+    reset_position_ids: bool | None = None  # restart positions after an end-of-document token
+    reset_attention_mask: bool | None = None  # hide earlier documents from a token
+    eod_mask_loss: bool | None = None  # no loss where the input is an end-of-document token
     create_attention_mask: bool = True
     drop_last_partial_validation_sequence: bool = True
     add_extra_token_to_sequence: bool = True
@@ -49,11 +50,11 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
 
 class GPTDataset(MegatronDataset):
-    """Samples of one split of an indexed dataset as dictionaries of tensors.
+    """Samples of one split of an indexed dataset, as dictionaries of tensors.
 
-    tokens, labels i64 [s], loss_mask f32 [s], position_ids i64 [s], and attention_mask bool
-    [1, s, s] (True = hidden) if it is created.  ``dataset[None]`` is a sample without loss, for
-    filling up batches.
+    Keys: tokens, labels i64 [s]; loss_mask f32 [s]; position_ids i64 [s]; and, with
+    ``create_attention_mask``, attention_mask bool [1, s, s] (True = hidden).  ``dataset[None]`` is
+    a sample with a zero loss mask, which pads an incomplete batch.
     """
 
     config: GPTDatasetConfig
@@ -77,7 +78,7 @@ class GPTDataset(MegatronDataset):
             self._eod = tokenizer.eod
         self._vocab_size: int = tokenizer.vocab_size
         self._pad = self._loss_free_pad(tokenizer)
-        self._constant_masks = self._eod is None  # equal for all samples: made once
+        self._constant_masks = self._eod is None  # the same for every sample: built once
         self._masks: dict[str, torch.Tensor] = {}
         self._num_read = config.sequence_length + int(config.add_extra_token_to_sequence)
         indices = self._build_document_sample_shuffle_indices()
@@ -85,7 +86,10 @@ class GPTDataset(MegatronDataset):
 
     @staticmethod
     def _loss_free_pad(tokenizer: object) -> int | None:
-        """The padding id, whose prediction bears no loss; None if there is none of its own."""
+        """Return the padding token id, whose labels get no loss.
+
+        None if the tokenizer has no padding token, or uses the end-of-document token for it.
+        """
         pad = getattr(tokenizer, "pad", None)
         if pad is None or pad < 0 or pad == getattr(tokenizer, "eod", None):
             return None
@@ -93,7 +97,7 @@ class GPTDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
-        """Sequences, not documents: splits are made of sequences."""
+        """Return the number of sequences: --split divides sequences, not documents."""
         assert isinstance(low_level_dataset, IndexedDataset)
         return len(low_level_dataset)
 
@@ -152,10 +156,10 @@ class GPTDataset(MegatronDataset):
         return masks
 
     def _read_sample(self, idx: int) -> tuple[np.ndarray, int]:
-        """Token ids i64 [s (+ 1)] and how many of them are data; the rest is filled with 0."""
+        """Return token ids i64 [s (+ 1)], padded with 0, and the number of real tokens."""
         text, _ = self._query_document_sample_shuffle_indices(idx)
         num_real = len(text)
-        # one comparison finds ids above the vocabulary and, as large unsigned numbers, below 0
+        # As unsigned integers negative ids are large, so one comparison checks both bounds.
         if num_real and text.view(np.uint64).max() >= self._vocab_size:
             raise self._outside_vocabulary(idx, text)
         if num_real < self._num_read:
@@ -163,7 +167,10 @@ class GPTDataset(MegatronDataset):
         return text, num_real
 
     def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids i64 of sample ``idx`` (fewer at the very end), and the sequences it touches."""
+        """Return the token ids i64 of sample ``idx`` and the numbers of the sequences it reads.
+
+        The last sample of the data may have fewer tokens than the others.
+        """
         sample = int(self.shuffle_index[idx])
         (first, first_offset), (last, last_offset) = self.sample_index[sample : sample + 2].tolist()
         documents = self.document_index[first : last + 1]
@@ -190,7 +197,7 @@ class GPTDataset(MegatronDataset):
         )
 
     def _build_document_sample_shuffle_indices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The index arrays, from the cache or built; see ``gpt_indices.py``.  No collective."""
+        """Load the index arrays from the cache, or build them.  Not a collective."""
         config = self.config
         drops = self.index_split != Split.valid or config.drop_last_partial_validation_sequence
         request = SampleRequest(
@@ -217,10 +224,10 @@ class GPTDataset(MegatronDataset):
 
 
 class MockGPTDataset(SyntheticDataset, GPTDataset):
-    """Made-up samples that can be learned: documents count upwards from a random id.
+    """Synthetic, learnable samples: token ids of a document count upwards from a random id.
 
-    A sample depends on seed, split and its number alone; it needs no file and no memory.
-    Ids lie inside any vocabulary; documents end with the end-of-document token.
+    A sample depends only on the seed, the split and the sample number; it needs no file and no
+    index in memory.  Ids are within any vocabulary; documents end with the end-of-document token.
     """
 
     _MEAN_DOCUMENT_LENGTH = 256

@@ -1,9 +1,10 @@
-"""Which tokens make up which sample: the three index arrays of a GPT dataset, and their cache.
+"""Build and cache the three index arrays that map GPT samples to tokens.
 
-document_index i32[E]: sequences in the order they are read, all epochs in a row, shuffled.
-sample_index [n+1, 2]: position in document_index and token offset where each sample starts.
-shuffle_index u32[n]: the order in which samples are handed out.
-Arrays, file names and random draws are a file format: equal requests give equal bytes.
+document_index i32[E]: sequence numbers in reading order, shuffled, for all epochs.
+sample_index [n+1, 2]: start of each sample (position in document_index, token offset).
+shuffle_index u32[n]: order in which the dataset returns samples.
+Arrays, file names and the use of random numbers are a file format: equal requests must give equal
+bytes.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from megatron.core.datasets.index_cache import cached_arrays
 
 logger = logging.getLogger(__name__)
 
-# The last epoch is shuffled apart when less of it than this is needed: else many of the samples
-# needed would be replaced by ones seen before.
+# If a smaller share of the last epoch than this is needed, the last epoch is shuffled separately.
+# In a joint shuffle many of its samples would displace samples of the complete epochs.
 _SEPARATE_BELOW = 0.80
 _CHECKED_SAMPLES = 32
 _PIECE = 1 << 20
@@ -30,12 +31,12 @@ _SAMPLES_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """How samples are cut from the sequences ``indices`` of a source."""
+    """Rule for splitting the sequences ``indices`` of a source into samples."""
 
     source: str  # path prefix and split, for messages
-    indices: np.ndarray  # i32, rising
+    indices: np.ndarray  # i32, ascending
     sequence_lengths: np.ndarray  # i32, of the whole source
-    num_samples: int | None  # at least so many; None for one epoch
+    num_samples: int | None  # minimum number; None for one epoch
     sequence_length: int
     random_seed: int
     drop_last_partial_sequence: bool = True
@@ -43,13 +44,13 @@ class SampleRequest:
 
     @property
     def extra(self) -> int:
-        """Tokens a sample reads beyond its length: the label of the last one."""
+        """Tokens that a sample reads beyond its length: 1 if it includes the label of the last."""
         return int(self.add_extra_token_to_sequence)
 
 
 @dataclass(frozen=True)
 class GPTIndices:
-    """See the head of this file for the arrays."""
+    """The three index arrays of the module docstring, and the epochs that they cover."""
 
     document_index: np.ndarray
     sample_index: np.ndarray
@@ -59,9 +60,9 @@ class GPTIndices:
 
 
 def build_indices(request: SampleRequest) -> GPTIndices:
-    """Build the arrays in memory.
+    """Build the index arrays in memory.
 
-    DataError if the split holds no tokens, or, when one epoch is asked for, not one sample.
+    Raises DataError if the split has no tokens, or too few for one sample.
     """
     tokens_per_epoch = count_tokens(request.sequence_lengths, request.indices)
     num_epochs = _num_epochs(request, tokens_per_epoch)
@@ -89,11 +90,11 @@ def build_indices(request: SampleRequest) -> GPTIndices:
 
 
 def count_tokens(sequence_lengths: np.ndarray, indices: np.ndarray) -> int:
-    """Tokens in the sequences ``indices``; memory is constant."""
+    """Return the number of tokens in the sequences ``indices``, in constant memory."""
     if len(indices) == 0:
         return 0
     first, last = int(indices[0]), int(indices[-1])
-    if last - first + 1 == len(indices):  # a range, as the builder makes it: no gathering
+    if last - first + 1 == len(indices):  # contiguous, as the builder makes it: slice, no gather
         return int(sequence_lengths[first : last + 1].sum(dtype=np.int64))
     parts = (indices[at : at + _PIECE] for at in range(0, len(indices), _PIECE))
     return sum(int(sequence_lengths[part].sum(dtype=np.int64)) for part in parts)
@@ -112,7 +113,7 @@ def _num_epochs(request: SampleRequest, tokens_per_epoch: int) -> int:
 
 
 def _last_epoch(request: SampleRequest, num_epochs: int, tokens_per_epoch: int) -> tuple[int, bool]:
-    """Samples of all epochs but the last, and whether the last is shuffled apart from them."""
+    """Return the samples of all epochs but the last, and whether to shuffle the last separately."""
     if num_epochs == 1 or request.num_samples is None:
         return 0, False
     before = ((num_epochs - 1) * tokens_per_epoch - request.extra) // request.sequence_length
@@ -124,7 +125,7 @@ def _last_epoch(request: SampleRequest, num_epochs: int, tokens_per_epoch: int) 
 def _document_index(
     indices: np.ndarray, num_epochs: int, is_last_apart: bool, random_state: np.random.RandomState
 ) -> np.ndarray:
-    """Shuffled in one piece, or all epochs but the last and then the last."""
+    """Return all epochs of ``indices``, shuffled together or with the last epoch separate."""
     document_index = np.tile(np.asarray(indices, np.int32), num_epochs)
     cut = len(indices) * (num_epochs - 1) if is_last_apart else len(document_index)
     helpers.shuffle(document_index[:cut], random_state)
@@ -145,10 +146,9 @@ def _shuffle_index(
 
 
 def load_or_build_indices(request: SampleRequest, path_prefix: str, description: str) -> GPTIndices:
-    """The arrays from the cache files ``path_prefix-*``, made by one process if they are missing.
+    """Load the arrays from ``path_prefix-*``; if they are missing, one process builds them.
 
-    Damaged files, and files that belong to another version of the data, are built again.  Not a
-    collective.
+    Files that are damaged or that belong to other data are rebuilt.  Not a collective.
     """
     tokens_per_epoch = count_tokens(request.sequence_lengths, request.indices)
 
@@ -174,9 +174,9 @@ _ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
 
 def _fits(found: GPTIndices, request: SampleRequest) -> bool:
-    """Whether cached arrays can have come from this request: shapes, and a few samples recounted.
+    """Return whether cached arrays can come from this request: check shapes and a few samples.
 
-    A cache left from a file of the same name but other contents does not pass; the cost does not
+    This rejects the cache of a file with the same name but other contents.  The cost does not
     grow with the data.
     """
     documents, samples = found.document_index, found.sample_index
@@ -217,10 +217,10 @@ def _spans_one_sample(found: GPTIndices, request: SampleRequest, n: int) -> bool
 
 
 def _fits_completely(found: GPTIndices, request: SampleRequest) -> bool:
-    """Whether every entry is one that a build can have made; memory is 16 bytes a sequence."""
+    """Return whether a build can have made every entry; memory is 16 bytes per sequence."""
     low, high = int(request.indices[0]), int(request.indices[-1])
     counts = np.zeros(high - low + 1, np.int64)
-    num_at_once = max(_PIECE, len(counts))  # a piece costs as much as it has counts
+    num_at_once = max(_PIECE, len(counts))  # bincount returns len(counts) entries for each chunk
     for at in range(0, len(found.document_index), num_at_once):
         part = found.document_index[at : at + num_at_once]
         if part.min() < low or part.max() > high:
@@ -238,10 +238,10 @@ def _fits_completely(found: GPTIndices, request: SampleRequest) -> bool:
 
 
 def _has_sample_boundaries(found: GPTIndices, request: SampleRequest) -> bool:
-    """Whether the samples start where ``helpers.build_sample_idx`` would start them."""
+    """Return whether samples start where ``helpers.build_sample_idx`` would start them."""
     back = 1 - request.extra
     usable = found.num_epochs * found.tokens_per_epoch - request.extra
-    first, tokens_before = 0, 0  # the position of the last boundary, and the tokens before it
+    first, tokens_before = 0, 0  # position of the previous boundary, tokens before it
     if found.sample_index[0].any():
         return False
     for at in range(1, len(found.sample_index), _SAMPLES_AT_ONCE):

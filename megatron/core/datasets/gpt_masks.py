@@ -1,6 +1,6 @@
-"""Loss mask, attention mask and positions of left-to-right samples.
+"""Loss mask, attention mask and position ids of left-to-right samples.
 
-``s`` sequence length, ``...`` any leading dimensions (a batch, or none).
+``s`` is the sequence length, ``...`` any leading dimensions (a batch, or none).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ def get_ltor_masks_and_position_ids(
     eod_mask_loss: bool,
     create_attention_mask: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """(attention_mask, loss_mask, position_ids) of input tokens ``data`` [..., s].
+    """Return (attention_mask, loss_mask, position_ids) of input tokens ``data`` [..., s].
 
     attention_mask bool [..., 1, s, s] or None, True where attention is forbidden; loss_mask f32
-    [..., s]; position_ids i64 [..., s].  The end-of-document token belongs to the document it
-    ends: with the resets, positions restart after it and later tokens do not see it.
+    [..., s]; position_ids i64 [..., s].  The end-of-document token belongs to the document it ends.
+    ``reset_position_ids`` restarts positions after it, ``reset_attention_mask`` hides earlier
+    documents from later tokens, ``eod_mask_loss`` sets the loss mask at the token itself to 0.
     """
     is_eod = data == eod_token
     loss_mask = torch.ones(data.shape, device=data.device)
@@ -43,7 +44,7 @@ def get_ltor_masks_and_position_ids(
 
 
 def _positions_in_document(is_eod: Tensor) -> Tensor:
-    """i64 [..., s]: tokens between the start of the document and each token."""
+    """Return i64 [..., s]: the distance of each token from the start of its document."""
     place = torch.arange(is_eod.shape[-1], device=is_eod.device)
     starts = torch.zeros(is_eod.shape, dtype=torch.int64, device=is_eod.device)
     torch.mul(is_eod[..., :-1], place[1:], out=starts[..., 1:])
@@ -51,13 +52,13 @@ def _positions_in_document(is_eod: Tensor) -> Tensor:
 
 
 def causal_mask(sequence_length: int, device: torch.device | None = None) -> Tensor:
-    """bool [1, s, s], True above the diagonal: what attention must not see."""
+    """Return bool [1, s, s], True above the diagonal, where attention is forbidden."""
     ones = torch.ones(1, sequence_length, sequence_length, dtype=torch.bool, device=device)
     return ones.triu(diagonal=1)
 
 
 def document_of_token(is_eod: Tensor) -> Tensor:
-    """i64 [..., s]: how many documents ended before each token."""
+    """Return i64 [..., s]: the number of documents that ended before each token."""
     ended = torch.zeros_like(is_eod, dtype=torch.int64)
     ended[..., 1:] = is_eod[..., :-1]
     return ended.cumsum(dim=-1)

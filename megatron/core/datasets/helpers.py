@@ -1,6 +1,7 @@
-"""Index arrays of datasets: C++ where ``helpers_cpp`` is installed, else numpy; equal arrays.
+"""Build index arrays of datasets, in C++ if ``helpers_cpp`` is installed, else in numpy.
 
-None of these functions is a collective; the C++ ones release the interpreter lock.
+Both implementations return equal arrays.  No function is a collective; the C++ functions release
+the GIL.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ def build_sample_idx(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: bool = True,
 ) -> np.ndarray:
-    """[num_samples + 1, 2] (position in ``document_indices``, token offset) of each sample's start.
+    """Return the start of each sample: [num_samples + 1, 2], the last row being the end.
 
-    ``sizes`` i32: tokens of each document; ``document_indices`` i32: the order in which they are
-    read, all epochs in a row.  int32 where every entry fits, else int64.
+    Columns: position in ``document_indices``, token offset in that document.  ``sizes`` i32: tokens
+    of each document; ``document_indices`` i32: order in which documents are read, for all epochs.
+    int32 if every entry fits, else int64.
     """
     largest = max(len(document_indices), int(sizes.max()) if len(sizes) else 0)
     is_small = largest <= np.iinfo(np.int32).max
@@ -77,13 +79,15 @@ def build_mapping(
     verbose: bool = False,
     min_num_sent: int = 2,
 ) -> np.ndarray:
-    """[n, 3] (first sentence, sentence after the last, target length) of samples, shuffled.
+    """Return shuffled samples of sentences: [n, 3] (first sentence, end sentence, target length).
 
-    ``docs`` i64 [documents + 1]: first sentence of each; ``sizes`` i32: tokens of each sentence.
-    A sample ends with the sentence that reaches its target length or with the document, whose last
-    sentence is never left alone.  Whole epochs, until there are ``max_num_samples``.  Documents
-    with fewer than ``min_num_sent`` sentences, or one of more than 512 tokens, are left out.
-    uint32 where every sentence fits, else uint64.
+    ``docs`` i64 [documents + 1]: first sentence of each document; ``sizes`` i32: tokens of each
+    sentence.  The end sentence is exclusive.  A sample has at least ``min_num_sent`` sentences and
+    ends with the sentence that reaches its target length, or with the document; if only one
+    sentence of the document would remain, the sample includes it.  Complete epochs are added until
+    there are ``max_num_samples`` samples.  Documents with fewer than ``min_num_sent`` sentences, or
+    with a sentence of more than 512 tokens, are skipped.  uint32 if every sentence number fits,
+    else uint64.
     """
     if max_seq_length < 2:
         raise ValueError("max_seq_length must be at least 2")
@@ -109,7 +113,8 @@ def build_blending_indices(
 ) -> None:
     """Fill i16 ``dataset_index`` and i64 ``dataset_sample_index``, both of ``size`` entries.
 
-    Sample i goes to the dataset furthest behind ``weights * max(i, 1)``, the first of equals.
+    Sample i comes from the dataset with the largest deficit, ``weights * max(i, 1)`` minus the
+    samples already taken from it; from the first such dataset if several are equal.
     """
     helper = _compiled() or helpers_numpy
     helper.build_blending_indices(
@@ -123,7 +128,10 @@ def build_exhaustive_blending_indices(
     sizes: np.ndarray,
     num_datasets: int,
 ) -> None:
-    """The same with weights in proportion to ``sizes``, until every dataset is taken whole."""
+    """Fill both arrays as ``build_blending_indices``, with every sample of every dataset once.
+
+    The weights are proportional to ``sizes``.
+    """
     helper = _compiled() or helpers_numpy
     helper.build_exhaustive_blending_indices(
         dataset_index, dataset_sample_index, sizes, num_datasets
@@ -131,7 +139,10 @@ def build_exhaustive_blending_indices(
 
 
 def shuffle(values: np.ndarray, random_state: np.random.RandomState) -> None:
-    """``random_state.shuffle(values)`` on a vector: same order, same state after, but faster."""
+    """Shuffle a vector in place, faster than ``random_state.shuffle(values)``.
+
+    The order and the final state of ``random_state`` are the same as with numpy's shuffle.
+    """
     cpp = _compiled()
     if cpp is None or len(values) > 1 << 32:
         random_state.shuffle(values)

@@ -1,6 +1,6 @@
-"""What ``helpers.cpp`` does, in numpy: the same arrays where no compiled helper is installed.
+"""Numpy implementation of ``helpers.cpp``: equal arrays, for installations without a C++ compiler.
 
-Sample indices are built in pieces, so that memory stays a constant beyond the result.
+Sample indices are built in chunks, so that memory beyond the result is constant.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-LONGEST_SENTENCE = 512  # tokens; a document with a longer one gives no samples of sentences
-_DOCUMENTS_AT_ONCE = 1 << 16  # the piece and its sums stay in the processor's cache
+LONGEST_SENTENCE = 512  # tokens; documents with a longer sentence are skipped
+_DOCUMENTS_AT_ONCE = 1 << 16  # a chunk and its sums fit in the CPU cache
 _DRAWS_AT_ONCE = 4096
 
 
@@ -24,10 +24,11 @@ def build_sample_idx(
     add_extra_token_to_sequence: bool = True,
     dtype: type[np.integer] = np.int32,
 ) -> np.ndarray:
-    """[num_samples + 1, 2]: position in ``document_idx`` and token offset of each sample's start.
+    """Return the start of each sample: [num_samples + 1, 2], the last row being the end.
 
-    A boundary is named by the document of its first token, or, without the extra token (the last
-    label), by the document of the token before it.
+    Columns: position in ``document_idx``, token offset in that document.  A boundary belongs to the
+    document of the sample's first token or, without the extra token (the last label), to the
+    document of the token before it.
     """
     if seq_length < 1:
         raise ValueError("seq_length must be at least 1")
@@ -37,16 +38,16 @@ def build_sample_idx(
     num_samples = (usable + (0 if drop_last_partial_sequence else seq_length - 1)) // seq_length
     result = np.empty((num_samples + 1, 2), dtype)
     result[0] = 0
-    row, num_tokens = 1, 0  # both of what lies before the piece
+    row, num_tokens = 1, 0  # next row; tokens before this chunk
     for first in range(0, len(document_idx), _DOCUMENTS_AT_ONCE):
         if row > num_samples:
             break
         documents = document_idx[first : first + _DOCUMENTS_AT_ONCE]
         ends = num_tokens + np.cumsum(sizes[documents], dtype=np.int64)
-        # the first boundary whose token lies beyond the piece
+        # first boundary whose token is beyond this chunk
         stop = min(num_samples, (int(ends[-1]) + back - 1) // seq_length) + 1
         if stop == num_samples and usable - back < ends[-1]:
-            stop += 1  # the last boundary, where the last sample is cut short
+            stop += 1  # the end of a shorter last sample
         tokens = np.minimum(np.arange(row, stop, dtype=np.int64) * seq_length, usable) - back
         at = np.searchsorted(ends, tokens, side="right")
         starts = ends[at] - sizes[documents[at]]
@@ -69,7 +70,7 @@ def build_mapping(
     min_num_sent: int,
     dtype: type[np.unsignedinteger] = np.uint32,
 ) -> np.ndarray:
-    """[n, 3]: first sentence, sentence after the last, and target length of each sample."""
+    """Return shuffled samples [n, 3]: first sentence, end sentence (exclusive), target length."""
     if len(docs) and (docs[0] < 0 or docs[-1] > len(sizes) or (np.diff(docs) < 0).any()):
         raise IndexError("the documents name a sentence that is not there")
     targets = _target_lengths(max_seq_length, short_seq_prob, seed)
@@ -99,7 +100,7 @@ def build_mapping(
 
 
 def _target_lengths(longest: int, short_seq_prob: float, seed: int) -> Iterator[int]:
-    random = np.random.RandomState(seed)  # seeded with one number, the engine of C++
+    random = np.random.RandomState(seed)  # seeded with an integer: std::mt19937 of the C++ code
     ratio = int(1.0 / short_seq_prob + 0.5) if short_seq_prob > 0 else 0
     while True:
         drawn = random.randint(0, 1 << 32, _DRAWS_AT_ONCE, np.uint32).astype(np.int64)
@@ -108,7 +109,7 @@ def _target_lengths(longest: int, short_seq_prob: float, seed: int) -> Iterator[
 
 
 def _mersenne_twister_64(seed: int) -> Iterator[int]:
-    """The numbers of MT19937-64, which numpy does not have."""
+    """Yield the random numbers of MT19937-64 (std::mt19937_64), which numpy does not have."""
     words = [seed]
     for i in range(1, 312):
         mixed = 6364136223846793005 * (words[-1] ^ (words[-1] >> 62)) + i
@@ -137,7 +138,10 @@ def build_blending_indices(
     size: int,
     verbose: bool = False,
 ) -> None:
-    """Fill both arrays: sample i goes to the dataset furthest behind ``weights * max(i, 1)``."""
+    """Fill both arrays; sample i is from the dataset with the largest deficit.
+
+    The deficit is ``weights * max(i, 1)`` minus the samples already taken from the dataset.
+    """
     weights = np.asarray(weights, np.float64)[:num_datasets]
     taken = np.zeros(num_datasets)
     deficits = np.empty(num_datasets)
@@ -156,11 +160,14 @@ def build_exhaustive_blending_indices(
     sizes: np.ndarray,
     num_datasets: int,
 ) -> None:
-    """The same with weights by size; a dataset leaves when all of it is taken."""
+    """Fill both arrays with every sample once; weights are proportional to ``sizes``.
+
+    A dataset is skipped once all its samples are taken.
+    """
     sizes = np.asarray(sizes, np.int64)[:num_datasets]
     weights = sizes / float(sizes.sum())
     taken = np.zeros(num_datasets)
-    left = np.where(sizes > 0, 0.0, -np.inf)  # added to the deficit: -inf where nothing is left
+    left = np.where(sizes > 0, 0.0, -np.inf)  # added to the deficit: -inf for an exhausted dataset
     for i in range(int(sizes.sum())):
         best = (weights * max(i, 1) - taken + left).argmax()
         dataset_index[i] = best

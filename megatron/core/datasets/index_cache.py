@@ -1,9 +1,9 @@
-"""Files that many processes need and one of them makes, without any collective open meanwhile.
+"""Files that many processes need and one of them builds, without an open collective meanwhile.
 
-The first process to take the file lock builds; the others look for the result.  The kernel drops
-the lock of a process that dies, so the next one builds.  A directory that every node has for
-itself is served by one builder a node.  A failed build leaves an error marker, and every process
-that waits raises at once.
+The process that takes the file lock builds; the others poll for the result.  The kernel releases
+the lock of a process that dies, and another process then builds.  For a directory local to each
+node, one process per node builds.  A failed build leaves an error marker, and every waiting
+process raises at once.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def build_once(
     build: Callable[[], T],
     directory_flag: str = "--data-cache-path",
 ) -> T:
-    """Return ``load()``; where it gives None, one process runs ``build()`` and the rest wait.
+    """Return ``load()``; if it returns None, one process runs ``build()`` and the others wait.
 
-    ``path`` is a name unique to the result: ``path.lock`` and ``path.error`` lie beside it for a
-    while.  ``build`` must put finished files in place by renaming them.  Not a collective: any
-    subset of processes may call it.  DataError if the directory cannot be written, or if the
-    process that builds failed.
+    ``path`` is a name unique to the result; ``path.lock`` and ``path.error`` exist temporarily.
+    ``build`` must create finished files by renaming them.  Not a collective: any subset of
+    processes may call it.  Raises DataError if the directory is not writable, or if the building
+    process failed.
     """
     if (result := load()) is not None:
         return result
@@ -83,12 +83,12 @@ def cached_arrays(
     build: Callable[[], Sequence[np.ndarray]],
     fits: Callable[..., bool],
 ) -> Sequence[np.ndarray]:
-    """The arrays ``prefix-NAME.npy``, which one process builds where they are missing.
+    """Return the arrays ``prefix-NAME.npy``; if they are missing, one process builds them.
 
-    Damaged ones, and ones of another ``description`` or that ``fits`` refuses, are built again.
-    The description lies beside them and is written last: with it they are complete.
-    ``prefix-crc.json`` holds the CRC-32 of each array file.  A cache of Megatron-LM has none: its
-    arrays have to pass ``fits(*arrays, completely=True)`` once, and get one then.
+    Arrays are rebuilt if they are damaged, have another ``description``, or fail ``fits``.  The
+    description is written last, so its file marks a complete cache.  ``prefix-crc.json`` holds the
+    CRC-32 of each array file.  A cache written by Megatron-LM has no such file: its arrays must
+    pass ``fits(*arrays, completely=True)`` once, then the file is written.  Not a collective.
     """
     path, crc_path = f"{prefix}-description.txt", f"{prefix}-crc.json"
     paths = [f"{prefix}-{name}.npy" for name in names]
@@ -111,7 +111,7 @@ def cached_arrays(
             return None
         if is_same and fits(*found, completely=not has_crcs):
             if not has_crcs:
-                with contextlib.suppress(OSError):  # the directory may be read-only
+                with contextlib.suppress(OSError):  # the cache directory may be read-only
                     _write_crcs(crc_path, {path: _crc_of_file(path) for path in paths})
             return found
         warn_once(f"{prefix}-*.npy belong to other data and are built again")
@@ -124,13 +124,13 @@ def cached_arrays(
         crcs = {path: save_array(path, array) for path, array in zip(paths, built, strict=True)}
         _write_crcs(crc_path, crcs)
         write_atomically(path, lambda file: file.write(description.encode("utf-8")))
-        return load() or built  # mapped: shared by all ranks
+        return load() or built  # memory-mapped: the ranks of a node share the pages
 
     return build_once(prefix, load, build_and_save)
 
 
 def _have_crcs(crc_path: str, paths: Sequence[str]) -> bool:
-    """Whether the files are what was written; a file that is missing gets no warning."""
+    """Return whether the array files have their checksums; warn unless a file is missing."""
     try:
         with open(crc_path, encoding="utf-8") as file:
             crcs = dict(json.load(file))
@@ -163,7 +163,7 @@ def _build(build: Callable[[], T], error_path: str) -> T:
     try:
         result = build()
     except BaseException as error:
-        text = f"{_own_name()}, {time.time_ns()}: {error!r}".encode()  # the time: never alike
+        text = f"{_own_name()}, {time.time_ns()}: {error!r}".encode()  # time: unique
         with contextlib.suppress(OSError):
             write_atomically(error_path, lambda file: file.write(text))
         raise
@@ -174,7 +174,7 @@ def _build(build: Callable[[], T], error_path: str) -> T:
 
 @contextlib.contextmanager
 def _try_lock(lock_path: str) -> Iterator[bool]:
-    """Whether this process holds the lock; held until the block ends, then the file is removed."""
+    """Yield whether this process holds the lock; afterwards release it and delete its file."""
     descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
@@ -183,11 +183,11 @@ def _try_lock(lock_path: str) -> Iterator[bool]:
             yield False
             return
         except OSError as error:
-            # A file system without locks: everyone builds the same bytes, renames are atomic.
+            # File system without locks: each process builds; equal bytes, atomic renames.
             logger.warning("%s: no file locks here (%s), each process builds", lock_path, error)
             yield True
             return
-        if not _is_same_file(descriptor, lock_path):  # its last holder removed it meanwhile
+        if not _is_same_file(descriptor, lock_path):  # the last holder has just removed the file
             yield False
             return
         os.truncate(descriptor, 0)
@@ -238,12 +238,12 @@ def _read_text(path: str) -> str | None:
 
 
 def temporary_name(path: str) -> str:
-    """A name beside ``path`` that no other process or thread uses."""
+    """Return a path beside ``path`` that no other process or thread uses."""
     return f"{path}.tmp-{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}"
 
 
 def write_atomically(path: str, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file that is either whole or not there: temporary name, fsync, rename."""
+    """Write a file completely or not at all: temporary name, fsync, rename."""
     temporary_path = temporary_name(path)
     try:
         with open(temporary_path, "wb") as file:
@@ -258,7 +258,7 @@ def write_atomically(path: str, write: Callable[[BinaryIO], object]) -> None:
 
 
 def save_array(path: str, array: np.ndarray) -> int:
-    """Write a .npy file, complete or not at all; returns the CRC-32 of the file."""
+    """Write a .npy file completely or not at all; return the CRC-32 of the file."""
     crc = 0
 
     def write(file: BinaryIO) -> None:
@@ -272,7 +272,7 @@ def save_array(path: str, array: np.ndarray) -> int:
 
 
 class _CrcWriter:
-    """A file for ``np.save``, which writes it in pieces, and the CRC-32 of what was written."""
+    """File object for ``np.save`` that computes the CRC-32 of the bytes written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -283,7 +283,7 @@ class _CrcWriter:
         self.crc = zlib.crc32(data, self.crc)
 
 
-# What numpy raises at a damaged file: it parses the header as Python.
+# Errors of np.load for a damaged file; it parses the header as a Python literal.
 _UNREADABLE_ARRAY = (
     ValueError,
     OSError,
@@ -295,9 +295,9 @@ _UNREADABLE_ARRAY = (
 
 
 def load_array(path: str) -> np.ndarray | None:
-    """Map a .npy file; None if it is missing or damaged."""
+    """Memory-map a .npy file; return None if it is missing or damaged."""
     try:
-        # a plain array on the map: indexing np.memmap itself is slow
+        # plain array over the map: indexing np.memmap itself is slow
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except FileNotFoundError:
         return None
@@ -308,5 +308,5 @@ def load_array(path: str) -> np.ndarray | None:
 
 @cache
 def warn_once(message: str, level: int = logging.WARNING) -> None:
-    """Log a message the first time it is given; a waiting process looks many times."""
+    """Log a message at its first call only: a waiting process checks the files repeatedly."""
     logger.log(level, message)

@@ -1,7 +1,7 @@
-"""Token sequences on disk, read: ``prefix.bin`` (raw tokens) and ``prefix.idx`` (the index).
+"""Read token sequences from disk: ``prefix.bin`` (raw tokens) and ``prefix.idx`` (the index).
 
-The format is in ``indexed_format.py``, the writer in ``indexed_dataset_builder.py``.  These modules
-need numpy alone, so that preprocessing never loads torch.
+The file format is in ``indexed_format.py``, the writer in ``indexed_dataset_builder.py``.  These
+modules import numpy but not torch, so that preprocessing starts fast.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ _SETTINGS = ("path_prefix", "multimodal", "mmap", "object_storage_config", "veri
 
 
 class _FileReader:
-    """Reads with ``preadv``, from one descriptor or, with --no-mmap-bin-files, one per read.
+    """Read a .bin file with ``preadv``.
 
-    A memory map would be killed by SIGBUS when the file becomes shorter; a read just ends early.
+    The file stays open, or is opened for each read with --no-mmap-bin-files.  There is no memory
+    map: when another process truncates the file, a read returns fewer bytes and raises DataError,
+    while access to a map would kill the process with SIGBUS.
     """
 
     def __init__(self, bin_path: str, keeps_open: bool) -> None:
@@ -47,7 +49,7 @@ class _FileReader:
             weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
-        if self._descriptor is not None:  # without an offset of its own: forks may share it
+        if self._descriptor is not None:  # preadv moves no offset: forks may share it
             return self._read(self._descriptor, dtype, count, offset)
         descriptor = os.open(self._bin_path, os.O_RDONLY)
         try:
@@ -70,12 +72,12 @@ class _FileReader:
 
 
 class IndexedDataset:
-    """The sequences of a path prefix as numpy arrays; read only.
+    """Token sequences of one path prefix, as numpy arrays; read-only.
 
-    ``dataset[i]`` is sequence i, ``dataset[a:b]`` a list of arrays; with ``multimodal`` both come
-    with their mode(s).  ``s3://`` and ``msc://`` prefixes need ``object_storage_config``.
-    Where ``prefix.crc`` exists, .idx is compared with it here, and with ``verify_data`` each block
-    of .bin before its first read.
+    ``dataset[i]`` is sequence i and ``dataset[a:b]`` a list of sequences; with ``multimodal`` both
+    come as a tuple with their mode(s).  ``s3://`` and ``msc://`` prefixes need
+    ``object_storage_config``.  If ``prefix.crc`` exists, the constructor checks .idx against it,
+    and with ``verify_data`` each block of .bin is checked before its first read.
     Raises DataError when the files are missing, damaged, or do not belong together.
     """
 
@@ -137,7 +139,7 @@ class IndexedDataset:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state)
-        self._open()  # checked already where it was pickled
+        self._open()  # the pickling process has checked the files
 
     def __len__(self) -> int:
         return len(self.index)
@@ -148,7 +150,10 @@ class IndexedDataset:
         return self.get(int(idx))
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """``length`` tokens (default: all that are left) of sequence ``idx`` from ``offset`` on."""
+        """Return ``length`` tokens of sequence ``idx`` starting at ``offset``.
+
+        Without ``length``: all tokens from ``offset`` to the end.  Multimodal: (tokens, mode).
+        """
         pointer, num_tokens, mode = self.index[idx]
         if length is None:
             length = int(num_tokens) - offset
@@ -157,7 +162,7 @@ class IndexedDataset:
         return sequence if mode is None else (sequence, mode)
 
     def _get_slice(self, start: int, stop: int, step: int) -> Any:
-        """Sequences [start, stop) with one read; they must lie one after the other in .bin."""
+        """Return sequences [start, stop) with one read; they must be contiguous in .bin."""
         if step != 1:
             raise ValueError(f"slices of an IndexedDataset need step 1, got {step}")
         if stop <= start:
@@ -179,24 +184,24 @@ class IndexedDataset:
 
     @property
     def document_indices(self) -> np.ndarray:
-        """i64[D]: the first sequence of each document, and at the end the number of sequences."""
+        """i64[D]: first sequence of each document, followed by the total number of sequences."""
         self.index.check_not_cut()
         return self.index.document_indices
 
     @property
     def sequence_modes(self) -> np.ndarray | None:
-        """i8[S] for multimodal data, else None."""
+        """i8[S]: the mode of each sequence of multimodal data; None for other data."""
         return self.index.sequence_modes
 
     def get_document_indices(self) -> np.ndarray:
-        """The same as ``document_indices``."""
+        """Return ``document_indices``."""
         return self.document_indices
 
     def set_document_indices(self, document_indices: np.ndarray) -> None:
-        """Look at the sequences under another document index; the files stay as they are."""
+        """Replace the document index of this object; the files are not changed."""
         self.index.document_indices = document_indices
 
     @staticmethod
     def exists(path_prefix: str) -> bool:
-        """Whether both files of a local path prefix are there."""
+        """Return whether both files of a local path prefix exist."""
         return all(os.path.exists(p(path_prefix)) for p in (get_idx_path, get_bin_path))

@@ -1,4 +1,4 @@
-"""Token sequences on disk, written: streams to ``prefix.bin``, the index follows at the end."""
+"""Write token sequences to disk: stream tokens to ``prefix.bin``, then write ``prefix.idx``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from megatron.core.datasets.indexed_format import (
     get_idx_path,
 )
 
-_SPOOL_BYTES = 1 << 24  # an index array below this size never touches a temporary file
+_SPOOL_BYTES = 1 << 24  # an index array below this size stays in memory
 
 
 class IndexedDatasetBuilder:
-    """Writes a .bin/.idx pair; nothing is seen under the final names before ``finalize``.
+    """Writer of a .bin/.idx pair; the final file names appear only in ``finalize``.
 
-    Memory is bounded: index arrays spill to unnamed temporary files beside .bin.
+    Memory is bounded: large index arrays spill to unnamed temporary files beside .bin.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class IndexedDatasetBuilder:
     def add_document(
         self, tensor: ArrayLike, lengths: Sequence[int], modes: Sequence[int] | None = None
     ) -> None:
-        """Append a document: its tokens in one piece, and the length of each of its sequences."""
+        """Append a document: its tokens concatenated, and the length of each of its sequences."""
         tokens = self._encode(tensor)
         assert sum(lengths) == tokens.size, f"{tokens.size} tokens, lengths {list(lengths)}"
         self._bin.write(tokens.data)
@@ -74,7 +74,7 @@ class IndexedDatasetBuilder:
         self.end_document()
 
     def add_documents(self, tokens: ArrayLike, lengths: ArrayLike) -> None:
-        """Append many documents of one sequence each: all tokens in a row, tokens per document.
+        """Append many documents of one sequence each: concatenated tokens, tokens per document.
 
         A length of 0 is an empty document (no sequence), as ``add_document([], [])`` makes.
         """
@@ -90,11 +90,11 @@ class IndexedDatasetBuilder:
             self._modes.append(np.zeros(len(filled), np.int8))
 
     def end_document(self) -> None:
-        """The sequences added since the last call are one document."""
+        """Make one document of the sequences added since the last call."""
         self._documents.append([len(self._lengths)])
 
     def add_index(self, path_prefix: str) -> None:
-        """Append a whole dataset of the same token type."""
+        """Append a complete dataset; raise DataError unless it has the same token type."""
         other = SequenceIndex(get_idx_path(path_prefix), self.multimodal)
         if other.dtype != self.dtype:
             raise DataError(
@@ -120,9 +120,9 @@ class IndexedDatasetBuilder:
             self._bin.write(piece)
 
     def finalize(self, idx_path: str) -> None:
-        """Write the index and the checksums, and give all files their names, .idx last.
+        """Write index and checksums, and rename all files to their final names, .idx last.
 
-        A reader that finds .idx finds the .bin that belongs to it, whenever the writer is killed.
+        If .idx exists, then .bin is complete and belongs to it, even if the writer is killed.
         """
         documents_end = self._documents.last
         assert documents_end == len(self._lengths), (
@@ -158,7 +158,7 @@ class IndexedDatasetBuilder:
                 file.write(part.data)
 
     def _encode(self, tokens: ArrayLike) -> np.ndarray:
-        """Tokens in the file's type; DataError where one does not fit it."""
+        """Convert tokens to the file's type; raise DataError if one does not fit."""
         array = np.asarray(tokens)
         if array.dtype == self.dtype or array.size == 0:
             return np.ascontiguousarray(array, self.dtype)
@@ -175,7 +175,7 @@ class IndexedDatasetBuilder:
 
 
 class _ArraySpool:
-    """An array that only grows, in memory while small, else in an unnamed temporary file."""
+    """An append-only array, in memory while small, then in an unnamed temporary file."""
 
     def __init__(self, dtype: str, directory: str) -> None:
         self.dtype = np.dtype(dtype)
@@ -200,7 +200,7 @@ class _ArraySpool:
 
 
 def _open_checksummed(path: str) -> tuple[BlockCrcs, io.BufferedWriter]:
-    """A new file, and the checksums of what is written to it."""
+    """Open a new file; return the checksums that it updates, and the file."""
     raw = ChecksummedFile(path)
     return raw.crcs, io.BufferedWriter(raw, 1 << 20)
 
@@ -210,7 +210,7 @@ def _chunks(array: np.ndarray) -> Iterable[np.ndarray]:
 
 
 def _check_contiguous(index: SequenceIndex, bin_path: str, bin_bytes: int) -> None:
-    """Appending copies .bin whole, so its sequences must fill it without gaps."""
+    """Raise DataError if .bin has gaps: ``add_index`` copies the complete file."""
     used = int(index.sequence_lengths.sum(dtype=np.int64)) * index.dtype_size
     if used != bin_bytes:
         raise DataError(
@@ -220,7 +220,7 @@ def _check_contiguous(index: SequenceIndex, bin_path: str, bin_bytes: int) -> No
 
 
 def file_size(path: str) -> int:
-    """The size of a file; DataError if there is none."""
+    """Return the size of a file; raise DataError if it does not exist."""
     try:
         return os.path.getsize(path)
     except OSError as error:

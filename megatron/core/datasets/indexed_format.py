@@ -1,4 +1,4 @@
-"""The .idx file that says where each token sequence of a .bin file lies.
+"""Format of the .idx file, which stores the position of each token sequence in the .bin file.
 
 S = number of sequences, D = entries of the document index (documents + 1).  Little-endian: magic,
 u64 version, u8 dtype code, u64 S, u64 D, then the arrays i32[S] sequence lengths (tokens),
@@ -20,11 +20,11 @@ from megatron.core.config.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, S, D
-CHUNK = 1 << 20  # entries looked at or written at once: bounds memory, whatever the file size
+CHUNK = 1 << 20  # entries per read or write: bounds memory for any file size
 
 
 class DType(Enum):
-    """Codes of the token types in the .idx header."""
+    """Token types and their codes in the .idx header."""
 
     uint8 = 1
     int8 = 2
@@ -37,38 +37,38 @@ class DType(Enum):
 
     @classmethod
     def code_from_dtype(cls, dtype: DTypeLike) -> int:
-        """The code of a numpy dtype; KeyError if the format has none for it."""
+        """Return the code of a numpy dtype; raise KeyError if the format has none for it."""
         return cls[np.dtype(dtype).name].value
 
     @classmethod
     def dtype_from_code(cls, code: int) -> np.dtype:
-        """The little-endian numpy dtype of a code; ValueError for an unknown code."""
+        """Return the little-endian numpy dtype of a code; raise ValueError for an unknown code."""
         return np.dtype(cls(code).name).newbyteorder("<")
 
     @staticmethod
     def size(key: int | DTypeLike) -> int:
-        """Bytes per token of a code or dtype."""
+        """Return the bytes per token of a code or dtype."""
         dtype = DType.dtype_from_code(key) if isinstance(key, int) else np.dtype(key)
         return int(dtype.itemsize)
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> type[np.integer]:
-        """uint16 when a vocabulary of this size is known to fit, else int32."""
+        """Return uint16 if a vocabulary of ``cardinality`` tokens fits, else int32."""
         return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
 
 
 def get_idx_path(path_prefix: str) -> str:
-    """The index file of a path prefix."""
+    """Return the path of the index file of a path prefix."""
     return path_prefix + ".idx"
 
 
 def get_bin_path(path_prefix: str) -> str:
-    """The token file of a path prefix."""
+    """Return the path of the token file of a path prefix."""
     return path_prefix + ".bin"
 
 
 def unreadable(path: str, error: OSError | ValueError) -> DataError:
-    """The error for a data file that cannot be opened; ValueError is a NUL in the path."""
+    """Return the error for a data file that cannot be opened; ValueError is a NUL in the path."""
     reason = getattr(error, "strerror", None) or error
     return DataError(
         f"{path}: {reason}; a data path is named without "
@@ -77,7 +77,7 @@ def unreadable(path: str, error: OSError | ValueError) -> DataError:
 
 
 class SequenceIndex:
-    """The arrays of an .idx file, mapped, not read.  O(1) checks only; see ``check_arrays``."""
+    """Memory-mapped arrays of an .idx file; opening does O(1) checks, ``check_arrays`` the rest."""
 
     def __init__(self, idx_path: str, multimodal: bool) -> None:
         self.idx_path = idx_path
@@ -114,13 +114,13 @@ class SequenceIndex:
         return len(self.sequence_lengths)
 
     def __getitem__(self, idx: int) -> tuple[int, int, int | None]:
-        """(pointer in bytes, length in tokens, mode or None) of a sequence."""
+        """Return (pointer in bytes, length in tokens, mode or None) of a sequence."""
         self.check_not_cut()
         mode = None if self.sequence_modes is None else self.sequence_modes[idx]
         return self.sequence_pointers[idx], self.sequence_lengths[idx], mode
 
     def check_not_cut(self) -> None:
-        """Raise DataError if the file became shorter: reading beyond its end would be SIGBUS."""
+        """Raise DataError if the file became shorter: access beyond its end would raise SIGBUS."""
         if self._map is not None and (now := self._map.size()) < self.num_bytes:
             raise DataError(
                 f"{self.idx_path} had {self.num_bytes} bytes when it was opened and has {now} now: "
@@ -128,14 +128,14 @@ class SequenceIndex:
             )
 
     def data(self) -> mmap.mmap | bytes:
-        """All bytes of the file."""
+        """Return all bytes of the file."""
         self.check_not_cut()
         return self._map or b""
 
     def check_arrays(self, bin_path: str, bin_bytes: int) -> None:
-        """Raise DataError unless every sequence lies inside .bin and the document index fits.
+        """Raise DataError unless sequences are inside .bin, disjoint, and the document index fits.
 
-        One pass over the arrays in chunks: 12 bytes a sequence are read, memory is constant.
+        One pass over the arrays in chunks reads all of them; memory is constant.
         """
         self.check_not_cut()
         documents = self.document_indices
@@ -152,7 +152,8 @@ class SequenceIndex:
             pointers = self.sequence_pointers[start : start + CHUNK]
             if lengths.min() < 0 or pointers[0] < 0:
                 raise self._damaged("it holds a negative length or pointer")
-            # Pointers rise; those beyond .bin are not added to, as the sum may exceed 64 bits.
+            # Clamp pointers beyond .bin: pointer + length may exceed 64 bits.  As pointers
+            # ascend, the last sequence of the chunk is computed exactly below.
             ends = lengths * self.dtype_size + np.minimum(pointers, bin_bytes)
             last_end = int(pointers[-1]) + int(lengths[-1]) * self.dtype_size
             if (end := max(int(ends.max()), last_end)) > bin_bytes:

@@ -1,7 +1,8 @@
-"""Samples made of whole sentences in which tokens are hidden: the base of the BERT and T5 sets.
+"""Base of the BERT and T5 datasets: samples are complete sentences with some tokens masked.
 
-A document is a row of sentences (``preprocess_data.py --split-sentences``); splits are made of
-documents.  What a sample holds and hides depends on data, seed and sample number alone.
+A document is a list of sentences (``preprocess_data.py --split-sentences``); --split divides
+documents.  The content and masks of a sample depend only on the data, the seed and the sample
+number.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from megatron.core.datasets.utils import Split
 
 logger = logging.getLogger(__name__)
 
-_MOST_EPOCHS = np.iinfo(np.int32).max - 1  # of samples: what is asked for ends the count before
+_MOST_EPOCHS = np.iinfo(np.int32).max - 1  # build_mapping stops earlier, at the samples requested
 _MOST_SAMPLES = np.iinfo(np.int64).max - 1
 
 
 @dataclass(kw_only=True)
 class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
-    """How sentences become samples, and how much of them is hidden."""
+    """Settings for building samples from sentences, and for masking them."""
 
-    masking_probability: float  # share of the tokens that is hidden
-    short_sequence_probability: float  # share of samples that are shorter than they could be
-    masking_max_ngram: int  # words that are hidden together, at most
-    masking_do_full_word: bool  # pieces that begin with ## share the fate of the word before
-    masking_do_permutation: bool  # as many tokens more change places, and are predicted too
-    masking_use_longer_ngrams: bool  # long n-grams are the likelier ones
-    masking_use_geometric_distribution: bool  # lengths of n-grams as SpanBERT draws them
+    masking_probability: float  # share of tokens that are masked
+    short_sequence_probability: float  # share of samples with a random, shorter length
+    masking_max_ngram: int  # maximum number of words in a masked span
+    masking_do_full_word: bool  # mask pieces that begin with ## with their word
+    masking_do_permutation: bool  # permute and predict as many tokens again
+    masking_use_longer_ngrams: bool  # make long n-grams likelier
+    masking_use_geometric_distribution: bool  # sample n-gram lengths as SpanBERT
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,15 +64,15 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
 
 
 class MaskedWordPieceDataset(MegatronDataset):
-    """Samples of one split of an indexed dataset whose documents are rows of sentences.
+    """Samples of one split of an indexed dataset whose documents are lists of sentences.
 
-    ``dataset[None]`` is a sample without loss, for filling up batches.
+    ``dataset[None]`` is a sample with a zero loss mask, which pads an incomplete batch.
     """
 
     config: MaskedWordPieceDatasetConfig
     dataset: IndexedDataset
     split_unit = "documents"
-    special_tokens: tuple[str, ...]  # that samples are made of, by their names in a tokenizer
+    special_tokens: tuple[str, ...]  # attributes of the tokenizer
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class MaskedWordPieceDataset(MegatronDataset):
             )
         self._longest_text = longest
         self._vocab_size: int = config.tokenizer.vocab_size
-        self._num_text_ids: int = self._vocab_size  # of made-up data: what lies above is special
+        self._num_text_ids: int = self._vocab_size  # of synthetic data: higher ids are special
         self._ids = {name: self._special_id(name) for name in self.special_tokens}
         self._ngram_weights = span_weights(
             config.masking_max_ngram,
@@ -105,12 +106,12 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     @property
     def num_special_tokens(self) -> int:
-        """Tokens of a sample that are not text."""
+        """Number of special tokens in a sample."""
         return 2
 
     @property
     def min_sentences(self) -> int:
-        """Sentences of a sample, at least."""
+        """Minimum number of sentences in a sample."""
         return 1
 
     @staticmethod
@@ -128,7 +129,7 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
-        """Documents: splits are made of them."""
+        """Return the number of documents: --split divides documents."""
         assert isinstance(low_level_dataset, IndexedDataset)
         return len(low_level_dataset.document_indices) - 1
 
@@ -146,21 +147,24 @@ class MaskedWordPieceDataset(MegatronDataset):
         return self._without_loss(item) if idx is None else item
 
     def _without_loss(self, item: Sample) -> Sample:
-        """A sample that fills a batch up."""
+        """Return the sample with a zero loss mask, for padding a batch."""
         return item | {"loss_mask": np.zeros_like(item["loss_mask"])}
 
     @abstractmethod
     def _sample(
         self, sentences: list[np.ndarray], target_length: int, random: np.random.Generator
     ) -> Sample:
-        """What the model reads of ``sentences``, of which ``target_length`` tokens may stay."""
+        """Return the model inputs for ``sentences``, cut to ``target_length`` tokens of text."""
 
     def _special_id(self, name: str) -> int:
-        """ConfigError, which is an AttributeError too, where the tokenizer has none."""
+        """Return the id of a special token.
+
+        Raises ConfigError, which is an AttributeError too, if the tokenizer has no such token.
+        """
         return int(getattr(self.config.tokenizer, name))
 
     def _sentences(self, number: int, random: np.random.Generator) -> tuple[list[np.ndarray], int]:
-        """The sentences of a sample, and how many of their tokens it may have."""
+        """Return the sentences of a sample and its maximum number of text tokens."""
         first, end, target_length = self.sample_index[number].tolist()
         sentences = [self.dataset.get(i).astype(np.int64) for i in range(first, end)]
         for i, tokens in enumerate(sentences):
@@ -177,11 +181,11 @@ class MaskedWordPieceDataset(MegatronDataset):
         return Words.of(sentence, None if self._continues is None else self._continues[tokens])
 
     def _num_hidden(self, num_tokens: int) -> int:
-        """How many of so many tokens of text are hidden: at least one."""
+        """Return how many of ``num_tokens`` text tokens to mask: at least one."""
         return max(1, round(num_tokens * self.config.masking_probability))
 
     def _continuing_tokens(self) -> np.ndarray | None:
-        """bool [vocabulary]: tokens that continue a word; None if there are none."""
+        """Return bool [vocabulary], True where a token continues a word; None if no token does."""
         vocab = self.config.tokenizer.vocab.items()
         ids = [index for token, index in vocab if token.startswith("##") and len(token) > 2]
         continues = np.zeros(self._vocab_size, bool)
@@ -191,9 +195,9 @@ class MaskedWordPieceDataset(MegatronDataset):
     def _build_sample_index(
         self, sequence_length: int, min_sentences_per_sample: int
     ) -> np.ndarray:
-        """[n, 3] sentences and target length of each sample, from the cache or built.
+        """Load [n, 3] sentences and target length of each sample from the cache, or build them.
 
-        ``helpers.build_mapping`` says how.  Not a collective: one process builds, others wait.
+        See ``helpers.build_mapping``.  Not a collective: one process builds, the others wait.
         """
 
         def build() -> list[np.ndarray]:
@@ -219,9 +223,9 @@ class MaskedWordPieceDataset(MegatronDataset):
         return found
 
     def _fits(self, found: np.ndarray, completely: bool) -> bool:
-        """Whether a cached index has the right form, and no sentence outside the split.
+        """Return whether a cached index has the right shape and stays within the split.
 
-        ``completely`` also compares each sample: that it has sentences, and its target length.
+        ``completely`` also checks that each sample has sentences and a valid target length.
         """
         has_shape = found.ndim == 2 and found.shape[1] == 3 and len(found) > 0
         if not has_shape or found.dtype not in (np.uint32, np.uint64):
@@ -235,7 +239,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         return bool(low <= found[:, 0].min() and found[:, 1].max() <= high)
 
     def _tell_of_unused(self, documents: np.ndarray, min_sentences: int, num_rows: int) -> None:
-        """Say how many documents give no sample; DataError if there is none that does."""
+        """Log how many documents give no sample; raise DataError if no document gives one."""
         lengths = self.dataset.sequence_lengths
         num_long = np.concatenate(([0], np.cumsum(lengths > LONGEST_SENTENCE)))[documents]
         has_few, has_long = np.diff(documents) < min_sentences, np.diff(num_long) > 0
@@ -253,9 +257,9 @@ class MaskedWordPieceDataset(MegatronDataset):
 
 
 class CountingSentences(SyntheticDataset, MaskedWordPieceDataset):
-    """Made-up samples that can be learned: each counts upwards from a random id, often a low one.
+    """Synthetic, learnable samples: token ids count upwards from a random, often low, id.
 
-    A sample depends on seed, split and its number alone; it needs no file.
+    A sample depends only on the seed, the split and the sample number; it needs no file.
     """
 
     _SENTENCE_LENGTHS = (4, 32)
@@ -272,7 +276,7 @@ class CountingSentences(SyntheticDataset, MaskedWordPieceDataset):
             return self._make_up_id()
 
     def _make_up_id(self) -> int:
-        """The largest id that is still text; from now on it is not."""
+        """Reserve the largest id that is still a text token, and return it as a special token."""
         self._num_text_ids -= 1
         return self._num_text_ids
 

@@ -1,7 +1,8 @@
-"""Which tokens of a sample are hidden: whole words, in n-grams that cross no sentence.
+"""Choose the tokens of a sample to mask: n-grams of complete words within one sentence.
 
-``n`` tokens of a sample.  ``sentence`` i64 [n] numbers the sentence of each token; -1 marks tokens
-that are never hidden.  Nothing here keeps state: all chance comes from the generator handed in.
+``n`` is the number of tokens of a sample.  ``sentence`` i64 [n] is the number of each token's
+sentence, -1 for tokens that are never masked.  Functions keep no state: all randomness comes from
+the generator passed in.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_GEOMETRIC_P = 0.2  # SpanBERT's: lengths of 1, 2, 3 ... at 0.2, 0.16, 0.128 ...
+_GEOMETRIC_P = 0.2  # SpanBERT: P(length = 1, 2, 3, ...) = 0.2, 0.16, 0.128, ...
 
 
 def span_weights(
     longest: int, *, favours_long: bool = False, is_geometric: bool = False
 ) -> np.ndarray:
-    """The probability that a span has 1, 2, ... ``longest`` words; by default short ones win."""
+    """Return the probability of a span of 1, 2, ... ``longest`` words; shorter is likelier.
+
+    ``favours_long`` makes longer spans likelier, ``is_geometric`` uses SpanBERT's distribution.
+    """
     n = np.arange(1, longest + 1)
     weights: np.ndarray
     if is_geometric:
         weights = _GEOMETRIC_P * (1 - _GEOMETRIC_P) ** (n - 1)
-        weights[-1] += 1 - weights.sum()  # what is longer is cut
+        weights[-1] += 1 - weights.sum()  # longer spans are cut to `longest`
         return weights
     weights = 1.0 / (n[::-1] if favours_long else n)
     weights /= weights.sum()
@@ -30,15 +34,19 @@ def span_weights(
 
 @dataclass(frozen=True)
 class Words:
-    """Words of a sample that may be hidden, in order; all arrays [words]."""
+    """Words of a sample that may be masked, in order; all arrays [words]."""
 
     starts: np.ndarray  # first token
     ends: np.ndarray  # token after the last
-    left: np.ndarray  # words to the end of the sentence, this one included
+    left: np.ndarray  # words up to the end of the sentence, including this one
 
     @staticmethod
     def of(sentence: np.ndarray, continues: np.ndarray | None) -> Words:
-        """``continues`` bool [n]: tokens that belong to the word before; None: each is a word."""
+        """Build the words of a sample.
+
+        ``continues`` bool [n] marks tokens that belong to the word before; None: each token is a
+        word.
+        """
         is_start = np.ones(len(sentence), bool)
         if continues is not None:
             is_start = ~continues
@@ -55,7 +63,10 @@ class Words:
 
 
 def _rising(numbers: np.ndarray) -> np.ndarray:
-    """The same runs, numbered upwards: parts of a sample may have changed places."""
+    """Number the runs of equal values 0, 1, 2, ... in order of position.
+
+    Sentence numbers may fall where BERT swaps segments; ``searchsorted`` needs them ascending.
+    """
     is_new = np.ones(len(numbers), bool)
     is_new[1:] = numbers[1:] != numbers[:-1]
     return np.cumsum(is_new)
@@ -71,10 +82,10 @@ def choose_spans(
     most_with_marks: int | None = None,
     taken: bytearray | None = None,
 ) -> list[tuple[int, int]]:
-    """[first, end) of spans that hide at most ``num_tokens`` tokens; rising, none overlaps.
+    """Return [first, end) of disjoint spans, ascending, with at most ``num_tokens`` tokens in all.
 
-    There are at most ``most_spans``, and at most ``most_with_marks`` tokens and spans together.
-    ``taken`` [words] names words to leave out, and is filled with those chosen.
+    There are at most ``most_spans`` spans, and at most ``most_with_marks`` tokens plus spans (each
+    span needs a sentinel).  ``taken`` [words] marks words to skip; chosen words are marked in it.
     """
     count = len(words.starts)
     taken = bytearray(count) if taken is None else taken
@@ -104,6 +115,6 @@ def choose_spans(
 
 
 def positions_of(spans: list[tuple[int, int]]) -> np.ndarray:
-    """The tokens of the spans, rising: i64 [hidden]."""
+    """Return the positions of the tokens in the spans, ascending: i64 [masked]."""
     ranges = [np.arange(first, end) for first, end in spans]
     return np.concatenate(ranges) if ranges else np.empty(0, np.int64)

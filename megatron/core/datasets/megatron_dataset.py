@@ -1,4 +1,4 @@
-"""The base of datasets that cut samples from a low-level dataset."""
+"""Base classes of datasets that build samples from a low-level dataset."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from megatron.core.datasets.object_storage_utils import ObjectStorageConfig, is_
 from megatron.core.datasets.utils import Split
 
 LowLevelDataset = IndexedDataset | Iterable[object]
-Sample = dict[str, Any]  # arrays, tensors and numbers by name, as the collate function wants them
+Sample = dict[str, Any]  # arrays, tensors and scalars by name, for the collate function
 
 
 class MegatronDataset(ABC, torch.utils.data.Dataset[Sample]):
-    """Samples of one split of one source.
+    """Samples of one split of one data source.
 
-    ``indices`` are the elements of the low-level dataset that belong to the split.  The
-    description of what was asked for, and its md5, name the index cache: both are part of a file
-    format.
+    ``indices`` are the elements of the low-level dataset that belong to the split.  The files of
+    the index cache are named after the md5 of ``unique_description``; both are part of a file
+    format that Megatron-LM shares.
     """
 
-    split_unit = "sequences"  # of which splits are made
+    split_unit = "sequences"  # unit that --split divides
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Sample]):
         self.dataset = dataset
         self.dataset_path = dataset_path
         self.indices = indices
-        self.num_samples = num_samples  # at least so many; None for one pass over the data
+        self.num_samples = num_samples  # minimum number; None for one pass over the data
         self.index_split = index_split
         self.config = config
         self.unique_identifiers = OrderedDict[str, object](
@@ -65,13 +65,13 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Sample]):
     @staticmethod
     @abstractmethod
     def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
-        """How many elements are divided among the splits."""
+        """Return the number of elements that --split divides."""
 
     @staticmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> LowLevelDataset:
-        """Open the source: a .bin/.idx pair, local or in object storage."""
+        """Open the data source: a .bin/.idx pair on disk or in object storage."""
         if dataset_path is None:
             raise ConfigError(
                 "no data is named: give --data-path (or data of each split), or --mock-data"
@@ -88,11 +88,14 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Sample]):
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
-        """Fields of the config that decide what the samples are; the order is part of the md5."""
+        """Return the config fields that determine the samples.
+
+        The order of the names matters: the md5 covers it.
+        """
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
     def _cache_prefix(self, *more: str) -> str:
-        """What the names of the index cache's files begin with."""
+        """Return the common path prefix of the index cache files."""
         name, directory = type(self).__name__, self.config.path_to_cache
         if directory is None:
             assert isinstance(self.dataset, IndexedDataset)
@@ -113,20 +116,20 @@ class MegatronDataset(ABC, torch.utils.data.Dataset[Sample]):
 
 
 class SyntheticDataset(MegatronDataset):
-    """What sets of made-up samples share: there is no source, and as many samples as are wanted."""
+    """Base of synthetic datasets: no data source, and any requested number of samples."""
 
     _SAMPLES_WITHOUT_REQUEST = 128
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: LowLevelDataset) -> int:
-        """Enough for every split to have a share."""
+        """Return a number large enough that no split is empty."""
         return 1_000_000
 
     @staticmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: BlendedMegatronDatasetConfig
     ) -> LowLevelDataset:
-        """Nothing to open."""
+        """Return an empty source: synthetic data needs no file."""
         return ()
 
     def __len__(self) -> int:
@@ -134,10 +137,10 @@ class SyntheticDataset(MegatronDataset):
 
 
 def describe(unique_identifiers: OrderedDict[str, object]) -> str:
-    """The text that goes into description.txt and, hashed, into the names of cache files."""
+    """Return the text of description.txt, whose hash names the cache files."""
     return json.dumps(unique_identifiers, indent=4, default=lambda part: part.unique_identifiers)
 
 
 def description_hash(description: str) -> str:
-    """The md5 that cache files are named after."""
+    """Return the md5 in the names of the cache files."""
     return hashlib.md5(description.encode("utf-8"), usedforsecurity=False).hexdigest()

@@ -1,4 +1,4 @@
-"""Token files in object storage: ``s3://`` (boto3) and ``msc://`` (Multi-Storage Client).
+"""Read token files in object storage: ``s3://`` (boto3) and ``msc://`` (Multi-Storage Client).
 
 The .idx file is copied once per node to a local directory; .bin is read in byte ranges.
 """
@@ -21,34 +21,34 @@ from megatron.core.optional import require
 _S3 = "s3://"
 _MSC = "msc://"
 
-Client: TypeAlias = Any  # of boto3, or the module multistorageclient: neither has types
+Client: TypeAlias = Any  # a boto3 client or the module multistorageclient; both are untyped
 
 
 @dataclass
 class ObjectStorageConfig:
-    """Where .idx copies go, and how many bytes of .bin one S3 request fetches."""
+    """Local directory for .idx copies, and bytes of .bin per S3 request."""
 
     path_to_idx_cache: str
     bin_chunk_nbytes: int = 256 * 1024 * 1024
 
 
 def is_object_storage_path(path: str) -> bool:
-    """Whether ``path`` is an s3:// or msc:// URL."""
+    """Return whether ``path`` is an s3:// or msc:// URL."""
     return path.startswith((_S3, _MSC))
 
 
 def get_index_cache_path(idx_path: str, object_storage_config: ObjectStorageConfig) -> str:
-    """The local name of a remote .idx: its URL without the scheme, under ``path_to_idx_cache``."""
+    """Return the local path of a remote .idx: ``path_to_idx_cache`` plus the URL without scheme."""
     without_scheme = idx_path.split("://", 1)[1]
     cache = Path(object_storage_config.path_to_idx_cache)
     return str(path_inside(cache, without_scheme, idx_path, below=True, error=DataError))
 
 
 def cached_index_path(idx_path: str, config: ObjectStorageConfig) -> str:
-    """Copy a remote .idx to this node if it is not there, and return its local path.
+    """Copy a remote .idx to this node unless it is cached, and return its local path.
 
-    One process of those that share the directory downloads, the others wait for the file.  A copy
-    whose size is not the remote one is fetched again.
+    One of the processes that share the directory downloads, the others wait for the file.  A copy
+    with a size different from the remote file is downloaded again.
     """
     local_path = get_index_cache_path(idx_path, config)
     remote = _open_object(idx_path)
@@ -68,7 +68,7 @@ def cached_index_path(idx_path: str, config: ObjectStorageConfig) -> str:
 
 
 class _Object(ABC):
-    """A remote file."""
+    """A remote file.  Connections are per process."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -76,7 +76,7 @@ class _Object(ABC):
         self._client: Client = None
 
     def client(self) -> Client:
-        """The connection of this process: one made before a fork must not be shared."""
+        """Return the connection of this process: forked processes must not share one."""
         if self._client_pid != os.getpid():
             self._client, self._client_pid = self.connect(), os.getpid()
         return self._client
@@ -138,14 +138,15 @@ def _open_object(url: str) -> _Object:
 
 
 class RangeReader:
-    """Values of a remote file; the last chunk fetched is kept, as neighbours are often read next.
+    """Reader of values in a remote file.
 
-    ``chunk_bytes`` 0 fetches exactly what is asked for.
+    It caches the last chunk fetched, as the next read is often near.  ``chunk_bytes`` 0 fetches
+    exactly the bytes requested.
     """
 
     @classmethod
     def open(cls, url: str, chunk_bytes: int) -> RangeReader:
-        """The Multi-Storage Client has a cache of its own, S3 gets one chunk."""
+        """Open a remote file, in chunks for S3; the Multi-Storage Client has its own cache."""
         return cls(_open_object(url), chunk_bytes if url.startswith(_S3) else 0)
 
     def __init__(self, remote: _Object, chunk_bytes: int) -> None:
@@ -155,7 +156,7 @@ class RangeReader:
         self.num_bytes = remote.size()
 
     def read(self, dtype: np.dtype, count: int, offset: int) -> np.ndarray:
-        """``count`` values at byte ``offset``."""
+        """Return ``count`` values at byte ``offset``."""
         return np.frombuffer(self._bytes(offset, count * dtype.itemsize), dtype)
 
     def _bytes(self, offset: int, num_bytes: int) -> bytes:

@@ -1,8 +1,8 @@
-"""Which rank reads which sample.
+"""Assign samples to data-parallel ranks.
 
-The global stream of samples depends on the data, the seed and the sample number alone.  Every
-micro-batch step takes ``micro_batch_size * data_parallel_size`` samples from it in order, so a
-global batch is the same samples for every layout, batch-size ramp and resumption.
+The global sample stream depends only on the data, the seed and the sample number.  Each micro-batch
+step takes the next ``micro_batch_size * data_parallel_size`` samples of it.  A global batch
+therefore has the same samples for every layout, batch-size ramp-up and resumption.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 
 from megatron.core.config.errors import ConfigError, DataError
 
-# None stands for a sample without loss that fills up the last batch
+# None is a sample with a zero loss mask, which pads the last batch
 Batch = list[int | None]
 
 
 @dataclass(eq=False)
 class _Sampler:
-    """What both samplers know: the shape of the stream and this rank's share of it."""
+    """Position in the sample stream, and this data-parallel rank's share of each step."""
 
     total_samples: int
     consumed_samples: int
@@ -47,17 +47,17 @@ class _Sampler:
         return self.total_samples
 
     def share(self, first: int) -> range:
-        """This rank's part of the step that begins with sample ``first`` of the stream."""
+        """Return this rank's samples of the step whose first sample in the stream is ``first``."""
         start = first + self.data_parallel_rank * self.micro_batch_size
         return range(start, start + self.micro_batch_size)
 
 
 @dataclass(eq=False)
 class MegatronPretrainingSampler(_Sampler):
-    """``single``: samples 0, 1, 2, ... once, from ``consumed_samples`` on.
+    """Sampler for --dataloader-type single: each sample once, in order, from ``consumed_samples``.
 
-    A last step that is not full is dropped, or, with ``drop_last=False``, filled up with None.
-    ``pad_to_samples`` fills up further, to whole global batches.
+    An incomplete last step is dropped or, with ``drop_last=False``, padded with None.
+    ``pad_to_samples`` pads to complete global batches of that many samples.
     """
 
     drop_last: bool = True
@@ -85,10 +85,10 @@ class MegatronPretrainingSampler(_Sampler):
 
 
 class MegatronPretrainingRandomSampler(_Sampler):
-    """``cyclic``: the dataset over and over, each epoch in an order of its own.
+    """Sampler for --dataloader-type cyclic: endless epochs, each in a different random order.
 
-    The order is a function of seed and epoch; epochs follow each other without a gap.  With
-    ``data_sharding`` or without it, a global batch holds the same samples.
+    The order depends only on seed and epoch.  A step at the end of an epoch continues with the
+    first samples of the next.  ``data_sharding`` has no effect on the samples of a global batch.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
             yield [self._sample(i) for i in self.share(first)]
 
     def _sample(self, i: int) -> int:
-        """The dataset's sample at place ``i`` of the endless stream."""
+        """Return the dataset index of element ``i`` of the endless sample stream."""
         epoch, place = divmod(i, self.total_samples)
         if epoch != self._epoch:
             random = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
@@ -124,7 +124,7 @@ class MegatronPretrainingRandomSampler(_Sampler):
 
 @dataclass(frozen=True, kw_only=True)
 class DataLoaderConfig:
-    """How one rank reads its micro-batches."""
+    """Settings of the data loader of one rank."""
 
     micro_batch_size: int
     data_parallel_rank: int = 0
@@ -138,9 +138,10 @@ class DataLoaderConfig:
 
 
 def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderConfig) -> Any:
-    """Micro-batches of this rank from sample ``consumed_samples`` of the stream on.
+    """Build the loader of this rank's micro-batches, starting at sample ``consumed_samples``.
 
-    None for no dataset; an ``external`` dataset is a loader already and is returned as it is.
+    None if ``dataset`` is None.  With ``dataloader_type="external"``, ``dataset`` is already a
+    loader and is returned unchanged.  Not a collective.
     """
     if dataset is None or config.dataloader_type == "external":
         return dataset
@@ -160,8 +161,8 @@ def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderCon
         raise ConfigError(
             f"--dataloader-type {config.dataloader_type}: give single, cyclic or external"
         )
-    # Iterators draw a seed: from a generator of their own, so that reading data, evaluating or
-    # resuming leaves the streams of dropout alone.
+    # Each new iterator consumes a random seed.  A separate generator keeps data loading,
+    # evaluation and resumption from changing the random stream of dropout.
     generator = torch.Generator().manual_seed(config.seed)
     return torch.utils.data.DataLoader(
         dataset,
@@ -175,17 +176,19 @@ def build_data_loader(dataset: Any, consumed_samples: int, config: DataLoaderCon
 
 
 def outlive_signals(worker_id: int) -> None:
-    """In a reading process: leave SIGTERM and SIGINT to the rank, which saves and then ends it.
+    """Ignore SIGTERM and SIGINT from outside in a data-loading worker process.
 
-    A SIGTERM of the rank itself, sent when it ends without having asked the process to, ends it.
+    A launcher signals the complete process group.  Workers must survive so that the rank can save
+    its checkpoint.  SIGTERM from its parent, the rank, still ends a worker: multiprocessing sends
+    it when the rank exits without having shut its workers down.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # for `_obey_parent` to take
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # `_obey_parent` receives it
     threading.Thread(target=_obey_parent, daemon=True).start()
 
 
 def _obey_parent() -> None:
     parent = os.getppid()
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass  # from a launcher, to the whole process group
+        pass  # sent by a launcher to the complete process group
     os._exit(0)

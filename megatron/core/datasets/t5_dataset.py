@@ -1,7 +1,7 @@
-"""Samples of T5: the encoder reads text with spans missing, the decoder says what they were.
+"""T5 samples (span corruption): spans of the encoder text are replaced; the decoder predicts them.
 
-``e`` and ``d`` are the sequence lengths of encoder and decoder.  A sentinel stands for each span,
-in the order of the tokenizer's ``additional_special_tokens_ids``.
+``e`` and ``d`` are the sequence lengths of encoder and decoder.  Each span is replaced by one
+sentinel token, in the order of the tokenizer's ``additional_special_tokens_ids``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.core.datasets.megatron_dataset import Sample
 
 @dataclass(kw_only=True)
 class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
-    """The same, and how long the decoder's samples are; ``sequence_length`` is the encoder's."""
+    """Settings of a masked dataset (``sequence_length``: the encoder's) and the decoder length."""
 
     sequence_length_decoder: int
 
@@ -41,16 +41,16 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
 
     @property
     def sequence_length_encoder(self) -> int:
-        """Another name of ``sequence_length``."""
+        """Sequence length of the encoder: another name of ``sequence_length``."""
         return self.sequence_length
 
 
 class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
-    """Samples as dictionaries of arrays, all i64 but for the number ``truncated``.
+    """T5 samples as dictionaries of arrays i64, except the scalar ``truncated``.
 
-    text_enc, enc_mask [e]; text_dec, labels, loss_mask, dec_mask [d].  The masks are 1 for tokens
-    and 0 for padding; labels are -1 there.  text_dec is the labels behind BOS; a tokenizer that
-    has no BOS begins with PAD, as the published T5 does.
+    text_enc, enc_mask [e]; text_dec, labels, loss_mask, dec_mask [d].  Masks are 1 for tokens and 0
+    for padding; labels are -1 at padding.  text_dec is the labels shifted right, starting with BOS,
+    or with PAD if the tokenizer has no BOS, as in the published T5.
     """
 
     config: T5MaskedWordPieceDatasetConfig
@@ -73,7 +73,10 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
             return super()._special_id("pad")
 
     def _find_sentinels(self) -> np.ndarray:
-        """The ids of sentinels; ConfigError if samples need more of them on average."""
+        """Return the ids of the sentinel tokens.
+
+        Raises ConfigError if there are fewer than an average sample needs.
+        """
         sentinels = getattr(self.config.tokenizer, "additional_special_tokens_ids", None) or ()
         most = self._num_hidden(self._longest_text)
         words_of_span = float(np.arange(1, len(self._ngram_weights) + 1) @ self._ngram_weights)
@@ -101,7 +104,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
             self._ngram_weights,
             random,
             most_spans=len(self._sentinels),
-            most_with_marks=d - 1,  # and the end
+            most_with_marks=d - 1,  # leaves one position for EOS
         )
         kept, said, at = [], [], 0
         for i, (first, end) in enumerate(spans):
@@ -134,17 +137,17 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         use_local: bool = False,
         test_te_version: str | None = None,
     ) -> tuple[Tensor, None, Tensor]:
-        """Masks of encoder, decoder and cross attention: bool [b, 1, 1, e], True = hidden.
+        """Return masks of encoder, decoder and cross attention: bool [b, 1, 1, e], True = hidden.
 
-        From the encoder's padding mask [b, e].  The decoder needs none: it is causal, and padding
-        comes last.  The other arguments are the reference's, and unused.
+        They come from the encoder's padding mask [b, e].  The decoder mask is None: the decoder is
+        causal and its padding is at the end.  The other arguments are unused; Megatron-LM has them.
         """
         is_hidden = encoder_mask[:, None, None, :] < 0.5
         return is_hidden, None, is_hidden
 
 
 class MockT5MaskedWordPieceDataset(CountingSentences, T5MaskedWordPieceDataset):
-    """Made-up samples of T5; sentinels come from the vocabulary's end where it has no own."""
+    """Synthetic T5 samples; ids at the end of the vocabulary replace sentinels it does not have."""
 
     def _find_sentinels(self) -> np.ndarray:
         if getattr(self.config.tokenizer, "additional_special_tokens_ids", None):

@@ -1,4 +1,4 @@
-"""Splits, blends named on the command line, and weights."""
+"""Splits, weights, and blends given on the command line."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron.core.config.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# path prefixes and, where given, how much of each
+# path prefixes and their weights, or None for no weights
 Blend = tuple[list[str], list[float] | None]
 
 
 class Split(Enum):
-    """The three uses of data; the value is the place in lists of three."""
+    """The three splits of the data; the value is the index in lists like [train, valid, test]."""
 
     train = 0
     valid = 1
@@ -25,20 +25,21 @@ class Split(Enum):
 
 
 def compile_helpers() -> None:
-    """Nothing: the helper is compiled when the package is installed, numpy stands in without it."""
+    """Do nothing: installation compiles the helper, and without it numpy is used."""
     logger.info("the dataset helper is compiled at installation, there is nothing to compile now")
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """``weights`` divided by their sum."""
+    """Return ``weights`` divided by their sum."""
     array = np.array(weights, dtype=np.float64)
     return [float(share) for share in array / np.sum(array)]
 
 
 def get_blend_from_list(blend: Sequence[str] | None) -> Blend | None:
-    """``w1 p1 w2 p2 ...`` or ``p1 p2 ...`` as (prefixes, weights or None).
+    """Parse ``w1 p1 w2 p2 ...`` or ``p1 p2 ...`` into (prefixes, weights or None).
 
-    An odd number of words, or pairs that all begin with something that is no number, are prefixes.
+    All words are prefixes if their number is odd, or if no word at a weight position is a number.
+    Raises ConfigError if only some of these words are numbers.
     """
     if not blend:
         return None
