@@ -49,9 +49,7 @@ class _BertWordPieceTokenizer(LibraryTokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         return self.decode_token_ids(ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Words separated by single spaces."""
-        return self.decode_token_ids(ids)
+    decode = detokenize
 
     def decode_token_ids(self, token_ids: Sequence[int]) -> str:
         """Words separated by single spaces, without ``[PAD]`` and ``[CLS]``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.optional import require
@@ -122,15 +123,11 @@ class _SentencePieceTokenizer(_PieceTokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         parts: list[str] = []
-        run: list[int] = []
-        for index in ids:
-            if index in self._special_ids:
-                parts += [self._pieces.decode(run)] if run else []
-                parts.append(self.inv_vocab[index])
-                run = []
+        for are_special, run in groupby(map(int, ids), self._special_ids.__contains__):
+            if are_special:
+                parts += map(self.inv_vocab.__getitem__, run)
             else:
-                run.append(int(index))
-        parts += [self._pieces.decode(run)] if run else []
+                parts.append(self._pieces.decode(list(run)))
         return " ".join(parts)
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
