@@ -1,4 +1,4 @@
-"""Choosing tokens from logits.  Shapes: ``b`` sequences, ``v`` vocabulary."""
+"""Sample tokens from logits.  Shapes: ``b`` sequences, ``v`` vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 
 def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> Tensor:
-    """[b, v] -> [b].  Greedy ties go to the smallest id."""
+    """Sample one token per row: [b, v] -> [b].  Greedy ties go to the smallest id."""
     if params.is_greedy:
         return logits.argmax(dim=-1)
     logits = logits.float() / params.temperature
@@ -22,14 +22,14 @@ def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """-inf for all but the ``k`` largest of each row."""
+    """Set all but the ``k`` largest logits of each row to -inf."""
     k = min(k, logits.size(-1))
     threshold = logits.topk(k, dim=-1).values[..., -1:]
     return logits.masked_fill(logits < threshold, float("-inf"))
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """-inf outside the smallest set of likeliest tokens whose probability reaches ``p``.
+    """Set logits outside the smallest set of likely tokens with total probability ``p`` to -inf.
 
     Nucleus sampling, Holtzman et al. 2020.
     """

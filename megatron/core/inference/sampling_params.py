@@ -1,4 +1,4 @@
-"""How the next token is chosen."""
+"""Sampling parameters."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether the most likely token is always chosen."""
         return self.top_k == 1 or self.temperature == 0

@@ -1,4 +1,4 @@
-"""A cache for a fixed batch of sequences that grow together."""
+"""A key-value cache for a fixed batch of sequences that grow together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 class StaticInferenceContext:
     """Keys and values of ``max_batch_size`` sequences of up to ``max_sequence_length`` tokens.
 
-    Memory for a layer is taken when the layer first stores something, as wide as that is.
+    The memory of a layer is allocated at its first `append`, in the width of those tensors.
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
@@ -24,11 +24,11 @@ class StaticInferenceContext:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens kept for each sequence."""
+        """Number of cached tokens per sequence."""
         return self._num_tokens
 
     def append(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep [s, b, g, d] of a layer; returns keys and values of all [t + s, b, g, d]."""
+        """Append [s, b, g, d] to a layer; return all its keys and values [t + s, b, g, d]."""
         if layer_index not in self._layers:
             self._layers[layer_index] = (self._memory(key), self._memory(value))
         keys, values = self._layers[layer_index]
@@ -45,17 +45,17 @@ class StaticInferenceContext:
     def of_other_sequence(
         self, layer_index: int, project: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of another sequence, which a layer projects once."""
+        """Return cross-attention keys and values, which a layer projects once."""
         if layer_index not in self._other:
             self._other[layer_index] = project()
         return self._other[layer_index]
 
     def recurrent_state(self, layer_index: int) -> tuple[Tensor, ...] | None:
-        """What a layer kept of the tokens so far."""
+        """Return the recurrent state of a layer, or None before the first token."""
         return self._states.get(layer_index)
 
     def keep_state(self, layer_index: int, state: tuple[Tensor, ...]) -> None:
-        """Replace it."""
+        """Replace the recurrent state of a layer."""
         self._states[layer_index] = state
 
     def advance(self, num_new_tokens: int) -> None:
@@ -64,12 +64,12 @@ class StaticInferenceContext:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is taken."""
+        """Number of bytes allocated."""
         kept = (*self._layers.values(), *self._other.values(), *self._states.values())
         return sum(x.nbytes for tensors in kept for x in tensors)
 
     def reset(self) -> None:
-        """Forget all tokens, keep the memory of a growing sequence."""
+        """Remove all tokens but keep the memory of the growing sequence."""
         self._num_tokens = 0
         self._other.clear()
         self._states.clear()

@@ -1,3 +1,3 @@
-"""Engines that turn prompts into tokens."""
+"""Engines that generate tokens from prompts."""
 
 from megatron.core.inference.engines.static_engine import generate as generate

@@ -1,6 +1,6 @@
-"""Generation for one prompt at a time with a cache of keys and values.
+"""Generate text for one prompt at a time with a key-value cache.
 
-The prompt goes through the model once; after that every token costs one forward pass of length 1.
+The prompt passes through the model once; then each token costs one forward pass of length 1.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Generated:
 
 @dataclass(frozen=True, kw_only=True)
 class Generator:
-    """A model that writes.  ``model(tokens, positions, mask, inference_context=...)`` -> [b, s, v].
+    """A model to sample from: ``model(tokens, positions, mask, inference_context=...)`` [b, s, v].
 
-    ``tp_group`` shares the model; its first rank chooses, the others follow.  A model of an encoder
-    and a decoder (`T5Model`) has a ``decoder_start``: the encoder reads the prompt, the decoder
-    continues that one token.
+    The ranks of ``tp_group`` share the model; the first one samples and broadcasts the token.  An
+    encoder-decoder model (`T5Model`) has a ``decoder_start``: the encoder reads the prompt, and the
+    decoder continues from that token.
     """
 
     model: nn.Module
@@ -43,7 +43,7 @@ class Generator:
     decoder_start: int | None = None
 
     def stream(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Generated]:
-        """Tokens that follow ``prompt``, until EOD, the asked number, or the longest sequence.
+        """Yield the tokens after ``prompt``, up to EOD, the requested number or full length.
 
         Collective over ``tp_group``.  Raises ValueError for a prompt that is empty or too long.
         """
@@ -74,7 +74,7 @@ class Generator:
                 return
 
     def _decoder(self, source: Tensor) -> Callable[..., Tensor]:
-        """The decoder alone, behind what the encoder makes of ``source`` [1, s]."""
+        """Return the decoder with the encoder output of ``source`` [1, s] bound to it."""
         with torch.no_grad():
             encoded = self.model(source, None, output_encoder_hidden_only=True)
 
@@ -89,7 +89,7 @@ class Generator:
     def _logits(
         self, model: Callable[..., Tensor], tokens: Tensor, cache: StaticInferenceContext
     ) -> Tensor:
-        """Logits after the last of ``tokens`` [1, s] -> [1, v]."""
+        """Return the logits after the last of ``tokens``: [1, s] -> [1, v]."""
         start, length = cache.num_tokens, tokens.size(1)
         positions = torch.arange(start, start + length, device=self.device).unsqueeze(0)
         with torch.no_grad():
@@ -110,7 +110,7 @@ def generate(
     params: SamplingParams,
     on_token: Callable[[Generated], None] | None = None,
 ) -> list[Generated]:
-    """All tokens that follow ``prompt``; ``on_token`` sees each as it is chosen."""
+    """Return all tokens after ``prompt``; ``on_token`` is called with each as it is sampled."""
     out = []
     for item in generator.stream(prompt, params):
         out.append(item)

@@ -1,12 +1,12 @@
 """T5Model: one word embedding, an encoder, a decoder that attends to its output, an output layer.
 
-Or the part of them that a pipeline stage holds: the first stages have the encoder, the others the
-decoder.  What an encoder's stage hands on is hidden states [s, b, h]; what a decoder's stage hands
-on is the encoder's output and, behind it, its own hidden states, so that backward brings the
-gradient of the output from all stages that use it.
+A pipeline stage holds a part of it: the first stages hold the encoder, the others the decoder.  An
+encoder stage sends hidden states [s, b, h].  A decoder stage sends the encoder's output followed by
+its own hidden states, so that backward collects the gradient of the encoder's output from every
+stage that attends to it.
 
-``s`` tokens of the encoder, ``t`` of the decoder, ``b`` sequences, ``h`` width, ``v`` vocabulary,
-``x/tp`` this rank's share.
+``s`` tokens of the encoder, ``t`` of the decoder, ``b`` sequences, ``h`` hidden size, ``v``
+vocabulary, ``x/tp`` this rank's part of ``x``.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class T5Model(LanguageModule):
         pg_collection: ProcessGroupCollection | None = None,
         **of_language: Any,
     ) -> None:
-        """``config`` is the decoder's; it and ``encoder_config`` differ in depth alone.
+        """``config`` is the decoder's; ``encoder_config`` differs in the number of layers only.
 
-        ``add_encoder`` False leaves a decoder, which is handed hidden states of an encoder.
-        ``of_language``: what else `LanguageModule` takes.
+        With ``add_encoder`` False the model is a decoder and receives the encoder's hidden states.
+        ``of_language``: further arguments of `LanguageModule`.
         """
         groups = parallel_state.current() if pg_collection is None else pg_collection
         super().__init__(
@@ -115,7 +115,7 @@ class T5Model(LanguageModule):
         self.finalize_parameters(*built, rename=_HEAD)
 
     def _build_shared_embedding(self) -> LanguageModelEmbedding:
-        """Of both sequences: the encoder's first stage has it, and the decoder's."""
+        """Build the word embedding on the first stage of the encoder and of the decoder."""
         embedding = self.build_embedding()
         if self.pg_collection.pp.size() > 1:
             for param in embedding.parameters():
@@ -141,7 +141,7 @@ class T5Model(LanguageModule):
     def _build_bias(
         self, buckets: tuple[int, int], *, bidirectional: bool
     ) -> RelativePositionEmbedding | None:
-        """All layers of a stack use one table, so each of its stages has a copy."""
+        """Build the relative position bias: one table per stack, with a copy on each stage."""
         if self.position_embedding_type != "relative":
             return None
         config, pp = self.config, self.pg_collection.pp
@@ -159,7 +159,7 @@ class T5Model(LanguageModule):
         return table
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """What the previous stage computed."""
+        """Set the hidden states that the previous stage sent."""
         received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         self.input_tensor = received
 
@@ -177,13 +177,14 @@ class T5Model(LanguageModule):
         *,
         runtime_gather_output: bool | None = None,
     ) -> Tensor:
-        """ids [b, s] and [b, t] -> loss of each token [b, t], or logits [b, t, v].
+        """Map ids [b, s] and [b, t] to the loss of each token [b, t], or to logits [b, t, v].
 
-        Masks are True where a key is hidden: [b, keys], or to [b, 1, queries, keys]; the decoder is
-        causal without one.  Logits are divided over ranks, [b, t, v/tp], unless gathering is asked
-        for here or by ``parallel_output``; with ``inference_context`` they are gathered and those
-        of the last token.  ``encoder_hidden_states`` stand in for the encoder.  Every stage but the
-        last returns what the next one needs, and all of a half need that half's ids.
+        Masks are True where a key is hidden: [b, keys], up to [b, 1, queries, keys]; without a mask
+        the decoder is causal.  Logits are sharded over the tensor-parallel group, [b, t, v/tp],
+        unless gathering is requested here or by ``parallel_output``; with ``inference_context``
+        they are gathered and those of the last token.  ``encoder_hidden_states`` replace the
+        encoder.  Every stage but the last returns what the next stage needs.  All stages of the
+        encoder need the encoder's ids, all stages of the decoder the decoder's.
         """
         received, self.input_tensor = self.input_tensor, None  # it is freed in backward
         context, hidden = encoder_hidden_states, None
@@ -206,7 +207,7 @@ class T5Model(LanguageModule):
         return self.logits(hidden, gather=not self.parallel_output if gather is None else gather)
 
     def _encode(self, ids: Tensor | None, mask: Tensor | None, received: Tensor | None) -> Tensor:
-        """[b, s] -> [s, b, h]"""
+        """Run the encoder: ids [b, s] to hidden states [s, b, h]."""
         assert self.encoder is not None, "called where it is"
         length = self.tokens_in_row(ids, received)
         table = self.encoder_relative_pos_emb
@@ -228,7 +229,7 @@ class T5Model(LanguageModule):
         masks: tuple[Tensor | None, Tensor | None],
         cache: KVCache | None,
     ) -> Tensor:
-        """[b, t] -> [t, b, h]"""
+        """Run the decoder: ids [b, t] to hidden states [t, b, h]."""
         assert self.decoder is not None, "called where it is"
         length = self.tokens_in_row(ids, received)
         offset = 0 if cache is None else cache.num_tokens
@@ -247,7 +248,7 @@ class T5Model(LanguageModule):
         return hidden
 
     def _embedded(self, ids: Tensor | None, offset: int) -> Tensor | None:
-        """The first hidden states, on a stage that makes them."""
+        """Return the embeddings on a stage that has them, else None."""
         if not self.looks_up:
             return None
         assert ids is not None, "the first stage of a half needs its ids"
@@ -256,11 +257,11 @@ class T5Model(LanguageModule):
         return hidden
 
     def _as_message(self, states: Tensor) -> Tensor:
-        """Stages hand each other one dtype."""
+        """Convert hidden states to the one dtype in which stages send them."""
         return states.float() if self.config.fp32_residual_connection else states
 
     def _taken_apart(self, received: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The encoder's output, and the decoder's hidden states behind it."""
+        """Split a received tensor into the encoder's output and the decoder's hidden states."""
         if self.looks_up:
             return received, None
         assert ids is not None, "a later stage of the decoder needs its ids, for their number"
@@ -271,7 +272,7 @@ class T5Model(LanguageModule):
 
 
 def _encoder_stages(config: TransformerConfig, num_stages: int) -> int:
-    """Pipeline stages that hold the encoder; 0 where one holds everything."""
+    """Return the number of pipeline stages of the encoder; 0 without pipeline parallelism."""
     encoder_stages = config.encoder_pipeline_model_parallel_size
     if num_stages > 1 and not 0 < encoder_stages < num_stages:
         raise ConfigError(
@@ -283,9 +284,9 @@ def _encoder_stages(config: TransformerConfig, num_stages: int) -> int:
 
 
 def _needed(mask: Tensor | None, *, is_causal: bool) -> Tensor | None:
-    """``mask`` to [b, 1, queries, keys], or None where it hides no more than causality does.
+    """Expand ``mask`` to [b, 1, queries, keys]; None if it hides no more than causality does.
 
-    A query that would see nothing, which is padding, sees everything: nothing is no mean.
+    A query that would see no key is padding; it sees all keys, as a mean over no key is undefined.
     """
     if mask is None:
         return None

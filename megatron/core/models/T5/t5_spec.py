@@ -1,4 +1,4 @@
-"""Which class fills which slot of T5's encoder and decoder layers."""
+"""Layer specs of T5's encoder and decoder: the class of each submodule."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def get_t5_encoder_with_local_block_spec(num_layers: int) -> TransformerBlockSubmodules:
-    """``num_layers`` layers whose tokens see each other."""
+    """Return a spec of ``num_layers`` encoder layers with bidirectional attention."""
     return _encoder(LOCAL, num_layers)
 
 
 def get_t5_decoder_with_local_block_spec(num_layers: int) -> TransformerBlockSubmodules:
-    """``num_layers`` layers whose tokens see those before them, and the encoder's output."""
+    """Return a spec of ``num_layers`` decoder layers: causal attention and cross attention."""
     return _decoder(LOCAL, num_layers)
 
 
 def get_t5_encoder_with_transformer_engine_block_spec(
     num_layers: int, config: TransformerConfig | None = None
 ) -> TransformerBlockSubmodules:
-    """The same of Transformer Engine's modules, ours where it cannot do what ``config`` asks."""
+    """Return the encoder spec with Transformer Engine's modules.
+
+    A module that cannot do what ``config`` requests is ours.
+    """
     return _encoder(transformer_engine_parts(config), num_layers)
 
 
 def get_t5_decoder_with_transformer_engine_block_spec(
     num_layers: int, config: TransformerConfig | None = None
 ) -> TransformerBlockSubmodules:
-    """The same of Transformer Engine's modules, ours where it cannot do what ``config`` asks."""
+    """Return the decoder spec with Transformer Engine's modules.
+
+    A module that cannot do what ``config`` requests is ours.
+    """
     return _decoder(transformer_engine_parts(config), num_layers)
 
 
@@ -61,7 +67,7 @@ def _decoder(parts: LayerParts, num_layers: int) -> TransformerBlockSubmodules:
 
 
 def _layer(parts: LayerParts, mask: AttnMaskType) -> ModuleSpec:
-    """That of a GPT, its norms by themselves."""
+    """Return a GPT layer with the norms as modules of their own."""
     layer = layer_of(replace(parts, column_behind_norm=None), config=None)
     layer.submodules.self_attention.params["attn_mask_type"] = mask
     return layer

@@ -1,4 +1,4 @@
-"""Which class fills which slot of a BERT layer: those of GPT, and every token sees every other."""
+"""Layer specs of BERT: those of GPT with bidirectional attention."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def get_bert_layer_local_spec(config: TransformerConfig | None = None) -> ModuleSpec:
-    """A layer of plain torch."""
+    """Return a spec whose modules are plain PyTorch."""
     return _bidirectional(get_gpt_layer_local_spec(config=config))
 
 
 def get_bert_layer_with_transformer_engine_spec(
     config: TransformerConfig | None = None,
 ) -> ModuleSpec:
-    """A layer of Transformer Engine's modules; of plain torch, with one warning, without it."""
+    """Return a spec with Transformer Engine's modules; without it, warn and use PyTorch."""
     return _bidirectional(get_gpt_layer_with_transformer_engine_spec(config=config))
 
 
@@ -32,7 +32,7 @@ bert_layer_local_spec = get_bert_layer_local_spec()
 
 
 def __getattr__(name: str) -> ModuleSpec:
-    """``bert_layer_with_transformer_engine_spec``: made when asked for, because it may warn."""
+    """Build ``bert_layer_with_transformer_engine_spec`` on first access, because it may warn."""
     if name != "bert_layer_with_transformer_engine_spec":
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return get_bert_layer_with_transformer_engine_spec()

@@ -1,4 +1,4 @@
-"""What BERT has between its last layer and the vocabulary."""
+"""BERT's head between the last layer and the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def dense(input_size: int, output_size: int, config: TransformerConfig) -> ReplicatedLinear:
-    """A matrix with a bias, computed alike on all tensor-parallel ranks."""
+    """Build a linear layer with bias that every tensor-parallel rank computes in full."""
     return ReplicatedLinear(
         input_size,
         output_size,
@@ -24,7 +24,7 @@ def dense(input_size: int, output_size: int, config: TransformerConfig) -> Repli
 
 
 class BertLMHead(MegatronModule):
-    """dense, GELU and norm, computed alike on all tensor-parallel ranks."""
+    """Linear layer, GELU and norm; every tensor-parallel rank computes them in full."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -34,6 +34,6 @@ class BertLMHead(MegatronModule):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[.., h] -> [.., h]"""
+        """Transform hidden states [.., h] -> [.., h]."""
         out: Tensor = self.layer_norm(F.gelu(self.dense(hidden)))
         return out

@@ -1,8 +1,9 @@
-"""BertModel: embedding, layers in which all tokens see each other, heads; or a stage's part of it.
+"""BertModel: embedding, bidirectional layers, heads; or the part of them that a stage holds.
 
-``s`` tokens, ``b`` sequences, ``h`` width, ``v`` vocabulary, ``k`` tokens to predict, ``x/tp`` this
-rank's share.  Behind its last layer a stage all-gathers a cut sequence; what follows is computed
-alike on all tensor-parallel ranks, but for the vocabulary, which they divide.
+``s`` tokens, ``b`` sequences, ``h`` hidden size, ``v`` vocabulary, ``k`` tokens to predict,
+``x/tp`` this rank's part of ``x``.  After the last layer a stage all-gathers a sequence that
+sequence parallelism has split.  Every tensor-parallel rank computes the heads in full, except for
+the vocabulary, which is sharded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ POSITION_TYPES = ("learned_absolute", "rope", "none")
 
 
 class BertModel(LanguageModule):
-    """An encoder that predicts hidden tokens, and whether two texts are in order."""
+    """An encoder that predicts masked tokens, and whether two texts are in order."""
 
     def __init__(
         self,
@@ -51,9 +52,9 @@ class BertModel(LanguageModule):
         pg_collection: ProcessGroupCollection | None = None,
         **of_language: Any,
     ) -> None:
-        """``return_embeddings`` replaces the heads by a mean over each text.
+        """With ``return_embeddings`` the model returns the mean over each text, without heads.
 
-        ``of_language``: what else `LanguageModule` takes.
+        ``of_language``: further arguments of `LanguageModule`.
         """
         groups = parallel_state.current() if pg_collection is None else pg_collection
         if groups.cp.size() > 1:
@@ -103,7 +104,7 @@ class BertModel(LanguageModule):
             self.binary_head = dense(h, 2, config)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """What the previous stage computed."""
+        """Set the hidden states that the previous stage sent."""
         received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         self.encoder.set_input_tensor(received)
 
@@ -115,11 +116,11 @@ class BertModel(LanguageModule):
         lm_labels: Tensor | None = None,
         inference_context: None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Ids, kinds and labels [b, s] -> (losses [b, s], logits of the order [b, 2] or None).
+        """Map ids, token types and labels [b, s] to (losses [b, s], order logits [b, 2] or None).
 
-        ``attention_mask`` [b, s] is 1 for tokens and 0 for padding; None: there is no padding.  A
-        negative label is not predicted and costs nothing.  Without labels the first is the logits
-        of the vocabulary, [b, s, v] or, with ``parallel_output``, [b, s, v/tp].  With
+        ``attention_mask`` [b, s] is 1 for tokens and 0 for padding; None means no padding.  A token
+        with a negative label is not predicted and has loss 0.  Without labels the first result is
+        the logits of the vocabulary: [b, s, v], or [b, s, v/tp] with ``parallel_output``.  With
         ``return_embeddings`` there is one result, [b, h] float32.  Stages before the last return
         hidden states.
         """
@@ -148,10 +149,10 @@ class BertModel(LanguageModule):
         return self.hidden_token_losses(hidden, lm_labels), order
 
     def hidden_token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Hidden states [s, b, h], labels [b, s] -> losses [b, s] in float32.
+        """Map hidden states [s, b, h] and labels [b, s] to losses [b, s] in float32.
 
         Only the k tokens that have a label pass through the head and the vocabulary: equal to
-        `losses_of_all`, at k / (b s) of its cost.
+        `losses_of_all` at k / (b s) of its cost.
         """
         rows = (labels >= 0).flatten().nonzero().squeeze(1)
         chosen = hidden.transpose(0, 1).flatten(0, 1).index_select(0, rows).unsqueeze(1)
@@ -160,14 +161,14 @@ class BertModel(LanguageModule):
         return whole.view_as(labels)
 
     def losses_of_all(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The same by the logits of all tokens."""
+        """Compute the same losses from the logits of all tokens."""
         return self.token_losses(self.lm_head(hidden), labels)
 
 
 def _hidden_keys(attention_mask: Tensor | None) -> Tensor | None:
-    """[b, s], 1 for tokens -> bool [b, 1, 1, s], True for padding; None where there is none.
+    """Convert a mask [b, s] of 1 for tokens to bool [b, 1, 1, s]: True for padding.
 
-    On a GPU nobody looks: that would wait for the device.
+    Returns None without padding.  On a GPU this is not checked: it would wait for the device.
     """
     if attention_mask is None:
         return None

@@ -1,4 +1,4 @@
-"""One vector for a whole sequence."""
+"""Pooling: one vector for a sequence."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Pooler(MegatronModule):
-    """dense and tanh of the first token, computed alike on all tensor-parallel ranks."""
+    """Linear layer and tanh of the first token; every tensor-parallel rank computes it in full."""
 
     def __init__(self, hidden_size: int, config: TransformerConfig) -> None:
         super().__init__(config)
         self.dense = dense(hidden_size, hidden_size, config)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[s, b, h] -> [b, h]"""
+        """Pool hidden states [s, b, h] -> [b, h]."""
         return torch.tanh(self.dense(hidden[0]))
 
 
 def mean_of_text(hidden: Tensor, attention_mask: Tensor) -> Tensor:
-    """The mean over the text of each sequence: [s, b, h] and [b, s] (1 = token) -> [b, h] float32.
+    """Average over each text: [s, b, h] and mask [b, s] (1 = token) -> [b, h] float32.
 
-    The first token and the last ([CLS] and [SEP]) are no text, nor is padding.  A sequence without
+    The first and the last token ([CLS] and [SEP]) and padding do not count.  A sequence without
     text gives zeros.
     """
     place = torch.arange(attention_mask.shape[1], device=attention_mask.device)

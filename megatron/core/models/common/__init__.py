@@ -1,1 +1,1 @@
-"""What several models share."""
+"""Code shared by several models."""

@@ -1,4 +1,4 @@
-"""Which classes the parts of a layer are made of: ours, or Transformer Engine's."""
+"""The classes that layers are built from: ours, or Transformer Engine's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The classes; ``column_behind_norm``: of a column matrix and the norm before it, in one."""
+    """Classes of submodules; ``column_behind_norm`` is a norm fused with the next linear layer."""
 
     column: Slot = ColumnParallelLinear
     row: Slot = RowParallelLinear
@@ -38,7 +38,7 @@ class LayerParts:
     column_behind_norm: Slot | None = None
 
     def with_norm_inside(self, config: TransformerConfig | None) -> LayerParts | None:
-        """These parts with norms inside of column matrices; None where a norm stands by itself."""
+        """Return the parts with norms fused into linear layers; None if a norm must be separate."""
         if self.column_behind_norm is None:
             return None
         if config is not None and (
@@ -56,9 +56,9 @@ LOCAL = LayerParts()
 
 
 def transformer_engine_parts(config: TransformerConfig | None) -> LayerParts:
-    """Those of Transformer Engine, ours where it cannot do what ``config`` asks for.
+    """Return Transformer Engine's classes; ours where it cannot do what ``config`` requests.
 
-    Says so once.  Raises MissingDependency where --require-transformer-engine forbids it.
+    Logs the fallback once.  Raises MissingDependency if --require-transformer-engine forbids it.
     """
     # A plan is made for another machine.
     if device.is_cuda() and not device.launches_kernels(device.current()):

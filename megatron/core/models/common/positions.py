@@ -1,4 +1,4 @@
-"""Rotary positions as a language model's flags describe them."""
+"""Rotary embeddings as the flags of a language model describe them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def build_rotary(
     config: TransformerConfig, max_sequence_length: int, **of_rotary: Any
 ) -> RotaryEmbedding:
-    """Angles for models with --position-embedding-type rope; ``of_rotary`` as `RotaryEmbedding`."""
+    """Build the rotary embedding of --position-embedding-type rope from ``of_rotary``."""
     is_latent = config.multi_latent_attention
     return RotaryEmbedding(
         config.qk_pos_emb_head_dim if is_latent else config.kv_channels,
@@ -29,7 +29,7 @@ def _scaling(config: TransformerConfig, max_sequence_length: int) -> RopeScaling
 
 
 def _yarn(c: TransformerConfig, max_sequence_length: int) -> RopeScaling:
-    """What latent attention has unless --rope-type says otherwise, and others if it says so."""
+    """Return YaRN scaling: the default with latent attention, otherwise with --rope-type yarn."""
     factor = c.rotary_scaling_factor
     ratio = yarn_mscale(factor, c.mscale) / yarn_mscale(factor, c.mscale_all_dim)
     return RopeScaling(
@@ -44,7 +44,7 @@ def _yarn(c: TransformerConfig, max_sequence_length: int) -> RopeScaling:
 
 
 def _longrope(config: TransformerConfig, max_sequence_length: int) -> RopeScaling | None:
-    """LongRoPE where the config has its factors."""
+    """Return LongRoPE scaling if the config has its factors, else None."""
     short, long = config.longrope_short_factor, config.longrope_long_factor
     original = config.longrope_original_max_position_embeddings
     if short is None and long is None:

@@ -1,4 +1,4 @@
-"""Which class fills which slot of a GPT layer."""
+"""Layer specs of GPT: the class of each submodule."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def get_gpt_layer_local_spec(
     *,
     config: TransformerConfig | None = None,
 ) -> ModuleSpec:
-    """A layer of plain torch.
+    """Return a spec whose modules are plain PyTorch.
 
-    Scripts describe the layer by the other arguments; what they leave out, and where norms stand,
-    is read from ``config``.  Kind of norm and precision always come from the config of the model.
+    Scripts describe the layer with the other arguments; arguments left out, and the placement of
+    norms, come from ``config``.  The kind of norm and the precision always come from the model's
+    config.
     """
     del moe_grouped_gemm, fp8, moe_use_legacy_grouped_gemm, normalization
     if use_kitchen:
@@ -61,7 +62,7 @@ def layer_of(
     *,
     config: TransformerConfig | None,
 ) -> ModuleSpec:
-    """A causal layer made of ``parts``."""
+    """Return the spec of a causal layer built from ``parts``."""
     qk_layernorm = qk_layernorm or (config is not None and config.qk_layernorm)
     is_wide = config is not None and config.qk_layernorm_full_width
     placement = "pre" if config is None else config.layer_norm_placement
@@ -131,7 +132,7 @@ def _experts(parts: LayerParts) -> ModuleSpec:
 
 
 def without_attention(slots: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
-    """The slots of a layer that is an MLP alone."""
+    """Return the submodules of a layer that has an MLP only."""
     return replace(
         slots,
         input_layernorm=IdentityOp,
@@ -142,7 +143,7 @@ def without_attention(slots: TransformerLayerSubmodules) -> TransformerLayerSubm
 
 
 def without_mlp(slots: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
-    """The slots of a layer that is attention alone."""
+    """Return the submodules of a layer that has attention only."""
     return replace(
         slots,
         pre_mlp_layernorm=IdentityOp,
@@ -165,9 +166,9 @@ def get_gpt_layer_with_transformer_engine_spec(
     *,
     config: TransformerConfig | None = None,
 ) -> ModuleSpec:
-    """A layer of Transformer Engine's modules, as far as it can do what ``config`` asks for.
+    """Return a spec with Transformer Engine's modules, where it can do what ``config`` requests.
 
-    Of plain torch, with one warning, where it cannot be had.
+    Without the package, warns once and uses plain PyTorch.
     """
     del moe_grouped_gemm, fp8, moe_use_legacy_grouped_gemm, qk_l2_norm  # the config says it
     del use_te_op_fuser  # a choice among kernels
@@ -184,7 +185,7 @@ def get_gpt_decoder_block_spec(
     qk_l2_norm: bool = False,
     vp_stage: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """A spec for every layer of the model; a stage takes its own."""
+    """Return a spec for every layer of the model; each stage selects its own."""
     del normalization, qk_l2_norm, vp_stage  # the config and the stage say it
     parts = transformer_engine_parts(config) if use_transformer_engine else LOCAL
     dense, sparse = (layer_of(parts, n, config=config) for n in (None, config.num_moe_experts))
@@ -198,7 +199,7 @@ def get_gpt_mtp_block_spec(
     use_transformer_engine: bool = False,
     vp_stage: int | None = None,
 ) -> Slot | None:
-    """The layer that --mtp-num-layers puts behind the decoder: that of its last one, or None."""
+    """Return the spec of the multi-token prediction layer: the last decoder layer's, or None."""
     del use_transformer_engine, vp_stage  # the spec says it; it stands where the output layer does
     layers = block_submodules(config, spec).layer_specs
     return layers[-1] if config.mtp_num_layers and layers else None
@@ -207,10 +208,10 @@ def get_gpt_mtp_block_spec(
 def get_imported_layer_spec(
     path: tuple[str, ...], config: TransformerConfig
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """What --spec MODULE NAME names: a spec, or a function that gives one.
+    """Import the spec that --spec MODULE NAME names: a spec, or a function that returns one.
 
-    The function is called with the config if it has a parameter of that name or needs one.
-    Raises ConfigError.
+    The function receives the config if it has a parameter of that name or requires one. Raises
+    ConfigError.
     """
     spec = import_module(path)
     if inspect.isfunction(spec):

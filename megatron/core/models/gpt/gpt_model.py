@@ -1,6 +1,6 @@
 """GPTModel: embedding, decoder layers, output layer; or the part of them that a stage holds.
 
-``s`` tokens, ``b`` sequences, ``h`` width, ``v`` vocabulary, ``x/tp`` this rank's share.
+``s`` tokens, ``b`` sequences, ``h`` hidden size, ``v`` vocabulary, ``x/tp`` this rank's part.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class GPTModel(LanguageModule):
         *,
         unpadded_vocab_size: int | None = None,
     ) -> None:
-        """``vocab_size`` counts padding rows, ``unpadded_vocab_size`` does not.
+        """``vocab_size`` includes padding rows, ``unpadded_vocab_size`` does not.
 
-        Left out, the latter is what ``vocab_size`` remembers, else the same.
+        ``unpadded_vocab_size`` defaults to the size that ``vocab_size`` was padded from.
         """
         groups = parallel_state.current() if pg_collection is None else pg_collection
         super().__init__(
@@ -98,7 +98,7 @@ class GPTModel(LanguageModule):
         self.finalize_parameters("decoder")
 
     def build_decoder(self, spec: ModuleSpec | TransformerBlockSubmodules) -> TransformerBlock:
-        """The stack of layers."""
+        """Build the stack of layers."""
         return TransformerBlock(
             self.config,
             spec,
@@ -109,7 +109,7 @@ class GPTModel(LanguageModule):
         )
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """What the previous stage computed."""
+        """Set the hidden states that the previous stage sent."""
         received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
         self.decoder.set_input_tensor(received)
 
@@ -127,14 +127,15 @@ class GPTModel(LanguageModule):
         *,
         loss_mask: Tensor | None = None,
     ) -> Tensor:
-        """ids and positions [b, s] -> loss of each token [b, s], or logits [b, s, v].
+        """Map ids and positions [b, s] to the loss of each token [b, s], or to logits [b, s, v].
 
-        ``attention_mask`` [b, 1, s, s] is True where a key is hidden.  Logits are divided over
-        ranks, [b, s, v/tp], unless gathering is asked for here or by ``parallel_output``.  With
-        ``inference_context`` they are gathered and those of the last token.  Stages without the
-        output layer return hidden states, those without the embedding need neither ids nor
-        positions.  ``loss_mask`` is the caller's to apply; multi-token prediction, which is part of
-        training alone, applies it to its own losses, whose gradients come in backward.
+        ``attention_mask`` [b, 1, s, s] is True where a key is hidden.  Logits are sharded over the
+        tensor-parallel group, [b, s, v/tp], unless gathering is requested here or by
+        ``parallel_output``.  With ``inference_context`` they are gathered and those of the last
+        token.  Stages without the output layer return hidden states; stages without the embedding
+        need neither ids nor positions.  The caller applies ``loss_mask`` to the returned losses.
+        Multi-token prediction runs in training only: it applies the mask to its own losses, whose
+        gradients are added in the backward pass.
         """
         hidden: Tensor | None = decoder_input
         if hidden is None and self.pre_process:
@@ -181,7 +182,7 @@ class GPTModel(LanguageModule):
         shared: dict[str, object],
         packed: PackedSeqParams | None,
     ) -> Tensor:
-        """``hidden``, whose backward pass also trains what predicts further ahead.
+        """Return ``hidden``, whose backward pass also trains multi-token prediction.
 
         ``rows``: tokens, labels and loss mask.
         """

@@ -1,3 +1,3 @@
-"""Models of Mamba layers, alone or among attention, MLP and expert layers."""
+"""Models of Mamba layers, alone or mixed with attention, MLP and expert layers."""
 
 from megatron.core.models.mamba.mamba_model import MambaModel as MambaModel

@@ -1,4 +1,4 @@
-"""Which class fills which slot of the layers of a Mamba stack."""
+"""Layer specs of a Mamba stack: the class of each submodule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def get_mamba_stack_spec(config: TransformerConfig | None = None) -> ModuleSpec:
-    """What is particular about attention is read from ``config``, without it all is plain torch."""
+    """Return the spec of a stack; without ``config`` every module is plain PyTorch."""
     is_local = config is None or config.transformer_impl == "local"
     parts = LOCAL if is_local else transformer_engine_parts(config)
     behind_norm = parts.with_norm_inside(config)

@@ -1,4 +1,4 @@
-"""MambaModel: a decoder-only language model whose layers are those of a Mamba stack."""
+"""MambaModel: a decoder-only language model with a Mamba or hybrid stack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class MambaModel(GPTModel):
-    """Embedding, a Mamba or hybrid stack, output layer; called as a `GPTModel` is."""
+    """Embedding, a Mamba or hybrid stack, output layer; called like a `GPTModel`."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class MambaModel(GPTModel):
         vp_stage: int | None = None,
         **of_gpt: Any,
     ) -> None:
-        """See `layer_pattern` for the pattern, `GPTModel` for everything else.
+        """See `layer_pattern` for the pattern, `GPTModel` for the other arguments.
 
-        Positions are for attention layers, which need none: a Mamba layer knows the order.
+        Positions are optional: attention layers work without them, as Mamba layers are ordered.
         """
         pattern = {
             "hybrid_attention_ratio": hybrid_attention_ratio,

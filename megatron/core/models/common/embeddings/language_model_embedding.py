@@ -1,8 +1,8 @@
-"""Words, learned positions and kinds of tokens -> the first hidden states.
+"""Embedding: words, learned positions and token types to the first hidden states.
 
-``s`` tokens, ``b`` sequences, ``h`` width.  Under sequence parallelism each rank ends with its
-slice of the tokens: the words' partial sums are reduce-scattered, and all else is looked up for the
-slice alone.
+``s`` tokens, ``b`` sequences, ``h`` hidden size.  Under sequence parallelism each rank ends with
+its slice of the tokens: the partial sums of words are reduce-scattered, and positions and types are
+looked up for the slice alone.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector for each position, or each kind of token."""
+    """A learned vector for each position, or for each token type."""
 
     def __init__(self, config: TransformerConfig, num_positions: int, *, is_cut: bool) -> None:
-        """``is_cut``: each tensor-parallel rank sees other tokens, so its gradient is partial."""
+        """``is_cut``: tensor-parallel ranks have different tokens, so gradients are partial."""
         super().__init__()
         shape = num_positions, config.hidden_size
         info = param_info_for(shape, config.embedding_init_method, sequence_parallel=is_cut)
         self.weight = new_parameter(info.global_shape, config.params_dtype, info)
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """[..., s] -> [..., s, h].  Raises IndexError beyond the last position (on the CPU)."""
+        """Look up [..., s] -> [..., s, h].  Raises IndexError beyond the last position (on CPU)."""
         return F.embedding(position_ids, self.weight)
 
 
 class LanguageModelEmbedding(MegatronModule):
-    """[b, s] token ids -> [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+    """Token ids [b, s] -> [s, b, h], or [s/tp, b, h] under sequence parallelism."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class LanguageModelEmbedding(MegatronModule):
         num_tokens: int | None = None,
         scatter_to_sequence_parallel: bool = True,
     ) -> None:
-        """``vocab_size`` counts padding rows, ``num_tokens`` does not."""
+        """``vocab_size`` includes padding rows, ``num_tokens`` does not."""
         super().__init__(config)
         self.tp_group = tp_group
         self.is_cut = (
@@ -82,7 +82,7 @@ class LanguageModelEmbedding(MegatronModule):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor | None, tokentype_ids: Tensor | None = None
     ) -> Tensor:
-        """[b, s] ids, positions and kinds -> [s, b, h] (or [s/tp, b, h])"""
+        """Embed ids, positions and types [b, s] -> [s, b, h] (or [s/tp, b, h])."""
         ids = input_ids if self.is_cut else input_ids.transpose(0, 1)
         hidden: Tensor = self.word_embeddings(ids)
         if self.scale is not None:

@@ -1,7 +1,7 @@
 """T5's relative positions: a learned bias on attention scores for each bucket of distances.
 
-Near keys have buckets of their own, farther ones share theirs, in steps that grow with the
-logarithm of the distance (Raffel et al. 2020).
+Near keys have buckets of their own; farther keys share buckets whose width grows with the logarithm
+of the distance (Raffel et al. 2020).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from megatron.core.tensor_parallel.layers import divide_over_group
 def buckets_of(
     distance: Tensor, *, bidirectional: bool, num_buckets: int, max_distance: int
 ) -> Tensor:
-    """The bucket of each ``distance``, key minus query.  Later keys have half of the buckets.
+    """Return the bucket of each ``distance`` (key minus query).
 
-    Where attention is not ``bidirectional`` they are hidden, and count as distance 0.
+    If attention is ``bidirectional``, later keys have half of the buckets.  Otherwise they are
+    hidden and count as distance 0.
     """
     if bidirectional:
         num_buckets //= 2
@@ -39,7 +40,7 @@ def buckets_of(
 
 
 class RelativePositionEmbedding(nn.Module):
-    """A table [buckets, n], its heads divided over ``tp_group``, and the bias made of it."""
+    """A table [buckets, n] with heads sharded over ``tp_group``, and the bias computed from it."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class RelativePositionEmbedding(nn.Module):
         )
 
     def forward(self, query_seq_length: int, key_seq_length: int, *, offset: int = 0) -> Tensor:
-        """[1, n/tp, q, k]; the first query stands at key ``offset``."""
+        """Return the bias [1, n/tp, q, k]; the first query has position ``offset``."""
         last = offset + query_seq_length
         distance = torch.arange(1 - last, key_seq_length - offset, device=device.current())
         buckets = buckets_of(

@@ -1,1 +1,1 @@
-"""What models that end in a vocabulary share."""
+"""Base class of models that end in a vocabulary."""

@@ -1,6 +1,6 @@
-"""What language models share: embedding, positions, output layer, the loss over a vocabulary.
+"""Base of language models: embedding, positions, output layer, loss over the vocabulary.
 
-``s`` tokens, ``b`` sequences, ``h`` width, ``v`` vocabulary, ``x/tp`` this rank's share.
+``s`` tokens, ``b`` sequences, ``h`` hidden size, ``v`` vocabulary, ``x/tp`` this rank's part.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.core.utils import PaddedSize
 class LanguageModule(MegatronModule):
     """Base of models that end in a vocabulary: one pipeline stage of such a model.
 
-    A model builds its parts and ends its construction with `finalize_parameters`.
+    A model builds its submodules and then calls `finalize_parameters` in its constructor.
     """
 
     embedding: LanguageModelEmbedding
@@ -63,10 +63,11 @@ class LanguageModule(MegatronModule):
         rope_scaling_factor: float = 8.0,
         seq_len_interpolation_factor: float | None = None,
     ) -> None:
-        """``vocab_size`` counts padding rows, ``unpadded_vocab_size`` does not.
+        """``vocab_size`` includes padding rows, ``unpadded_vocab_size`` does not.
 
-        Left out, the latter is what ``vocab_size`` remembers, else the same.  What is padding never
-        enters a softmax.  Raises ConfigError for a type that ``position_types`` does not name.
+        ``unpadded_vocab_size`` defaults to the size that ``vocab_size`` was padded from, if it is a
+        `PaddedSize`.  Padding never enters a softmax.  Raises ConfigError for a position type that
+        ``position_types`` does not contain.
         """
         super().__init__(config)
         if position_embedding_type not in position_types:
@@ -106,9 +107,9 @@ class LanguageModule(MegatronModule):
         scatter_to_sequence_parallel: bool = True,
         is_shared: bool | None = None,
     ) -> LanguageModelEmbedding:
-        """Of words, positions and kinds of tokens.
+        """Build the embedding of words, positions and token types.
 
-        ``is_shared``: other stages have copies of the words', as of tied ones.
+        ``is_shared``: other stages have copies of the word embedding, as tied ones do.
         """
         embedding = LanguageModelEmbedding(
             self.config,
@@ -126,7 +127,7 @@ class LanguageModule(MegatronModule):
         return embedding
 
     def build_output_layer(self, *, bias: bool = False) -> ColumnParallelLinear:
-        """Hidden states to logits; without a weight of its own where the embedding lends it."""
+        """Build the output layer; it has no weight of its own if it is tied to the embedding."""
         is_tied = self.share_embeddings_and_output_weights
         layer = ColumnParallelLinear(
             self.config.hidden_size,
@@ -146,10 +147,10 @@ class LanguageModule(MegatronModule):
         return layer
 
     def finalize_parameters(self, *stacks: str, rename: dict[str, str] | None = None) -> None:
-        """Write the global names, and the values that the default random seed gives them.
+        """Assign global names, and initialise with the default random seed.
 
-        ``stacks`` are the attributes that hold ``layers`` of a ``layer_range``; ``rename`` maps
-        other prefixes of local names to global ones.
+        ``stacks`` are attributes that hold ``layers`` of a ``layer_range``; ``rename`` maps
+        prefixes of local names to global prefixes.
         """
         rename = (rename or {}) | {
             f"{stack}.layers.{i}.": f"{stack}.layers.{layer}."
@@ -163,13 +164,13 @@ class LanguageModule(MegatronModule):
         initialize_parameters(self, torch.initial_seed(), random=random)
 
     def shared_embedding_or_output_weight(self) -> nn.Parameter | None:
-        """The word embedding of the first stage, or the last one's copy or output weight."""
+        """Return the word embedding, or on the last stage its copy or the output weight."""
         if self.has_embedding:
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
 
     def output_weight(self) -> Tensor | None:
-        """What is lent to the output layer; None where it has its own."""
+        """Return the tied weight for the output layer; None if the layer has its own weight."""
         if not self.share_embeddings_and_output_weights:
             return None
         if self.has_embedding:
@@ -181,7 +182,7 @@ class LanguageModule(MegatronModule):
     def rotary_table(
         self, num_tokens: int, offset: int = 0, packed: PackedSeqParams | None = None
     ) -> RotaryTable | None:
-        """Angles of this rank's ``num_tokens`` tokens of a row; None for models without rope."""
+        """Return rotary angles of this rank's ``num_tokens`` tokens; None without RoPE."""
         if self.rotary_pos_emb is None:
             return None
         dtype, cp = self.config.params_dtype, self.pg_collection.cp
@@ -195,7 +196,7 @@ class LanguageModule(MegatronModule):
     def attention_bias(
         self, num_tokens: int, offset: int, packed: PackedSeqParams | None
     ) -> Tensor | None:
-        """What ALiBi adds to the scores of this rank's heads and tokens."""
+        """Return the ALiBi bias for this rank's heads and tokens; None without ALiBi."""
         if self.position_embedding_type != "alibi":
             return None
         slopes = alibi_slopes(self.config.num_attention_heads, device.current())
@@ -204,16 +205,16 @@ class LanguageModule(MegatronModule):
         return alibi_bias(mine, queries, offset + num_tokens * self.pg_collection.cp.size())
 
     def _held_tokens(self, num_tokens: int, packed: PackedSeqParams | None) -> Tensor:
-        """Places in their row of the tokens of this context-parallel rank: [s/cp]."""
+        """Return the positions of the tokens that this context-parallel rank holds: [s/cp]."""
         cp = self.pg_collection.cp
         lengths = None if packed is None or cp.size() == 1 else packed.lengths
         lengths = row_lengths(lengths, num_tokens * cp.size())
         return held_tokens(lengths, cp.rank(), cp.size(), device.current())
 
     def check_share(self, position_ids: Tensor | None, cache: KVCache | None) -> None:
-        """Raise ConfigError where a sequence is not, or cannot be, divided over cp ranks.
+        """Raise ConfigError if a sequence is not, or cannot be, split over context-parallel ranks.
 
-        Positions are looked at once: that waits for the device.
+        Positions are checked once only, because reading them waits for the device.
         """
         cp = self.pg_collection.cp.size()
         if cp == 1:
@@ -233,7 +234,7 @@ class LanguageModule(MegatronModule):
             )
 
     def tokens_in_row(self, input_ids: Tensor | None, received: Tensor | None) -> int:
-        """Of each sequence, also where hidden states come cut along it from another stage."""
+        """Return the tokens per sequence, also for states that sequence parallelism has split."""
         if input_ids is not None:
             return input_ids.shape[1]
         assert received is not None, "a later stage needs set_input_tensor"
@@ -243,10 +244,11 @@ class LanguageModule(MegatronModule):
     # ---- the end ---------------------------------------------------------------------------
 
     def token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Hidden states [s, b, h], labels [b, s] -> loss of each token [b, s] in float32.
+        """Map hidden states [s, b, h] and labels [b, s] to the loss of each token [b, s], float32.
 
-        Hidden states are [s/tp, b, h] where the sequence is cut.  Equal to the output layer
-        followed by `compute_language_model_loss`, which do it where the layer is of another class.
+        Hidden states are [s/tp, b, h] under sequence parallelism.  Equal to the output layer
+        followed by `compute_language_model_loss`, which are used if the output layer is of another
+        class.
         """
         hidden, config = self._scaled(hidden), self.config
         layer, weight = self.output_layer, self.output_weight()
@@ -275,9 +277,9 @@ class LanguageModule(MegatronModule):
         return loss.view(-1, hidden.shape[1]).transpose(0, 1).contiguous()
 
     def logits(self, hidden: Tensor, *, gather: bool) -> Tensor:
-        """Hidden states [s, b, h] -> [b, s, v], or [b, s, v/tp], capped and without padding.
+        """Map hidden states [s, b, h] to logits [b, s, v] or [b, s, v/tp], with soft capping.
 
-        Gathered logits are cut to the true vocabulary; in divided ones padding is -inf.
+        Gathered logits have the unpadded vocabulary; in sharded logits padding is -inf.
         """
         hidden, weight = self._scaled(hidden), self.output_weight()
         logits, _ = self.output_layer(hidden, weight, runtime_gather_output=gather)
@@ -291,28 +293,28 @@ class LanguageModule(MegatronModule):
         return logits.masked_fill(is_padding, float("-inf"))
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """What the output layer reads."""
+        """Scale the hidden states for the output layer."""
         scale = self.config.output_scale
         if scale is None:
             return hidden
         return hidden * (self.config.hidden_size**-0.5 if scale == 0 else scale)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """labels [b, s], logits [s, b, v/tp] -> loss of each token [b, s] in float32."""
+        """Map labels [b, s] and logits [s, b, v/tp] to the loss of each token [b, s] in float32."""
         loss = vocab_parallel_cross_entropy(
             logits, labels.transpose(0, 1), tp_group=self.tp_group, vocab_size=self.num_tokens
         )
         return loss.transpose(0, 1).contiguous()
 
     def cap(self, logits: Tensor) -> Tensor:
-        """Squashed into +-``final_logit_softcapping``, where the config has one."""
+        """Apply soft capping to +-``final_logit_softcapping``, if it is set."""
         limit = self.config.final_logit_softcapping
         return logits if limit is None else limit * torch.tanh(logits / limit)
 
 
 def mark_as_shared_embedding(weight: Tensor, *, is_copy: bool, over: str = "embd") -> None:
-    """Say that the stages of group ``over`` hold ``weight``, and whether this is the first's copy.
+    """Mark ``weight`` as shared by the stages of group ``over``; ``is_copy`` unless on the first.
 
-    embd: it is word embedding and output layer.
+    ``over`` "embd": the weight is word embedding and output layer.
     """
     set_info(weight, replace(info_of(weight), is_duplicate=is_copy, shared_over=over))

@@ -1,1 +1,1 @@
-"""GPT with layers of differing shape."""
+"""GPT whose layers differ in shape."""

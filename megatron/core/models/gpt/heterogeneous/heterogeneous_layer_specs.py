@@ -1,4 +1,4 @@
-"""Specs of a GPT whose layers may differ in shape."""
+"""Layer specs of a GPT whose layers may differ in shape."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def get_gpt_heterogeneous_layer_spec(
     config: TransformerConfig, use_te: bool = False
 ) -> TransformerBlockSubmodules:
-    """A spec for every layer, all alike where the config describes no differences."""
+    """Return a spec for every layer; all are equal if the config describes no differences."""
     block = get_gpt_decoder_block_spec(config, use_te)
     shapes = layer_shapes(config)
     if shapes is None or block.layer_specs is None:
@@ -35,7 +35,7 @@ def get_gpt_heterogeneous_layer_spec(
 
 
 def _shaped(spec: Slot, shape: LayerShape) -> ModuleSpec:
-    """The layer of ``spec`` with its parts as ``shape`` says."""
+    """Return the layer of ``spec`` with the submodules that ``shape`` describes."""
     assert isinstance(spec, ModuleSpec), "from get_gpt_decoder_block_spec"
     slots = spec.submodules
     if shape.attention == LINEAR:
