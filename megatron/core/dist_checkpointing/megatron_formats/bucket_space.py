@@ -34,7 +34,7 @@ Dtypes = tuple[torch.dtype, ...]  # of the parameters and of their gradients
 Buffers = dict[int, dict[Dtypes, dict[str, ArrayView]]]  # as in distrib_optim.pt of format torch
 
 
-class Part(NamedTuple):
+class ArrayPart(NamedTuple):
     """Elements ``begin`` to ``end`` of a flat array."""
 
     begin: int
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 class JoinedArray(ArrayView):
     """A view of a flat array whose parts lie in several places."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ArrayPart, ...]
 
     def _elements(self, count: int) -> Tensor:
         flat, missing = torch.empty(count, dtype=self.dtype), count
@@ -112,7 +112,7 @@ def _buffers(
 
 def _joined(buckets: Sequence[DcpTensor], lengths: Sequence[int]) -> JoinedArray:
     """The buckets one after the other, each cut to its length."""
-    parts: list[Part] = []
+    parts: list[ArrayPart] = []
     done = 0
     for tensor, length in zip(buckets, lengths, strict=True):
         per_rank = tensor.shape[-1]
@@ -120,6 +120,6 @@ def _joined(buckets: Sequence[DcpTensor], lengths: Sequence[int]) -> JoinedArray
             first = chunk.offset[-1] + per_rank * (chunk.offset[0] if len(tensor.shape) > 1 else 0)
             last = min(first + chunk.shape[-1], length)
             if first < last:
-                parts.append(Part(done + first, done + last, chunk.array))
+                parts.append(ArrayPart(done + first, done + last, chunk.array))
         done += length
     return JoinedArray(buckets[0].dtype, 0, (done,), (1,), tuple(parts))
