@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from megatron.core.dist_checkpointing.megatron_formats.names import (
     OUTPUT,
     fused_name,
-    has_experts,
     split_layer,
+    stored_layer_has_experts,
 )
 from megatron.core.dist_checkpointing.value_types import Arguments
 
@@ -111,7 +111,7 @@ def _in_layer(number: int, asked: Arguments, experts: Sequence[int]) -> Iterator
     for part in ("proj", "q", "kv"):
         yield from _matrix(f"cross_attention.linear_{part}")
     yield from _norm("pre_mlp_layernorm")
-    if not has_experts(number, asked):
+    if not stored_layer_has_experts(number, asked):
         yield from (*_matrix("mlp.linear_fc1"), *_matrix("mlp.linear_fc2"))
         return
     for tail in ("weight", "bias", "expert_bias"):

@@ -110,15 +110,15 @@ def fused_name(name: str, asked: Arguments) -> str:
     layer = split_layer(name)
     number = layer[1] if layer else int(asked.get("num_layers") or 1) - 1  # ahead: as the last one
     rules = [_LATENT if is_latent else _INPUT, _MIXER]
-    if not has_experts(number, asked):
+    if not stored_layer_has_experts(number, asked):
         rules.append(_MLP)
     for pattern, replacement in rules:
         name = pattern.sub(replacement, name)
     return name
 
 
-def has_experts(layer: int, asked: Arguments) -> bool:
-    """Whether a layer of the whole model has experts."""
+def stored_layer_has_experts(layer: int, asked: Arguments) -> bool:
+    """Whether layer ``layer`` (from 0) of a stored model has experts, by its command line."""
     if is_hybrid(asked):
         return str(asked.get("hybrid_override_pattern") or "")[layer : layer + 1] == "E"
     freq = asked.get("moe_layer_freq") or 1
