@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.serialization import Contents, SaveFailed
 from megatron.core.params.param_info import ParamInfo
 from megatron.training.checkpointing.load import load_run
 from megatron.training.checkpointing.non_persistent import transient
-from megatron.training.checkpointing.save import contents_of, save_local_run, save_run
+from megatron.training.checkpointing.save import save_run
 from tests.ranks import run_ranks
 from tests.unit.checkpointing.tiny_run import (
     advance,
@@ -53,9 +53,7 @@ def save_both(rank, world_size, root, more):
 
 
 def save_on_the_nodes(config, parts, iteration):
-    config = transient(config)
-    contents = contents_of(config, parts, counters(iteration), asked={})
-    save_local_run(config, contents, parts.groups)
+    save_run(transient(config), parts, counters(iteration), asked={}, is_local=True)
 
 
 def load_newest(rank, world_size, root, more, tp=TP):

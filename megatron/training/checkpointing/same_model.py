@@ -9,7 +9,6 @@ The lists stand in `checkpoint_args`.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from megatron.training.checkpointing.checkpoint_args import (
     YARN,
     saved_namespace,
 )
+from megatron.training.checkpointing.save import plain
 from megatron.training.models.registry import model_kind
 
 _ROTARY = ("rotary_", "rope_", "longrope_", "use_rope_scaling", "no_rope_freq", *YARN)
@@ -192,7 +192,7 @@ def _resolved(asked: Arguments, kind: str) -> JsonObject:
             values["hybrid_mlp_ratio"],
             values["hybrid_override_pattern"],
         )
-    return {name: _plain(value) for name, value in values.items()}
+    return {name: plain(value) for name, value in values.items()}
 
 
 def _is_same(theirs: object, mine: object) -> bool:
@@ -202,10 +202,3 @@ def _is_same(theirs: object, mine: object) -> bool:
     if isinstance(theirs, float) and isinstance(mine, float):
         return math.isclose(theirs, mine, rel_tol=1e-7)
     return bool(theirs == mine)
-
-
-def _plain(value: object) -> object:
-    """As JSON gives it back."""
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value.name if isinstance(value, enum.Enum) else value

@@ -45,14 +45,18 @@ def save_run(
     *,
     asked: Arguments,
     write_config: Callable[[Path], object] | None = None,
+    is_local: bool = False,
 ) -> SaveResult:
     """Publish a checkpoint of ``counters["iteration"]`` in ``--save``.  Collective over all ranks.
 
     ``counters`` comes back from `load_run`; ``asked`` is the parsed command line, and
     ``write_config(path)`` writes the resolved one.  Raises SaveFailed on every rank if any rank
     fails: then nothing was published, earlier checkpoints are whole, and training may go on.
+    ``is_local``: by `save_local_run`.
     """
     contents = contents_of(config, parts, counters, asked=asked, write_config=write_config)
+    if is_local:
+        return save_local_run(config, contents, parts.groups)
     return finish_save(begin_save(config, contents, parts.groups), parts.groups)
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-from torch import nn
 
 from megatron.core.config.errors import ConfigError
 from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -21,16 +18,10 @@ from megatron.training.checkpointing.paths import checkpoint_folder
 from megatron.training.checkpointing.paths import (
     get_checkpoint_tracker_filename as get_checkpoint_tracker_filename,
 )
-from megatron.training.checkpointing.save import (
-    begin_save,
-    contents_of,
-    finish_save,
-    save_local_run,
-)
+from megatron.training.checkpointing.save import save_run
 from megatron.training.compat import global_vars
+from megatron.training.compat.utils import Model, chunks_of
 from megatron.training.estimates.model_layers import layers_of_stages
-
-Model = nn.Module | Sequence[nn.Module]
 
 
 def save_checkpoint(
@@ -66,17 +57,14 @@ def save_checkpoint(
     is_local = non_persistent_ckpt and config.non_persistent_ckpt_type == "local"
     if non_persistent_ckpt:
         config = transient(config)
-    contents = contents_of(
+    save_run(
         config,
         _parts(model, optimizer, opt_param_scheduler),
         counters,
         asked=run.config.asked,
         write_config=lambda path: write_config(run.config, path),
+        is_local=is_local,
     )
-    if is_local:
-        save_local_run(config, contents, run.groups)
-    else:
-        finish_save(begin_save(config, contents, run.groups), run.groups)
 
 
 def load_checkpoint(
@@ -148,7 +136,7 @@ def _parts(
     run = global_vars.get_run()
     is_per_rank = run.config.checkpoint.ckpt_format == "torch"
     return RunParts(
-        model_chunks=[model] if isinstance(model, nn.Module) else model,
+        model_chunks=chunks_of(model),
         groups=run.groups,
         optimizer=optimizer,
         scheduler=scheduler,

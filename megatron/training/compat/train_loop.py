@@ -26,6 +26,7 @@ from megatron.training.callbacks.metrics import Metrics
 from megatron.training.checkpointing.run_checkpoint import load
 from megatron.training.compat.checkpointing import save_checkpoint
 from megatron.training.compat.global_vars import get_run
+from megatron.training.compat.utils import Model, chunks_of
 from megatron.training.data import loaders
 from megatron.training.estimates.flops import num_floating_point_operations
 from megatron.training.process.rank_print import print_rank_last
@@ -35,7 +36,6 @@ from megatron.training.step import evaluate
 from megatron.training.step import train_step as optimizer_step
 
 T = TypeVar("T")
-Model = nn.Module | Sequence[nn.Module]
 ThreeSets = tuple[object, object, object]  # of training, validation and test
 
 
@@ -154,7 +154,7 @@ def train_step(
         )
     run = get_run()
     run.forward_step_func, run.train_data = forward_step_func, data_iterator
-    run.model_chunks = _chunks(model)
+    run.model_chunks = chunks_of(model)
     run.optimizer, run.scheduler = optimizer, opt_param_scheduler
     result = run.last_step = optimizer_step.train_step(run)
     flops = num_floating_point_operations(run.config, result.batch_size, run.padded_vocab_size)
@@ -178,7 +178,7 @@ def evaluate_and_print_results(
     """Mean losses over ``--eval-iters`` global batches, printed on the last rank.  Collective."""
     del iteration, config, verbose  # the run and the model have them
     run = get_run()
-    run.forward_step_func, run.model_chunks = forward_step_func, _chunks(model)
+    run.forward_step_func, run.model_chunks = forward_step_func, chunks_of(model)
     run.process_non_loss_data_func = process_non_loss_data_func
     run.non_loss_data_func = non_loss_data_func
     result = evaluate.evaluate(run, data_iterator)
@@ -264,7 +264,3 @@ def update_train_iters(args: argparse.Namespace) -> None:
         return
     batches = NumMicroBatchesCalculator.from_config(args, args.data_parallel_size)
     vars(args).update(train_iters=batches.train_iters(args.train_samples))
-
-
-def _chunks(model: Model) -> list[nn.Module]:
-    return [model] if isinstance(model, nn.Module) else list(model)

@@ -26,6 +26,8 @@ from megatron.training.process.rank_print import is_rank0 as is_rank0
 from megatron.training.process.rank_print import print_rank_0 as print_rank_0
 from megatron.training.process.rank_print import print_rank_last as print_rank_last
 
+Model = nn.Module | Sequence[nn.Module]
+
 
 @overload
 def unwrap_model(model: nn.Module, wrappers: Iterable[type] | None = None) -> nn.Module: ...
@@ -54,13 +56,15 @@ def average_losses_across_data_parallel_group(losses: Iterable[Tensor]) -> Tenso
     return stacked / group.size()
 
 
-def calc_params_l2_norm(
-    model: nn.Module | Sequence[nn.Module], force_create_fp32_copy: bool = False
-) -> float:
+def chunks_of(model: Model) -> list[nn.Module]:
+    """The model chunks of a script, which may pass the only one itself."""
+    return [model] if isinstance(model, nn.Module) else list(model)
+
+
+def calc_params_l2_norm(model: Model, force_create_fp32_copy: bool = False) -> float:
     """L2 norm of all parameters of the model.  Collective over the ranks that hold it."""
     del force_create_fp32_copy  # sums are in fp32 whatever the parameters are
-    chunks = [model] if isinstance(model, nn.Module) else model
-    return clip_grads.calc_params_l2_norm(chunks, parallel_state.current())
+    return clip_grads.calc_params_l2_norm(chunks_of(model), parallel_state.current())
 
 
 def get_batch_on_this_tp_rank(

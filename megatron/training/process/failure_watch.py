@@ -211,9 +211,7 @@ class FailureWatch:
                     self._finish(f"rank {self._rank} lost the store of the process group: {error}")
                 continue
             if text is not None and not self._stopped.is_set():
-                print(
-                    f"{text}\n", end="", file=sys.stderr, flush=True
-                )  # one write: others print too
+                _say(text)
                 with contextlib.suppress(RuntimeError):
                     store.add(_ACKNOWLEDGED, 1)
                     self._before_end(store)
@@ -222,10 +220,14 @@ class FailureWatch:
 
     def _finish(self, text: str, *, say: bool = True) -> None:
         if say:
-            print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write: others print too
+            _say(text)
         tell_launcher(text)
         sys.stdout.flush()
         self._end(1)
+
+
+def _say(text: str) -> None:
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write: others print too
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -76,12 +76,10 @@ class StallReport:
         self._has_reported = True
         frame = sys._current_frames().get(self._thread_id)
         stack = "".join(traceback.format_stack(frame)) if frame else "it has ended\n"
-        me, doing, begun = (
-            f"rank {self._rank}",
-            str(collective_tracer.record),
-            collective_tracer.record.counts(),
-        )
-        lines = [f"{me} {doing} ({why})", f"{me} began {begun}", f"{me} stands in", stack]
+        me = f"rank {self._rank}"
+        record = collective_tracer.record
+        doing = str(record)
+        lines = [f"{me} {doing} ({why})", f"{me} began {record.counts()}", f"{me} stands in", stack]
         print("\n".join(lines), file=sys.stderr, end="", flush=True)
         with contextlib.suppress(RuntimeError):  # the store may be gone with its rank
             store.set(f"{_LINE}{self._rank}", doing)
