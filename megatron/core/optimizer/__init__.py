@@ -31,10 +31,11 @@ def get_megatron_optimizer(
     use_gloo_process_groups: bool = True,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> MegatronOptimizer:
-    """The optimizer of a run, over the parameters of this rank.
+    """Build the optimizer for the trainable parameters of this rank.
 
-    The conditions take a parameter's name and the parameter.  There are no groups of another
-    back end to use or not: ``use_gloo_process_groups`` is for callers that pass it.
+    ``no_weight_decay_cond`` and ``scale_lr_cond`` are called with (name, parameter); ``lr_mult``
+    multiplies the learning rate of parameters that ``scale_lr_cond`` selects.
+    ``use_gloo_process_groups`` has no effect; Megatron-LM's signature has it.
     """
     del use_gloo_process_groups
     named = list(trainable_parameters(model_chunks))
@@ -69,7 +70,7 @@ def get_megatron_optimizer(
 
 
 def _grad_scaler(config: OptimizerConfig, dtypes: set[torch.dtype]) -> GradScaler | None:
-    """A constant scale if one is asked for, an adaptive one if there are fp16 parameters."""
+    """Return a constant scaler for --loss-scale, a dynamic one for fp16 parameters, else None."""
     if config.loss_scale is not None:
         return ConstantGradScaler(config.loss_scale)
     if torch.float16 in dtypes:

@@ -30,7 +30,7 @@ _BLOCK, _PIECE = 2**12, 2**14
 
 
 def counts_here(info: ParamInfo, groups: ProcessGroupCollection) -> bool:
-    """Whether this rank counts the parameter (exactly one rank of its copies does)."""
+    """Return whether this rank counts the parameter: exactly one of the ranks with a copy does."""
     tp_group = groups.expt_tp if info.is_expert else groups.tp
     return not info.is_duplicate and (not info.counts_once_per_tp_group or tp_group.rank() == 0)
 
@@ -43,7 +43,7 @@ def global_norm(
 ) -> float:
     """Return the L2 norm over all parameters of the model.  Collective over the model's ranks.
 
-    The result is not finite if any value on any rank is not, counted there or not.
+    The result is not finite if any value on any rank is not, even in a copy that does not count.
     """
     dense, expert, elsewhere = _sorted_by_counting(tensors, groups)
     squares = torch.stack([sum_of_squares(dense), sum_of_squares(expert)])
@@ -87,7 +87,7 @@ def calc_params_l2_norm(model_chunks: Sequence[nn.Module], groups: ProcessGroupC
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return min(1, max_norm / (norm + 1e-6)), the factor of gradients; ``max_norm`` 0: 1."""
+    """Return min(1, max_norm / (norm + 1e-6)), or 1 if ``max_norm`` is 0 or less."""
     return min(1.0, max_norm / (norm + 1.0e-6)) if max_norm > 0.0 else 1.0
 
 
@@ -140,7 +140,7 @@ def _norms_of_blocks(tensor: Tensor, dtype: torch.dtype) -> list[Tensor]:
 def _sorted_by_counting(
     tensors: Iterable[tuple[ParamInfo, Tensor]], groups: ProcessGroupCollection
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Split tensors into dense and expert ones that this rank counts, and the uncounted ones."""
+    """Split tensors into (dense, expert, not counted): this rank counts those of the first two."""
     dense: list[Tensor] = []
     expert: list[Tensor] = []
     elsewhere: list[Tensor] = []
@@ -153,7 +153,7 @@ def _sorted_by_counting(
 
 
 def _sum_over_model(pair: Tensor, groups: ProcessGroupCollection, is_sharded: bool) -> Tensor:
-    """Add up a pair (dense, expert) over the ranks that hold the model."""
+    """Sum a pair (dense, expert) over the ranks that hold the model.  Collective."""
     dense_group = groups.intra_dist_opt if is_sharded else groups.mp
     expert_group = groups.intra_dist_opt if is_sharded else groups.tp_ep_pp
     if dense_group is expert_group:

@@ -33,7 +33,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 
 
 class DistributedOptimizer(MegatronOptimizer):
-    """Updates this rank's share of the parameters of all model chunks."""
+    """Optimizer that updates this rank's share of the parameters of all model chunks."""
 
     is_sharded = True
 
@@ -70,7 +70,8 @@ class DistributedOptimizer(MegatronOptimizer):
         )
         if not all(p.has_main for p in self.params if p.info.travels_as_codes):
             for chunk in self.model_chunks:
-                # An update in place reads the old values, which codes would have freed.
+                # These parameters are their own main parameters: the update reads their old
+                # values, which the wrapper otherwise frees once it has the 8-bit codes.
                 chunk.keep_values()
 
     def _update(self, divisor: float) -> None:

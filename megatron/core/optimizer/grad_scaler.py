@@ -1,4 +1,4 @@
-"""Loss scales: gradients in fp16 are kept in range by multiplying the loss."""
+"""Loss scaling: multiply the loss so that small fp16 gradients do not underflow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.core.config.errors import ConfigError
 
 
 class GradScaler(ABC):
-    """``scale`` multiplies the loss; gradients are divided by it before use."""
+    """Loss scale: ``scale`` multiplies the loss, and the optimizer divides gradients by it."""
 
     def __init__(self, scale: float) -> None:
         if scale <= 0.0:
@@ -18,31 +18,32 @@ class GradScaler(ABC):
 
     @abstractmethod
     def update(self, found_inf: bool) -> None:
-        """Learn whether the last step's gradients overflowed."""
+        """Adapt the scale to whether the last step's gradients overflowed."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a resumed run needs."""
+        """Return the scale and its counters, for a checkpoint."""
         return {"scale": self.scale}
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
-        """Continue from `state_dict`."""
+        """Restore the result of `state_dict`."""
 
 
 class ConstantGradScaler(GradScaler):
-    """The same scale for ever."""
+    """Loss scale that never changes (--loss-scale)."""
 
     def update(self, found_inf: bool) -> None:
         return
 
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
-        """Nothing: the command line's scale is the constant."""
+        """Do nothing: the scale of the command line is used, not the saved one."""
 
 
 class DynamicGradScaler(GradScaler):
-    """Doubles after ``growth_interval`` good steps, halves when overflows use up ``hysteresis``.
+    """Loss scale that doubles after ``growth_interval`` consecutive steps without overflow.
 
-    Growth restores the hysteresis; while it is used up every further overflow halves the scale.
+    The scale halves at overflow number ``hysteresis`` and at every further one; the count of
+    overflows restarts when the scale doubles.
     """
 
     growth_factor = 2.0

@@ -26,7 +26,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class ShardRange(NamedTuple):
-    """The elements ``start`` to ``stop`` of this rank's shard of a parameter, flattened."""
+    """Range of elements, ``start`` to ``stop``, of this rank's shard of a parameter, flattened."""
 
     start: int
     stop: int
@@ -57,12 +57,12 @@ class OptimizedParam:
 
     @property
     def is_saved_apart(self) -> bool:
-        """Whether a checkpoint stores this parameter in more bits than the layers compute with."""
+        """Whether a checkpoint stores this parameter in a wider dtype than layers compute in."""
         return self.has_main or self.info.dtype is not None
 
     @property
     def model_values(self) -> Tensor:
-        """The elements of the model parameter that ``main`` is the master copy of (a view)."""
+        """View of the elements of the model parameter that ``main`` is the master copy of."""
         return _part_of(local_part(self.model.detach()), self.part)
 
     def bind_main_grad(self) -> Tensor:
@@ -88,9 +88,10 @@ def optimized_params(
     config: OptimizerConfig,
     parts: Mapping[nn.Parameter, ShardRange] | None = None,
 ) -> tuple[list[OptimizedParam], list[ParamGroup]]:
-    """Return one record per parameter, and ``groups`` with main parameters in place of the model's.
+    """Return a record per parameter, and ``groups`` with main parameters for model parameters.
 
-    ``parts``: the part of each parameter that this rank updates; other parameters are left out.
+    ``parts``: the part of each parameter that this rank updates; parameters that ``parts`` lacks
+    are left out.  None: this rank updates every parameter completely.
     """
     mine = [[p for p in g["params"] if parts is None or p in parts] for g in groups]
     every = [p for members in mine for p in members]
@@ -154,7 +155,7 @@ def _part_of(tensor: Tensor, part: ShardRange | None) -> Tensor:
 
 @torch.no_grad()
 def copy_main_to_model(params: Sequence[OptimizedParam]) -> None:
-    """Round the updated main parameters into the model."""
+    """Copy the updated main parameters into the model parameters, rounded to their dtype."""
     pairs = [(p.model_values, p.main) for p in params if p.has_main or p.host]
     if pairs:
         torch._foreach_copy_([model for model, _ in pairs], [main for _, main in pairs])

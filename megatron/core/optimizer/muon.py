@@ -6,12 +6,13 @@ The complete matrix is orthogonalised, whatever the sharding.  Tensor-parallel s
 `newton_schulz.orthogonalize_share`.  Shards of the distributed optimizer or FSDP: one of the ranks
 that hold a part of the matrix is its owner, chosen so that the work is balanced.  The other ranks
 send their parts of the momentum to the owner and receive their parts of the result, so that each
-value is sent at most once in each direction, and a matrix that lies on one rank is not sent.
+value is sent at most once in each direction, and a matrix that one rank holds alone is not sent.
 
 Collectives of a step, for each batch of matrices in the order of the model: an all-to-all over the
 ranks that share an optimizer instance, the collectives of --muon-tp-mode, an all-to-all back.  The
-all-to-alls are left out for batches in which every matrix lies on one rank.  All ranks build the
-same batches from the spans of all ranks, and take part also where they hold none of the matrices.
+all-to-alls are left out for batches in which every matrix is held by one rank.  All ranks build the
+same batches from the spans of all ranks, and join the collectives of every batch, even one in which
+they hold no matrix.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _BATCH_PER_RANK = 2**26
 
 
 def owners_of(shapes: Sequence[tuple[int, int]], spans: Sequence[Sequence[Span]]) -> list[int]:
-    """Return the rank that orthogonalises each matrix: of its holders, the one with least work.
+    """Return the owner of each matrix: the rank with least work among those that hold a part.
 
     ``spans[i][rank]``: elements (start, stop) of matrix i on that rank.  Work counts as
     rows * columns * min(rows, columns), the cost of a Newton-Schulz iteration.
@@ -87,7 +88,7 @@ class Muon(UpdateRule):
         spans: Mapping[nn.Parameter, Sequence[Span]],
         process_groups: ProcessGroupCollection,
     ) -> None:
-        """``spans``: of sharded parameters, the elements that each sharing rank holds."""
+        """``spans``: for each sharded parameter, the elements that each sharing rank holds."""
         others = iter(scalar.param_groups)
         super().__init__([g if g["is_matrix"] else next(others) for g in groups], config)
         self.scalar, self._groups = scalar, process_groups
@@ -117,7 +118,7 @@ class Muon(UpdateRule):
 
     @torch.no_grad()
     def step(self, divisor: float = 1.0, only: Container[nn.Parameter] | None = None) -> None:
-        """As `UpdateRule.step`.  Collective over the ranks of the model."""
+        """Update as `UpdateRule.step` does.  Collective over the ranks of the model."""
         assert only is None, "matrices are updated at once"
         super().step(divisor, self._others)
         with products_in(self.config.muon_fp32_matmul_prec) as dtype:
@@ -138,7 +139,7 @@ class Muon(UpdateRule):
                 wholes[number] = self._orthogonal(share, matrix.info, tp)
         directions = _from_owners(batch, wholes, rank, group)
         for matrix, direction in zip(batch, directions, strict=True):
-            # With fewer rows than ranks some ranks of FSDP2 hold a parameter without values.
+            # FSDP2 shards rows: with fewer rows than ranks, some ranks hold an empty shard.
             if matrix.param is not None and matrix.param.main.numel():
                 assert direction is not None
                 self._move(matrix.param.main, direction)
@@ -202,8 +203,9 @@ def _batches(
 
 
 def _sharers(groups: ProcessGroupCollection, is_expert: bool) -> ProcessGroup:
-    """Return the ranks that hold different parts of the same parameters."""
-    if groups.intra_dist_opt.size() == groups.world.size():  # instances share, or there is one
+    """Return the group of ranks that hold different parts of the same parameters."""
+    # True with one instance of the optimizer, and when instances divide the update (HSDP).
+    if groups.intra_dist_opt.size() == groups.world.size():
         return groups.expt_dp if is_expert else groups.dp_cp
     return groups.intra_expt_dp if is_expert else groups.intra_dp_cp
 
@@ -217,8 +219,8 @@ def _to_owners(
 ) -> list[Tensor | None]:
     """Return the assembled tensor-parallel shards of the matrices that this rank owns.
 
-    A matrix that lies on this rank alone is returned as it is, possibly the momentum buffer itself:
-    the caller must not write to it.
+    A matrix that this rank holds alone is returned without a copy; the result may be the momentum
+    buffer itself, so the caller must not write to it.
     """
     wholes: list[Tensor | None] = [None] * len(batch)
     received = _exchange(batch, lambda n, _: means[n], rank, group, is_to_owner=True)

@@ -1,7 +1,8 @@
-"""The nearest matrix with orthogonal rows or columns, by products alone (Newton-Schulz).
+"""Orthogonalise matrices by Newton-Schulz iterations, which need only matmuls.
 
-X <- aX + (bA + cA^2)X with A = X X^T brings all singular values close to 1.  Of a matrix that
-tensor-parallel ranks have cut, A may be summed over the ranks: its sides are those that nobody cut.
+X <- aX + (bA + cA^2)X with A = X X^T moves all singular values towards 1: X approaches the nearest
+matrix with orthogonal rows.  If tensor-parallel ranks hold shards of the columns of X, A is the sum
+of the ranks' products; X is transposed first if they hold shards of its rows.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from megatron.core.params.param_info import ParamInfo
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
-# One triple a step, the last for all further ones.  simple: Keller Jordan's; quintic: Franz Louis
-# Cesista's search over 5 steps; polar_express: arXiv 2505.16932, which is optimal for each step.
+# One triple (a, b, c) per iteration; iterations beyond the list use the last one.  simple: Keller
+# Jordan; quintic: Franz Louis Cesista, searched for 5 iterations; polar_express: arXiv 2505.16932,
+# optimal for each iteration.
 COEFFICIENTS: dict[str, Coefficients] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
     "quintic": (
@@ -54,10 +56,10 @@ def orthogonalize(
     *,
     cut: tuple[int, ProcessGroup] | None = None,
 ) -> Tensor:
-    """``matrix`` [m, n] with all singular values near 1, in its dtype.
+    """Return ``matrix`` [m, n] with all singular values moved close to 1, in its dtype.
 
-    ``cut``: the dimension that the ranks of a group have cut; collective over the group, two sums
-    and more.
+    ``cut``: (dimension, group) if the ranks of ``group`` hold shards of ``matrix`` along this
+    dimension.  Then collective over the group: one all-reduce for the norm and one per iteration.
     """
     is_tall = matrix.shape[0] > matrix.shape[1] if cut is None else cut[0] == 0
     x: Tensor = matrix.T if is_tall else matrix
@@ -89,11 +91,14 @@ def orthogonalize_share(
     scale_mode: str,
     split_interleaved: bool,
 ) -> Tensor:
-    """Each matrix of a parameter of which a tensor-parallel rank has ``share``, times its scale.
+    """Orthogonalise and scale each matrix of a parameter; return this rank's share, in fp32.
 
-    Returns the rank's share of the result, in fp32.  ``mode``: "duplicated" gathers the whole on
-    every rank, "distributed" sums products over ranks, "blockwise" takes the share for a matrix of
-    its own.  Collective over ``group`` where it has cut the parameter, but for the last mode.
+    ``share`` [rows, columns] is this rank's tensor-parallel shard of the parameter, which may fuse
+    several matrices (query, key and value; gate and up).  ``mode``: "duplicated" gathers the
+    complete matrix on every rank, "distributed" all-reduces within the iterations, "blockwise"
+    treats the shard as a matrix of its own.  ``scale_mode`` is a key of `SCALES`;
+    ``split_interleaved``: treat interleaved query, key and value as separate matrices.  Collective
+    over ``group`` if the parameter is sharded over it, except in mode "blockwise".
     """
     is_cut = info.shard_dim is not None and group.size() > 1
     dim, count = info.shard_dim or 0, group.size() if is_cut else 1
@@ -119,7 +124,10 @@ def orthogonalize_share(
 
 
 def _matrices(share: Tensor, info: ParamInfo, split_interleaved: bool) -> Sequence[Tensor]:
-    """Views of the matrices that lie behind each other (gate, up) or in turn (query, key...)."""
+    """Return views of the matrices that ``share`` fuses.
+
+    They are concatenated (gate, up) or interleaved in blocks of rows (query, key, value).
+    """
     if info.interleaved and split_interleaved:
         rows = share.view(-1, sum(info.interleaved), share.shape[1])
         return torch.split(rows, list(info.interleaved), 1)
@@ -128,16 +136,16 @@ def _matrices(share: Tensor, info: ParamInfo, split_interleaved: bool) -> Sequen
 
 
 def coefficients_of(kind: str, num_steps: int) -> Coefficients:
-    """Those of each step."""
+    """Return the coefficients of each iteration."""
     known = COEFFICIENTS[kind]
     return tuple(known[min(step, len(known) - 1)] for step in range(num_steps))
 
 
 @contextmanager
 def products_in(precision: str) -> Iterator[torch.dtype]:
-    """The format of matrices under --muon-fp32-matmul-prec: bf16 for low, else fp32.
+    """Yield the dtype of matrices under --muon-fp32-matmul-prec: bf16 for low, else fp32.
 
-    fp32 products inside have torch's precision of that name.
+    Inside the context fp32 matmuls have torch's precision "medium" or "high".
     """
     before = torch.get_float32_matmul_precision()
     if precision != "low":

@@ -1,9 +1,9 @@
-"""Parameters whose main values, state and update lie in host memory (--optimizer-cpu-offload).
+"""Offload main parameters, optimizer state and the update to the host (--optimizer-cpu-offload).
 
-Their summed gradients are copied there, the update runs on the CPU, and the result is copied back.
-With --overlap-cpu-optimizer-d2h-h2d all copies go along a stream of their own: gradients travel
-while the norm is taken, and while some parameters are updated, others are on their way.  On a CPU
-there is no other memory, and nothing of this happens.
+A step copies the reduced gradients to the host, updates there on the CPU, and copies the result
+back into the model.  With --overlap-cpu-optimizer-d2h-h2d a side stream makes all copies: gradients
+are copied while the device computes the gradient norm, and one batch of parameters is copied back
+while the next one is updated.  On a CPU device nothing is offloaded.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from megatron.core import device
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
-# Elements that are updated at once while others travel.
+# Elements per batch: one batch is updated while the previous one is copied back.
 _BATCH = 2**24
 
 
 def chosen(numels: Sequence[int], fraction: float) -> list[bool]:
-    """Which of the parameters, in their order, lie on the host: as many as make up ``fraction``.
+    """Return for each parameter whether it is offloaded, given their numbers of elements.
+
+    Goes through the parameters in order and offloads those that still fit into ``fraction`` of all
+    elements.
 
     >>> chosen([4, 4, 1, 1], 0.5)
     [True, False, True, False]
@@ -34,7 +37,11 @@ def chosen(numels: Sequence[int], fraction: float) -> list[bool]:
 
 
 class HostBufferSlot:
-    """Host memory for one parameter: its main values, its gradient, what is copied back."""
+    """Host buffers of one offloaded parameter.
+
+    ``main``: the main parameter; ``grad``: the copy of its gradient; ``result``: the updated values
+    in the model's dtype, which are copied back (``main`` itself if the dtypes are equal).
+    """
 
     def __init__(self, model: Tensor, grad_dtype: torch.dtype, config: OptimizerConfig) -> None:
         dtype = torch.promote_types(model.dtype, torch.float32)
@@ -48,17 +55,20 @@ class HostBufferSlot:
         self._has_come: device.Event | None = None
 
     def fetch(self, grad: Tensor) -> None:
-        """Start to copy the gradient, on the present stream."""
+        """Start to copy the gradient to the host, on the current stream."""
         self.grad.copy_(grad, non_blocking=True)
         self.main.grad = self.grad
         self._has_come = device.record_event()
 
     def wait(self) -> None:
-        """Until the gradient is here."""
+        """Block the host until the gradient has been copied."""
         device.wait_for(self._has_come)
 
     def give_back(self, model: Tensor, *, is_rounded: bool) -> None:
-        """Start to copy the updated values, ``is_rounded`` already, on the present stream."""
+        """Start to copy the updated values into ``model``, on the current stream.
+
+        ``is_rounded``: the update kernel has already written ``result`` in the model's dtype.
+        """
         if not is_rounded:
             self.result.copy_(self.main)
         model.copy_(self.result, non_blocking=True)
@@ -67,7 +77,7 @@ class HostBufferSlot:
 def batches(
     places: Sequence[HostBufferSlot], *, is_overlapped: bool
 ) -> Iterator[Sequence[HostBufferSlot]]:
-    """What is updated at once."""
+    """Yield the parameters in batches that are updated at once; one batch without overlap."""
     begin = numel = 0
     for end, place in enumerate(places, start=1):
         numel += place.main.numel()

@@ -44,7 +44,7 @@ from megatron.core.params.param_info import ParamInfo
 
 
 class OptimizerState(TypedDict, total=False):
-    """`MegatronOptimizer.state_dict`, under Megatron-LM's names."""
+    """Result of `MegatronOptimizer.state_dict`, with the keys of Megatron-LM."""
 
     optimizer: RuleState
     grad_scaler: Mapping[str, float]
@@ -52,13 +52,14 @@ class OptimizerState(TypedDict, total=False):
 
 
 class MegatronOptimizer:
-    """Updates the parameters of all model chunks of this rank.
+    """Optimizer of the parameters of all model chunks of this rank.
 
     ``parts``: the part of each sharded parameter that this rank updates; ``spans``: the element
     ranges of every rank that shares the parameter (Muon needs them to assemble a matrix).
     """
 
-    is_sharded = False  # data-parallel ranks hold different gradients, so norms add over them
+    # Whether data-parallel ranks hold different parts of the gradients: norms then sum over them.
+    is_sharded = False
 
     def __init__(
         self,
@@ -105,21 +106,21 @@ class MegatronOptimizer:
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        """Groups of main parameters; the scheduler writes ``lr`` and ``weight_decay`` here."""
+        """Groups of main parameters; the scheduler writes their ``lr`` and ``weight_decay``."""
         return self.rule.param_groups
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients outside the wrapper's buffers."""
+        """Drop all gradients outside the buffers of the data-parallel wrapper."""
         del set_to_none
         for p in self.params:
             p.model.grad = p.main.grad = None
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
+        """Return the loss times the loss scale, to call backward on."""
         return loss if self.grad_scaler is None else loss * self.grad_scaler.scale
 
     def get_loss_scale(self) -> Tensor:
-        """The current loss scale, 1 without a gradient scaler."""
+        """Return the current loss scale; 1 without a gradient scaler."""
         return torch.tensor(1.0 if self.grad_scaler is None else self.grad_scaler.scale)
 
     def step(self) -> tuple[bool, float | None, int | None]:
@@ -157,7 +158,7 @@ class MegatronOptimizer:
         return True, norm, num_zeros
 
     def reload_model_params(self) -> None:
-        """Copy the model's parameters to the main parameters, after loading weights alone."""
+        """Copy model parameters to main parameters, after loading weights without their state."""
         copy_model_to_main(self.params)
         for p in self.params:
             main = self.rule.state_of(p.main).get("main")
@@ -192,7 +193,7 @@ class MegatronOptimizer:
             self._publish([p for p in self.params if p.main in left and not p.host])
 
     def _step(self, params: Sequence[OptimizedParam], divisor: float) -> None:
-        """Update ``params``; offloaded ones are copied back to the device here too.
+        """Update ``params``, and copy offloaded ones back to the device.
 
         Device parameters go first: their kernels run while gradients of offloaded parameters are
         still being copied to the host.  Then each batch of offloaded parameters waits for its
@@ -218,7 +219,7 @@ class MegatronOptimizer:
         device.join_stream(self._copies)
 
     def _publish(self, left: Sequence[OptimizedParam]) -> None:
-        """Copy the main parameters ``left`` into the model, and mark all parameters as changed.
+        """Copy the main parameters of ``left`` into the model; mark all parameters as changed.
 
         Collective if parameters are sharded (the all-gather of `DistributedOptimizer`).
         """
@@ -230,8 +231,8 @@ class MegatronOptimizer:
     def _publish_loaded(self) -> None:
         """Copy loaded main parameters into the model.
 
-        An offloaded parameter without an fp32 main copy is saved as the model's weight alone, so
-        it is copied the other way.
+        A checkpoint has an offloaded parameter that is not ``is_saved_apart`` as the model's weight
+        alone, so its main parameter is copied from the model.
         """
         on_host = [p for p in self.params if p.host]
         copy_main_to_model([p for p in on_host if p.is_saved_apart])
@@ -241,7 +242,8 @@ class MegatronOptimizer:
     def scalar_state(self) -> dict[str, object]:
         """Return the JSON state that is the same on all ranks: step count, loss scale, groups.
 
-        The groups are saved for other programs; a run takes its own from the command line.
+        The groups are saved for other programs: a resumed run takes the hyperparameters from its
+        own command line.
         """
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         state: dict[str, object] = {"step": self.rule.steps_done, "param_groups": groups}
@@ -302,8 +304,8 @@ class MegatronOptimizer:
         if self.check_for_nan and not isinstance(self.grad_scaler, DynamicGradScaler):
             named = ((p.name, p.main.grad) for p in self.params if p.main.grad is not None)
             # A rank that found its NaN before the reduction has already raised.  The others then
-            # wait in this collective until they are stopped: the first rank's message, which names
-            # the parameter, is the one that the user sees.
+            # wait in this collective until they are stopped: the user sees the message of the first
+            # rank, which names the parameter.
             found = all_gather_json(non_finite_gradients(named), self.groups.world)
             sentences = (sentence for sentence in found if sentence is not None)
             raise NonFiniteError(next(sentences, "the norm of finite gradients overflows"))

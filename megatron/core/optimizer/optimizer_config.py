@@ -1,4 +1,4 @@
-"""The optimizer, its numbers and its precision."""
+"""Configuration of the optimizer: update rule, hyperparameters, loss scale, precision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _experimental = partial(option, group="experimental")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer, its numbers and its precision."""
+    """Configuration of the optimizer: update rule, hyperparameters, loss scale, precision."""
 
     weight_decay: float = _regularization(
         0.01, "Decoupled weight decay coefficient, multiplied by the learning rate."
@@ -182,12 +182,12 @@ class OptimizerConfig:
         "Data type of Adam's second moment; other than fp32 needs --use-precision-aware-optimizer.",
         choices=("fp32", "fp16", "bf16", "fp8"),
     )
-    # What scripts say of the model once more; the parameters' own dtypes decide.
+    # Megatron-LM's constructor arguments; they have no effect: the parameters' dtypes decide.
     fp16: bool = False
     bf16: bool = False
     params_dtype: torch.dtype | None = None
 
     @property
     def has_muon(self) -> bool:
-        """Whether matrices have a rule of their own."""
+        """Whether Muon updates the matrices."""
         return self.optimizer in ("muon", "dist_muon")

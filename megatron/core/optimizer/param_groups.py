@@ -1,4 +1,4 @@
-"""Which parameters share a learning rate and a weight decay."""
+"""Sort parameters into groups that share a learning rate and a weight decay."""
 
 from __future__ import annotations
 
@@ -10,33 +10,39 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import ScheduledGroup
 from megatron.core.params.param_info import info_of
 
-_HEADS = ("output_layer", "lm_head", "binary_head", "pooler")  # of a model's attributes
+_HEADS = ("output_layer", "lm_head", "binary_head", "pooler")  # names of a model's attributes
 ParamCondition = Callable[[str, nn.Parameter], bool]
 
 
 class ParamGroup(ScheduledGroup, total=False):
-    """Parameters that share hyperparameters; torch.optim's keys where it has them."""
+    """Parameters that share hyperparameters, with the keys of torch.optim where it has them."""
 
     params: list[nn.Parameter]
     is_expert_parallel: bool
-    is_matrix: bool  # under Muon alone: whether Muon updates them
+    is_matrix: bool  # whether Muon updates them; present only under Muon
     betas: tuple[float, float]
     eps: float
     momentum: float
 
 
 def no_weight_decay_on_vectors(name: str, param: nn.Parameter) -> bool:
-    """Biases and norms do not decay."""
+    """Return whether a parameter is a bias or a vector, such as the weight of a norm."""
     return name.endswith(".bias") or param.dim() == 1
 
 
 def no_weight_decay_on_embeddings(name: str, param: nn.Parameter) -> bool:
-    """As above, nor do embeddings: for models whose embeddings start with a spread of their own."""
+    """Return whether a parameter is a bias, a vector or an embedding.
+
+    For models whose embeddings have a standard deviation of their own at initialisation.
+    """
     return no_weight_decay_on_vectors(name, param) or "embedding" in name
 
 
 def is_matrix(name: str, param: nn.Parameter) -> bool:
-    """Whether Muon updates a parameter.  A router's weight is a matrix, positions are not."""
+    """Return whether Muon updates a parameter: a matrix, but no embedding or output layer.
+
+    The weight of a router is such a matrix; position embeddings and relative biases are not.
+    """
     info = info_of(param)
     return (
         len(info.global_shape) == 2
@@ -48,7 +54,7 @@ def is_matrix(name: str, param: nn.Parameter) -> bool:
 
 
 def trainable_parameters(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Layout-free names and parameters of this rank, in model order."""
+    """Yield (name, parameter) of this rank in model order; names do not depend on the layout."""
     for chunk in model_chunks:
         for local_name, param in chunk.named_parameters():
             if param.requires_grad:
@@ -56,14 +62,14 @@ def trainable_parameters(model_chunks: Sequence[nn.Module]) -> Iterator[tuple[st
 
 
 def without_wrappers(name: str) -> str:
-    """Wrappers (data parallelism, half precision) hold the model as ``module``."""
+    """Strip the "module." prefixes that wrappers (data parallelism, half precision) add."""
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
 
 
 def is_of_head(name: str, param: nn.Parameter) -> bool:
-    """Whether a parameter is of the output layer or of one of BERT's heads."""
+    """Return whether a parameter belongs to the output layer or to one of BERT's heads."""
     return without_wrappers(name).split(".")[0] in _HEADS
 
 
@@ -75,10 +81,11 @@ def make_param_groups(
     scale_lr_cond: ParamCondition | None = None,
     lr_mult: float = 1.0,
 ) -> list[ParamGroup]:
-    """Sort parameters into groups, with what the scheduler multiplies: ``wd_mult``, ``lr_mult``.
+    """Sort the trainable parameters of this rank into groups with equal hyperparameters.
 
-    ``lr_mult`` is for parameters that ``scale_lr_cond`` picks.  A group under --decoupled-lr has
-    ``max_lr`` and ``min_lr`` of its own.
+    ``wd_mult`` and ``lr_mult`` of a group are the factors by which the scheduler multiplies weight
+    decay and learning rate.  The argument ``lr_mult`` applies to parameters that ``scale_lr_cond``
+    selects.  The group of --decoupled-lr has its own ``max_lr`` and ``min_lr``.
     """
     is_free_of_decay = no_weight_decay_cond or no_weight_decay_on_vectors
     groups: dict[tuple[float | bool, ...], ParamGroup] = {}
@@ -90,7 +97,7 @@ def make_param_groups(
         goes_to_muon = config.has_muon and is_matrix(name, param)
         key = (wd_mult, own_lr_mult, info.is_expert, is_decoupled, goes_to_muon)
         if key not in groups:
-            # The learning rate is that of the first step without a scheduler.
+            # Without a scheduler the peak learning rate applies from the first step.
             peak = (config.decoupled_lr if is_decoupled else config.lr) or 0.0
             groups[key] = {
                 "params": [],

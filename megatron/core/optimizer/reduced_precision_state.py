@@ -184,7 +184,7 @@ class StateChunk:
         span: slice,
         step: Tensor,
     ) -> None:
-        """Convert and add the elements ``span`` of a parameter, for update number ``step``."""
+        """Add the elements ``span`` of a parameter, converted to fp32, for update ``step``."""
         flat = {key: kept for key, kept in state.items() if key != "step"}
         parts = {key: _part_of(kept, span) for key, kept in {"main": param, **flat}.items()}
         main = parts.pop("main")
@@ -219,7 +219,7 @@ def stretches(
     states: Sequence[Mapping[str, Tensor | StateStorage]],
     step: Tensor,
 ) -> Iterator[StateChunk]:
-    """Yield all elements in chunks; chunking bounds the memory of temporary fp32 copies.
+    """Yield all elements in chunks, which bound the memory of temporary fp32 copies.
 
     The caller updates a chunk and calls `StateChunk.put_back` before it takes the next one.  State
     that needs no conversion is not split.
@@ -256,7 +256,7 @@ def _padded(count: int) -> int:
 
 
 def _power_of_2(exponents: Tensor) -> Tensor:
-    """2 ** exponents, for -126 to 127."""
+    """Return 2 ** exponents in fp32, for exponents from -126 to 127."""
     return ((exponents.int() + 127) << 23).view(torch.float32)
 
 

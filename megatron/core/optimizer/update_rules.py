@@ -34,7 +34,7 @@ State = dict[str, Tensor | StateStorage]
 
 
 class RuleState(TypedDict):
-    """`UpdateRule.state_dict`: torch.optim's form, with the step count beside it."""
+    """Result of `UpdateRule.state_dict`: torch.optim's format plus the step count."""
 
     steps_done: float
     state: dict[int, dict[str, Tensor]]
@@ -42,9 +42,10 @@ class RuleState(TypedDict):
 
 
 class UpdateRule(ABC):
-    """Main parameters in groups, and the optimizer state of each.
+    """Update rule with its groups of main parameters and their optimizer state.
 
-    A 16-bit parameter that is its own main parameter has the missing bits in ``state["main"]``.
+    For a 16-bit parameter that is its own main parameter, ``state["main"]`` stores the missing bits
+    (`SplitMaster`) or the main parameter in reduced precision (`SideMaster`).
     """
 
     def __init__(self, groups: Sequence[ParamGroup], config: OptimizerConfig) -> None:
@@ -124,7 +125,7 @@ class UpdateRule(ABC):
                     part.put_back()
 
     def state_dict(self) -> RuleState:
-        """Return the state in the form of torch.optim: parameters are numbered over all groups.
+        """Return the state in torch.optim's format: parameters are numbered over all groups.
 
         Main parameters are not part of it.
         """
@@ -292,7 +293,7 @@ def _zeros(param: Tensor, dtype: str = "fp32", *, is_square: bool = False) -> Te
 
 
 def _as_kept(kept: Tensor | StateStorage) -> tuple[Tensor, Tensor | None, bool]:
-    """Return the stored values, the exponents of blocks, and whether values are square roots."""
+    """Return a moment's stored values, its block exponents, and whether it stores square roots."""
     if isinstance(kept, QuantizedState):
         return kept.values, kept.exponents, kept.is_square
     assert isinstance(kept, Tensor), "a moment is no main parameter"
@@ -318,7 +319,7 @@ def _alike(params: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
     return lists.values()
 
 
-# By --optimizer.
+# Update rule for each value of --optimizer and --muon-scalar-optimizer.
 RULES: dict[str, Callable[[Sequence[ParamGroup], OptimizerConfig], UpdateRule]] = {
     "adam": AdamW,
     "sgd": SGD,
