@@ -1,4 +1,4 @@
-"""Checkpoints that any layout can read: records of tensors, the file format, the commit."""
+"""Checkpoints that any parallel layout can load: tensor records, formats, atomic publishing."""
 
 from megatron.core.lazy import lazy_exports
 

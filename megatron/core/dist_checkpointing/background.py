@@ -45,7 +45,7 @@ from megatron.core.dist_checkpointing.value_types import JsonObject, Nested
 from megatron.core.parallel.run_store import LOST_RANKS, RunStore
 
 T = TypeVar("T")
-Start = Callable[[Callable[[], None]], None]  # makes a call in another thread
+Start = Callable[[Callable[[], None]], None]  # runs a function in another thread
 _APART = "finish_apart"  # / rank, and / verdict
 _BEAT_S = 1.0  # interval of the heartbeats of a rank that is still writing
 _LOOK_S = 0.05  # polling interval of the store

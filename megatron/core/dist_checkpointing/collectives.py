@@ -1,7 +1,7 @@
-"""Small JSON values between ranks.  Bytes on the wire are JSON, never pickles.
+"""Collectives on small JSON values.  The bytes sent are JSON, never pickles.
 
-``group`` None is a world of one: nothing is sent.  Each function is collective over its group.
-A tuple in a value arrives as a list, which unpacks alike.
+``group`` None is a world of one: nothing is sent.  Each function that takes a group is collective
+over it, except `rank_in` and `on_wire`.  A tuple in a value is received as a list.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from megatron.core.dist_checkpointing.manifest import CheckpointDamaged
 
 T = TypeVar("T")
 
-JsonError = list[bool | str]  # whether it is CheckpointDamaged, and its message
+JsonError = list[bool | str]  # [is it CheckpointDamaged, message]
 
 
 def rank_in(group: ProcessGroup | None) -> int:
-    """This rank's number in ``group``."""
+    """Return this rank's index in ``group``."""
     return 0 if group is None else group.rank()
 
 
 def gather_json(value: T, group: ProcessGroup | None) -> list[T] | None:
-    """The values of all ranks, on rank 0; None elsewhere."""
+    """Return the values of all ranks on rank 0, None on other ranks."""
     if group is None or group.size() == 1:
         return [value]
     lengths, padded = _padded(value, group)
@@ -42,7 +42,7 @@ def gather_json(value: T, group: ProcessGroup | None) -> list[T] | None:
 
 
 def all_gather_json(value: T, group: ProcessGroup | None) -> list[T]:
-    """The values of all ranks, everywhere."""
+    """Return the values of all ranks on every rank."""
     if group is None or group.size() == 1:
         return [value]
     lengths, padded = _padded(value, group)
@@ -52,7 +52,7 @@ def all_gather_json(value: T, group: ProcessGroup | None) -> list[T]:
 
 
 def is_so_everywhere(value: bool, group: ProcessGroup | None) -> bool:
-    """Whether ``value`` is true on all ranks."""
+    """Return whether ``value`` is true on all ranks."""
     if group is None or group.size() == 1:
         return value
     flag = on_wire(torch.tensor([int(value)]), group)
@@ -61,7 +61,7 @@ def is_so_everywhere(value: bool, group: ProcessGroup | None) -> bool:
 
 
 def broadcast_json(value: T, group: ProcessGroup | None) -> T:
-    """The value of rank 0, everywhere; that of other ranks is not looked at."""
+    """Return rank 0's value on every rank; the argument of other ranks is ignored."""
     if group is None or group.size() == 1:
         return value
     data = _encode(value if group.rank() == 0 else None, group)
@@ -93,24 +93,24 @@ def all_or_none(call: Callable[[], T], where: object, group: ProcessGroup | None
 
 
 def error_as_json(error: CheckpointError | OSError) -> JsonError:
-    """``error`` for other ranks; an OSError counts as damage."""
+    """Convert ``error`` for sending to other ranks; an OSError becomes CheckpointDamaged."""
     is_damaged = not isinstance(error, CheckpointError) or isinstance(error, CheckpointDamaged)
     return [is_damaged, reason_of(error)]
 
 
 def raise_if(error: JsonError | None) -> None:
-    """Raise the error that `error_as_json` was given, if any."""
+    """Raise the error that `error_as_json` converted, if any."""
     if error is not None:
         raise (CheckpointDamaged if error[0] else CheckpointError)(error[1])
 
 
 def reason_of(error: BaseException) -> str:
-    """The message of ``error``, or its type if it has none."""
+    """Return the message of ``error``, or its type if the message is empty."""
     return str(error) or type(error).__name__
 
 
 def _padded(value: object, group: ProcessGroup) -> tuple[list[int], Tensor]:
-    """Lengths of all ranks, and this rank's bytes filled up to the longest."""
+    """Return the lengths of all ranks' values, and this rank's bytes padded to the longest."""
     data = _encode(value, group)
     length = torch.tensor([data.numel()], device=data.device)
     lengths = [torch.empty_like(length) for _ in range(group.size())]
@@ -125,7 +125,7 @@ def _encode(value: object, group: ProcessGroup) -> Tensor:
 
 
 def on_wire(data: Tensor, group: ProcessGroup) -> Tensor:
-    """``data`` where the collectives of ``group`` take it."""
+    """Return ``data`` on the device that collectives of ``group`` need."""
     return data.to(device.current()) if dist.get_backend(group) == "nccl" else data
 
 

@@ -71,7 +71,7 @@ from megatron.core.rank_local import each_rank_owns
 
 # Space for the JSON files and the file system's metadata, in addition to the tensors.
 _SPARE_BYTES = 1 << 20
-# Directory -> id of this run there.
+# Directory -> id of this run in it.
 _claimed: dict[Path, str] = {}
 # Unreadable checkpoints that were reported already.
 _reported: set[Path] = set()

@@ -41,12 +41,12 @@ RELEASE = "release"
 _PUBLISHED = re.compile(r"iter_([0-9]{7,})")
 _LEFTOVER = re.compile(r"(?:iter_([0-9]{7,})|release)\.(tmp|old|del)-(.+)")
 _SHOWN = 40  # characters of a tracker file that holds something else
-_ITERATION = re.compile(r"0*([1-9][0-9]{0,17})")  # of the tracker file
+_ITERATION = re.compile(r"0*([1-9][0-9]{0,17})")  # content of the tracker file
 
 
 @dataclass(frozen=True)
 class Found:
-    """A published folder; ``problem`` says why its manifest cannot be used."""
+    """A published folder; ``problem`` is the error if its manifest cannot be used."""
 
     folder: Path
     iteration: int | None  # None: release
@@ -75,7 +75,7 @@ class CheckpointChoice:
 
 @dataclass(frozen=True)
 class Tracker:
-    """The tracker file: its iteration (None: release) and when it was written."""
+    """Contents of the tracker file: its iteration (None: release), and when it was written."""
 
     text: str
     modified_at_ns: int
@@ -88,7 +88,7 @@ def folder_name(iteration: int | None) -> str:
 
 
 def leftovers(root: Path) -> Iterator[Leftover]:
-    """The folders that interrupted saves and deletes left in ``root``."""
+    """Yield the folders that interrupted saves and deletes left in ``root``."""
     for path in root.iterdir():
         found = _LEFTOVER.fullmatch(path.name)
         if found and os.path.isdir(path):
@@ -96,7 +96,7 @@ def leftovers(root: Path) -> Iterator[Leftover]:
 
 
 def read_tracker(root: Path) -> Tracker | None:
-    """The tracker of ``root``, None if there is none.
+    """Read the tracker of ``root``; return None if there is none.
 
     Raises CheckpointError unless it can be read and holds an iteration above 0 or the word release.
     """
@@ -146,10 +146,11 @@ def published(root: Path) -> list[Found]:
 def choose(
     root: Path, *, step: int | None = None, lenient: bool = False
 ) -> CheckpointChoice | None:
-    """The checkpoint of ``root`` to load: iteration ``step`` if given; None if there is none.
+    """Return the checkpoint of ``root`` to load, or None if ``root`` has none.
 
-    Raises CheckpointError if ``step`` names a folder that is not there, or the tracker does and
-    not ``lenient``; a lenient choice is then the newest there is.
+    ``step`` requests that iteration.  Raises CheckpointError if the folder of ``step`` or of the
+    tracker does not exist, or the tracker cannot be read.  With ``lenient``, a bad tracker selects
+    the newest checkpoint instead.
     """
     order = published(root)
     if step is not None:
@@ -188,7 +189,7 @@ def _newest(order: list[Found], why: str | None) -> CheckpointChoice:
 
 
 def _named(root: Path, order: list[Found], iteration: int | None, who: str) -> Found:
-    """The published folder that the tracker or the user names."""
+    """Return the published folder of the iteration that ``who`` (the tracker or a flag) names."""
     for found in order:
         if found.iteration == iteration:
             return found

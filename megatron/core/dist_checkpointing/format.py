@@ -1,16 +1,16 @@
-"""The format ``safetensors_dist``: what lies in one checkpoint folder, and how it is written.
+"""Format ``safetensors_dist``: the files of a checkpoint folder, and how ranks write them.
 
     __{rank}_0.safetensors   tensors that the rank wrote, one or more boxes of each
-    __{rank}_1.safetensors   those that nobody trains, with --ckpt-incremental
-    __{rank}_state.json      what only that rank knows: the states of its random generators
-    index.json               key -> global shape, dtype, boxes with file, place and crc32 per block
-    common.json              everything that is no tensor and the same for all ranks
-    config.yaml              the resolved configuration, where the caller gives one
+    __{rank}_1.safetensors   constant (untrained) tensors, with --ckpt-incremental
+    __{rank}_state.json      state of one rank: its random number generators
+    index.json               key -> global shape, dtype, boxes (file, position, crc32 per block)
+    common.json              values other than tensors, equal on all ranks
+    config.yaml              the resolved configuration, if the caller passes it
     metadata.json            the manifest, written last: a folder without it is not a checkpoint
 
-The manifest holds size and checksum of every other file, and a checksum of itself.  Of a data
-file it holds the checksum of the header; the data have theirs in the index.  No file is a pickle.
-Nothing here communicates.
+The manifest contains the size and checksum of every other file, and a checksum of itself.  For a
+data file it covers the header; the index has the checksums of the data.  No file is a pickle.
+Nothing in this module communicates.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from megatron.core.dist_checkpointing.value_types import (
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank wrote: its share of the index, its files, and what its format adds.
+    """Result of one rank's writing: index entries, files, and extra objects of the format.
 
     ``error``: why it could not write.
     """
@@ -64,19 +64,19 @@ class RankReport:
 
     @classmethod
     def from_json(cls, values: JsonObject) -> RankReport:
-        """The report of which ``values`` is ``asdict``."""
+        """Rebuild a report from ``asdict(report)``."""
         files = {name: FileEntry(**entry) for name, entry in values["files"].items()}
         return cls(**{**values, "files": files})
 
 
 def files_of(reports: Iterable[RankReport]) -> dict[str, FileEntry]:
-    """The files of all ranks."""
+    """Merge the file entries of all ranks."""
     return {name: entry for report in reports for name, entry in report.files.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one rank writes into ``folder``.  ``asked``: the command line, dest -> value."""
+    """One rank's share of a save into ``folder``.  ``asked``: the command line, dest -> value."""
 
     folder: Path
     rank: int
@@ -89,14 +89,15 @@ class Share:
 
 @dataclass(frozen=True)
 class Format:
-    """How the folder of a checkpoint is filled; all else of a save is the same in every format.
+    """Callbacks that write the files of a checkpoint format; the rest of a save is common.
 
-    ``write_rank_files`` writes and fsyncs what one rank gives, and may run in a thread: local,
-    reads nothing but its argument.
-    ``complete(folder, reports, common)`` adds on rank 0 what needs the reports of all ranks, and
-    returns the files it wrote.  The manifest comes behind it.  Both raise OSError, CheckpointError.
-    ``is_foreign``: for other programs, with vocabulary padding and their command line.
-    ``num_copies`` of the tensors lie on the disk at a time.
+    ``write_rank_files`` writes and fsyncs one rank's files.  It does not communicate and reads only
+    its argument, so it may run in a thread.
+    ``complete(folder, reports, common)`` runs on rank 0, writes the files that need the reports of
+    all ranks, and returns their entries.  The manifest is written after it.  Both raise OSError and
+    CheckpointError.
+    ``is_foreign``: the format of another program, with vocabulary padding and its command line.
+    ``num_copies``: how many copies of the tensors are on disk at a time during a save.
     """
 
     name: str
@@ -107,9 +108,9 @@ class Format:
 
 
 def write_rank_files(share: Share, *, incremental: bool = False) -> RankReport:
-    """Write and fsync the files of one rank.  Local.  Raises OSError, CheckpointError.
+    """Write and fsync the files of one rank.  Not collective.  Raises OSError, CheckpointError.
 
-    ``incremental``: constant tensors lie in a file of their own, which is linked where it can be.
+    ``incremental``: constant tensors are in a separate file, which is hard-linked if unchanged.
     """
     rank, report = share.rank, RankReport()
     constant = [tensor for tensor in share.tensors if incremental and tensor.is_constant]
@@ -126,8 +127,8 @@ def write_rank_files(share: Share, *, incremental: bool = False) -> RankReport:
 def _write_tensors(
     share: Share, name: str, tensors: Sequence[ShardedTensor], report: RankReport
 ) -> None:
-    """Write the file ``name``, if there is anything to write, and put it into ``report``."""
-    # By falling element size every element stays aligned in the file.
+    """Write the file ``name``, if there are tensors, and add it to ``report``."""
+    # Descending element size keeps every element aligned in the file.
     ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.key))
     boxes = [(tensor, piece) for tensor in ordered for piece in tensor.pieces]
     for tensor in ordered:
@@ -158,7 +159,7 @@ def _write_tensors(
 def _write_or_link(
     share: Share, name: str, tensors: Sequence[ShardedTensor], report: RankReport
 ) -> None:
-    """Write the file ``name``, or link the one of the newest checkpoint if it is the same."""
+    """Write the file ``name``, or link that of the newest checkpoint if it is equal."""
     hashes = hashes_of(tensors)
     linked = link_unchanged(share.folder, name, tensors, hashes)
     if linked is not None:
@@ -174,7 +175,10 @@ def _write_or_link(
 def complete(
     folder: Path, reports: Sequence[RankReport], common: Common, *, is_whole: bool = True
 ) -> dict[str, FileEntry]:
-    """Write and fsync the index and the common values.  ``is_whole``: no element may be absent."""
+    """Write and fsync the index and the common values.
+
+    ``is_whole``: raise CheckpointError if an element of a tensor is missing.
+    """
     index = merge_index((report.tensors for report in reports), is_whole=is_whole)
     return {INDEX: write_json(folder / INDEX, index), COMMON: write_json(folder / COMMON, common)}
 
@@ -188,10 +192,10 @@ INCREMENTAL = replace(
 def merge_index(
     reports: Iterable[Mapping[str, TensorEntry]], *, is_whole: bool = True
 ) -> dict[str, object]:
-    """One index from the ``tensors`` of all ranks' reports.
+    """Merge the ``tensors`` of all ranks' reports into one index.
 
-    Raises CheckpointError unless every element of every tensor was written exactly once; part of a
-    checkpoint that ``is_whole`` only together with others is not looked at.
+    Raises CheckpointError unless every element of every tensor was written exactly once.  Without
+    ``is_whole`` (one part of a local checkpoint) this is not checked.
     """
     merged = merge_tensors(reports)
     for key, entry in merged.items() if is_whole else ():
@@ -200,7 +204,7 @@ def merge_index(
 
 
 def merge_tensors(reports: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """The entries of all ranks.  Raises CheckpointError if they differ in shape or dtype."""
+    """Merge the entries of all ranks.  Raises CheckpointError if shapes or dtypes differ."""
     merged: dict[str, TensorEntry] = {}
     for tensors in reports:
         for key, mine in tensors.items():
@@ -215,7 +219,7 @@ def merge_tensors(reports: Iterable[Mapping[str, TensorEntry]]) -> dict[str, Ten
 
 
 def check_written_once(key: str, entry: TensorEntry) -> None:
-    """Raise CheckpointError unless the pieces of an index entry cover its shape, each once."""
+    """Raise CheckpointError unless the pieces of an index entry cover its shape exactly once."""
     offsets = [tuple(piece["offset"]) for piece in entry["pieces"]]
     written = sum(prod(piece["shape"]) for piece in entry["pieces"])
     wanted = prod(entry["shape"])
@@ -226,7 +230,7 @@ def check_written_once(key: str, entry: TensorEntry) -> None:
 
 
 def _lazy(tensor: ShardedTensor, piece: Piece | LazyPiece) -> LazyTensor:
-    """``piece`` in the dtype of the file."""
+    """Return ``piece`` converted to the dtype of the file."""
 
     def make() -> Tensor:
         return piece.data.to(tensor.dtype)

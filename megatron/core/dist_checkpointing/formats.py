@@ -1,4 +1,4 @@
-"""The formats of ``--ckpt-format``: how each is written, which lies in a folder, and its reader."""
+"""Formats of ``--ckpt-format``: tables of writers and readers, detection of a folder's format."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ _READERS: Mapping[str, type[CheckpointReader]] = LazyTable(
 
 
 def format_of(folder: Path) -> str | None:
-    """The format that lies in ``folder``; None for no checkpoint.  One look at names, one file."""
+    """Return the format of the checkpoint in ``folder``, or None if it is not a checkpoint.
+
+    Reads file names and at most one file.
+    """
     try:
         found = read_json(folder / MANIFEST)
     except FileNotFoundError:
@@ -48,17 +51,17 @@ def format_of(folder: Path) -> str | None:
         is_dcp = (folder / METADATA).is_file() and not (folder / COMMON_FILE).is_file()
         return "torch_dcp" if is_dcp else None
     except CheckpointDamaged:
-        return FORMAT  # damaged, which its reader says
+        return FORMAT  # the reader raises the error
     if isinstance(found, dict) and "sharded_backend" in found:
         return str(found["sharded_backend"])
     return FORMAT
 
 
 def open_reader(folder: str | Path) -> CheckpointReader:
-    """The checkpoint in ``folder``, whatever its format, under this project's keys.
+    """Open the checkpoint in ``folder``, of any format, under this project's keys.
 
-    Raises CheckpointDamaged if a file is missing or not what was written, CheckpointError for a
-    format that is not read.
+    Raises CheckpointDamaged if a file is missing or differs from what was written,
+    CheckpointError for an unsupported format.
     """
     folder = Path(folder)
     found = format_of(folder)

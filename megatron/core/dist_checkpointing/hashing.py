@@ -1,7 +1,7 @@
-"""A 64-bit hash of tensors that no layout changes: equal values give an equal hash, however cut.
+"""A 64-bit hash of tensors that does not depend on how they are sharded.
 
-Each element is mixed with its place in the whole tensor and with the tensor's key, and the numbers
-are added modulo 2**64, so shares may be hashed where they lie and in any order.
+Each element is mixed with its index in the global tensor and with the tensor's key, and the results
+are added modulo 2**64.  Shards can therefore be hashed on their ranks, in any order.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch.distributed import ProcessGroup
 from megatron.core import device
 from megatron.core.dist_checkpointing.mapping import LazyPiece, Piece, ShardedTensor
 
-# Odd 64-bit numbers, as torch knows them: with a sign.
+# Odd 64-bit constants, written as signed integers because torch.int64 is signed.
 _OF_VALUE = -0x61C8864680B583EB
 _OF_PLACE = -0x3D4D51C2D82B14B1
 _MIX = -0x40A7B892E31B1A47
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_BLOCK = 1 << 20  # elements at a time: each needs 8 bytes here
+_BLOCK = 1 << 20  # elements per chunk; each needs 8 bytes of temporary memory
 
 
 @torch.no_grad()
 def hash_here(tensor: ShardedTensor) -> Tensor:
-    """Sum over what this rank holds of ``tensor``, an int64 scalar on the device of the run."""
+    """Hash this rank's part of ``tensor``; return an int64 scalar on the device of the run."""
     key = zlib.crc32(tensor.key.encode()) << 32
     total = torch.zeros((), dtype=torch.int64, device=device.current())
     for piece in tensor.pieces:
@@ -38,9 +38,10 @@ def hash_here(tensor: ShardedTensor) -> Tensor:
 
 
 def hash_of_all(tensors: Iterable[ShardedTensor], group: ProcessGroup) -> int:
-    """Hash of whole tensors from the shares of all ranks, below 2**64.  Collective over ``group``.
+    """Hash tensors from the parts on all ranks; return an int below 2**64.
 
-    ``tensors`` are those that this rank would write, so that every element counts once.
+    Collective over ``group``: an all-reduce of the sums.  ``tensors`` are those that this rank
+    would write (`to_write`), so that every element counts once.
     """
     total = torch.zeros((), dtype=torch.int64, device=device.current())
     for tensor in tensors:
@@ -50,7 +51,7 @@ def hash_of_all(tensors: Iterable[ShardedTensor], group: ProcessGroup) -> int:
 
 
 def _blocks(piece: Piece | LazyPiece, whole: tuple[int, ...]) -> Iterable[tuple[Tensor, Tensor]]:
-    """Parts of a piece along its first dim: the places of the elements in the whole, the values."""
+    """Yield chunks of a piece along its first dimension: global element indices, values."""
     values = piece.data
     values = values if values.dim() else values.reshape(1)
     offset, whole = piece.offset or (0,), whole or (1,)
@@ -67,9 +68,9 @@ def _blocks(piece: Piece | LazyPiece, whole: tuple[int, ...]) -> Iterable[tuple[
 
 
 def _mixed(values: Tensor, places: Tensor) -> Tensor:
-    """Sum over the elements of the scrambled bits of value and place."""
+    """Return the sum over the elements of a mix of the bits of value and index."""
     bits = values.contiguous().view(_BITS[values.dtype.itemsize]).to(torch.int64)
     mixed = bits * _OF_VALUE + places * _OF_PLACE
-    for _ in range(2):  # each half of a number has to reach the other
+    for _ in range(2):  # each half of the bits must affect the other half
         mixed = (mixed ^ (mixed >> 32)) * _MIX
     return (mixed ^ (mixed >> 29)).sum().to(device.current())

@@ -1,8 +1,8 @@
-"""--ckpt-incremental: tensors that nobody trains are written once and linked from then on.
+"""--ckpt-incremental: write constant (untrained) tensors once, then hard-link their file.
 
-They lie in a file of their own.  It is linked into the new checkpoint if every one of its pieces
-has the 128-bit hash that the index of the newest checkpoint holds.  The links share their data:
-deleting a checkpoint deletes a name, and what is loaded is verified by its checksums as ever.
+Constant tensors are in a separate file.  It is linked into the new checkpoint if each of its pieces
+has the 128-bit hash in the index of the newest checkpoint.  Hard links share their data: deleting a
+checkpoint removes one name.  Loading verifies the checksums as usual.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.value_types import PieceEntry, TensorEntry
 
 
 def hashes_of(tensors: Sequence[ShardedTensor]) -> dict[str, list[str]]:
-    """Key -> the first 128 bits of the SHA-256 of each piece, as hex digits."""
+    """Return, by key, the first 128 bits of the SHA-256 of each piece, in hex."""
     return {
         tensor.key: [
             hashlib.sha256(bytes_of(piece.data.to(tensor.dtype))).hexdigest()[:32]
@@ -40,10 +40,10 @@ def hashes_of(tensors: Sequence[ShardedTensor]) -> dict[str, list[str]]:
 def link_unchanged(
     folder: Path, name: str, tensors: Sequence[ShardedTensor], hashes: Mapping[str, list[str]]
 ) -> tuple[dict[str, TensorEntry], FileEntry] | None:
-    """Link the file that holds just these pieces in the newest checkpoint beside ``folder``.
+    """Link the file of the newest checkpoint beside ``folder`` that has exactly these pieces.
 
-    Returns their part of the index and the file's entry; None if there is no such file, or it
-    cannot be linked: then they are to be written.
+    Returns their index entries and the file's entry.  Returns None if there is no such file or it
+    cannot be linked; the caller then writes the tensors.
     """
     try:
         tracker = read_tracker(folder.parent)
@@ -69,7 +69,7 @@ def link_unchanged(
 
 
 def _pieces(stored: TensorEntry, tensor: ShardedTensor, hashes: Sequence[str]) -> list[PieceEntry]:
-    """The stored pieces that are those of ``tensor``, in its order; KeyError if one is missing."""
+    """Return the stored pieces that match ``tensor``, in its order; KeyError if one is missing."""
     if stored["dtype"] != DTYPE_NAMES[tensor.dtype]:
         raise KeyError(tensor.key)
     known = {

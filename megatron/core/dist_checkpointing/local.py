@@ -1,13 +1,14 @@
-"""--non-persistent-ckpt-type local: each rank's part on its node, and copies on the peers'.
+"""Save for --non-persistent-ckpt-type local: each rank's part on its node, with copies on peers.
 
     {root}/rank_00003/iter_0000100/    the part of rank 3: a checkpoint of one rank
 
-A part is written by the rank alone.  With copies it is then sent to the ranks ``jump``, 2 ``jump``,
-... further, who keep it in the directories of their nodes.  Older parts are deleted when all ranks
-have the new one, so a kill at any moment leaves a set that is whole.
+Each rank writes its part without communication.  With replication, it then sends the part to the
+ranks at distance ``jump``, 2 ``jump``, ..., which store it in the directories of their nodes.
+Older parts are deleted after all ranks have the new one, so a kill at any moment leaves a complete
+set.
 
-Order of collectives: broadcast of the save's name; sizes of files, then the files, to the peers;
-gather of what failed, broadcast of it.
+Order of collectives: broadcast the save's name; for each copy, all-gather file sizes, then
+send/receive the files; gather errors, broadcast the verdict.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from megatron.core.dist_checkpointing.serialization import (
 )
 from megatron.core.dist_checkpointing.validation import shorten
 
-SaveName = list[int | str]  # when the save began, in ns, and the run's id
+SaveName = list[int | str]  # [start time of the save in ns, the run's id]
 _PART = replace(SAFETENSORS_DIST, complete=partial(complete, is_whole=False))
 _PART_ROOT = re.compile(r"rank_([0-9]{5,})")
 _CHUNK_BYTES = 64 << 20
@@ -65,19 +66,19 @@ _CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Replication:
-    """``copies`` of each part besides its own, each ``jump`` ranks further than the one before."""
+    """``copies`` additional copies of each part, each ``jump`` ranks after the previous one."""
 
     jump: int = 1
     copies: int = 0
 
 
 def part_root(root: Path, rank: int) -> Path:
-    """Where the parts of ``rank`` lie."""
+    """Return the directory of the parts of ``rank``."""
     return root / f"rank_{rank:05d}"
 
 
 def part_roots(root: Path) -> list[tuple[int, Path]]:
-    """The rank of each directory of parts in ``root``; other names are not ours."""
+    """Return rank and path of each directory of parts in ``root``; other names are ignored."""
     found = ((_PART_ROOT.fullmatch(path.name), path) for path in sorted(root.glob("rank_*")))
     return [(int(match[1]), path) for match, path in found if match and path.is_dir()]
 
@@ -93,8 +94,8 @@ def save_local(
 ) -> SaveResult:
     """Write the parts of all ranks into ``root``, a directory of each node.  Collective.
 
-    ``share_work``: replicas share the writing, and each other's parts when they load.  Raises
-    SaveFailed on every rank if any rank fails; the parts of the save before are whole then.
+    ``share_work``: data-parallel ranks share the writing, and load each other's parts.  Raises
+    SaveFailed on every rank if any rank fails; the parts of the previous save are then complete.
     """
     rank = group.rank()
     name: SaveName = broadcast_json([time.time_ns(), commit.attempt_id()], group)
@@ -126,17 +127,20 @@ def save_local(
 
 
 def _drop(root: Path, chosen: Callable[[list[Found]], list[Found]], iteration: int) -> None:
-    """Delete parts in this node's directory; what stays goes with a later save."""
+    """Delete parts in this node's directory; a later save deletes those that remain."""
     for _, parts in part_roots(root):
         for found in chosen(published(parts)):
-            with suppress(OSError):  # another rank of this node may have been faster
+            with suppress(OSError):  # another rank of this node may have deleted it
                 commit.retire(found.folder, commit.attempt_id(), iteration)
 
 
 def _exchange(
     root: Path, folder: Path | None, distance: int, save_name: SaveName, group: ProcessGroup
 ) -> str | None:
-    """Send ``folder`` ``distance`` ranks further and keep what comes; what failed here."""
+    """Send ``folder`` to the rank ``distance`` after this one; store the folder received.
+
+    Collective.  Returns an error message or None; ``folder`` None sends nothing.
+    """
     size, rank = group.size(), group.rank()
     to, source = (rank + distance) % size, (rank - distance) % size
     files = sorted((path.name, path.stat().st_size) for path in folder.iterdir()) if folder else []
@@ -159,7 +163,7 @@ def _exchange(
 
 
 def _chunks(files: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int, int]]:
-    """Name, first byte and number of bytes of what is sent at a time."""
+    """Yield file name, first byte and number of bytes of each message."""
     for name, size in files:
         for begin in range(0, size, _CHUNK_BYTES):
             yield name, begin, min(_CHUNK_BYTES, size - begin)
@@ -172,7 +176,10 @@ def _read(folder: Path, name: str, begin: int, count: int) -> Tensor:
 
 
 class _Copy:
-    """A part that comes from another rank.  Peers wait for each other, so errors are kept."""
+    """A part received from another rank.
+
+    Errors are stored, not raised: peers would otherwise wait for this rank's next send/receive.
+    """
 
     def __init__(self, root: Path, name: str | None, save_name: SaveName) -> None:
         self._final = root / (name or "nothing")
@@ -188,7 +195,7 @@ class _Copy:
                 self._error = f"copy of {self._final}: {error}"
 
     def add(self, name: str, data: Tensor) -> None:
-        """Put ``data`` behind what the file ``name`` holds already."""
+        """Append ``data`` to the file ``name``."""
         if not self._is_wanted or self._error is not None:
             return
         try:
@@ -199,7 +206,7 @@ class _Copy:
             self._error = f"copy of {self._final}: {error}"
 
     def finish(self) -> str | None:
-        """Publish the copy; what went wrong."""
+        """Publish the copy; return an error message or None."""
         if not self._is_wanted or self._error is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             return self._error
@@ -220,7 +227,7 @@ def _is_of(manifest: Manifest | None, save_name: SaveName) -> bool:
 
 
 def _is_here(folder: Path, save_name: SaveName) -> bool:
-    """Whether the rank has just written this part here itself: it is on the same node."""
+    """Return whether ``folder`` is already from this save: the source rank is on the same node."""
     try:
         return _is_of(read_manifest(folder), save_name)
     except CheckpointError:

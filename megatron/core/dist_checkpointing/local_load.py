@@ -1,11 +1,13 @@
-"""Loading what `local` wrote: the newest save of which every part is whole somewhere.
+"""Load the newest complete save that `local` wrote.
 
-A rank reads its boxes from the parts in its node's directory, its own and copies of others.  What
-is in none of them comes from a rank that has it: a rank whose node was lost gets all of its part,
-and with shared writing every rank gets what its replicas wrote.
+A save is complete if every part is undamaged on some node.  A rank reads its boxes from the parts
+in its node's directory: its own and the copies of others.  It receives other boxes from a rank that
+has them.  If a node was lost, its ranks receive their complete part; with shared writing, every
+rank receives the boxes that its data-parallel peers wrote.
 
-Order of collectives: gathers of what is there, once more for each save that is looked at; gathers
-of what is wanted and offered; then one send and receive per box, in the same order on all ranks.
+Order of collectives: all-gather the available parts, and again for each save that is examined;
+all-gather the requested and the offered boxes; then one send and receive per box, in the same order
+on all ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ Box = tuple[str, str, tuple[int, ...], tuple[int, ...]]  # key, dtype, offset, s
 
 @dataclass(frozen=True)
 class LocalSet:
-    """A save that can be loaded; ``parts``: rank -> the whole parts in this node's directory."""
+    """A save that can be loaded; ``parts``: rank -> undamaged part in this node's directory."""
 
     iteration: int
     parts: Mapping[int, Path]
@@ -49,7 +51,7 @@ class LocalSet:
 
 @dataclass(frozen=True)
 class LocalContent:
-    """What was loaded besides tensors: common values, and what only this rank knew."""
+    """Values loaded besides tensors: common values, and this rank's own state."""
 
     common: JsonObject
     rank_state: JsonObject | None
@@ -67,9 +69,10 @@ class _Part:
 def find_local(
     root: Path, layout: Layout, newer_than_ns: int, group: ProcessGroup
 ) -> tuple[LocalSet | None, list[str]]:
-    """The newest save after ``newer_than_ns`` that is whole, and why newer ones were passed over.
+    """Return the newest complete save after ``newer_than_ns``, and why newer ones were skipped.
 
-    Collective.  ``layout`` has to be that of the save.  The same on all ranks, but for ``parts``.
+    Collective.  ``layout`` must equal that of the save.  The result is the same on all ranks,
+    except ``parts``.
     """
     held = _held(root)
     told = all_gather_json([(*p.save, p.iteration, p.layout == layout) for p in held], group)
@@ -136,7 +139,7 @@ def _send_and_receive(
     missing: Mapping[Box, tuple[ShardedTensor, Piece | LazyPiece]],
     group: ProcessGroup,
 ) -> None:
-    """Each box that a rank lacks, from a rank that has it."""
+    """Transfer each box that a rank lacks from a rank that has it.  Collective."""
     me = group.rank()
     wishes = [
         (rank, i, (key, dtype, tuple(offset), tuple(shape)))
@@ -173,7 +176,11 @@ def _send_and_receive(
 
 
 def _content(readers: Mapping[int, CheckpointReader], group: ProcessGroup) -> LocalContent:
-    """Common values from the first rank that has any; a lost rank's own from who holds its part."""
+    """Return the common values and this rank's state.  Collective.
+
+    Common values come from the first rank that has a part.  A rank whose part was lost receives its
+    state from the first rank that has a copy of the part.
+    """
     holders = all_gather_json(sorted(readers), group)
     me, first = group.rank(), next(r for r, parts in enumerate(holders) if parts)
     common = next(iter(readers.values())).common() if me == first else {}
@@ -192,7 +199,7 @@ def _content(readers: Mapping[int, CheckpointReader], group: ProcessGroup) -> Lo
 
 
 def _held(root: Path) -> list[_Part]:
-    """The parts in this node's directory whose manifest can be read."""
+    """Return the parts in this node's directory whose manifest can be read."""
     parts: list[_Part] = []
     for rank, folder in part_roots(root):
         for found in published(folder):
@@ -206,7 +213,7 @@ def _held(root: Path) -> list[_Part]:
 
 
 def _whole(parts: Iterable[_Part]) -> tuple[dict[int, Path], list[str]]:
-    """Rank -> folder of the parts that are as they were written, every byte; what others lack."""
+    """Verify every byte of ``parts``; return rank -> folder of undamaged parts, and the errors."""
     whole: dict[int, Path] = {}
     problems: list[str] = []
     for part in parts:

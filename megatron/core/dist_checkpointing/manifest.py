@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint folder, the JSON files beside it, and checksums.  No torch.
+"""The manifest of a checkpoint folder, its other JSON files, and checksums.  No torch.
 
-A folder is a checkpoint if it has a manifest, and the manifest is written last.  It holds size and
-checksum of every other file and a checksum of itself, so whatever was cut or altered is found.
+A folder with a manifest is a complete checkpoint, because the manifest is written last.  It has the
+size and checksum of every other file and a checksum of itself, so truncated or changed files are
+detected.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from megatron.core.dist_checkpointing.value_types import JsonObject, Layout
 from megatron.core.file_names import path_inside
 
 FORMAT = "safetensors_dist"
-SAVE = "save"  # in the layout of a part of a local checkpoint: [when, attempt] of its save
+SAVE = "save"  # in the layout of one part of a local checkpoint: [time, attempt] of its save
 VERSION = 1
 _BLOCK_BYTES = 4 << 20
 MANIFEST = "metadata.json"
-MANIFEST_BESIDE = "manifest.json"  # where metadata.json belongs to another program's format
+MANIFEST_BESIDE = "manifest.json"  # if the format uses metadata.json itself
 INDEX = "index.json"
 COMMON = "common.json"
 CONFIG = "config.yaml"
 METADATA = ".metadata"  # the index of PyTorch's distributed checkpoints
-COMMON_FILE = "common.pt"  # of torch_dist: everything that is no tensor
+COMMON_FILE = "common.pt"  # in torch_dist: all values except tensors
 
 
-# The checksum of every block.  The package isal computes zlib's number about ten times as fast;
-# without it, saving and loading spend more than half of their processor time on checksums.
+# CRC-32 of every block.  The package isal computes the same value as zlib about ten times as fast;
+# without it, checksums take more than half of the CPU time of saving and loading.
 if optional.available("isal.isal_zlib"):
     crc32: Callable[..., int] = optional.require("isal.isal_zlib", "checkpoints").crc32
 else:
     crc32 = zlib.crc32
 
 
-# What taking values out of a structure raises that is not as expected; torch's is RuntimeError.
+# Errors of reading values from a malformed structure; torch raises RuntimeError.
 MALFORMED = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError),
     *(TypeError, ValueError),
@@ -49,12 +50,12 @@ MALFORMED = (
 
 
 class CheckpointDamaged(CheckpointError):
-    """A published checkpoint is not what was written: a file is missing, cut or altered."""
+    """A published checkpoint is not as written: a file is missing, truncated or changed."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file as the manifest knows it.  ``crc32`` covers its first ``checked_bytes``."""
+    """A file in the manifest.  ``crc32`` covers its first ``checked_bytes`` bytes."""
 
     num_bytes: int
     checked_bytes: int
@@ -63,16 +64,16 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What makes a folder a checkpoint.
+    """Contents of a manifest file, whose presence makes a folder a checkpoint.
 
-    ``sequence`` counts the publishes in one directory: after somebody went back to an older step,
-    the newest checkpoint is the one published last, not the one with the highest iteration.
-    ``tracker_before`` is the tracker file as this save found it: [text, modified at ns], or None.
+    ``sequence`` counts the publishes in one directory.  The newest checkpoint has the highest
+    sequence, not the highest iteration: a user may have continued from an older iteration.
+    ``tracker_before`` is the tracker file that this save found: [text, modified at ns], or None.
     """
 
     iteration: int
     sequence: int = 0
-    attempt: str = ""  # names the process group that wrote it
+    attempt: str = ""  # id of the run that wrote it
     published_at_ns: int = 0
     tracker_before: list[str | int] | None = None
     layout: Layout
@@ -80,12 +81,12 @@ class Manifest:
 
 
 def rank_state_name(rank: int) -> str:
-    """The file of what only ``rank`` knows."""
+    """Return the name of the file with the state of ``rank``."""
     return f"__{rank}_state.json"
 
 
 def write_json(path: Path, value: object) -> FileEntry:
-    """Write ``value`` to ``path`` and fsync it.  Raises OSError; TypeError for what is no JSON."""
+    """Write ``value`` to ``path`` and fsync it.  Raises OSError; TypeError if it is not JSON."""
     return write_text(path, json.dumps(value, separators=(",", ":")))
 
 
@@ -100,7 +101,7 @@ def write_text(path: Path, text: str) -> FileEntry:
 
 
 def adopt_file(path: Path) -> FileEntry:
-    """Fsync a file that somebody else wrote, and take it into the manifest."""
+    """Fsync a file written by other code, and return its entry for the manifest."""
     size = checksum = 0
     with open(path, "rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -110,7 +111,7 @@ def adopt_file(path: Path) -> FileEntry:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` durable."""
+    """Make the file names in ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -125,10 +126,10 @@ def write_manifest(folder: Path, manifest: Manifest, name: str = MANIFEST) -> No
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of ``folder``; None if there is none.
+    """Read the manifest of ``folder``; return None if there is none.
 
-    Raises CheckpointDamaged if it cannot be read, is cut or altered, CheckpointError if it is of a
-    newer version.
+    Raises CheckpointDamaged if it cannot be read or was changed, CheckpointError if its version is
+    newer than this program.
     """
     return _read(folder / MANIFEST_BESIDE) or _read(folder / MANIFEST)
 
@@ -164,7 +165,10 @@ def _read(path: Path) -> Manifest | None:
 
 
 def _manifest_of(body: JsonObject, path: Path) -> Manifest:
-    """The manifest in ``body``.  Raises CheckpointDamaged, and what Python raises for others."""
+    """Convert ``body`` to a manifest.
+
+    Raises CheckpointDamaged for a path outside the folder, and Python's errors for wrong types.
+    """
     files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
     for name in files:
         path_inside(path.parent, name, path, below=True, error=CheckpointDamaged)
@@ -185,7 +189,7 @@ def _manifest_of(body: JsonObject, path: Path) -> Manifest:
 
 
 def _check_layout(layout: Layout) -> None:
-    """Raise ValueError unless it is empty, or names sizes of the axes of a grid of ranks."""
+    """Raise ValueError unless the layout is empty or has a size for each axis of a rank grid."""
     if not isinstance(layout, dict) or not is_count(layout.get("world_size", 0)):
         raise ValueError(f"layout {layout!r}")
     for grid in ("dense", "expert"):
@@ -197,20 +201,20 @@ def _check_layout(layout: Layout) -> None:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether ``value`` is an integer from 0 to 2**63 - 1; True and 1.0 are none."""
+    """Return whether ``value`` is an int from 0 to 2**63 - 1; bool and float are not."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
 def are_counts(values: object) -> TypeGuard[list[int]]:
-    """Whether ``values`` is a list of integers from 0 to 2**63 - 1."""
+    """Return whether ``values`` is a list of ints from 0 to 2**63 - 1."""
     return isinstance(values, list) and all(map(is_count, values))
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what is wrong with the file itself into CheckpointDamaged with its name.
+    """Convert errors of opening or reading ``path`` to CheckpointDamaged.
 
-    A name from a file may hold what no path can, which is a ValueError.
+    A name stored in a file may contain characters that no path can have, a ValueError.
     """
     try:
         yield
@@ -224,7 +228,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def parsing(path: Path) -> Iterator[None]:
-    """Turn what Python raises for values of other types than expected into CheckpointDamaged.
+    """Convert Python's errors for unexpected types and values to CheckpointDamaged.
 
     For formats whose values are an arbitrary graph of objects.
     """
@@ -239,7 +243,10 @@ def parsing(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path) -> object:
-    """What a JSON file holds.  Raises FileNotFoundError, and CheckpointDamaged for all else."""
+    """Return the contents of a JSON file.
+
+    Raises FileNotFoundError, and CheckpointDamaged for every other problem.
+    """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -250,20 +257,20 @@ def read_json(path: Path) -> object:
 
 
 def parse_json(data: bytes, what: str) -> object:
-    """The JSON value in ``data``, no key of an object twice.
+    """Parse ``data`` as JSON without duplicate keys.
 
-    Raises CheckpointDamaged, whose message begins with ``what``, for anything else.
+    Raises CheckpointDamaged otherwise, with a message that begins with ``what``.
     """
     try:
         return json.loads(data, object_pairs_hook=_without_repeats)
     except RecursionError:
         raise CheckpointDamaged(f"{what} is nested too deeply") from None
-    except ValueError as error:  # also no UTF-8, or an integer of more digits than Python takes
+    except ValueError as error:  # also invalid UTF-8, or an integer with too many digits
         raise CheckpointDamaged(f"{what} is no JSON: {error}") from None
 
 
 def json_object(data: bytes, what: str) -> JsonObject:
-    """`parse_json` of what must be an object."""
+    """Parse ``data`` as `parse_json` does; raise CheckpointDamaged unless it is an object."""
     found = parse_json(data, what)
     if not isinstance(found, dict):
         raise CheckpointDamaged(f"{what} is a {type(found).__name__}, not a JSON object")
@@ -271,7 +278,10 @@ def json_object(data: bytes, what: str) -> JsonObject:
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The object of ``pairs``; ValueError if it has a key twice: readers differ in what counts."""
+    """Return the dict of ``pairs``; raise ValueError for a duplicate key.
+
+    JSON readers differ in which of the values they use.
+    """
     out = dict(pairs)
     if len(out) < len(pairs):
         names = [name for name, _ in pairs]
@@ -280,9 +290,9 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
-    """The checked part of a file: all of a JSON file, the header of a data file.
+    """Return the checked part of a file: a complete JSON file, or the header of a data file.
 
-    Raises CheckpointDamaged if the file is missing, or its size or checksum is another.
+    Raises CheckpointDamaged if the file is missing, or its size or checksum differs.
     """
     path = folder / name
     entry = manifest.files.get(name)

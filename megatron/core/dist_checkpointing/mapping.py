@@ -29,31 +29,31 @@ from megatron.core.dist_checkpointing.sharded_objects import (
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo
 
-# Megatron-LM has these in this module.
+# Megatron-LM exports these names from this module.
 __all__ = ["LocalNonpersistentObject", "ShardedObject", "ShardedTensorFactory", "is_main_replica"]
 
-OPTIMIZER_PREFIX = "optimizer."  # of the keys of what the optimizer holds
+OPTIMIZER_PREFIX = "optimizer."  # key prefix of optimizer state
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A box of a tensor: ``data`` is a view whose first element lies at ``offset``."""
+    """A box of a tensor: ``data`` is a view whose first element has the global index ``offset``."""
 
     offset: tuple[int, ...]
     data: Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent of the box, the same in local and in global coordinates."""
+        """Shape of the box, the same in local and in global coordinates."""
         return tuple(self.data.shape)
 
     def fill(self, read: Callable[[Tensor], object]) -> None:
-        """Let ``read`` write the values."""
+        """Call ``read(view)``, which writes the values in place."""
         read(self.data)
 
 
 class Packed(Protocol):
-    """Values that are stored in memory in another form than as an fp32 tensor."""
+    """A tensor stored in memory in a form other than fp32, such as split or quantized values."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -67,7 +67,7 @@ class Packed(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LazyPiece:
-    """A box whose values are computed by ``make`` when they are written, to save memory.
+    """A box whose values ``make`` computes when they are written, to save memory.
 
     ``put`` stores values that were read; None if the box cannot be loaded.
     """
@@ -83,7 +83,7 @@ class LazyPiece:
         return self.make()
 
     def fill(self, read: Callable[[Tensor], object]) -> None:
-        """Let ``read`` write the values, and take them."""
+        """Call ``read(buffer)``, which writes the values, and store them with ``put``."""
         assert self.put is not None, "a box of a file that is converted is not loaded"
         values = self.data
         read(values)
@@ -122,8 +122,8 @@ class ShardedTensor:
     is_flat: bool = False
     is_constant: bool = False
     is_buffer: bool = False
-    data: Tensor | None = None  # all that this rank holds, for sharded state dicts
-    replica_id: ReplicaId = 0  # as Megatron-LM numbers replicas
+    data: Tensor | None = None  # this rank's complete shard, for sharded state dicts
+    replica_id: ReplicaId = 0  # Megatron-LM's number of this replica
 
     @classmethod
     def from_rank_offsets(
@@ -138,9 +138,9 @@ class ShardedTensor:
     ) -> ShardedTensor:
         """Return the record of ``data``, a shard of a tensor that is split evenly along some axes.
 
-        ``rank_offsets``: (axis, number of this part, number of parts); an axis counts the
-        ``prepend_axis_num`` axes before those of ``data`` too.  Replicas but the main one, whose
-        ``replica_id`` is 0 or zeros, are not written.
+        ``rank_offsets``: (axis, index of this shard, number of shards); axis numbers include the
+        ``prepend_axis_num`` axes added before those of ``data``.  Only the main replica, whose
+        ``replica_id`` is 0 or all zeros, is written.
         """
         if flattened_range is not None or allow_shape_mismatch:
             raise CheckpointError(
@@ -179,7 +179,7 @@ class ShardedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's pieces; vocabulary padding is not among them."""
+        """Bytes of this rank's pieces, without vocabulary padding."""
         return sum(prod(piece.shape) for piece in self.pieces) * self.dtype.itemsize
 
 
@@ -216,7 +216,10 @@ def from_param(
 
 
 def _pieces(info: ParamInfo, tensor: Tensor | Packed) -> Iterator[Piece | LazyPiece]:
-    """Views; of what is packed one box at a time is made, with the tensor it is part of."""
+    """Yield one piece per box: a view, or for `Packed` values a `LazyPiece`.
+
+    A `LazyPiece` unpacks the complete tensor at each access, so only one is in memory.
+    """
     if isinstance(tensor, Tensor):
         yield from (Piece(offset, view) for offset, view in info.pieces(tensor.detach()))
         return

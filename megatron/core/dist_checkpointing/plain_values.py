@@ -1,7 +1,7 @@
-"""Python values as JSON and back, without pickles: what JSON lacks is an object with one ``$`` key.
+"""Convert Python values to JSON and back, without pickle.
 
-Tensors are left to the caller: `encode` collects them by their place, `decode` is told how to
-read one.
+A type that JSON does not have becomes an object with one key that begins with ``$``.  `encode`
+collects tensors by path for the caller to save; `decode` gets a function that reads one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing.value_types import Json, Nested
 
 
 def encode(value: object, path: str, tensors: dict[str, Tensor] | None = None) -> Json:
-    """``value`` as JSON; its tensors go into ``tensors`` under their place.
+    """Return ``value`` as JSON; put its tensors into ``tensors`` under their paths.
 
-    Raises CheckpointError for a value that is not plain, with its place ``path``.
+    Raises CheckpointError, with its ``path``, for a value of an unsupported type.
     """
     if value is None or isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum):
         return value
@@ -60,7 +60,7 @@ def _encode_dict(
 
 
 def decode(value: Json, read: Callable[[str], Tensor]) -> Nested:
-    """What `encode` was given; ``read`` returns the tensor of a key."""
+    """Return the value that `encode` received; ``read`` returns the tensor of a key."""
     if isinstance(value, list):
         return [decode(entry, read) for entry in value]
     if not isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""The states of a rank's random generators, and the same as JSON: byte tensors are base64.
+"""Convert the random generator states of a rank to JSON and back; byte tensors become base64.
 
-Names and forms of the states are those of Megatron-LM: of python, numpy, torch, the device (None
-on a CPU), and of named streams.
+The states have Megatron-LM's names and forms: python, numpy, torch, the device (None on CPU), and
+named streams.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.value_types import JsonObject, StateDict, 
 
 
 def to_json(states: StateDict) -> JsonObject:
-    """``states`` as JSON."""
+    """Return ``states`` as JSON."""
     version, words, gauss = states["random_rng_state"]
     kind, keys, *rest = states["np_rng_state"]
     return {
@@ -28,7 +28,7 @@ def to_json(states: StateDict) -> JsonObject:
 
 
 def from_json(values: JsonObject) -> StateDict:
-    """The way back."""
+    """Return the states that `to_json` converted."""
     version, words, gauss = values["random_rng_state"]
     kind, keys, *rest = values["np_rng_state"]
     return {

@@ -1,8 +1,7 @@
-"""One file in safetensors byte layout: 8 bytes header length, JSON header, data end to end.
+"""Write and parse one safetensors file: 8-byte header length, JSON header, contiguous data.
 
-Checksums are made while the bytes pass by: crc32 of each 4 MiB block of each tensor, so that a
-reader can verify the part it needs.  Written with plain writes, never through a memory map: on a
-full disk that would be a bus error.
+The writer computes a crc32 of each 4 MiB block of each tensor, so that a reader can verify only the
+part it needs.  It uses ordinary writes, not a memory map: on a full disk a map raises SIGBUS.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is made when it is written, so that only one of a file is in memory."""
+    """A tensor created when it is written, so that only one tensor of a file is in memory."""
 
     name: str
     dtype: torch.dtype
@@ -64,13 +63,13 @@ class LazyTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """Size of the values."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Written:
-    """Where one tensor lies in its file, and the crc32 of each of its blocks."""
+    """Position of one tensor in its file, and the crc32 of each of its blocks."""
 
     start: int  # bytes from the beginning of the file
     num_bytes: int
@@ -80,10 +79,10 @@ class Written:
 def write_file(
     path: Path, tensors: Sequence[LazyTensor], metadata: dict[str, str], step: int
 ) -> tuple[FileEntry, list[Written]]:
-    """Make and write one tensor after the other, and fsync; return where each lies.
+    """Create and write one tensor after the other, and fsync; return their positions.
 
-    The manifest's entry covers the header.  ``step`` is for fault points.  Raises OSError, and
-    CheckpointError for a dtype that the format cannot hold.
+    The crc32 in the returned `FileEntry` covers the header.  ``step`` is for fault points.  Raises
+    OSError, and CheckpointError for a dtype that the format cannot store.
     """
     header, starts = _layout(tensors, metadata)
     written: list[Written] = []
@@ -110,7 +109,7 @@ def _made(lazy: LazyTensor) -> Tensor:
 def piece_name(
     key: str, whole: tuple[int, ...], offset: Sequence[int], shape: tuple[int, ...]
 ) -> str:
-    """The name in a file of a box of ``key``; of a part with its box: ``key[0:64,32:64]``."""
+    """Return the name of a box of ``key`` in a file; a partial box is ``key[0:64,32:64]``."""
     if shape == whole:
         return key
     box = ",".join(f"{o}:{o + n}" for o, n in zip(offset, shape, strict=True))
@@ -118,14 +117,14 @@ def piece_name(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements in row-major order; copies only what is not contiguous or not in memory."""
+    """Return the bytes in row-major order; copies only if not contiguous or not on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor as the header of its file describes it; ``start``: bytes from the file's begin."""
+    """A tensor in the header of a file; ``start``: bytes from the beginning of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -134,9 +133,9 @@ class Held:
 
 
 def read_header(path: Path) -> dict[str, Held]:
-    """The tensors of a safetensors file by name, from its header and its size.
+    """Return the tensors of a safetensors file by name; reads only the header and the file size.
 
-    Raises CheckpointError where the file cannot be read or is not one.
+    Raises CheckpointError if the file cannot be read or is not a safetensors file.
     """
     try:
         with open(path, "rb") as file:
@@ -154,17 +153,17 @@ def read_header(path: Path) -> dict[str, Held]:
 
 
 def parse_header(path: Path, header: bytes, data_bytes: int) -> dict[str, Held]:
-    """The tensors that ``header``, the JSON of file ``path``, describes in ``data_bytes`` of data.
+    """Return the tensors described by ``header``, the JSON of file ``path``, by name.
 
-    Raises CheckpointDamaged unless they lie end to end and fill the data, each with the bytes that
-    its shape takes; CheckpointError for a dtype that torch does not have.
+    Raises CheckpointDamaged unless the tensors fill ``data_bytes`` without gaps or overlaps, and
+    each has the size of its shape; CheckpointError for a dtype that torch does not have.
     """
     entries = json_object(header, f"{path} is no safetensors file: its header")
     entries.pop("__metadata__", None)
     begin = LENGTH_BYTES + len(header)
     held = {name: _held(path, name, entry, begin) for name, entry in entries.items()}
     end = begin
-    # An empty tensor has no bytes to lie anywhere but at the end of another.
+    # Empty tensors sort before a non-empty one with the same start.
     for name, tensor in sorted(held.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if tensor.start != end:
             kind = "overlap" if tensor.start < end else "leave a hole before"
@@ -194,7 +193,7 @@ def _held(path: Path, name: str, entry: object, begin: int) -> Held:
 
 
 def _layout(tensors: Sequence[LazyTensor], metadata: dict[str, str]) -> tuple[bytes, list[int]]:
-    """The header, and where in the file each tensor begins."""
+    """Return the header, and the position in the file where each tensor begins."""
     entries: dict[str, Mapping[str, str | list[int]]] = {"__metadata__": metadata}
     begins: list[int] = []
     end = 0
@@ -216,9 +215,9 @@ def _layout(tensors: Sequence[LazyTensor], metadata: dict[str, str]) -> tuple[by
 
 
 def _write_blocks(file: BinaryIO, tensor: LazyTensor, *, flips: bool) -> list[int]:
-    """Write ``tensor`` block by block, each while it is still in the cache from its checksum.
+    """Write ``tensor`` block by block, while the block is in the CPU cache from its checksum.
 
-    ``flips``: as a disk would that loses a bit.
+    ``flips``: flip one bit, as a faulty disk would (fault injection).
     """
     data = bytes_of(_made(tensor))
     checksums: list[int] = []

@@ -66,7 +66,7 @@ from megatron.core.dist_checkpointing.validation import (
 )
 from megatron.core.dist_checkpointing.value_types import Common, JsonObject, Layout
 
-_MAX_THREADS = 4  # that read at the same time; more do not help on one disk or one memory
+_MAX_THREADS = 4  # concurrent reads; more threads do not raise throughput
 # Errors that a rank reports in the next collective instead of raising before it, which would leave
 # the others waiting.  torch's out-of-memory errors are RuntimeErrors.
 REPORTED = (OSError, MemoryError, RuntimeError, CheckpointError, InjectedFault)
@@ -91,7 +91,7 @@ class Contents:
 
 
 class Verdict(TypedDict, total=False):
-    """The result of `publish`: why it failed, or else what `SaveResult` says."""
+    """Result of `publish`: the error, or else the fields of `SaveResult`."""
 
     error: str | None
     folder: str
@@ -118,8 +118,8 @@ class PendingSave:
     folder: Path
     attempt: str
     rank: int
-    pending: commit.Pending | None  # on rank 0
-    tensors: Sequence[ShardedTensor]  # those that this rank writes
+    pending: commit.Pending | None  # only on rank 0
+    tensors: Sequence[ShardedTensor]  # tensors that this rank writes
     contents: Contents
     format: Format
     retention: Retention
@@ -316,14 +316,13 @@ def load(
     cast: bool = False,
     replica_groups: Mapping[str, ProcessGroup] | None = None,
 ) -> Differences:
-    """Fill the views of ``wanted`` from the checkpoint in ``folder``, from whatever layout.
+    """Fill the views of ``wanted`` from the checkpoint in ``folder``, saved with any layout.
 
     Collective over ``group``, which spans all ranks; None is a world of one.  Keys that begin with
     a prefix in ``leave_out`` may be in the checkpoint unused.  ``cast`` allows another dtype.
-    ``replica_groups``: see `fill_shared`; without them each rank reads all that it needs.
-    Raises on every rank alike: CheckpointDamaged for files that are not what was written,
-    CheckpointError for tensors that do not fit.  After an error in reading, ``wanted`` is filled
-    in part.
+    ``replica_groups``: see `fill_shared`; without them each rank reads all the bytes it needs.
+    Raises on every rank alike: CheckpointDamaged if files differ from what was written,
+    CheckpointError if tensors do not match.  After a read error, ``wanted`` is partly filled.
     """
     check_strictness(strictness)
     reader, plan = _plan(folder, wanted, cast)

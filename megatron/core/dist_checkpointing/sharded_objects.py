@@ -1,4 +1,4 @@
-"""Entries of a sharded state dict that are no tensors, with Megatron-LM's constructors."""
+"""Entries of a sharded state dict other than tensors, with Megatron-LM's constructors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ReplicaId = int | tuple[int, ...]
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Whether this is the replica that is saved: 0, or zeros."""
+    """Return whether this replica is the one to save: its id is 0 or all zeros."""
     return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id)
 
 
 @dataclass
 class ShardedObject:
-    """A value of which each rank has its own, at ``global_offset`` in an array of such values."""
+    """A value that differs between ranks: element ``global_offset`` of an array of such values."""
 
     key: str
     data: Nested
@@ -29,7 +29,7 @@ class ShardedObject:
 
     @property
     def unique_key(self) -> str:
-        """The key with the place, which names the value in the checkpoint."""
+        """Key of the value in the checkpoint: ``key`` with offset and shape."""
         offset = ".".join(map(str, self.global_offset))
         shape = ".".join(map(str, self.global_shape))
         return f"{self.key}/shard_{offset}_{shape}"
@@ -37,10 +37,10 @@ class ShardedObject:
 
 @dataclass
 class ShardedTensorFactory:
-    """A tensor that is saved in other pieces than it lies in memory.
+    """A tensor that is saved as other tensors than those in memory.
 
-    ``build_fn(key, data, replica_id, flattened_range)`` returns the sharded state dict that is
-    saved and loaded; ``merge_fn`` makes the value again of what was loaded for it.
+    ``build_fn(key, data, replica_id, flattened_range)`` returns the sharded state dict to save and
+    load; ``merge_fn`` rebuilds the value from the loaded state dict.
     """
 
     key: str
@@ -51,16 +51,16 @@ class ShardedTensorFactory:
     flattened_range: slice | None = None
 
     def build(self) -> Nested:
-        """The sharded state dict in place of this entry."""
+        """Return the sharded state dict that replaces this entry."""
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
 
 class LocalNonpersistentObject:
-    """A value that is not saved; `load` returns it as it is."""
+    """A value that is not saved; `load` returns it unchanged."""
 
     def __init__(self, obj: object) -> None:
         self.obj = obj
 
     def unwrap(self) -> object:
-        """The value itself."""
+        """Return the value."""
         return self.obj

@@ -1,6 +1,6 @@
-"""Copies of tensors in host memory that is allocated once and used again for the next save.
+"""Copy tensors to host memory that is allocated once and reused by later saves.
 
-Page-locked where the tensors lie on a GPU, so that the copies run at the full speed of the bus.
+The memory is page-locked if the tensors are on a GPU, for copies at full bus speed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _ALIGNMENT = 64
 
 
 class HostBuffer:
-    """Memory for one snapshot at a time; it grows to the largest that was asked for."""
+    """Host memory for one snapshot at a time; it grows to the largest size requested."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, num_bytes: int) -> Tensor:
-        """At least ``num_bytes`` of memory; what an earlier snapshot left there is lost."""
+        """Return at least ``num_bytes`` of memory; this invalidates an earlier snapshot."""
         if self._memory.numel() < num_bytes:
             self._memory = device.host_memory(num_bytes)
         return self._memory
@@ -33,9 +33,9 @@ class HostBuffer:
 
 @torch.no_grad()
 def copy_out(tensors: Sequence[ShardedTensor], buffer: HostBuffer) -> list[ShardedTensor]:
-    """The same records with copies in ``buffer``, in the dtype of the file.
+    """Return the same records with copies in ``buffer``, in the dtype of the file.
 
-    Waits until the copies are made.
+    Blocks until the copies are complete.
     """
     sizes = [
         -(-prod(piece.shape) * tensor.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

@@ -1,11 +1,11 @@
-"""``dist_checkpointing.save`` and ``load``: sharded state dicts, with Megatron-LM's signatures.
+"""``dist_checkpointing.save`` and ``load`` of sharded state dicts, with Megatron-LM's signatures.
 
-A sharded state dict is a nest of dicts and lists.  Its `ShardedTensor` entries are saved by all
-ranks, each a part; `ShardedObject` entries by their main replica; everything else is *common*: the
-same on all ranks, saved by rank 0.  Files have the format of this project: no pickle, so that
-objects and common values are plain ones (numbers, text, lists, dicts) or tensors.
+A sharded state dict is a tree of dicts and lists.  Each rank saves its shards of the
+`ShardedTensor` entries; the main replica saves each `ShardedObject`.  All other values are
+*common*: equal on all ranks, and saved by rank 0.  Files have this project's format, without
+pickle, so objects and common values must be tensors or plain values (numbers, text, lists, dicts).
 
-Order of collectives: save: gather reports, broadcast the verdict.  Load: those of
+Order of collectives.  Save: gather reports, broadcast the verdict.  Load: as in
 `serialization.load`.
 """
 
@@ -64,8 +64,8 @@ def save(
 ) -> None:
     """Write ``sharded_state_dict`` into the existing folder ``checkpoint_dir``.  Collective.
 
-    Every element of every tensor has to have one main replica, whether or not
-    ``validate_access_integrity`` asks for that.  Raises CheckpointError on every rank alike.
+    Every element of every tensor needs exactly one main replica; this is always checked,
+    whatever ``validate_access_integrity`` is.  Raises CheckpointError on every rank alike.
     """
     del validate_access_integrity, preprocess_common_before_consistancy_check
     _only_default_strategies(sharded_strategy, common_strategy)
@@ -90,11 +90,12 @@ def load(
     validate_access_integrity: bool = True,
     strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
-    """The state dict in ``checkpoint_dir``: common values, and what the given dict asks for.
+    """Return the state dict in ``checkpoint_dir``: common values and requested sharded entries.
 
-    Tensors are read into the memory of the given ones, in whatever layout they were saved.
-    ``strict`` says what is done about differing keys; its ``return_`` modes return (state dict,
-    missing keys, unexpected keys).  Collective.  Raises CheckpointError on every rank alike.
+    Tensors are read into the memory of the tensors in ``sharded_state_dict``; the checkpoint may
+    have any layout.  ``strict`` selects how differing keys are handled (`StrictHandling`); its
+    ``return_*`` modes return (state dict, missing keys, unexpected keys).  Collective.  Raises
+    CheckpointError on every rank alike.
     """
     del validate_access_integrity
     _only_default_strategies(sharded_strategy, common_strategy)
@@ -106,7 +107,7 @@ def load(
         folder,
         wanted,
         group,
-        # Megatron-LM's default lets a checkpoint hold more than is asked for.
+        # Megatron-LM's default allows unused keys in the checkpoint.
         strictness="raise_unexpected"
         if mode is StrictHandling.ASSUME_OK_UNEXPECTED
         else mode.value,
@@ -127,7 +128,7 @@ def load(
                 return entry.unwrap()
             if isinstance(entry, ShardedTensor):
                 return _ABSENT if entry.key in absent else entry.data
-            return _ABSENT  # a common value: the checkpoint's counts
+            return _ABSENT  # common values are loaded from the checkpoint
 
         state: StateDict = _merged(common, _pruned(_mapped(asked, loaded)))
     state = _merge_factories(sharded_state_dict, state)
@@ -137,24 +138,24 @@ def load(
 
 
 def load_common_state_dict(checkpoint_dir: str | Path) -> StateDict:
-    """What is no sharded entry.  Local."""
+    """Return the common values of a checkpoint: all but sharded entries.  Not collective."""
     with open_reader(Path(checkpoint_dir)) as reader:
         common: StateDict = decode(reader.common().get(_COMMON, {}), reader.read)
     return common
 
 
 def load_content_metadata(checkpoint_dir: str | Path) -> JsonObject | None:
-    """The ``content_metadata`` that `save` was given.  Local."""
+    """Return the ``content_metadata`` that `save` stored, or None.  Not collective."""
     with open_reader(Path(checkpoint_dir)) as reader:
         metadata: JsonObject | None = reader.common().get(_METADATA)
     return metadata
 
 
-_ABSENT = object()  # an entry that a loaded state dict lacks
+_ABSENT = object()  # marks an entry to remove from the state dict
 
 
 def _world() -> ProcessGroup | None:
-    """The group of all ranks; None where torch.distributed is not initialised."""
+    """Return the group of all ranks, or None if torch.distributed is not initialized."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
@@ -170,7 +171,7 @@ def _only_default_strategies(*strategies: object) -> None:
 def _write(
     sharded_state_dict: StateDict, folder: Path, group: ProcessGroup | None
 ) -> tuple[JsonObject, JsonObject]:
-    """Write this rank's files; its report as JSON, and on rank 0 the common values."""
+    """Write this rank's files; return its report as JSON, and on rank 0 the common values."""
     rank = rank_in(group)
     objects: JsonObject = {}
     tensors: dict[str, ShardedTensor] = {}
@@ -206,7 +207,10 @@ def _write(
 
 
 def _publish(folder: Path, written: Sequence[JsonObject], common: JsonObject) -> str | None:
-    """On rank 0: write index, common values and, last, the manifest; why not, or None."""
+    """On rank 0: write the index, the common values and, last, the manifest.
+
+    Returns an error message, or None.
+    """
     reports, errors = serialization.reports_of(written)
     if errors:
         return shorten(errors)
@@ -231,12 +235,12 @@ def _publish(folder: Path, written: Sequence[JsonObject], common: JsonObject) ->
 
 
 def _built(entry: object) -> object:
-    """The state dict that a factory makes; other entries as they are."""
+    """Replace a factory by the state dict that it builds; return other entries unchanged."""
     return _mapped(entry.build(), _built) if isinstance(entry, ShardedTensorFactory) else entry
 
 
 def _merge_factories(asked: object, state: object) -> Nested:
-    """Give what was loaded for a factory to its ``merge_fn``."""
+    """Pass the values loaded for each factory to its ``merge_fn``."""
     if isinstance(asked, ShardedTensorFactory):
         return asked.merge_fn(state)
     if isinstance(asked, dict) and isinstance(state, dict):
@@ -253,7 +257,7 @@ def _common_value(entry: object) -> object:
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Entries that are neither dict nor list, with their place for messages."""
+    """Yield the entries that are neither dict nor list, with their path for messages."""
     if isinstance(value, dict):
         for key, entry in value.items():
             yield from _leaves(entry, f"{path}.{key}" if path else str(key))
@@ -265,7 +269,7 @@ def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _mapped(value: object, change: Callable[[object], object]) -> object:
-    """The same nest with each leaf replaced by ``change(leaf)``."""
+    """Return a copy of the tree with each leaf replaced by ``change(leaf)``."""
     if isinstance(value, dict):
         return {key: _mapped(entry, change) for key, entry in value.items()}
     if isinstance(value, list):
@@ -274,9 +278,9 @@ def _mapped(value: object, change: Callable[[object], object]) -> object:
 
 
 def _pruned(value: object) -> object:
-    """The same nest without absent entries, and without dicts that become empty by that.
+    """Return the tree without absent entries, and without dicts that this leaves empty.
 
-    In a list None takes the place of an absent entry, so that the others keep theirs.
+    In a list None replaces an absent entry, so that the other entries keep their positions.
     """
     if isinstance(value, dict):
         kept = {key: _pruned(entry) for key, entry in value.items()}
@@ -292,7 +296,7 @@ def _pruned(value: object) -> object:
 
 
 def _merged(common: object, sharded: object) -> Nested:
-    """Both in one nest; where both have a value, the sharded one."""
+    """Merge two trees; if both have a value, the sharded one is used."""
     if isinstance(common, dict) and isinstance(sharded, dict):
         keys = [*common, *(key for key in sharded if key not in common)]
         return {

@@ -1,7 +1,7 @@
-"""The index of a checkpoint in our format: which box of which tensor lies where in which file.
+"""Parse the index of a checkpoint in this project's format: file and position of every tensor box.
 
-A file with the right checksum may still hold anything: whoever can write it can also sign it.  So
-every value is checked here, before a shape of it is allocated or a place of it is read.
+A correct checksum does not make a file trustworthy: whoever writes it can compute the checksum.
+Every value is therefore checked before memory of that shape is allocated or that position is read.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron.core.dist_checkpointing.manifest import (
 from megatron.core.dist_checkpointing.safetensors_file import DTYPES
 from megatron.core.dist_checkpointing.value_types import JsonObject
 
-_MAX_ELEMENTS = 1 << 58  # of a shape, whose zeros count as one: torch multiplies in 64 bits
+_MAX_ELEMENTS = 1 << 58  # limit for a shape (zeros count as 1): torch multiplies in 64 bits
 _SHOWN = 80  # characters of a value in a message
-_PAIRS = 1 << 22  # boxes that are compared at a time
+_PAIRS = 1 << 22  # pairs of boxes compared at a time
 
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box of a tensor; where its values are is a format's own matter."""
+    """A box of a tensor; subclasses add where its values are stored."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class StoredPiece(StoredBox):
-    """A box as it lies in a file."""
+    """A box with its position in a file."""
 
     file: str
     start: int  # bytes
@@ -49,9 +49,9 @@ class StoredPiece(StoredBox):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint, put together from its pieces.
+    """A tensor of the checkpoint, composed of its pieces.
 
-    Up to ``max_padding`` of its last rows may be padding of the vocabulary.
+    Up to ``max_padding`` of its last rows may be vocabulary padding.
     """
 
     shape: tuple[int, ...]
@@ -63,13 +63,13 @@ class StoredTensor:
 def parse_index(
     data: bytes, path: Path, files: Mapping[str, FileEntry], *, is_whole: bool
 ) -> tuple[dict[str, StoredTensor], int]:
-    """All tensors by key, and the bytes that one checksum covers, as ``data`` has them.
+    """Return all tensors by key, and the block size of the checksums.
 
-    ``data`` was read from ``path``; ``files``: those of the manifest.
+    ``data`` was read from ``path``; ``files`` are the manifest's entries.
 
-    Raises CheckpointDamaged unless every piece lies inside its tensor and its file, no bytes are
-    used twice, and, where the checkpoint ``is_whole``, the pieces have as many elements as their
-    tensor.  `check_pieces` finds those that overlap.
+    Raises CheckpointDamaged unless every piece is within its tensor and its file, no bytes are
+    used twice, and, with ``is_whole``, the pieces have as many elements as their tensor.  Overlaps
+    of pieces are found by `check_pieces`.
     """
     index = json_object(data, f"{path} is damaged: it")
     block_bytes, entries = index.get("block_bytes"), index.get("tensors")
@@ -94,7 +94,7 @@ def parse_index(
 
 
 def check_pieces(key: str, pieces: Sequence[StoredBox], where: object) -> None:
-    """Raise CheckpointDamaged if two pieces of ``key`` overlap: one of their values is wrong."""
+    """Raise CheckpointDamaged if two pieces of ``key`` overlap: their values could differ."""
     boxes = [(p.offset, p.shape) for p in pieces if prod(p.shape)]
     if len(boxes) < 2:
         return
@@ -104,14 +104,14 @@ def check_pieces(key: str, pieces: Sequence[StoredBox], where: object) -> None:
     for low in range(0, len(boxes), step):
         mine = slice(low, low + step)
         shared = np.minimum(ends[mine, None], ends) > np.maximum(begins[mine, None], begins)
-        if shared.all(axis=2).sum() > len(ends[mine]):  # each box shares all of itself
+        if shared.all(axis=2).sum() > len(ends[mine]):  # each box overlaps with itself
             raise CheckpointDamaged(f"{where} is damaged: two parts of {key} overlap")
 
 
 def _tensor(
     entry: JsonObject, files: Mapping[str, FileEntry], block_bytes: int
 ) -> tuple[tuple[int, ...], torch.dtype, tuple[StoredPiece, ...]]:
-    """Raises ValueError, and what Python raises for values of other types."""
+    """Check and convert an index entry.  Raises ValueError, and Python's errors for wrong types."""
     shape = entry["shape"]
     if not are_counts(shape) or prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
         raise ValueError(f"its shape is {_shown(shape)}")

@@ -1,7 +1,7 @@
-"""Whether a checkpoint fits a run: what is absent, what nobody asks for, and what may be let pass.
+"""Compare the keys of a checkpoint with those of a run, and handle the differences.
 
-``--dist-ckpt-strictness`` speaks of *unexpected* keys (the run wants them, the checkpoint lacks
-them) and of *missing* ones (the checkpoint has them, the run does not want them).
+``--dist-ckpt-strictness`` uses Megatron-LM's terms: *unexpected* keys are requested by the run but
+not in the checkpoint; *missing* keys are in the checkpoint but not requested.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class StrictHandling(enum.Enum):
-    """What is done about keys that differ: raise, log, return or ignore; with Megatron-LM's names.
+    """Handling of differing keys (raise, log, return or ignore), with Megatron-LM's names.
 
-    ``all``: about missing keys too, else they are ignored.  The default is ``raise_all``.
+    Modes with ``all`` cover missing keys too, the others ignore them.  Default: ``raise_all``.
     """
 
     ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
@@ -46,20 +46,20 @@ class StrictHandling(enum.Enum):
 
 
 _SHOWN = 8
-# What a run or another format may do without: scales of fp8 are found anew.
+# State that may be absent: fp8 scales are computed again from new amax values.
 AMAX_HISTORY = ".quantizer.amax_history"
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Keys that one side lacks, sorted."""
+    """Keys that only the run or only the checkpoint has, sorted."""
 
-    absent: tuple[str, ...] = ()  # wanted, not in the checkpoint: keep their values
-    unused: tuple[str, ...] = ()  # in the checkpoint, not wanted
+    absent: tuple[str, ...] = ()  # requested, not in the checkpoint; these keep their values
+    unused: tuple[str, ...] = ()  # in the checkpoint, not requested
 
 
 class LoadReport(TypedDict, total=False):
-    """What one rank reports before a load: an error, or what does not fit, and the wanted keys."""
+    """One rank's report before a load: an error, or mismatches and the requested keys."""
 
     error: JsonError
     problems: list[str]
@@ -128,14 +128,20 @@ def _differences(
 def compare_keys(
     wanted: Iterable[str], stored: Iterable[str], leave_out: tuple[str, ...] = ()
 ) -> Differences:
-    """What one side has and the other lacks; keys that begin as in ``leave_out`` may be unused."""
+    """Return the keys that only one side has.
+
+    Keys of the checkpoint with a prefix in ``leave_out`` may be unused.
+    """
     wanted, stored = set(wanted), set(stored)
     unused = sorted(key for key in stored - wanted if not key.startswith(leave_out))
     return Differences(tuple(sorted(wanted - stored)), tuple(unused))
 
 
 def judge(differences: Differences, strictness: str, folder: object) -> str | None:
-    """The sentence that stops the run, or None.  Logs what the mode says to log."""
+    """Return the error message for differences that ``strictness`` forbids, or None.
+
+    Logs a warning for the differences that the mode logs.
+    """
     default = strictness == StrictHandling.ASSUME_OK_UNEXPECTED.value
     on_absent, scope = ("raise", "all") if default else strictness.split("_")
     on_unused = on_absent if scope == "all" else "ignore"
@@ -165,13 +171,13 @@ def judge(differences: Differences, strictness: str, folder: object) -> str | No
 
 
 def check_strictness(strictness: str) -> None:
-    """Raise CheckpointError for a mode that does not exist."""
+    """Raise CheckpointError for an unknown mode."""
     modes = [mode.value for mode in StrictHandling]
     if strictness not in modes:
         raise CheckpointError(f"--dist-ckpt-strictness {strictness} is none of {', '.join(modes)}")
 
 
 def shorten(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Join the first names, and append the number of the others."""
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

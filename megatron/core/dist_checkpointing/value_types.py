@@ -1,8 +1,7 @@
-"""Types of the values in checkpoints that are no tensors.
+"""Types of checkpoint values other than tensors.
 
-`Json` is what this project writes.  The values of a file that is read are ``object`` until they
-have been checked; mappings whose entries have a type each, which the reader converts, are the
-aliases below.
+`Json` values are written by this project.  Values read from a file have type ``object`` until they
+are checked; the mapping aliases below are for values that the reader converts entry by entry.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from typing import Any, NotRequired, TypeAlias, TypedDict
 Json: TypeAlias = "None | bool | int | float | str | Sequence[Json] | Mapping[str, Json]"
 JsonObject = dict[str, Any]  # parsed
 Arguments = Mapping[str, Any]  # the command line of a run: dest -> value
-Common = Mapping[str, Any]  # everything that all ranks share, by the names of `Contents.common`
+Common = Mapping[str, Any]  # values equal on all ranks: `Contents.common`
 Layout = Mapping[str, Any]  # degrees and rank order of the run that wrote a checkpoint
-StateDict = dict[str, Any]  # nested as Megatron-LM nests it
-# Dicts and lists of anything: code that walks them looks at the type of each entry.
+StateDict = dict[str, Any]  # with Megatron-LM's nesting
+# Nested dicts and lists of any type; code that walks them checks the type of each entry.
 Nested: TypeAlias = Any
-# An object of another program's pickle.  Its attributes are taken within `manifest.parsing`, which
-# reports those that it lacks.
+# An object from another program's pickle.  Attributes are read within `manifest.parsing`, which
+# raises CheckpointDamaged for a missing one.
 Unpickled: TypeAlias = Any
 
 
 class PlaceEntry(TypedDict):
-    """Bytes of a file."""
+    """A byte range of a file."""
 
     file: str
     start: int
@@ -32,7 +31,7 @@ class PlaceEntry(TypedDict):
 
 
 class PieceEntry(PlaceEntry):
-    """A box of a tensor in a file, as an index has it."""
+    """A box of a tensor in a file, as an index entry."""
 
     offset: list[int]
     shape: list[int]
@@ -41,10 +40,10 @@ class PieceEntry(PlaceEntry):
 
 
 class TensorEntry(TypedDict):
-    """A tensor as an index has it; ``dtype`` is the format's name of one."""
+    """A tensor, as an index entry; ``dtype`` is the format's name for it."""
 
     shape: list[int]
     dtype: str
     pieces: list[PieceEntry]
-    cut: NotRequired[list[int] | None]  # in torch_dist: the sharded dimension, and of how many
-    num_stacked: NotRequired[int]  # in torch_dist: leading dimensions, of layers and experts
+    cut: NotRequired[list[int] | None]  # in torch_dist: [sharded dimension, number of shards]
+    num_stacked: NotRequired[int]  # in torch_dist: number of leading layer and expert dims
