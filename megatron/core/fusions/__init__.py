@@ -1,1 +1,1 @@
-"""One file a kernel, its plain form beside it."""
+"""Fused kernels: one file per kernel, with its plain reference beside it."""

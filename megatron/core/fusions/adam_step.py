@@ -1,4 +1,4 @@
-"""What an AdamW step in one pass is told, by kernels of a CPU and of a GPU alike."""
+"""Arguments of a fused AdamW step, for the CPU and the GPU kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Moment = tuple[Tensor, Tensor | None, bool]  # values, exponents of blocks, whet
 
 
 class Step(NamedTuple):
-    """What all parameters of a group share; ``corrections`` [2] are 1 - beta^number."""
+    """Values that all parameters of a group share; ``corrections`` [2] are 1 - beta^step."""
 
     number: Tensor
     corrections: Tensor

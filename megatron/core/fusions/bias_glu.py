@@ -1,4 +1,4 @@
-"""act(gate) * up of any activation, keeping nothing but its input for backward."""
+"""act(gate) * up for any activation; only the input is saved for backward."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _FUSED: dict[Activation, str] = {
 def glu_reference(
     gate_up: Tensor, act: Activation, clamp: float | None = None, offset: float = 0.0
 ) -> Tensor:
-    """[..., 2 f] -> [..., f] in plain torch.
+    """Compute [..., 2 f] -> [..., f] in plain torch.
 
-    ``clamp`` bounds the gate from above and up both ways; ``offset`` is added to up.
+    ``clamp`` bounds the gate from above and up on both sides; ``offset`` is added to up.
     """
     gate, up = gate_up.chunk(2, -1)
     if clamp is not None:
@@ -84,7 +84,7 @@ def glu(
     *,
     fused: bool = True,
 ) -> Tensor:
-    """[..., 2 f] -> [..., f], each row times its weight [...] where there are weights."""
+    """Compute [..., 2 f] -> [..., f]; weights [...] multiply the rows, if given."""
     found = kernels.find("glu", gate_up, weights) if fused and act in _FUSED else None
     y: Tensor
     if found and gate_up.is_contiguous():
@@ -98,12 +98,12 @@ def glu(
 
 
 def weighed(x: Tensor, weights: Tensor) -> Tensor:
-    """Rows of ``x`` [..., f] times ``weights`` [...], in the dtype of ``x``."""
+    """Multiply the rows of ``x`` [..., f] by ``weights`` [...], in the dtype of ``x``."""
     return (x * weights.unsqueeze(-1)).to(x.dtype)
 
 
 def activation(x: Tensor, act: Activation) -> Tensor:
-    """act(x); on a GPU torch's own kernels are as fast as ours."""
+    """Compute act(x); on a GPU torch's own kernels are as fast as ours."""
     if act in _FUSED and x.is_contiguous() and cpu_kernels.take(x):
         return cpu_glu.activation(x, _FUSED[act])
     return act(x)

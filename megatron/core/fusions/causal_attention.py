@@ -1,9 +1,9 @@
-"""Causal attention on a CPU for training, in blocks of queries that skip the keys they cannot see.
+"""Causal attention for training on a CPU, in blocks of queries that skip the keys after them.
 
 ``s`` tokens, ``b`` sequences, ``n`` query and ``g`` key/value heads, ``d`` head width, ``m`` = b n.
-Matrix products of many heads at once run twice as fast as torch's fused kernel, whose products
-are too small for a CPU.  Scores and softmax are float32; probabilities are kept for backward in
-the compute dtype, which is why long sequences are left to the fused kernel.
+Batched matmuls over many heads run twice as fast as torch's fused kernel, whose matmuls are too
+small for a CPU.  Scores and softmax are float32; probabilities are saved for backward in the
+compute dtype, so their memory grows with s^2 and long sequences use torch's fused kernel.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _CausalAttention(Function[Tensor]):
 
 
 def _causal_softmax(scores: Tensor, start: int, dtype: torch.dtype, *, fused: bool) -> Tensor:
-    """Probabilities of queries from ``start`` on; ``scores`` are of no use afterwards."""
+    """Return the probabilities of queries from ``start`` on; overwrites ``scores``."""
     probs = scores if scores.dtype == dtype else torch.empty_like(scores, dtype=dtype)
     if fused and scores.dtype == torch.float32 and cpu_kernels.take(probs):
         _run("causal_softmax", scores, probs, start)
@@ -95,7 +95,7 @@ def _causal_softmax(scores: Tensor, start: int, dtype: torch.dtype, *, fused: bo
 
 
 def _causal_softmax_backward(grad: Tensor, probs: Tensor, start: int, *, fused: bool) -> Tensor:
-    """Of the scores; ``grad`` is of no use afterwards."""
+    """Return the gradient of the scores; overwrites ``grad``."""
     if fused and cpu_kernels.take(grad, probs):
         _run("causal_softmax_backward", grad, probs, start)
         return grad
@@ -115,7 +115,7 @@ def _run(kernel: str, first: Tensor, probs: Tensor, start: int) -> None:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[s, b, n, d] -> [m, s, d], contiguous: its products are twice as fast as those of a view."""
+    """Copy [s, b, n, d] -> [m, s, d]: matmuls of contiguous tensors are twice as fast."""
     return x.permute(1, 2, 0, 3).contiguous().flatten(0, 1)
 
 
@@ -125,7 +125,7 @@ def _blocks(num_tokens: int) -> Iterator[tuple[int, int]]:
 
 
 def _passes(q: Tensor) -> Iterator[slice]:
-    """Heads that are worked on together."""
+    """Split the heads into the groups that are computed together."""
     heads = max(1, _SCORES // (_BLOCK * q.shape[1]))
     for start in range(0, q.shape[0], heads):
         yield slice(start, min(start + heads, q.shape[0]))
@@ -133,7 +133,7 @@ def _passes(q: Tensor) -> Iterator[slice]:
 
 @lru_cache(maxsize=16)
 def _hidden(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """-inf where a key comes after the query."""
+    """Return a mask that is -inf where a key comes after the query."""
     return torch.full((size, size), -math.inf, dtype=dtype, device=device).triu(1)
 
 
@@ -146,7 +146,7 @@ def causal_attention(
     *,
     fused: bool = True,
 ) -> Tensor:
-    """[s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d], contiguous.  Dropout of probabilities."""
+    """Attend [s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d], contiguous, with dropout."""
     group = query.shape[2] // key.shape[2]
     if group > 1:
         key, value = key.repeat_interleave(group, 2), value.repeat_interleave(group, 2)

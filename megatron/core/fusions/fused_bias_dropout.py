@@ -1,4 +1,4 @@
-"""residual + dropout(x + bias), the seam between a sub-layer and the residual stream."""
+"""residual + dropout(x + bias), the addition to the residual stream after a sub-layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def bias_dropout_add(
     *,
     fused: bool = True,
 ) -> Tensor:
-    """[..., h] -> [..., h] in the dtype of ``residual``; there is a kernel on a GPU alone."""
+    """Compute [..., h] -> [..., h] in the dtype of ``residual``; fused on a GPU only."""
     x, bias = x_with_bias
     prob = prob if training else 0.0
     # Else it is one operation of torch too.
@@ -39,5 +39,5 @@ def bias_dropout_add(
 
 
 def get_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
-    """The function of (x, bias), residual and probability."""
+    """Return the function of (x, bias), residual and probability."""
     return partial(bias_dropout_add, training=training, fused=fused)

@@ -1,4 +1,4 @@
-"""Where kernels stand in for plain torch: in Triton on a GPU, in C++ on a CPU."""
+"""Select kernels: Triton on a GPU, C++ on a CPU, else plain torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ON_CPU = {"adam", "cross_entropy", "glu", "rope", "rows"}  # modules of fusions
 
 
 def find(name: str, *tensors: Tensor | None) -> ModuleType | None:
-    """Module ``fusions.triton.<name>`` or ``fusions.cpu.<name>``; None for plain torch.
+    """Return the module ``fusions.triton.<name>`` or ``fusions.cpu.<name>``; None for plain torch.
 
-    None too without triton or the compiled kernels, in float64, and inside torch.compile, which
-    fuses by itself.  The modules have the same functions, and take what is contiguous.
+    None also without triton or the compiled kernels, in float64, and inside torch.compile, which
+    fuses by itself.  The modules of both have the same functions, which take contiguous tensors.
     """
     if torch.compiler.is_compiling():
         return None
@@ -33,7 +33,7 @@ def find(name: str, *tensors: Tensor | None) -> ModuleType | None:
 
 
 def kernel_backend(dtype: torch.dtype) -> str:
-    """Who computes what is fused of ``dtype`` on this device, for the start-up table."""
+    """Name the backend of fused operations of ``dtype`` on this device, for the start-up log."""
     if device.launches_kernels(device.current()):
         kind, reason = "Triton", why_missing("triton")
     else:

@@ -1,10 +1,10 @@
-"""The loss of each token, without the copies that logits usually leave.
+"""The loss of each token without extra copies of the logits.
 
-``t`` tokens, ``h`` width, ``v`` true and ``p`` padded local vocabulary.  Logits [t, p] in the
-compute dtype are turned in place, a few rows at a time in float32, into what backward needs,
-softmax minus one-hot.  Logits and their gradient are never held in float32 for all tokens, and
-never both.  `tensor_parallel.fused_linear_cross_entropy` puts the output layer before it, and can
-have logits of some tokens at a time.  Collectives over the group: one max and one sum.
+``t`` tokens, ``h`` hidden size, ``v`` vocabulary without padding, ``p`` padded local vocabulary.
+Logits [t, p] in the compute dtype are overwritten with softmax minus one-hot, which backward needs,
+a few rows at a time in float32.  Logits and their gradient never exist in float32 for all tokens,
+and never both at once.  `tensor_parallel.fused_linear_cross_entropy` adds the output layer, and can
+compute the logits of some tokens at a time.  Collectives over the group: one max, one sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TINY = 1e-30
 
 
 class VocabularyPart(NamedTuple):
-    """The share of a rank: ``num_columns`` of its p columns are true ids; ``cap`` is of logits."""
+    """A rank's part of the vocabulary: ``num_columns`` of p are ids; ``cap`` caps logits."""
 
     group: ProcessGroup
     num_columns: int
@@ -39,7 +39,7 @@ class VocabularyPart(NamedTuple):
 
 
 def loss_and_gradient(logits: Tensor, target: Tensor, part: VocabularyPart) -> Tensor:
-    """Loss of each token; ``logits`` [t, p] become its gradient, `gradient_scale` times as large.
+    """Return the loss of each token; ``logits`` [t, p] become its gradient times `gradient_scale`.
 
     Does not apply the cap of ``part``.  Collective over its group.
     """
@@ -50,12 +50,12 @@ def loss_and_gradient(logits: Tensor, target: Tensor, part: VocabularyPart) -> T
 
 
 def gradient_scale(dtype: torch.dtype) -> float:
-    """The factor by which `loss_and_gradient` keeps gradients in the range of ``dtype``."""
+    """Return the factor that keeps the gradients of `loss_and_gradient` in range of ``dtype``."""
     return _FP16_SCALE if dtype == torch.float16 else 1.0
 
 
 class _Rows:
-    """Where the targets are: column on this rank, whether it is here, whether it counts."""
+    """Positions of the targets: local column, whether it is on this rank, whether it counts."""
 
     def __init__(self, target: Tensor, part: VocabularyPart, width: int) -> None:
         columns = part.num_columns
@@ -70,12 +70,12 @@ class _Rows:
             self.index = index.masked_fill(~self.is_mine, 0).unsqueeze(-1)
 
     def hide_padding(self, logits: Tensor) -> None:
-        """Columns beyond the vocabulary never enter a softmax."""
+        """Set columns beyond the vocabulary to -inf, so that they do not enter a softmax."""
         if self.columns < logits.shape[1]:
             logits[:, self.columns :] = float("-inf")
 
     def at_target(self, values: Tensor, part: slice) -> Tensor:
-        """The target's entry of each row; zero where another rank has it."""
+        """Return the target's entry of each row; zero if another rank has it."""
         found = values.gather(-1, self.index[part]).squeeze(-1)
         return found if self.is_mine is None else found.masked_fill(~self.is_mine[part], 0)
 
@@ -85,14 +85,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _parts(logits: Tensor) -> list[slice]:
-    """Slices of rows that are worked on in float32 at a time."""
+    """Return slices of rows that are converted to float32 at a time."""
     elements = _ELEMENTS_GPU if device.is_cuda(logits.device) else _ELEMENTS_CPU
     step = max(1, elements // logits.shape[1])
     return [slice(i, i + step) for i in range(0, logits.shape[0], step)]
 
 
 class _Scratch:
-    """Room for the float32 values of one part, in the cache of a CPU."""
+    """A float32 buffer for one slice of rows that fits into the cache of a CPU."""
 
     def __init__(self, logits: Tensor, parts: list[slice]) -> None:
         self.dtype = _wide(logits.dtype)
@@ -101,13 +101,13 @@ class _Scratch:
             self.room = logits.new_empty(logits[parts[0]].shape, dtype=self.dtype)
 
     def widen(self, values: Tensor) -> Tensor:
-        """A copy in float32."""
+        """Copy to float32."""
         if self.room is None:
             return values.to(self.dtype, copy=True)
         return self.room[: len(values)].copy_(values)
 
     def softmax(self, values: Tensor) -> Tensor:
-        """Probabilities in float32."""
+        """Return probabilities in float32."""
         if self.room is None:  # one kernel converts and normalises
             return torch.softmax(values, -1, dtype=self.dtype)
         room = self.room[: len(values)]
@@ -120,7 +120,7 @@ def _kernels(logits: Tensor) -> ModuleType | None:
 
 
 def _turn_into_gradient(logits: Tensor, rows: _Rows) -> Tensor:
-    """Overwrite ``logits`` by (softmax - onehot) * scale; the loss of each token."""
+    """Overwrite ``logits`` with (softmax - onehot) * scale; return the loss of each token."""
     loss: Tensor
     scale = gradient_scale(logits.dtype)
     if fused := _kernels(logits):
@@ -141,7 +141,7 @@ def _turn_into_gradient(logits: Tensor, rows: _Rows) -> Tensor:
 
 
 def _loss_of(values: Tensor, prob_at_target: Tensor, rows: _Rows, part: slice) -> Tensor:
-    """-log of the target's probability, also where that is too small for float32."""
+    """Return -log of the target's probability, also if the probability underflows in float32."""
     if not device.is_cuda(values.device) and bool((prob_at_target > _TINY).all()):
         return -prob_at_target.log()
     wide = values.to(_wide(values.dtype))
@@ -149,7 +149,7 @@ def _loss_of(values: Tensor, prob_at_target: Tensor, rows: _Rows, part: slice) -
 
 
 def _turn_into_gradient_divided(logits: Tensor, rows: _Rows, group: ProcessGroup) -> Tensor:
-    """The same where each rank has some of the columns."""
+    """Do the same if the columns are sharded over ranks."""
     log_sum, at_target = _own_sums(logits, rows, slice(None))
     log_sum = _sum_over_ranks(log_sum, at_target, group)
     scale, loss = gradient_scale(logits.dtype), (log_sum - at_target).masked_fill_(rows.ignored, 0)
@@ -166,7 +166,7 @@ def _turn_into_gradient_divided(logits: Tensor, rows: _Rows, group: ProcessGroup
 
 
 def _minus_onehot(wide: Tensor, log_sum: Tensor, rows: _Rows, part: slice) -> Tensor:
-    """Logits in float32 become softmax minus one-hot."""
+    """Turn float32 logits into softmax minus one-hot."""
     prob = wide.sub_(log_sum[part].unsqueeze(-1)).exp_()
     index = rows.index[part]
     is_mine = torch.ones_like(index) if rows.is_mine is None else rows.is_mine[part].unsqueeze(-1)
@@ -179,9 +179,9 @@ def gradient_from_sums(
     sums: tuple[Tensor, Tensor],
     vocabulary: VocabularyPart,
 ) -> None:
-    """Overwrite ``logits`` [t, p], not yet capped, by their gradient.  No communication.
+    """Overwrite uncapped ``logits`` [t, p] with their gradient.  No communication.
 
-    ``sums``: of each token what `loss_and_sums` has returned, and the gradient of its loss.
+    ``sums``: for each token the results of `loss_and_sums`, and the gradient of its loss.
     """
     log_sum, grad = sums
     cap = vocabulary.cap
@@ -203,12 +203,12 @@ def gradient_from_sums(
 
 
 def _squash(logits: Tensor, cap: float | None) -> Tensor:
-    """In place, as the model's cap does it."""
+    """Apply the model's soft cap in place."""
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def _own_sums(logits: Tensor, rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor]:
-    """Log of the sum of this rank's exponentials, and the target's logit, for ``tokens``."""
+    """Return the log-sum-exp over this rank's columns and the target's logit, for ``tokens``."""
     if fused := _kernels(logits):
         sums: tuple[Tensor, Tensor]
         sums = fused.own_sums(logits, rows.target[tokens], rows.first, rows.columns)
@@ -227,7 +227,7 @@ def _own_sums(logits: Tensor, rows: _Rows, tokens: slice) -> tuple[Tensor, Tenso
 
 
 def _sum_over_ranks(log_sum: Tensor, at_target: Tensor, group: ProcessGroup) -> Tensor:
-    """Log of the sum over all columns; ``at_target`` becomes the target's logit on all ranks."""
+    """Return the log-sum-exp over all ranks; ``at_target`` becomes the target's logit."""
     if group.size() == 1:
         return log_sum
     highest = log_sum.clone()
@@ -247,10 +247,10 @@ def loss_and_sums(
     bias: Tensor | None = None,
     rows_at_a_time: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each token and the logarithm of its sum of exponentials; no gradient.
+    """Return the loss and the log-sum-exp of each token, without a gradient.
 
-    Logits are there of ``rows_at_a_time`` tokens, of a few where that is 0; the cap squashes
-    them by tanh.  Collective over the group.
+    Logits exist for ``rows_at_a_time`` tokens at a time (0: for a few); the cap is applied to them.
+    Collective over the group.
     """
     rows = _Rows(target, vocabulary, weight.shape[0])
     step = rows_at_a_time or _ROWS_WITHOUT_GRADIENT

@@ -1,4 +1,4 @@
-"""`low_precision` by kernels of the GPU where there are some: quantising matrices, and products."""
+"""`low_precision` with GPU kernels where they exist: quantization and matmuls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def quantize(
     margin: int = 0,
     at_random: bool = False,
 ) -> Scaled:
-    """`low_precision.quantize`: ``x`` [r, c] rounded to codes, with their scales."""
+    """Quantize ``x`` [r, c] to codes and scales, as `low_precision.quantize` does."""
     if to is not E2M1 and (fused := _kernels(x)):
         if block is not None:
             codes, scale = fused.by_block(x, to.dtype, block)
@@ -35,9 +35,9 @@ def quantize(
 def quantize_and_look(
     x: Tensor, to: FloatFormat, known: Tensor, margin: int
 ) -> tuple[Scaled, Tensor]:
-    """``x`` rounded with room for ``known``, and its true largest value, in one pass on a GPU.
+    """Quantize ``x`` with the range of ``known``; return its true amax too, in one pass on a GPU.
 
-    What is not finite makes all NaN, though ``known`` would cut it off.
+    A value that is not finite makes all codes NaN, although ``known`` would clip it.
     """
     if fused := _kernels(x):
         codes, scale, amax = fused.cast(x, to.dtype, known, margin)
@@ -47,7 +47,7 @@ def quantize_and_look(
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """`low_precision.product`: a b^T of [m, k] and [n, k] -> [m, n]."""
+    """Compute a b^T: [m, k] and [n, k] -> [m, n], as `low_precision.product` does."""
     if a.block is None and b.block is None:  # by torch's operation, which wants rows in one piece
         a, b = _in_rows(a), _in_rows(b)
     return low_precision.product(a, b, dtype, fast=fast)

@@ -1,7 +1,7 @@
-"""x / rms(x) * weight with statistics in float32, keeping only its input for backward.
+"""x / rms(x) * weight with float32 statistics; only the input is saved for backward.
 
-``h`` is the width.  On a GPU torch has a kernel of its own, which serves where rows are too narrow
-or too wide for ours; on the CPU its formula keeps three tensors of the input's size.
+``h`` is the width.  On a GPU torch has its own kernel, which is used for rows too narrow or too
+wide for ours; on a CPU torch's formula saves three tensors of the input's size.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _RMSNorm(Function[Tensor]):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., h], [h] -> [..., h]"""
+    """Normalise rows [..., h] with weight [h]."""
     if fused := _of_gpu(x, weight):
         y: Tensor = fused.norm(x, weight, None, eps)
         return y
@@ -61,7 +61,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """[..., h], [h], [h] -> [..., h]; torch has one of its own everywhere."""
+    """Normalise rows [..., h] with weight and bias [h]; torch has a kernel everywhere."""
     if fused := _of_gpu(x, weight):
         y: Tensor = fused.norm(x, weight, bias, eps)
         return y
@@ -72,7 +72,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether a kernel may read them by address; of other widths torch says what is wrong."""
+    """Whether a kernel can read the tensors; for other shapes torch reports the error."""
     return x.is_contiguous() and weight.shape == x.shape[-1:]
 
 

@@ -1,7 +1,7 @@
-"""Rotary positions applied to queries or keys.
+"""Rotary position embedding of queries and keys.
 
 ``s`` tokens, ``b`` sequences, ``n`` heads, ``d`` head width, ``r`` <= d rotated width.  Pair i of
-the rotated part is (x[i], x[i + r/2]), or (x[2i], x[2i + 1]) where interleaved; it turns by the
+the rotated part is (x[i], x[i + r/2]), or (x[2i], x[2i + 1]) if interleaved; it is rotated by the
 angle whose cosine and sine are given.
 """
 
@@ -25,7 +25,7 @@ class RotaryTable:
     interleaved: bool = False
 
     def to(self, dtype: torch.dtype) -> RotaryTable:
-        """The same in ``dtype``."""
+        """Convert the table to ``dtype``."""
         return RotaryTable(self.cos.to(dtype), self.sin.to(dtype), self.interleaved)
 
 
@@ -75,5 +75,5 @@ class _Rotary(Function[Tensor]):
 
 
 def apply_rotary(x: Tensor, table: RotaryTable, *, fused: bool = True) -> Tensor:
-    """[s, b, n, d] -> [s, b, n, d], contiguous."""
+    """Rotate [s, b, n, d] -> [s, b, n, d], contiguous."""
     return _Rotary.apply(x, table.cos, table.sin, table.interleaved, fused)

@@ -1,4 +1,4 @@
-"""Callers of the kernels in C++, one file a kernel; what they return is what plain torch returns.
+"""Wrappers of the C++ kernels, one file per kernel; they return what the plain torch form returns.
 
-`fusions.kernels.find` alone imports them, for tensors that `cpu_kernels.take` takes.
+Only `fusions.kernels.find` imports them, for tensors that `cpu_kernels.take` accepts.
 """

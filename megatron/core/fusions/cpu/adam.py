@@ -1,7 +1,8 @@
-"""AdamW of a parameter whose numbers are not all float32, in one pass; formats of `kept_state`.
+"""AdamW in one pass for parameters and states that are not all float32.
 
-Where all are, torch's own kernel is at the memory's speed, and is left to it.  What an element
-becomes does not depend on where it lies, so divided updates have the same bits.
+The storage formats are those of `optimizer.reduced_precision_state`.  If all are float32, torch's
+own kernel already runs at memory bandwidth and is used.  The result of an element does not depend
+on its address, so sharded updates are bitwise identical to unsharded ones.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def update(
     step: Step,
     weight: Tensor | None = None,
 ) -> None:
-    """``param`` is float32, or bf16 with the ``lower`` 16 bits; all are contiguous.
+    """Update ``param``: float32, or bf16 with the ``lower`` 16 bits; all are contiguous.
 
-    What a float32 one rounds to is written into ``weight``, bf16, on the way.
+    A float32 parameter is also rounded into ``weight`` (bf16) in the same pass.
     """
     (means, *_), (squares, *_), (beta1, beta2) = mean, square, step.betas
     of_mean, of_square = float(step.corrections[0]), float(step.corrections[1])

@@ -1,7 +1,7 @@
-"""Softmax minus one-hot in place of logits [t, p], a row at a time, which stays in the cache.
+"""Softmax minus one-hot, written over logits [t, p] row by row, so that a row stays in the cache.
 
-``columns`` of the p are true; a target is a global id, ``first`` that of the first column here,
-and a negative one costs nothing.
+``columns`` of the p are in the vocabulary.  A target is a global id; ``first`` is the id of the
+first column of this rank.  A token with a negative target has loss 0.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from megatron.core.device import cpu_kernels
 
 
 def loss_and_gradient(logits: Tensor, target: Tensor, columns: int, scale: float) -> Tensor:
-    """Loss of each token; ``logits`` become (softmax - onehot) * scale."""
+    """Return the loss of each token; ``logits`` become (softmax - onehot) * scale."""
     loss = _numbers_of_rows(logits)
     _run("cross_entropy", logits, [target, loss], (columns, 0), scale)
     return loss
 
 
 def own_sums(logits: Tensor, target: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Log of the sum of exponentials of each row, and the target's logit or 0: one read."""
+    """Return the log-sum-exp of each row and the target's logit (or 0), in one read."""
     log_sum, at_target = _numbers_of_rows(logits), _numbers_of_rows(logits)
     _run("own_sums", logits, [target, log_sum, at_target], (columns, first))
     return log_sum, at_target
@@ -29,7 +29,7 @@ def own_sums(logits: Tensor, target: Tensor, first: int, columns: int) -> tuple[
 def turn(
     logits: Tensor, target: Tensor, log_sum: Tensor, first: int, columns: int, scale: float | Tensor
 ) -> None:
-    """``logits`` become (softmax - onehot) * scale, of all or of each [t]: one read, one write."""
+    """Overwrite ``logits`` with (softmax - onehot) * scale; ``scale`` is a scalar or [t]."""
     scales = scale.float().contiguous() if isinstance(scale, Tensor) else None
     of_all = 1.0 if isinstance(scale, Tensor) else scale
     beside = [target, log_sum.contiguous(), scales]
@@ -47,7 +47,7 @@ def _run(
     where: tuple[int, int],
     scale: float = 1.0,
 ) -> None:
-    """``beside``: the target first."""
+    """Run a kernel over the rows; ``beside`` are its arguments, the target first."""
     assert beside[0] is not None, "rows have targets"
     beside[0] = beside[0].long().contiguous()
     cpu_kernels.run(

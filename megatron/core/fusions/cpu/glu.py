@@ -1,4 +1,4 @@
-"""act(gate) * (up + offset) * weight, and activations alone: one read and one write each way."""
+"""act(gate) * (up + offset) * weight, and plain activations: one read and one write per pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.device import cpu_kernels
 def glu(
     gate_up: Tensor, act: str, clamp: float | None, offset: float, weights: Tensor | None
 ) -> Tensor:
-    """[..., 2 f], contiguous, and [...] -> [..., f]."""
+    """Compute [..., 2 f], contiguous, and weights [...] -> [..., f]."""
     bound = float("inf") if clamp is None else clamp
     return _GLU.apply(gate_up, weights, act, (bound, offset))
 
@@ -53,7 +53,7 @@ def _in_float(weights: Tensor | None) -> Tensor | None:
 
 
 def _run_rows(kernel: str, like: Tensor, tensors: list[Tensor | None], numbers: _Numbers) -> None:
-    """Over the rows of ``like`` [..., f]."""
+    """Run a kernel over the rows of ``like`` [..., f]."""
     width = max(1, like.shape[-1])
     cpu_kernels.run(
         kernel,
@@ -67,7 +67,7 @@ def _run_rows(kernel: str, like: Tensor, tensors: list[Tensor | None], numbers: 
 
 
 def activation(x: Tensor, act: str) -> Tensor:
-    """[...], contiguous -> [...]"""
+    """Compute the activation of a contiguous tensor."""
     return _Activation.apply(x, act)
 
 

@@ -1,6 +1,6 @@
-"""LayerNorm and RMSNorm over rows [..., h], statistics in float32; backward keeps them and x.
+"""LayerNorm and RMSNorm over rows [..., h]; float32 statistics and x are saved for backward.
 
-Gradients of weight and bias are summed within pieces of rows, and then over pieces in their order.
+Gradients of weight and bias are summed within blocks of rows, then over the blocks in order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ROWS, _PIECES = 16, 64  # at least so many rows in a piece, at most so many pie
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """[..., h], contiguous, [h] -> [..., h]; an RMSNorm where there is no bias."""
+    """Normalise [..., h], contiguous, with weight [h]; an RMSNorm if there is no bias."""
     return _Norm.apply(x, weight, bias, eps)
 
 

@@ -1,4 +1,4 @@
-"""The rotation of heads, in one read of any strides and one write."""
+"""Rotary embedding of heads: one read with any strides, one write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.core.device import cpu_kernels
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
-    """[s, b, n, d] of any strides but the last, [s, 1 or b, 1, r/2] -> [s, b, n, d]."""
+    """Rotate [s, b, n, d] (last dim contiguous) by angles [s, 1 or b, 1, r/2] -> [s, b, n, d]."""
     tokens, sequences, heads, width = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     angles, by_sequence = cos.shape[-1], cos.shape[1] > 1

@@ -1,4 +1,4 @@
-"""The sum of each token's rows: [m, h] -> [n, h], each row read once and each sum written once."""
+"""Sum the rows of each token: [m, h] -> [n, h], one read per row and one write per sum."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megatron.core.device import cpu_kernels
 
 
 def sum_of_rows(rows: Tensor, row: Tensor) -> Tensor:
-    """``row`` [n, k]: the rows of a token; a number of m or more stands for none.
+    """Sum ``row`` [n, k], the row numbers of each token; numbers >= m mean no row.
 
-    Sums are in the order of visits, in float32.
+    Sums are in float32, in the order of the k entries.
     """
     width, (tokens, visits) = rows.shape[1], row.shape
     out = rows.new_empty(tokens, width)

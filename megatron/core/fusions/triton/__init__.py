@@ -1,8 +1,7 @@
-"""Kernels in Triton; these modules alone import it, and `fusions.kernels` alone imports them.
+"""Triton kernels; only these modules import triton, and only `fusions.kernels` imports them.
 
-What they compute in is float32, whatever they read and write; what they sum has one order.  Where
-torch's own kernels move as few bytes there is none here: GELU (its bias rides in the matrix
-product), softmax (inside attention's), the norm of gradients, AdamW of float32 parameters, sums of
-16-bit products in float32.  No kernel waits for the device or takes memory, so a CUDA graph can
-record it.
+They compute in float32 whatever they read and write, and sum in a fixed order.  There is no kernel
+where torch's own moves as few bytes: GELU (with its bias in the matmul), softmax (part of
+attention), gradient norm, AdamW of float32 parameters, 16-bit matmuls with float32 accumulation.
+No kernel synchronises with the host or allocates memory, so CUDA graphs can capture them.
 """

@@ -1,9 +1,10 @@
-"""AdamW of a parameter whose numbers are not all float32, in one pass: one read and one write.
+"""AdamW in one pass for parameters and states that are not all float32.
 
-Plain torch widens and narrows each kind of number apart, some 40 bytes a parameter more for bf16
-with 16 bits beside it, and twice that for moments of 16 or 8 bits.  Formats are those of
-`optimizer.kept_state`: float32; bf16; fp16 and e4m3 with an exponent for 128 numbers; of a square
-its root; the upper and the lower half of float32.  The noise that rounds is the same, to the bit.
+Plain torch converts each tensor separately: some 40 bytes per parameter more for bf16 with a 16-bit
+remainder, and twice that for 16- or 8-bit moments.  The storage formats are those of
+`optimizer.reduced_precision_state`: float32; bf16; fp16 and e4m3 with an exponent per 128 values;
+the square root of second moments; the upper and lower half of float32.  The random rounding is
+bitwise identical to the plain form's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WRITES_WEIGHTS = False  # a float32 update is torch's own, and so is the copy
 def update(
     param: Tensor, lower: Tensor | None, grad: Tensor, mean: Moment, square: Moment, step: Step
 ) -> None:
-    """``param`` is float32, or bf16 with the ``lower`` 16 bits; all are contiguous."""
+    """Update ``param``: float32, or bf16 with the ``lower`` 16 bits; all are contiguous."""
     beta1, beta2 = step.betas
     means, mean_exponents, mean_is_root = mean
     squares, square_exponents, square_is_root = square
@@ -71,7 +72,7 @@ def _power_of_2(exponents):
 
 @triton.jit
 def _wide(codes, KIND: tl.constexpr):
-    """float32 of bits: 1 bf16, 2 fp16, 3 e4m3."""
+    """Convert bits to float32: format 1 is bf16, 2 fp16, 3 e4m3."""
     if KIND == 1:
         values = (codes.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif KIND == 2:
@@ -87,7 +88,7 @@ def _wide(codes, KIND: tl.constexpr):
 
 @triton.jit
 def _narrow(values, KIND: tl.constexpr):
-    """Bits of float32 that has no more of them, but for fp16 and e4m3 below their normal range."""
+    """Convert float32 to bits; exact, except for fp16 and e4m3 below their normal range."""
     bits = values.to(tl.int32, bitcast=True)
     if KIND == 1:
         codes = (bits >> 16).to(tl.int16)
@@ -107,7 +108,7 @@ def _narrow(values, KIND: tl.constexpr):
 
 @triton.jit
 def _read(Codes, Exponents, at, inside, block, KIND: tl.constexpr, IS_ROOT: tl.constexpr):
-    """Numbers in float32, and as they are kept."""
+    """Load values in float32 and as they are stored."""
     codes = tl.load(Codes + at, mask=inside, other=0)
     if KIND == 0:
         values = codes
@@ -134,7 +135,7 @@ def _write(
     KIND: tl.constexpr,
     IS_ROOT: tl.constexpr,
 ):
-    """Keep ``values``, rounded up or down by ``chance`` and what was kept ``before``."""
+    """Store ``values``, rounded up or down by ``chance`` and the bits stored ``before``."""
     if KIND == 0:
         tl.store(Codes + at, values, mask=inside)
     else:

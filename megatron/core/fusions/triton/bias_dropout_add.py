@@ -1,9 +1,9 @@
-"""residual + dropout(x + bias): one read of both, one write; backward one read and one write.
+"""residual + dropout(x + bias): one read of both and one write; backward one read and one write.
 
-Plain torch moves x three times more for a bias and 2.5 times more for dropout, and keeps a mask of
-one byte a number.  Here the mask comes from a counter, the place of the number, and a seed of
-eight bytes, which torch's generator draws on the device: whatever stream is swapped in there, all
-that hold the same tensor drop the same, and a recomputation does again.
+Plain torch moves three more times the bytes of x for a bias and 2.5 times for dropout, and saves a
+mask of one byte per value.  Here the mask is a function of the position of a value and of an 8-byte
+seed that torch's generator draws on the device.  So ranks that hold the same tensor drop the same
+values under any active random stream, and recomputation repeats the mask.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Seam(Function[Tensor]):
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, prob: float) -> Tensor:
-    """[..., h], [h], [..., h] -> [..., h] in the dtype of ``residual``; all are contiguous."""
+    """Compute [..., h], [h], [..., h] -> [..., h] in the dtype of ``residual``; all contiguous."""
     return _Seam.apply(x, bias, residual, prob)
 
 
@@ -80,7 +80,7 @@ def _launch(
 
 @triton.jit
 def _stays(Seed, program, prob, BLOCK: tl.constexpr):
-    """Whether the numbers of a block are kept: four of each draw of Philox, by their place."""
+    """Return the dropout mask of a block: four values per Philox draw, by position."""
     # Counters of 32 bits: four numbers each serve 2^34 numbers.
     counter = program * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     a, b, c, d = tl.rand4x(tl.load(Seed), counter)

@@ -1,8 +1,9 @@
-"""Softmax minus one-hot in place of logits [t, p]: two reads and one write, the second from cache.
+"""Softmax minus one-hot, written over logits [t, p]: two reads (one from cache) and one write.
 
-Plain torch widens to float32 and back: six reads and three writes of all elements, half of them
-twice as wide.  One program has one row.  ``columns`` of the p are true; a target is a global id,
-``first`` that of the first column here, and a negative one costs nothing.
+Plain torch converts to float32 and back: six reads and three writes of all elements, half of them
+at twice the width.  One program handles one row.  ``columns`` of the p are in the vocabulary.  A
+target is a global id; ``first`` is the id of the first column of this rank.  A token with a
+negative target has loss 0.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _BLOCK, _WARPS = 4096, 8  # 16 elements a thread: two loads of 16 bytes in bf16
 
 
 def loss_and_gradient(logits: Tensor, target: Tensor, columns: int, scale: float) -> Tensor:
-    """Loss of each token; ``logits`` become (softmax - onehot) * scale."""
+    """Return the loss of each token; ``logits`` become (softmax - onehot) * scale."""
     loss = logits.new_empty(len(logits), dtype=torch.float32)
     _loss_and_gradient[(len(logits),)](
         logits, target, loss, logits.stride(0), logits.shape[1], columns, scale, **_shape(logits)
@@ -25,7 +26,7 @@ def loss_and_gradient(logits: Tensor, target: Tensor, columns: int, scale: float
 
 
 def own_sums(logits: Tensor, target: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Log of the sum of exponentials of each row, and the target's logit or 0: one read."""
+    """Return the log-sum-exp of each row and the target's logit (or 0), in one read."""
     log_sum, at_target = logits.new_empty(2, len(logits), dtype=torch.float32)
     _own_sums[(len(logits),)](
         logits, target, log_sum, at_target, logits.stride(0), first, columns, **_shape(logits)
@@ -36,7 +37,7 @@ def own_sums(logits: Tensor, target: Tensor, first: int, columns: int) -> tuple[
 def turn(
     logits: Tensor, target: Tensor, log_sum: Tensor, first: int, columns: int, scale: float | Tensor
 ) -> None:
-    """``logits`` become (softmax - onehot) * scale, of all or of each [t]: one read, one write."""
+    """Overwrite ``logits`` with (softmax - onehot) * scale; ``scale`` is a scalar or [t]."""
     _turn[(len(logits),)](
         logits,
         target,
@@ -58,9 +59,9 @@ def _shape(logits: Tensor) -> dict[str, int]:
 
 @triton.jit
 def _sums(row, columns, BLOCK: tl.constexpr):
-    """The maximum, and the sum of exponentials of what is below it.
+    """Return the maximum of a row and the sum of exponentials relative to it.
 
-    Eight neighbours, which are all in a thread, share a running maximum.
+    Eight neighbours, all in one thread, share a running maximum.
     """
     place = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     highest = tl.full((BLOCK // 8,), -3.0e38, tl.float32)  # -inf less itself is no number

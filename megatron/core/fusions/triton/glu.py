@@ -1,8 +1,8 @@
 """act(gate) * (up + offset) * weight: m rows of 2 f -> m rows of f in one read and one write.
 
-Forward moves 3 m f numbers, backward 5; plain torch 5 and 13 for SwiGLU, and several times that
-with a clamp, an offset or weights.  One program has one row, so a weight's gradient is a sum in one
-order.
+Forward moves 3 m f values and backward 5; plain torch moves 5 and 13 for SwiGLU, and several times
+that with a clamp, an offset or weights.  One program handles one row, so the gradient of a weight
+is summed in a fixed order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK, _WARPS = 1024, 4  # 8 elements a thread: one load of 16 bytes in bf16
 def glu(
     gate_up: Tensor, act: str, clamp: float | None, offset: float, weights: Tensor | None
 ) -> Tensor:
-    """[..., 2 f], contiguous, and [...] -> [..., f]; ``act`` is one of those that `_act` knows."""
+    """Map [..., 2 f], contiguous, and weights [...] to [..., f]; ``act`` is a case of `_act`."""
     return _GLU.apply(gate_up, weights, act, clamp, offset)
 
 
@@ -81,7 +81,7 @@ def _options(
 
 @triton.jit
 def _act(x, ACT: tl.constexpr):
-    """The value of an activation and its slope."""
+    """Return an activation and its derivative."""
     if ACT == "silu":
         s = tl.sigmoid(x)
         y, slope = x * s, s * (1 + x * (1 - s))
@@ -104,7 +104,7 @@ def _act(x, ACT: tl.constexpr):
 
 @triton.jit
 def _load(GateUp, start, place, inside, width, clamp, CLAMPS: tl.constexpr):
-    """Gate and up of a row that starts at ``start``, clamped, and whether a gradient passes."""
+    """Load gate and up of a row, clamped, and whether their gradients pass the clamp."""
     gate = tl.load(GateUp + start + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(GateUp + start + width + place, mask=inside, other=0.0).to(tl.float32)
     gate_passes, up_passes = inside, inside

@@ -1,8 +1,9 @@
-"""LayerNorm and RMSNorm: backward reads its input and gradient once for all that it yields.
+"""LayerNorm and RMSNorm; backward reads its input and gradient once for all results.
 
-Forward is one read and one write, as torch's own.  Backward moves three times the tensor, where
-torch reads input and gradient again for the weight: five times.  Its gradient is summed in two
-stages in one order: each of a fixed number of programs adds up its rows, then these are added up.
+Forward is one read and one write, as torch's own.  Backward moves three times the tensor; torch
+reads input and gradient again for the weight: five times.  The gradient of the weight is summed in
+two stages in a fixed order: each of a fixed number of programs sums its rows, then these sums are
+added.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Norm(Function[Tensor]):
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """[..., h], contiguous, and [h] -> [..., h]; LayerNorm where there is a bias, else RMSNorm."""
+    """Normalise [..., h], contiguous, with weight [h]; LayerNorm with a bias, else RMSNorm."""
     return _Norm.apply(x, weight, bias, eps)
 
 

@@ -1,7 +1,7 @@
-"""The order of visits by expert, counted instead of sorted: [N] -> [N] twice, in one launch.
+"""Sort token-expert assignments by expert, by counting: [N] -> [N] twice, in one launch.
 
-A stable sort of N numbers is several launches that move all of them.  Here the program of an expert
-counts the visits to those before it, then numbers its own: it reads the N numbers twice, from the
+A stable sort of N values is several launches that move all of them.  Here one program per expert
+counts the assignments to lower experts, then numbers its own: it reads the N values twice, from
 cache.
 """
 
@@ -16,7 +16,7 @@ _BLOCK, _WARPS = 4096, 8
 
 
 def order_by_expert(experts: Tensor, highest: int) -> tuple[Tensor, Tensor]:
-    """``experts`` [N], from 0 to ``highest`` -> each row's visit, and each visit's row."""
+    """Map ``experts`` [N], 0 to ``highest``, to each row's assignment and each assignment's row."""
     visit, row = torch.empty_like(experts), torch.empty_like(experts)
     if len(experts):
         block = max(128, min(_BLOCK, triton.next_power_of_2(len(experts))))

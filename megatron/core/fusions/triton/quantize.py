@@ -1,7 +1,7 @@
-"""Matrices of 8 bits: one read and one write, where plain torch makes three passes and more.
+"""Quantization to 8 bits in one read and one write; plain torch makes three passes or more.
 
-Scales are powers of two, so codes and scales are those of `low_precision`, to the bit.  Sizes are
-compared as bits: there NaN is the largest.
+Scales are powers of two, so codes and scales are bitwise identical to `low_precision`.  Magnitudes
+are compared as bits, so that NaN is the largest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _EXPONENTS = {torch.float8_e4m3fn: 9, torch.float8_e5m2: 16}  # of the largest, 
 
 
 def cast(x: Tensor, to: torch.dtype, amax: Tensor, margin: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [r, c] and their scale, which makes room for ``amax``, and the true largest value."""
+    """Return codes [r, c], their scale (which fits ``amax``) and the true largest magnitude."""
     codes, scale = torch.empty_like(x, dtype=to), x.new_empty((), dtype=torch.float32)
     programs = triton.cdiv(x.numel(), _BLOCK)
     found = x.new_zeros(max(programs, 1), dtype=torch.int32)
@@ -39,7 +39,7 @@ def cast(x: Tensor, to: torch.dtype, amax: Tensor, margin: int) -> tuple[Tensor,
 
 
 def by_block(x: Tensor, to: torch.dtype, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Codes [r, c] and the scales of blocks; sides of a block are powers of two."""
+    """Return codes [r, c] and the scale of each block; block sides are powers of two."""
     (rows, columns), (high, wide) = x.shape, block
     shape = triton.cdiv(rows, high), triton.cdiv(columns, wide)
     codes, scales = torch.empty_like(x, dtype=to), x.new_empty(shape, dtype=torch.float32)
@@ -65,7 +65,7 @@ def by_block(x: Tensor, to: torch.dtype, block: tuple[int, int]) -> tuple[Tensor
 
 
 def transposed(codes: Tensor) -> Tensor:
-    """[r, c] -> [c, r], both with their rows in one piece."""
+    """Transpose [r, c] -> [c, r]; rows of both are contiguous."""
     rows, columns = codes.shape
     out = codes.new_empty(columns, rows)
     if out.numel():
@@ -77,7 +77,7 @@ def transposed(codes: Tensor) -> Tensor:
 
 @triton.jit
 def _scale(amax, EXPONENT: tl.constexpr, MARGIN: tl.constexpr):
-    """The power of two of `low_precision.power_of_two` for the bits of the largest value."""
+    """Return `low_precision.power_of_two` for the bits of the largest magnitude."""
     exponent = (amax >> 23) - 126 + tl.where((amax & 0x7FFFFF) > 0x600000, 1, 0)
     exponent = tl.where(amax == 0, 0, exponent) - EXPONENT + MARGIN
     exponent = tl.minimum(tl.maximum(exponent, -126), 126)

@@ -1,7 +1,7 @@
-"""Pairs of channels turned by an angle: [s, b, n, d] -> [s, b, n, d] in one read and one write.
+"""Rotary embedding: [s, b, n, d] -> [s, b, n, d] in one read and one write.
 
-Plain torch moves five times the tensor, this twice.  One program has one token of one sequence,
-whose cosines and sines it reads once for all heads.
+Plain torch moves five times the tensor, this kernel twice.  One program handles one token of one
+sequence, and loads its cosines and sines once for all heads.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _PAIRS, _WARPS = 2048, 4
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
-    """The first r channels turned by the angle times ``sign``, the others as they were.
+    """Rotate the first r channels by the angle times ``sign``; copy the others.
 
-    Channels of ``x`` lie side by side; ``cos`` and ``sin`` are [s, 1 or b, 1, r/2].
+    The channels of ``x`` are contiguous; ``cos`` and ``sin`` are [s, 1 or b, 1, r/2].
     """
     s, b, n, d = x.shape
     cos, sin = cos.contiguous(), sin.contiguous()

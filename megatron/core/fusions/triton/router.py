@@ -1,9 +1,9 @@
-"""Experts of a token and their weights from float32 logits [n, E], and the gradient of the logits.
+"""Top-k experts and weights from float32 logits [n, E], and the gradient of the logits.
 
-One program has one token: scores, the limit to groups, the top k and the weights are computed in
-registers, where plain torch sorts all scores and writes each step to memory.  Backward reads the
-chosen experts and computes scores again.  Equal scores go to the lower number, as in
-`transformer.moe.routing`, which is the plain form.
+One program handles one token: scores, group limit, top k and weights are computed in registers,
+while plain torch sorts all scores and writes each step to memory.  Backward reads the chosen
+experts and recomputes the scores.  Equal scores go to the lower index, as in the plain form
+`transformer.moe.routing`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def choose(
     scale: float,
     groups: tuple[int, int, int] = (1, 1, 1),
 ) -> tuple[Tensor, Tensor]:
-    """Experts and weights, both [n, k].
+    """Return experts and weights, both [n, k].
 
-    ``groups``: their number, how many a token may use, and how many scores make up a group's.
+    ``groups``: number of groups, groups per token, and scores that make up the score of a group.
     """
     (n, num_experts), (num_groups, group_topk, group_scores) = logits.shape, groups
     experts = torch.empty(n, k, dtype=torch.int64, device=logits.device)
@@ -57,7 +57,7 @@ def choose(
 
 
 def gradient(logits: Tensor, experts: Tensor, grad: Tensor, *, score: int, scale: float) -> Tensor:
-    """Of the logits [n, E], from that of the weights [n, k]."""
+    """Return the gradient of the logits [n, E] from that of the weights [n, k]."""
     (n, num_experts), k = logits.shape, experts.shape[1]
     out = torch.empty_like(logits)
     if n:

@@ -1,7 +1,7 @@
-"""The sum of each token's rows: [m, h] -> [n, h], each row read once and each sum written once.
+"""Sum the rows of each token: [m, h] -> [n, h], one read per row and one write per sum.
 
-Plain torch moves five times a row more for each visit after the first, and copies all rows where
-some visits have none.  Sums are in the order of visits, in float32.
+Plain torch moves five more times the bytes of a row for each entry after the first, and copies all
+rows if some entries are empty.  Sums are in float32, in the order of the k entries.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _BLOCK, _WARPS = 1024, 4
 
 
 def sum_of_rows(rows: Tensor, row: Tensor) -> Tensor:
-    """``row`` [n, k]: the rows of a token; a number of m or more stands for none."""
+    """Sum ``row`` [n, k], the row numbers of each token; numbers >= m mean no row."""
     width, (tokens, visits), row = rows.shape[1], row.shape, row.contiguous()
     out = rows.new_empty(tokens, width)
     if out.numel():
