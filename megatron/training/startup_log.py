@@ -91,7 +91,7 @@ def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
         has_bias=positions in ("alibi", "relative"),
         has_dropout=model.attention_dropout > 0,
         has_softcap=model.attn_logit_softcapping is not None,
-        causal_tokens=data.seq_length or 0 if is_whole and is_causal else 0,
+        causal_tokens=data.seq_length if is_whole and is_causal else 0,
         by_blocks=has_sink or comm_type in ("p2p", "a2a+p2p"),
     )
 

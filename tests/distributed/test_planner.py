@@ -124,7 +124,7 @@ def _allocated(argv: Sequence[str]) -> dict[str, int]:
     with contextlib.redirect_stdout(io.StringIO()):
         run = start(configure(argv=argv))
         setup_tokenizer(run)
-        entry = importlib.import_module(f"pretrain_{run.config.language_model.model_kind or 'gpt'}")
+        entry = importlib.import_module(f"pretrain_{run.config.language_model.model_kind}")
         build_model_chunks(run, entry.model_provider)
         build_optimizer(run)
     run.forward_step_func = entry.forward_step

@@ -21,6 +21,7 @@ from megatron.core.enums import AttnBackend
 from megatron.core.ssm.mamba_hybrid_layer_allocation import EXPERTS
 from megatron.core.transformer.layer_layout import parse_layout
 from megatron.training.arguments.cuda_graph_capture import cuda_graph_capture
+from megatron.training.config.run import data_parallel_size
 from megatron.training.models.registry import model_kind
 
 Derivation = Callable[[Namespace], Iterator[str] | None]
@@ -41,18 +42,10 @@ def virtual_ranks(ns: Namespace) -> Iterator[str]:
         )
 
 
-def data_parallel_size(ns: Namespace) -> None:
-    """What is left of the world once a model replica has its ranks."""
-    replica = (
-        ns.tensor_model_parallel_size * ns.pipeline_model_parallel_size * ns.context_parallel_size
-    )
-    ns.data_parallel_size = max(1, ns.world_size // max(1, replica))
-
-
 def parallel_degrees(ns: Namespace) -> Iterator[str]:
-    """Expert tensor parallelism follows tensor parallelism; sequence parallelism needs it."""
-    if ns.expert_tensor_parallel_size is None or not ns.num_experts:
-        ns.expert_tensor_parallel_size = ns.tensor_model_parallel_size
+    """Without experts they are not sharded; sequence parallelism needs tensor parallelism."""
+    if not ns.num_experts:
+        ns.expert_tensor_parallel_size = None
     if ns.sequence_parallel and ns.tensor_model_parallel_size == 1:
         ns.sequence_parallel = False
         yield "--sequence-parallel is without effect: --tensor-model-parallel-size is 1"
@@ -153,16 +146,12 @@ def sequence_lengths(ns: Namespace) -> None:
 
 
 def widths(ns: Namespace) -> None:
-    """MLP width, head width and key/value heads where they were left open."""
-    hidden, heads = ns.hidden_size, ns.num_attention_heads
-    if ns.ffn_hidden_size is None and hidden:
+    """MLP width and key/value heads, where TransformerConfig's defaults do not hold."""
+    if ns.ffn_hidden_size is None and ns.hidden_size and ns.swiglu:
         # Three matrices instead of two: keep the parameter count, in multiples of 64.
-        gated = 8 * hidden // (3 * 64) * 64
-        ns.ffn_hidden_size = gated if ns.swiglu else 4 * hidden
-    if ns.kv_channels is None and hidden and heads and hidden % heads == 0:
-        ns.kv_channels = hidden // heads
+        ns.ffn_hidden_size = 8 * ns.hidden_size // (3 * 64) * 64
     if not ns.group_query_attention:
-        ns.num_query_groups = heads
+        ns.num_query_groups = None
 
 
 def activation(ns: Namespace) -> None:
@@ -187,11 +176,9 @@ def activation(ns: Namespace) -> None:
 
 
 def attention(ns: Namespace) -> None:
-    """Biases, softmax precision and back end of attention."""
+    """Biases and back end of attention."""
     if ns.add_bias_linear:
         ns.add_qkv_bias = True
-    if ns.apply_query_key_layer_scaling:
-        ns.attention_softmax_in_fp32 = True
     if ns.use_flash_attn and ns.attention_backend is AttnBackend.auto:
         ns.attention_backend = AttnBackend.flash
 
@@ -230,17 +217,17 @@ def experts(ns: Namespace) -> None:
 def batch_sizes(ns: Namespace) -> None:
     """Without --global-batch-size every replica does one micro-batch a step."""
     if ns.global_batch_size is None and ns.micro_batch_size is not None:
-        ns.global_batch_size = ns.micro_batch_size * ns.data_parallel_size
+        degrees = ns.tensor_model_parallel_size, ns.pipeline_model_parallel_size
+        replicas = data_parallel_size(ns.world_size, *degrees, ns.context_parallel_size)
+        ns.global_batch_size = ns.micro_batch_size * replicas
 
 
 def data_sources(ns: Namespace) -> Iterator[str]:
-    """The split of --data-path and the order of its samples."""
+    """The split of --data-path."""
     flag = "--data-path" if ns.data_path is not None else "--data-args-path"
     if (ns.data_path is not None or ns.data_args_path is not None) and ns.split is None:
         ns.split = "969, 30, 1"
         yield f"--split is not given: {flag} is split into train, valid, test as {ns.split}"
-    if ns.dataloader_type is None:
-        ns.dataloader_type = "single"
 
 
 def weight_decay(ns: Namespace) -> None:
@@ -257,7 +244,6 @@ def compilation(ns: Namespace) -> None:
 
 DERIVATIONS: tuple[Derivation, ...] = (
     virtual_ranks,
-    data_parallel_size,
     parallel_degrees,
     optimizer_of_matrices,
     data_parallel_sharding,

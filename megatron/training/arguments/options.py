@@ -12,7 +12,7 @@ import enum
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core.config.option import Option, cli_default, dest_of, flag_of, options_of
@@ -130,26 +130,19 @@ def is_switch(annotation: Any, opt: Option) -> bool:
 
 
 def read_config(config_class: type, args: argparse.Namespace) -> Any:
-    """``config_class`` from ``args``.
+    """``config_class`` from ``args``; a field whose value is None keeps its default.
 
     A field that is no flag is read by its name if ``args`` has it (``params_dtype``, derived from
-    --bf16), and keeps its default otherwise.
+    --bf16).
     """
-    given = vars(args)
-    spelling = dict(options_of_by_name(config_class))
-    values: dict[str, Any] = {}
-    for f in dataclasses.fields(config_class):
-        opt = spelling.get(f.name)
-        if opt is not None:
-            value = given[dest_of(f, opt)]
-            values[f.name] = not value if opt.inverted else value
-        elif f.name in given:
-            values[f.name] = given[f.name]
+    values = {f.name: vars(args).get(f.name) for f in dataclasses.fields(config_class)}
+    for f, opt in options_of(config_class):
+        value = vars(args)[dest_of(f, opt)]
+        values[f.name] = not value if opt.inverted else value
     return config_class(
-        **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+            if value is not None
+        }
     )
-
-
-def options_of_by_name(config_class: type) -> Iterator[tuple[str, Option]]:
-    """Name and Option of each field that is a flag."""
-    return ((f.name, opt) for f, opt in options_of(config_class))

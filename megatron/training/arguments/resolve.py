@@ -149,15 +149,7 @@ def resolve(
     return run
 
 
-# The library's shape fields are plain ints; a missing flag is reported by `shape_is_given`.
-_MISSING_SHAPE = {"num_layers": 0, "hidden_size": 0, "num_attention_heads": 0}
-
-
 def assemble(ns: Namespace, **rest: Any) -> RunConfig:
     """The sections of a RunConfig from a derived namespace."""
-    complete = Namespace(**vars(ns))
-    for dest, nothing in _MISSING_SHAPE.items():
-        if vars(complete)[dest] is None:
-            vars(complete)[dest] = nothing
-    sections = {name: read_config(cls, complete) for name, cls in SECTIONS.items()}
+    sections = {name: read_config(cls, ns) for name, cls in SECTIONS.items()}
     return RunConfig(**sections, world_size=ns.world_size, **rest)

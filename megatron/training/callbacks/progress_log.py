@@ -54,7 +54,7 @@ class ProgressLog(Callback):
     def _totals(self, run: Runtime) -> list[str]:
         flops = run.state.num_floating_point_operations_so_far
         # As Megatron-LM counts them, also of T5: those that the encoder reads.
-        tokens = run.state.consumed_train_samples * (run.config.data.seq_length or 0)
+        tokens = run.state.consumed_train_samples * run.config.data.seq_length
         now_s = time.time()
         job = (flops - self._flops_at_start) / (now_s - run.started_at_s)
         start = self._series_start() or SeriesStart(run.started_at_s, self._flops_at_start)

@@ -14,11 +14,12 @@ _sft = partial(option, group="sft")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    dataloader_type: str | None = option(
-        None,
+    dataloader_type: str = option(
+        "single",
         "Order of samples: single (once through), cyclic (shuffled each epoch) or external "
         "(the program's own loader); single if not given.",
         group="training",
+        default=None,
         choices=("single", "cyclic", "external"),
     )
     data_path: tuple[str, ...] | None = _data(
@@ -55,7 +56,7 @@ class DataConfig:
         "first read in each process.",
     )
     mock_data: bool = _data(False, "Train on synthetic data; needs no files.")
-    seq_length: int | None = _data(None, "Sequence length in tokens.", at_least=1)
+    seq_length: int = _data(0, "Sequence length in tokens.", default=None, at_least=1)
     encoder_seq_length: int | None = _data(
         None, "Alias of --seq-length: encoder sequence length in tokens."
     )

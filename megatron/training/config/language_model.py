@@ -25,9 +25,10 @@ _experimental = partial(option, group="experimental")
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig:
-    model_kind: str | None = _network(
-        None,
+    model_kind: str = _network(
+        "gpt",
         "Model architecture; each entry script sets its own (default: gpt).",
+        default=None,
         choices=MODEL_KINDS,
     )
     encoder_num_layers: int | None = _network(

@@ -61,8 +61,10 @@ class RunConfig:
     def data_parallel_size(self) -> int:
         """Replicas of the model, each reading its own samples."""
         m = self.model
-        replica = (
-            m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
-        )
-        # Degrees that cannot be are reported by the checks, which need a number here.
-        return max(1, self.world_size // max(1, replica))
+        degrees = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
+        return data_parallel_size(self.world_size, *degrees, m.context_parallel_size)
+
+
+def data_parallel_size(world_size: int, tp: int, pp: int, cp: int) -> int:
+    """Replicas of a model in ``world_size`` ranks; 1 for degrees that the checks refuse."""
+    return max(1, world_size // max(1, tp * pp * cp))

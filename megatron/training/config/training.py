@@ -13,13 +13,14 @@ _initialization = partial(option, group="initialization")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    micro_batch_size: int | None = _training(
-        None, "Samples per forward pass on each data-parallel rank.", at_least=1
+    micro_batch_size: int = _training(
+        0, "Samples per forward pass on each data-parallel rank.", default=None, at_least=1
     )
-    global_batch_size: int | None = _training(
-        None,
+    global_batch_size: int = _training(
+        0,
         "Samples per optimizer step over all data-parallel ranks; one micro-batch per "
         "data-parallel rank if not given.",
+        default=None,
         at_least=1,
     )
     rehearse_memory: bool = _training(

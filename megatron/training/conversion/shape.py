@@ -228,7 +228,7 @@ def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
     found = {**vars(lm), **vars(m)}
     values = {f.name: found[f.name] for f in fields(ModelShape) if f.name in found}
     values |= {
-        "kind": lm.model_kind or "gpt",
+        "kind": lm.model_kind,
         "num_layers": lm.encoder_num_layers if kind.has_encoder else m.num_layers,
         "max_position_embeddings": lm.max_position_embeddings or 0,
         "vocab_size": vocab_size,

@@ -151,7 +151,7 @@ def make_loader(
             micro_batch_size=config.training.micro_batch_size,
             data_parallel_rank=dp.rank(),
             data_parallel_size=dp.size(),
-            dataloader_type=config.data.dataloader_type or "single",
+            dataloader_type=config.data.dataloader_type,
             num_workers=config.data.num_workers,
             pin_memory=device.is_cuda(),
             seed=config.training.seed,

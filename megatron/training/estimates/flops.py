@@ -64,7 +64,7 @@ def layer_flops(config: RunConfig) -> list[float]:
 
     Behind the decoder's stand those of tokens ahead, without their projections.
     """
-    keys, length = _keys_of(config.model), _seq_length(config)
+    keys, length = _keys_of(config.model), config.data.seq_length
     return [
         _SCALE * sum(_multiply_adds(config, layer, i, keys)) / length
         for i, layer in enumerate(layers_of(config))
@@ -114,7 +114,7 @@ def _flops(
 
 def _heads(config: RunConfig, padded_vocab_size: int, hidden_share: float) -> float:
     """Multiply-adds behind the layers for one sample, and the projections of tokens ahead."""
-    model, hidden, length = config.model, config.model.hidden_size, _seq_length(config)
+    model, hidden, length = config.model, config.model.hidden_size, config.data.seq_length
     kind = model_kind_of(config)
     if kind.has_masked_lm_head:
         order = hidden * (hidden + 2) if config.language_model.bert_binary_head else 0
@@ -136,7 +136,7 @@ def _multiply_adds(
     their product with the values 2*a*d*keys.  A part that is replaced by one matrix has h*h, an
     absent one nothing.  Keys and values of cross attention are those of the encoder's tokens.
     """
-    model, source = config.model, _seq_length(config)
+    model, source = config.model, config.data.seq_length
     tokens = source
     if layer.has_cross_attention:
         tokens = config.data.decoder_seq_length or 0
@@ -192,9 +192,4 @@ def _expert_columns(model: TransformerConfig) -> int:
 def tokens_of_a_sample(config: RunConfig) -> int:
     """Those of the sequence, and of an encoder-decoder those that the decoder reads."""
     has_decoder = model_kind_of(config).has_encoder
-    return _seq_length(config) + (config.data.decoder_seq_length or 0) * has_decoder
-
-
-def _seq_length(config: RunConfig) -> int:
-    assert config.data.seq_length is not None, "resolve() has checked --seq-length"
-    return config.data.seq_length
+    return config.data.seq_length + (config.data.decoder_seq_length or 0) * has_decoder

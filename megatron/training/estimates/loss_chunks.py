@@ -47,8 +47,8 @@ def logits_bytes(config: RunConfig, padded_vocab_size: int) -> int:
 
 def _tokens(config: RunConfig) -> int:
     """Of a micro-batch, on a rank that computes the loss."""
-    length = config.data.decoder_seq_length or config.data.seq_length or 0
-    return length * (config.training.micro_batch_size or 1) // config.model.context_parallel_size
+    length = config.data.decoder_seq_length or config.data.seq_length
+    return length * config.training.micro_batch_size // config.model.context_parallel_size
 
 
 def _bytes_of_token(config: RunConfig, padded_vocab_size: int) -> int:

@@ -62,8 +62,6 @@ def weight_and_optimizer_bytes(config: RunConfig, padded_vocab_size: int) -> flo
 def activation_bytes(config: RunConfig, padded_vocab_size: int, num_microbatches: int) -> float:
     """Bytes of activations on the first stage, under sequence parallelism and 1F1B."""
     model, training = config.model, config.training
-    assert config.data.seq_length is not None, "resolve() has checked --seq-length"
-    assert training.micro_batch_size is not None, "resolve() has checked --micro-batch-size"
     length = local_sequence_length(config.data.seq_length, cp=model.context_parallel_size)
     tokens = length * training.micro_batch_size
     pp = model.pipeline_model_parallel_size

@@ -57,7 +57,7 @@ def megatron_embedder(
     config = generation_config(asked, load, step=step, device_kind=device_kind)
     lm = config.language_model
     if not model_kind(lm.model_kind).has_masked_lm_head:
-        raise ConfigError(f"--load {load} holds a {lm.model_kind or 'gpt'}: give one of BERT")
+        raise ConfigError(f"--load {load} holds a {lm.model_kind}: give one of BERT")
     run, longest = load_model(config, return_embeddings=True)
     model, tokenizer = run.model_chunks[0], run.tokenizer
 

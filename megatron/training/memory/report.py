@@ -141,7 +141,7 @@ def _savings(run: Runtime, sizes: Counter[str]) -> Iterator[tuple[str, float]]:
     By the formulas of docs/recompute.md: of a layer with its attention in a kernel, all kept,
     selective recomputation of the MLP and the norms keeps a half, full recomputation a tenth.
     """
-    m, o, batch = run.config.model, run.config.optimizer, run.config.training.micro_batch_size or 1
+    m, o, batch = run.config.model, run.config.optimizer, run.config.training.micro_batch_size
     activations, optimizer = sizes[ACTIVATIONS], sizes[OPTIMIZER]
     logits = logits_bytes(run.config, run.padded_vocab_size) if run.has_loss else 0
     replicas = run.config.data_parallel_size

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.config.errors import ConfigError
-from megatron.training.config.language_model import MODEL_KINDS
+from megatron.training.config.language_model import MODEL_KINDS, LanguageModelConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.models.kind import ModelImplementation, ModelKind
 
@@ -20,8 +20,8 @@ def register_model_kind(name: str, kind: ModelKind) -> None:
 
 
 def model_kind(name: str | None) -> ModelKind:
-    """The kind that --model-kind ``name`` selects; without a name GPT.  Raises ConfigError."""
-    kind = MODEL_KINDS.find(name or "gpt")
+    """The kind that --model-kind ``name`` selects, by default GPT.  Raises ConfigError."""
+    kind = MODEL_KINDS.find(name or LanguageModelConfig.model_kind)
     assert isinstance(kind, ModelKind), "register_model_kind() has checked it"
     return kind
 

@@ -154,8 +154,8 @@ def _row(name: str, grid: RankGrid, axes: tuple[str, ...]) -> str:
 
 
 def _batches(run: RunConfig) -> Iterator[str]:
-    t, v, seq = run.training, run.validation, run.data.seq_length or 0
-    batch, micro, dp = t.global_batch_size or 0, t.micro_batch_size or 1, run.data_parallel_size
+    t, v, seq = run.training, run.validation, run.data.seq_length
+    batch, micro, dp = t.global_batch_size, t.micro_batch_size, run.data_parallel_size
     micro_batches = batch // (micro * dp)
     effective = micro_batches * micro * dp
     yield (

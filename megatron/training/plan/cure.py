@@ -42,8 +42,8 @@ def changes(run: RunConfig) -> Iterator[Change]:
         yield Change("--use-distributed-optimizer", {"use_distributed_optimizer": True})
     if m.recompute_granularity is None:
         yield Change("--recompute-granularity selective", {"recompute_granularity": "selective"})
-    batch = training.micro_batch_size or 1
-    tokens = batch * (run.data.seq_length or 0) // m.context_parallel_size
+    batch = training.micro_batch_size
+    tokens = batch * run.data.seq_length // m.context_parallel_size
     if not m.loss_chunk_size and tokens >= 2 * _CHUNK and not m.defer_embedding_wgrad_compute:
         yield Change(f"--loss-chunk-size {_CHUNK}", {"loss_chunk_size": _CHUNK})
     if batch % 2 == 0:

@@ -86,10 +86,10 @@ def plan_run(
         config = resolve_pipeline_split(config, rows)
     if memory is not None:
         config = resolve_loss_chunks(config, rows, memory)
-    model, batch = config.model, config.training.global_batch_size or 0
+    model, batch = config.model, config.training.global_batch_size
     num_ranks = model.pipeline_model_parallel_size
     num_chunks = model.virtual_pipeline_model_parallel_size or 1
-    per_step = (config.training.micro_batch_size or 1) * config.data_parallel_size
+    per_step = config.training.micro_batch_size * config.data_parallel_size
     num_microbatches = max(1, batch // per_step)
     shown = min(num_microbatches, _ROUNDS * max(num_ranks, _group(model)))
     if model.defer_embedding_wgrad_compute:  # which piles up until the end

@@ -10,7 +10,7 @@ from megatron.training.config.run import RunConfig
 def batch_is_dealt_out_evenly(run: RunConfig) -> Iterator[str]:
     """Every replica does the same whole number of micro-batches."""
     t, dp = run.training, run.data_parallel_size
-    micro, batch = t.micro_batch_size or 0, t.global_batch_size or 0
+    micro, batch = t.micro_batch_size, t.global_batch_size
     if micro < 1 or batch < 1:
         return
     share = micro * dp
@@ -40,7 +40,7 @@ def rampup_reaches_the_batch(run: RunConfig) -> Iterator[str]:
     if start < 1 or increment < 1 or samples < 0:
         yield f"{shown}: START and INCREMENT must be at least 1 and SAMPLES at least 0"
         return
-    batch = t.global_batch_size or 0
+    batch = t.global_batch_size
     if batch < start or (batch - start) % increment:
         yield (
             f"{shown} does not reach --global-batch-size {batch} from {start} in steps of "
@@ -51,7 +51,7 @@ def rampup_reaches_the_batch(run: RunConfig) -> Iterator[str]:
 def rampup_is_dealt_out_evenly(run: RunConfig) -> Iterator[str]:
     """Each batch on the way is a whole number of micro-batches for every replica."""
     t = run.training
-    share = (t.micro_batch_size or 0) * run.data_parallel_size
+    share = t.micro_batch_size * run.data_parallel_size
     ramp = t.rampup_batch_size or ()
     if len(ramp) != 3 or share < 1 or t.decrease_batch_size_if_needed:
         return

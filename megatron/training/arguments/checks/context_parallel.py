@@ -12,7 +12,7 @@ from megatron.training.config.run import RunConfig
 
 def sequence_fits_context_parallel(run: RunConfig) -> Iterator[str]:
     """Each rank holds two chunks of the sequence; sequence parallelism cuts what a rank holds."""
-    seq, m = run.data.seq_length or 0, run.model
+    seq, m = run.data.seq_length, run.model
     cp, tp = m.context_parallel_size, m.tensor_model_parallel_size
     if cp <= 1 or tp < 1:
         return

@@ -73,7 +73,7 @@ def mlp_fits_tensor_parallel(run: RunConfig) -> Iterator[str]:
 
 def sequence_fits_sequence_parallel(run: RunConfig) -> Iterator[str]:
     """Sequence parallelism cuts the sequence evenly over the tensor-parallel ranks."""
-    seq, m = run.data.seq_length or 0, run.model
+    seq, m = run.data.seq_length, run.model
     tp = m.tensor_model_parallel_size
     if m.sequence_parallel and m.context_parallel_size == 1 and tp >= 1 and seq % tp:
         yield (

@@ -10,7 +10,7 @@ from megatron.training.config.run import RunConfig
 def table_is_long_enough(run: RunConfig) -> Iterator[str]:
     """A learned table has a row for every position; rotation and slopes need none."""
     lm, d = run.language_model, run.data
-    longest = max(d.seq_length or 0, d.decoder_seq_length or 0)
+    longest = max(d.seq_length, d.decoder_seq_length or 0)
     table = lm.max_position_embeddings
     if lm.position_embedding_type == "learned_absolute" and table and table < longest:
         yield (

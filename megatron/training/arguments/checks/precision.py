@@ -152,11 +152,11 @@ def sequence_ranks_hold_whole_blocks(run: RunConfig) -> Iterator[str]:
     if not (m.is_quantized and m.sequence_parallel and m.fp8_wgrad):
         return
     ranks = m.tensor_model_parallel_size * m.context_parallel_size
-    halves = {"--seq-length": d.seq_length}
+    halves: dict[str, int | None] = {"--seq-length": d.seq_length}
     if model_kind_of(run).has_encoder:
         halves["--decoder-seq-length"] = d.decoder_seq_length
     for flag, length in halves.items():
-        tokens = (length or 0) * (run.training.micro_batch_size or 0)
+        tokens = (length or 0) * run.training.micro_batch_size
         if tokens % (ranks * size):
             yield (
                 f"{flag} {length} times --micro-batch-size {run.training.micro_batch_size}, split "

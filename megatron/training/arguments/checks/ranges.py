@@ -20,7 +20,7 @@ def numbers_are_in_range(run: RunConfig) -> Iterator[str]:
 
 def sizes_fit_a_machine(run: RunConfig) -> Iterator[str]:
     """The number of parameters, and of activations of one micro-batch, are possible ones."""
-    m, lm, seq = run.model, run.language_model, run.data.seq_length or 0
+    m, lm, seq = run.model, run.language_model, run.data.seq_length
     vocab = run.tokenizer.padded_vocab_size or run.tokenizer.vocab_size or 0
     ffn = m.ffn_hidden_size or 0
     experts = (m.num_moe_experts or 0) * (m.moe_ffn_hidden_size or 0)
@@ -33,7 +33,7 @@ def sizes_fit_a_machine(run: RunConfig) -> Iterator[str]:
             f"the model has about {parameters:.1e} parameters, more than {_MAX_PARAMETERS:.0e}: "
             "lower --hidden-size, --ffn-hidden-size, --num-layers, --num-experts or --vocab-size"
         )
-    samples = run.training.micro_batch_size or 0
+    samples = run.training.micro_batch_size
     activations = samples * seq * max(m.hidden_size, ffn, heads, vocab)
     if activations > _MAX_ACTIVATIONS:
         yield (
