@@ -1,12 +1,12 @@
-"""What the first layers of a stack keep for backward waits in host memory (--cpu-offloading).
+"""Activation offloading to host memory (--cpu-offloading) for the first layers of a stack.
 
-A layer's saved tensors are copied out while it computes, on a stream of their own; their memory on
-the device is free once the layer behind it has run.  They come back while backward is in the layer
-behind it.  So the device holds those of two layers at a time, and waits for a copy only where a
-layer computes for a shorter time than its tensors travel.
+Offload: the tensors that a layer saves for backward are copied to the host on a side stream while
+the layer computes; their device memory is freed after the next layer's forward pass.  Reload: they
+are copied back while backward runs the next layer.  So the device holds the saved tensors of two
+offloaded layers at a time, and it stalls only where copying takes longer than computing a layer.
 
-Parameters, what all layers share, and small tensors stay.  A storage that is saved twice, under
-several shapes or by two layers in a row, travels once.
+Not offloaded: parameters, inputs that all layers share, and storages below `MIN_BYTES`.  A storage
+that is saved twice, as several views or by two consecutive layers, is copied once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIN_BYTES = 1 << 20  # smaller storages are not worth a copy
 
 
 class _Away:
-    """The bytes of a storage: on the device until `leave`, and from `come_back` on."""
+    """An offloaded storage: its bytes are on the device before `leave` and after `come_back`."""
 
     def __init__(self, tensor: Tensor, stream: device.Stream | None) -> None:
         self._stream = stream
@@ -33,7 +33,7 @@ class _Away:
         self._here: Tensor | None = _bytes_of(tensor)
         self.num_bytes = self._here.numel()
         self._there: Tensor | None = None
-        if not tensor.is_meta:  # a plan counts what the device holds
+        if not tensor.is_meta:  # the memory planner counts device memory only: nothing to copy
             device.wait_stream(stream)
             with device.on_stream(stream):
                 self._there = device.host_like(self._here, torch.uint8, pin=True)
@@ -41,16 +41,16 @@ class _Away:
                 self._left = device.record_event()
 
     def leave(self) -> None:
-        """Let the device's memory be used again, by what is queued from now on."""
+        """Free the device memory; the current stream waits for the copy to the host first."""
         if self._there is not None:
             device.wait_event(self._left)
         self._here = None
 
     def come_back(self) -> None:
-        """Start to copy, unless it has been started."""
+        """Start the copy to the device, unless it was started before."""
         if self._here is not None:
             return
-        # Allocated on the stream that uses and frees it.
+        # Allocate on the current stream, which also uses and frees the memory.
         here = torch.empty(self.num_bytes, dtype=torch.uint8, device=device.current())
         if self._there is not None:
             device.wait_stream(self._stream)
@@ -60,7 +60,7 @@ class _Away:
         self._here = here
 
     def storage(self) -> torch.UntypedStorage:
-        """Where the bytes are once the present stream is here."""
+        """Return the device storage; the current stream waits for the copy to the device."""
         self.come_back()
         device.wait_event(self._came)
         assert self._here is not None, "it has come back"
@@ -68,7 +68,7 @@ class _Away:
 
 
 class _Saved(NamedTuple):
-    """A tensor whose storage is away."""
+    """The record that autograd saves in place of a tensor whose storage is offloaded."""
 
     away: _Away
     dtype: torch.dtype
@@ -77,7 +77,7 @@ class _Saved(NamedTuple):
     stride: tuple[int, ...]
 
     def tensor(self) -> Tensor:
-        """As it was saved."""
+        """Return the tensor as it was saved: same dtype, shape, strides and values."""
         storage = self.away.storage()
         return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
             storage, self.offset, self.size, self.stride
@@ -85,33 +85,38 @@ class _Saved(NamedTuple):
 
 
 class _Pass:
-    """One micro-batch on its way through a stack."""
+    """The offloaded storages of one micro-batch, by layer.
+
+    ``staying``: tensors whose storages are not offloaded.
+    """
 
     def __init__(self, staying: Iterable[Tensor], stream: device.Stream | None) -> None:
         self._staying = {t.untyped_storage()._cdata for t in staying}
         self._stream = stream
         self._layers: list[list[_Away]] = []
-        self._leaving: dict[tuple[int, int], _Away] = {}  # by storage, which it keeps alive
+        # Storages on the device, by (storage, version); the entry keeps the storage alive, so that
+        # its address identifies it.
+        self._leaving: dict[tuple[int, int], _Away] = {}
         self.num_bytes = 0
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """The context in which the next layer runs."""
+        """Return the context manager in which the next layer runs; offloads what it saves."""
         self._layers.append([])
         return torch.autograd.graph.saved_tensors_hooks(self._hold, _give)
 
     def leave(self, layer: int) -> None:
-        """What ``layer`` has saved leaves the device."""
+        """Free the device memory of the storages that ``layer`` saved."""
         gone = set(self._layers[layer])
         self._leaving = {k: away for k, away in self._leaving.items() if away not in gone}
         for away in gone:
             away.leave()
 
     def come_back(self, layers: Sequence[int], _: Tensor) -> None:
-        """What ``layers`` have saved will be needed soon."""
+        """Start to copy back the storages of ``layers``; a gradient hook, hence the argument."""
         for layer in layers:
             for away in self._layers[layer]:
                 away.come_back()
-            self._layers[layer] = []  # autograd frees it once it is used
+            self._layers[layer] = []  # autograd's reference is the last: it frees them after use
 
     def _hold(self, tensor: Tensor) -> Tensor | _Saved:
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
@@ -119,7 +124,7 @@ class _Pass:
         storage = tensor.untyped_storage()
         if storage.nbytes() < MIN_BYTES or storage._cdata in self._staying:
             return tensor
-        key = storage._cdata, tensor._version  # bytes that were written to since are others
+        key = storage._cdata, tensor._version  # an in-place write changes the bytes and the version
         away = self._leaving.get(key)
         if away is None:
             with torch.no_grad():
@@ -132,15 +137,15 @@ class _Pass:
 
 
 class ActivationOffload:
-    """Runs a stack whose first ``num_layers`` layers keep nothing large on the device."""
+    """Runs a stack of layers and offloads the activations of its first ``num_layers`` layers."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
-        self.num_bytes = 0  # that the last micro-batch sent away
+        self.num_bytes = 0  # offloaded by the last micro-batch
         self._stream: device.Stream | None = None
 
     def run(self, layers: Iterable[nn.Module], hidden_states: Tensor, shared: Shared) -> Tensor:
-        """All layers: [s, b, h] -> [s, b, h]."""
+        """Run all layers: [s, b, h] -> [s, b, h].  ``shared``: the inputs that all layers share."""
         self._stream = self._stream or device.side_stream()
         layers = list(layers)
         params = (p for layer in layers for p in layer.parameters())
@@ -162,7 +167,7 @@ class ActivationOffload:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of ``tensor``."""
+    """Return the complete storage of ``tensor`` as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

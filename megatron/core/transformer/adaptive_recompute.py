@@ -1,8 +1,9 @@
-"""Recomputation that finds out how little of it is enough.
+"""Adaptive recomputation: search for the least recomputation that fits the memory budget.
 
-It begins with everything: a first step that does not fit could not be taken back.  Then layers
-keep, part by part and the dearest part first, what would be computed again, as long as the
-measured peak stays within the budget.  Which bits come out does not depend on any of it.
+The search begins with full recomputation, because a step that runs out of memory cannot be undone.
+Then layers save activations instead of recomputing them, one part of a layer after the other and
+the most expensive part first, as long as the measured peak stays within the budget.  Results are
+bitwise identical for every setting.
 """
 
 from __future__ import annotations
@@ -14,34 +15,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# What a layer may keep, dearest to compute again first (docs/recompute.md has the numbers).
+# Parts whose activations a layer may save, most expensive to recompute first (docs/recompute.md has
+# measurements).  "layer": the layer is not recomputed as a whole, only the parts it does not save.
 PARTS = ("layer", "mlp", "core_attn", "layernorm")
 
 
 @dataclass
 class Search:
-    """How many of ``num_layers`` layers keep each part such that the peak stays below ``limit``.
+    """Search for the number of layers that may save each part with a peak of at most ``limit``.
 
-    Part by part: one layer keeps it, then twice as many each time, as long as the last growth of
-    the peak says that they fit; what turns out to be too many is taken back one at a time.
+    ``kept`` maps a part to that number, 0 to ``num_layers``; ``limit`` and peaks are in bytes.  For
+    each part: first one layer saves it, then the number at most doubles in each step, as far as the
+    last growth of the peak predicts that it fits; if the peak exceeds the limit, the number is
+    reduced by one per step.
     """
 
     num_layers: int
     limit: float
     kept: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
-    _part: int = -1  # the one under search; -1 before the first peak
-    _peak: float = 0.0  # before the last layers were added
-    _added: int = 0  # layers; 0 once some were taken back
+    _part: int = -1  # index in PARTS of the part under search; -1 before the first peak
+    _peak: float = 0.0  # the peak before the last increase
+    _added: int = 0  # layers of the last increase; 0 after a decrease
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing more is tried."""
+        """Whether the search has ended."""
         return self._part == len(PARTS)
 
     def observe(self, peak: float) -> bool:
-        """Take the peak of a step with ``kept``; returns whether ``kept`` has changed.
+        """Update ``kept`` from the peak of a step that ran with it; return whether it changed.
 
-        Ranks that are to decide alike observe the same peaks.
+        Not collective: ranks that must agree must pass the same peak.
         """
         before = dict(self.kept)
         if peak > self.limit:
@@ -51,7 +55,7 @@ class Search:
         return self.kept != before
 
     def _fitting(self, peak: float) -> int:
-        """Further layers that surely can keep the part under search."""
+        """Return how many further layers can save the part under search, by the last growth."""
         if not self._added:
             return 0
         kept, growth = self.kept[PARTS[self._part]], (peak - self._peak) / self._added
@@ -59,7 +63,7 @@ class Search:
         return left if growth <= 0 else min(left, int((self.limit - peak) / growth))
 
     def _most(self) -> int:
-        """Layers that may keep the part under search: those that are not computed again whole."""
+        """Return how many layers may save the part under search: those not recomputed in full."""
         return self.num_layers if self._part == 0 else self.kept["layer"]
 
     def _add(self, count: int, peak: float) -> bool:
@@ -71,21 +75,24 @@ class Search:
     def _try_next_part(self, peak: float) -> None:
         self._part, self._added = self._part + 1, 0
         if not self.is_settled and not self._add(min(1, self._most()), peak):
-            self._part = len(PARTS)  # no layer keeps anything
+            self._part = len(PARTS)  # all layers are recomputed in full: no further part to save
 
     def _take_back(self) -> None:
-        """One layer less keeps the part under search; behind the search, any part."""
+        """Let one layer fewer save the part under search, or else the cheapest part saved."""
         searched = PARTS[self._part : self._part + 1] if self._part >= 0 else ()
         given = [part for part in (*searched, *reversed(PARTS)) if self.kept[part]]
         if given:
             self.kept[given[0]] -= 1
-        else:  # nothing is kept, and still it does not fit
+        else:  # full recomputation does not fit either: nothing is left to reduce
             self._part = len(PARTS)
         self._added = 0
 
 
 def apply(blocks: Sequence[Any], kept: dict[str, int]) -> None:
-    """Let the last layers of this rank's ``blocks`` keep what ``kept`` says."""
+    """Set which layers of this rank's ``blocks`` recompute which parts.
+
+    ``kept`` is that of `Search`: so many of the last layers save a part, the others recompute it.
+    """
     num_layers, start = sum(len(block.layers) for block in blocks), 0
     whole = max(0, num_layers - kept["layer"])
     for block in blocks:
@@ -100,24 +107,25 @@ def apply(blocks: Sequence[Any], kept: dict[str, int]) -> None:
 
 
 class SavedBytes:
-    """Bytes that autograd holds for backward, parameters left out: the meter where there is no GPU.
+    """Count the bytes that autograd saves for backward, without parameters.
 
-    Between `start` and `stop`, on the thread that called them.
+    This measures the peak where there is no GPU memory statistic.  It counts between `start` and
+    `stop`, on the thread that called them.  Each storage counts once.
     """
 
     def __init__(self) -> None:
         self.alive = self.peak = 0
-        self._holders: dict[int, int] = {}  # storage -> how often it is held
+        self._holders: dict[int, int] = {}  # storage -> number of saved tensors that share it
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def start(self) -> None:
-        """Meter from now on, the peak from 0."""
+        """Start to count; the peak starts at the bytes that are saved now."""
         self.peak = self.alive
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._hold, _give)
         self._hooks.__enter__()
 
     def stop(self) -> int:
-        """The peak since `start`."""
+        """Stop counting; return the peak since `start` in bytes."""
         assert self._hooks is not None, "not started"
         self._hooks.__exit__()
         return self.peak
@@ -128,7 +136,7 @@ class SavedBytes:
         return _Held(self, tensor)
 
     def add(self, storage: int, num_bytes: int) -> None:
-        """One more holder of a storage."""
+        """Count one more saved tensor of a storage."""
         count = self._holders.get(storage, 0)
         self._holders[storage] = count + 1
         if not count:
@@ -136,7 +144,7 @@ class SavedBytes:
             self.peak = max(self.peak, self.alive)
 
     def remove(self, storage: int, num_bytes: int) -> None:
-        """One holder less."""
+        """Count one saved tensor of a storage less."""
         self._holders[storage] -= 1
         if not self._holders[storage]:
             del self._holders[storage]
@@ -144,7 +152,7 @@ class SavedBytes:
 
 
 class _Held:
-    """A saved tensor, until autograd lets go of it."""
+    """A saved tensor, counted until autograd drops its reference."""
 
     def __init__(self, meter: SavedBytes, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -1,8 +1,11 @@
-"""Attention around its core: projections, norms of queries and keys, rotation, cache.
+"""Attention sublayer: QKV projection, norms of queries and keys, rotary embedding, KV cache.
 
-``s`` tokens, ``b`` sequences, ``h`` width, ``n`` query heads, ``g`` key/value heads, ``d`` head
-width; ``x/tp`` this rank's share.  The projection's output is interleaved by group: the n/g query
-heads of a group, its key, its value, then the next group.
+The attention core itself is in dot_product_attention.py.
+
+``s`` tokens, ``b`` sequences, ``h`` hidden size, ``n`` query heads, ``g`` key/value heads (query
+groups), ``d`` head dimension; ``x/tp`` is the share of one tensor-parallel rank.  Rows of the QKV
+projection are interleaved by query group: the n/g query heads of a group, its key, its value, then
+the next group.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class CrossAttentionSubmodules:
-    """Slots of cross attention."""
+    """Submodules of cross attention."""
 
     linear_q: Slot | None = None
     linear_kv: Slot | None = None
@@ -41,7 +44,7 @@ class CrossAttentionSubmodules:
 
 @dataclass
 class SelfAttentionSubmodules:
-    """Slots of self attention."""
+    """Submodules of self attention."""
 
     linear_qkv: Slot | None = None
     core_attention: Slot | None = None
@@ -51,14 +54,14 @@ class SelfAttentionSubmodules:
 
 
 class AttentionSubmodules(Protocol):
-    """Slots of every kind of attention."""
+    """Submodules that every kind of attention has."""
 
     core_attention: Slot | None
     linear_proj: Slot | None
 
 
 class Projection(Protocol):
-    """A matrix of attention, its outputs divided over tp."""
+    """Interface of a column-parallel linear layer: its outputs are sharded over tp."""
 
     weight: Tensor
 
@@ -79,7 +82,10 @@ def layer_has_rope(config: TransformerConfig, layer_index: int) -> bool:
 
 
 class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
-    """What kinds of attention share: core and output projection, heads divided over tp."""
+    """Base class of attention: core and output projection, with heads sharded over tp.
+
+    Collective over tp (projections) and over cp (core), also in backward.
+    """
 
     attention_type = "self"
     default_mask = AttnMaskType.causal
@@ -93,7 +99,10 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
         *,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        """``layer_number`` counts from 1 over the whole model, or stack."""
+        """Build the submodules.  ``layer_number`` counts from 1 over the complete model or stack.
+
+        Raises ConfigError if the spec's core attention lacks what a flag needs.
+        """
         super().__init__(config)
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.layer_number = layer_number
@@ -127,29 +136,29 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
             config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
-            skip_bias_add=self.tp_group.size() > 1,  # alone, the bias rides in the matmul
+            skip_bias_add=self.tp_group.size() > 1,  # on one rank the GEMM adds the bias for free
             offered=self.offered,
         )
         self.build_projections(submodules)
 
     @property
     def value_width(self) -> int:
-        """Of all heads."""
+        """Total width of the values of all heads, on all ranks."""
         return self.config.num_attention_heads * self.config.kv_channels
 
     @property
     def softmax_scale(self) -> float | None:
-        """None: what the core takes by itself."""
+        """Scale of the attention scores; None: the default of the core."""
         return None
 
     @abstractmethod
     def build_projections(self, submodules: Submodules) -> None:
-        """Make what gives queries, keys and values."""
+        """Build the linear layers that compute queries, keys and values."""
 
     def projection(
         self, spec: Slot | None, input_size: int, output_size: int, *, bias: bool
     ) -> Projection:
-        """A matrix whose outputs, of all heads, are divided over tp."""
+        """Build a linear layer with ``output_size`` outputs in total, sharded over tp by heads."""
         matrix: Projection = build_module(
             spec,
             input_size,
@@ -162,7 +171,7 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
         return matrix
 
     def project_back(self, context: Tensor) -> WithBias:
-        """What the core gives, as hidden states and the bias that is still to be added."""
+        """Apply the output projection: [s, b, n d / tp] -> [s, b, h] and the bias still to add."""
         return self.linear_proj(context)
 
     def attend(
@@ -174,7 +183,7 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> WithBias:
-        """The core and what follows it; the core computed again in backward where that is asked."""
+        """Run the core and the output projection; recompute the core in backward if configured."""
 
         def core(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
             return self.core_attention(
@@ -195,13 +204,13 @@ class AttentionBase(MegatronModule, ABC, Generic[Submodules]):
 
 
 class SelfAttentionBase(AttentionBase[Submodules]):
-    """Attention of a sequence to itself."""
+    """Base class of self attention."""
 
     @abstractmethod
     def queries_keys_values(
         self, hidden_states: Tensor, rotary: RotaryTable | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the core takes of hidden states [s, b, h]."""
+        """Compute query, key and value for the core from hidden states [s, b, h]."""
 
     def forward(
         self,
@@ -213,7 +222,11 @@ class SelfAttentionBase(AttentionBase[Submodules]):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> WithBias:
-        """[s, b, h] -> [s, b, h] and the bias that is still to be added, if any."""
+        """Attend: [s, b, h] -> [s, b, h], and the output bias still to add (None if there is none).
+
+        ``attention_mask`` is True where a key is hidden.  ``inference_context``: the KV cache that
+        the new keys and values are appended to.
+        """
         query, key, value = self.queries_keys_values(hidden_states, rotary_pos_emb)
         if inference_context is not None:
             key, value = inference_context.append(self.layer_number - 1, key, value)
@@ -221,9 +234,9 @@ class SelfAttentionBase(AttentionBase[Submodules]):
 
 
 class CrossAttention(AttentionBase[CrossAttentionSubmodules]):
-    """Queries of one sequence, keys and values of another, heads divided over the group.
+    """Cross attention: queries of one sequence, keys and values of another; heads sharded over tp.
 
-    The keys' and values' projection is interleaved by group: its key, its value, the next group.
+    Rows of the KV projection are interleaved by query group: its key, its value, the next group.
     """
 
     attention_type = "cross"
@@ -254,9 +267,9 @@ class CrossAttention(AttentionBase[CrossAttentionSubmodules]):
         key_value_states: Tensor,
         inference_context: KVCache | None = None,
     ) -> WithBias:
-        """[q, b, h] and the other sequence [k, b, h] -> [q, b, h] and a bias, as `SelfAttention`.
+        """Attend: [q, b, h] and the other sequence [k, b, h] -> [q, b, h] and the unadded bias.
 
-        ``attention_mask``, to [b, 1, q, k], is True where a key is hidden.
+        ``attention_mask``, broadcast to [b, 1, q, k], is True where a key is hidden.
         """
         query, _ = self.linear_q(hidden_states)
         if inference_context is None:
@@ -269,14 +282,14 @@ class CrossAttention(AttentionBase[CrossAttentionSubmodules]):
         return self.attend(query, key, value, attention_mask)
 
     def keys_values(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """[k, b, h] -> 2 x [k, b, g/tp, d]"""
+        """Compute keys and values of the other sequence: [k, b, h] -> 2 x [k, b, g/tp, d]."""
         mixed, _ = self.linear_kv(states)
         key, value = mixed.view(*mixed.shape[:2], self.local_groups, -1).chunk(2, -1)
         return key, value
 
 
 class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
-    """Self attention with its heads divided over the tensor-parallel group."""
+    """Self attention with heads sharded over the tensor-parallel group."""
 
     def build_projections(self, submodules: SelfAttentionSubmodules) -> None:
         config = self.config
@@ -305,7 +318,8 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
             )
         if spec is None:
             return None
-        is_cut = self.tp_group.size() > 1  # each rank normalises heads of its own
+        # Each rank normalises its own heads only, so its weight gradient is a partial sum.
+        is_cut = self.tp_group.size() > 1
         norm: Callable[[Tensor], Tensor] = build_module(
             spec,
             config=self.config,
@@ -318,7 +332,10 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
     def queries_keys_values(
         self, hidden_states: Tensor, rotary: RotaryTable | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, h] -> query [s, b, n/tp, d], key and value [s, b, g/tp, d], rotated."""
+        """Project: [s, b, h] -> query [s, b, n/tp, d], key and value [s, b, g/tp, d].
+
+        Query and key have their norms and the rotary embedding applied, if configured.
+        """
         mixed, bias = self.linear_qkv(hidden_states)
         assert bias is None, "the projection adds its bias itself"
         width = self.head_dim
@@ -338,7 +355,10 @@ class SelfAttention(SelfAttentionBase[SelfAttentionSubmodules]):
 
 
 def _note_rows(layer: object, *rows: int) -> None:
-    """Write into the record of a weight that it is several matrices, ``rows`` of each in turn."""
+    """Record in the weight's ParamInfo that rows of several matrices alternate, ``rows`` of each.
+
+    Muon separates the matrices by it to orthogonalise each on its own.
+    """
     weight = getattr(layer, "weight", None)
     if isinstance(weight, Tensor):
         set_info(weight, replace(info_of(weight), interleaved=rows))

@@ -1,8 +1,8 @@
-"""Which implementation of the attention core runs, and why the others do not.
+"""Selection of the attention implementation, with the reason why each of the others cannot run.
 
-``flash``, ``fused`` (cuDNN) and ``efficient`` are kernels behind torch's
-scaled_dot_product_attention; ``blocks`` is causal attention in blocks of queries, for training on a
-CPU; ``plain`` is the formula in torch operations, which can do everything.
+``flash``, ``fused`` (cuDNN) and ``efficient`` are kernels of torch's scaled_dot_product_attention;
+``blocks`` is causal attention in blocks of queries, for training on a CPU; ``plain`` is the formula
+in torch operations, which supports every request.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ _CANDIDATES = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRequest:
-    """What one call of attention needs."""
+    """The properties of an attention call that decide which implementations support it."""
 
     dtype: torch.dtype
     head_dim: int
     is_cuda: bool = field(default_factory=device.is_cuda)  # this process's device
-    has_mask: bool = False  # more than causality
+    has_mask: bool = False  # a mask other than the causal one
     has_bias: bool = False
     has_dropout: bool = False
     has_softcap: bool = False
-    causal_tokens: int = 0  # of a sequence that is trained on causally; 0: anything else
-    by_blocks: bool = False  # as in a ring, or beside a sink: mask or bias need the formula
+    causal_tokens: int = 0  # sequence length of causal training; 0 for any other call
+    # Ring attention or attention with a sink: only ``plain`` supports a mask or bias then.
+    by_blocks: bool = False
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """A row of the start-up table."""
+    """One row of the start-up table of attention implementations."""
 
     name: str
     is_chosen: bool
@@ -62,7 +63,7 @@ class BackendChoice:
 
 @lru_cache
 def refusal(name: str, request: AttentionRequest) -> str | None:
-    """Why ``name`` cannot serve ``request``; None when it can."""
+    """Return why implementation ``name`` does not support ``request``; None if it does."""
     if name == PLAIN:
         return None
     if request.has_softcap:
@@ -104,7 +105,7 @@ def _refusal_of_blocks(request: AttentionRequest) -> str | None:
         return "it is for causal attention in training"
     if request.dtype != torch.bfloat16 and request.causal_tokens < _FEW_TOKENS:
         return f"a kernel is faster for {request.causal_tokens} tokens"
-    # What it keeps for backward then stays below half of what a layer keeps anyway.
+    # Up to this length its saved probabilities are below half of a layer's other activations.
     if request.causal_tokens > 16 * request.head_dim:
         return f"it would keep the probabilities of {request.causal_tokens} tokens"
     return None
@@ -112,9 +113,9 @@ def _refusal_of_blocks(request: AttentionRequest) -> str | None:
 
 @lru_cache
 def choose(wanted: AttnBackend, request: AttentionRequest) -> tuple[str, ...]:
-    """The implementations that may serve ``request``: kernels, or one of the others alone.
+    """Return the implementations to use: one or more kernels (torch selects), or one of the others.
 
-    Raises ConfigError when ``wanted`` names kernels and none of them can.
+    Raises ConfigError if no implementation that ``wanted`` allows supports the request.
     """
     reasons = {name: refusal(name, request) for name in _CANDIDATES[wanted]}
     able = tuple(name for name, reason in reasons.items() if reason is None)
@@ -130,7 +131,7 @@ def choose(wanted: AttnBackend, request: AttentionRequest) -> tuple[str, ...]:
 
 
 def attention_report(wanted: AttnBackend, request: AttentionRequest) -> list[BackendChoice]:
-    """For each implementation, whether it runs and why, for the table printed at start-up."""
+    """Return one row per implementation, whether it runs and why, for the table at start-up."""
     chosen = choose(wanted, request)
     rows = []
     for name in NAMES:

@@ -25,7 +25,7 @@ SavedDropout = tuple[Tensor, ...]  # dropout state from forward that backward ne
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRule:
-    """How scores and probabilities follow from the products of queries and keys."""
+    """How attention scores and probabilities are computed from q k^T."""
 
     scale: float
     depth_scale: int = 1  # divides q k^T and multiplies the fp32 scores: avoids fp16 overflow
@@ -48,9 +48,11 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class BlockKernel:
-    """``forward(call)`` -> output [b, n, q, d], log-sum-exp, kept.
+    """Forward and backward function of an attention kernel.
 
-    ``backward(call, grad, out, lse, kept)`` -> gradients of q, k and v.
+    ``forward(call)`` returns output [b, n, q, d], log-sum-exp [b, n, q] and saved dropout state.
+    ``backward(call, grad, out, lse, kept)`` returns the gradients of q, k and v; ``kept`` is that
+    state.
     """
 
     forward: Callable[[BlockCall], tuple[Tensor, Tensor, SavedDropout]]

@@ -1,8 +1,9 @@
-"""Which keys a query may see, and biases that depend on their distance.
+"""Attention masks (causal, sliding window, packed sequences, padding) and the ALiBi bias.
 
-Masks are bool and True where the key is visible, of shape broadcastable to [b, n, q, k]; the last
-query stands at the last key, so that a cache of earlier keys comes first.  A mask that a caller
-hands to the model is the other way round: True where the key is hidden.
+Masks are bool, broadcastable to [b, n, q, k] and True where the query attends to the key.  The last
+query has the position of the last key: with a KV cache the cached keys come first.  The
+``attention_mask`` that callers pass to the model has the opposite sense, True where a key is
+hidden; it is called ``hidden`` here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ Window = tuple[int, int]
 
 
 def window_of_layer(config: AttentionConfig, layer_index: int) -> Window | None:
-    """How far to the left and right layer ``layer_index`` (from 0) sees; None: everywhere."""
+    """Return the (left, right) window of layer ``layer_index`` (from 0), None for full attention.
+
+    Both count keys beside the query's own position; -1 is unlimited.
+    """
     skip = config.window_attn_skip_freq
     if isinstance(skip, int):
         is_windowed = (layer_index + 1) % skip != 0
@@ -30,19 +34,22 @@ def window_of_layer(config: AttentionConfig, layer_index: int) -> Window | None:
 
 
 def causal_window(window: Window) -> Window:
-    """What is left of a window where later keys are hidden."""
+    """Return the window without the keys after the query."""
     return window[0], 0
 
 
 @lru_cache(maxsize=16)
 def band(num_queries: int, num_keys: int, left: int, right: int, device: torch.device) -> Tensor:
-    """Keys from ``left`` before to ``right`` after the query; -1 is no limit: [q, k]."""
+    """Return the mask of keys from ``left`` before to ``right`` after the query: [q, k].
+
+    -1 is unlimited.
+    """
     query = torch.arange(num_keys - num_queries, num_keys, device=device)
     return band_at(query, torch.arange(num_keys, device=device), left, right)
 
 
 def band_at(query: Tensor, key: Tensor, left: int, right: int) -> Tensor:
-    """`band` for queries and keys at given positions [q] and [k]."""
+    """Return the mask of `band` for queries and keys at the given positions [q] and [k]."""
     seen = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
     if left >= 0:
         seen &= key >= query.unsqueeze(1) - left
@@ -52,7 +59,7 @@ def band_at(query: Tensor, key: Tensor, left: int, right: int) -> Tensor:
 
 
 def same_document(packed: PackedSeqParams, num_tokens: int) -> Tensor:
-    """Queries and keys of one packed sequence: [q, k]."""
+    """Return the mask of query-key pairs of the same packed sequence: [q, k]."""
     index = sequence_index(packed.ends, num_tokens)
     return index.unsqueeze(1) == index.unsqueeze(0)
 
@@ -67,12 +74,13 @@ def visible_keys(
     packed: PackedSeqParams | None = None,
     first_query: int | None = None,
 ) -> tuple[Tensor | None, bool]:
-    """The mask that attention needs beside plain causality, and whether that is all it needs.
+    """Return (mask, is_causal), the arguments of an attention kernel.
 
-    query [q, b, n, d], key [k, b, n, d].  (None, True): causal and nothing else, one query for
-    each key.  (None, False): everything is visible.  (mask, False): the mask says it all.
-    ``first_query`` is the place of the first query among the keys where the last one does not
-    stand at the last key.
+    (None, True): a plain causal mask with as many queries as keys; (None, False): no mask;
+    (mask, False): ``mask`` contains everything, causality included.
+
+    query [q, b, n, d], key [k, b, n, d].  ``hidden`` is True where a key is hidden.
+    ``first_query``: key position of the first query; None if the last query is at the last key.
     """
     num_queries, num_keys = query.shape[0], key.shape[0]
     left, right = causal_window(window or (-1, -1)) if is_causal else window or (-1, -1)
@@ -99,7 +107,7 @@ def visible_keys(
 
 
 def is_causal_mask(hidden: Tensor) -> bool:
-    """Whether ``hidden`` [.., s, s] hides later keys and nothing else."""
+    """Return whether ``hidden`` [.., s, s] is the causal mask; synchronises with the device."""
     size = hidden.shape[-1]
     if hidden.shape[-2] != size:
         return False
@@ -107,7 +115,7 @@ def is_causal_mask(hidden: Tensor) -> bool:
 
 
 def alibi_slopes(num_heads: int, where: torch.device | None = None) -> Tensor:
-    """How fast each head's attention falls with distance: [n] float32, made on ``where``."""
+    """Return the ALiBi slope of each head (arXiv 2108.12409): [n] float32 on device ``where``."""
 
     def of_power_of_two(n: int) -> Tensor:
         return torch.arange(1, n + 1, device=where, dtype=torch.float64).mul(-8 / n).exp2()
@@ -118,7 +126,10 @@ def alibi_slopes(num_heads: int, where: torch.device | None = None) -> Tensor:
 
 
 def alibi_bias(slopes: Tensor, queries: Tensor, num_keys: int) -> Tensor:
-    """-slope * distance of queries at given places [q] to keys 0 .. k - 1: [1, n, q, k] float32."""
+    """Return -slope * |query - key| for positions ``queries`` [q] and keys 0 .. k - 1.
+
+    Returns [1, n, q, k] float32.
+    """
     keys = torch.arange(num_keys, device=slopes.device)
     distance = (queries.unsqueeze(1) - keys).abs()
     return (-slopes[:, None, None] * distance).unsqueeze(0)

@@ -1,9 +1,9 @@
-"""Layers compiled by PyTorch (--compile).
+"""Compilation of transformer layers by torch.compile (--compile).
 
-Methods are replaced on the instances: names of parameters, hooks and what a checkpoint holds stay
-as they are.  The compiler is started by the first pass.  Products of a tensor-parallel group, with
-the collectives inside them, are called as they are, between compiled stretches.  A run's batches
-are all of one size; another size (a shorter prompt) is compiled anew.
+The methods of module instances are replaced, so parameter names, hooks and checkpoints do not
+change.  The first forward pass compiles.  Linear layers with tensor-parallel collectives run
+uncompiled, as graph breaks between compiled regions.  Shapes are static: a batch of another shape
+(such as a shorter prompt) is compiled anew.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 
 def compile_layers(model: nn.Module, regions: str) -> None:
-    """Compile each "layer" of ``model``, or all of a stage as one ("model"); "none": nothing.
+    """Compile the transformer layers of ``model`` according to --compile.
 
-    Raises MissingDependency where a CPU has no compiler.
+    ``regions``: each layer on its own ("layer"), all layers of a stage at once ("model"), or no
+    layer ("none").  Raises MissingDependency on a CPU without a C++ compiler.
     """
     if regions == "none":
         return
     if not device.is_cuda():
         _require_compiler(regions)
-    # It says of small tables that it computes them again.
+    # Dynamo warns that it traces through the lru_cache of masks; recomputing them is cheap.
     warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
     for module in list(model.modules()):
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):

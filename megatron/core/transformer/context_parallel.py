@@ -53,14 +53,14 @@ class AttentionContext:
     bias: Tensor | None = None  # added to the scores: [1, n, q, k]
     packed: PackedSeqParams | None = None
     first_query: int | None = None  # its key position; None: the last query is at the last key
-    sink: Tensor | None = None  # [n]: score of an extra key with value 0 that all queries attend to
+    sink: Tensor | None = None  # [n]: score of an extra key with value 0, for all queries
 
 
 class Core(Protocol):
     """The interface of an attention core that `Exchange` calls."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, around: AttentionContext) -> Tensor:
-        """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d] on this rank alone."""
+        """Attend on this rank alone: [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d]."""
 
     def attend_in_ring(
         self, qkv: _QKV, around: AttentionContext, ring: Ring, lengths: tuple[int, ...]
@@ -70,7 +70,10 @@ class Core(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """The context-parallel communication of one layer; without ``heads`` and ``ring`` allgather."""
+    """The context-parallel communication of one layer.
+
+    ``heads`` alone is a2a, ``ring`` alone p2p, both are a2a+p2p, none is allgather.
+    """
 
     cp: ProcessGroup
     heads: ProcessGroup | None  # group of the all-to-all between tokens and heads
@@ -79,7 +82,10 @@ class Exchange:
     def attend(
         self, core: Core, query: Tensor, key: Tensor, value: Tensor, around: AttentionContext
     ) -> Tensor:
-        """[s, b, n, d], 2 x [s, b, g, d] -> [s, b, n d].  Collective over cp, also backward."""
+        """Attend over all ranks: [s, b, n, d], 2 x [s, b, g, d] -> [s, b, n d].
+
+        Collective over cp, also in backward.
+        """
         num_tokens = query.shape[0] * self.cp.size()
         lengths = row_lengths(around.packed.lengths if around.packed else None, num_tokens)
         around = _with_own_rows(around, query.shape[0], num_tokens)

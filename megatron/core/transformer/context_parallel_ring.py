@@ -41,7 +41,7 @@ from megatron.core.transformer.attention_blocks import (
 )
 from megatron.core.transformer.attention_masks import Window, band_at
 
-_QUERIES = 128  # least number of queries of a block under a sliding window
+_QUERIES = 128  # minimum number of queries per block with a sliding window
 
 
 class Ring:
@@ -227,9 +227,10 @@ class _RingAttention(Function[Tensor]):
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, sink: Tensor | None = None
 ) -> Tensor:
-    """[s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d].  Collective over the ring, also backward.
+    """Attend over the keys of all ranks: [s, b, n, d], 2 x [s, b, g, d] -> [s, b, n, d].
 
-    The gradient of ``sink`` [n] is that of this rank's queries.
+    The gradient of ``sink`` [n] is the contribution of this rank's queries.  Collective over the
+    ring, also in backward.
     """
     return _RingAttention.apply(query, key, value, sink, plan)
 
@@ -265,10 +266,10 @@ def _unpacked(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _heads_first(x: Tensor) -> Tensor:
-    """[s, b, n, d] -> [b, n, s, d], a view."""
+    """Return a view with heads before tokens: [s, b, n, d] -> [b, n, s, d]."""
     return x.permute(1, 2, 0, 3)
 
 
 def _tokens_first(x: Tensor) -> Tensor:
-    """[b, n, s, d] -> [s, b, n, d], a view."""
+    """Return a view with tokens first: [b, n, s, d] -> [s, b, n, d]."""
     return x.permute(2, 0, 1, 3)

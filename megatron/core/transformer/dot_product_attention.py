@@ -1,7 +1,8 @@
-"""Dot-product attention, softmax(q k^T / sqrt(d)) v: the plain formula, and torch's kernels.
+"""Dot-product attention, softmax(q k^T / sqrt(d)) v, by torch's kernels or in plain operations.
 
 ``q`` queries, ``k`` keys, ``b`` sequences, ``n`` local heads, ``g`` local key/value heads
-(n a multiple of g), ``d`` head width.  Inputs [q or k, b, n or g, d], output [q, b, n d].
+(n a multiple of g), ``d`` head dimension.  Inputs are [q or k, b, n or g, d], the output is
+[q, b, n d].
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 class DotProductAttention(MegatronModule):
     """The attention core; `attention_backends.choose` selects a kernel for each kind of call.
 
-    ``sdpa`` is PyTorch's function, or one that counts its memory alone.
+    ``sdpa`` is PyTorch's function; the memory planner replaces it by one that only counts memory.
     """
 
     sdpa: Callable[..., Tensor] = staticmethod(F.scaled_dot_product_attention)
@@ -65,7 +66,7 @@ class DotProductAttention(MegatronModule):
         *,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """``layer_number`` counts from 1.  Without groups there is no context parallelism."""
+        """Create the core.  ``layer_number`` counts from 1.  No groups: no context parallelism."""
         super().__init__(config)
         self.attn_mask_type, self.attention_type = attn_mask_type, attention_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -102,7 +103,7 @@ class DotProductAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d].
+        """Attend: [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d].
 
         ``attention_mask`` is True where a key is hidden; ``attention_bias`` [1, n, q, k] is added
         to the scores.  Both apply in addition to the causal mask.  With context parallelism, q and
@@ -135,7 +136,7 @@ class DotProductAttention(MegatronModule):
         return self.softmax_offset.to(wide(query))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, around: AttentionContext) -> Tensor:
-        """[q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d] on this rank alone."""
+        """Attend on this rank alone: [q, b, n, d], 2 x [k, b, g, d] -> [q, b, n d]."""
         if around.sink is not None and _is_one_row(query, key, around):
             return attend_alone(self, query, key, value, around)
         mask, is_causal = visible_keys(
@@ -148,7 +149,8 @@ class DotProductAttention(MegatronModule):
             first_query=around.first_query,
         )
         if mask is not None and self.window is not None and not around.is_causal:
-            # A row of padding may see no key, and a softmax over none is NaN: let it see all.
+            # A query in the padding may attend to no key, and an empty softmax is NaN: let it
+            # attend to all keys.
             mask = mask | ~mask.any(-1, keepdim=True)
         dropout = self._dropout()
         # Decided by training mode, not by grad mode: the forward pass without gradients and its

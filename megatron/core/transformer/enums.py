@@ -1,4 +1,4 @@
-"""The path under which scripts import the transformer's enums."""
+"""Compatibility module: Megatron-LM's import path of the transformer enums."""
 
 from megatron.core.enums import AttnBackend as AttnBackend
 from megatron.core.enums import AttnMaskType as AttnMaskType

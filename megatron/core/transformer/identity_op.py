@@ -1,4 +1,4 @@
-"""What fills a slot of a layer that has nothing to do there."""
+"""Identity modules for the submodules that a layer does not have."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ T = TypeVar("T")
 
 
 class IdentityOp(nn.Module):
-    """Takes any arguments, returns the first of its call."""
+    """Module that accepts any arguments and returns the first argument of `forward`."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__()
 
     def forward(self, x: T, *args: object, **kwargs: object) -> T:
-        """``x``"""
+        """Return ``x`` unchanged."""
         return x
 
 
 class IdentityFuncOp(IdentityOp):
-    """Called without arguments, gives a function that returns its first argument."""
+    """Module that replaces bias-dropout-add: a call returns the identity function."""
 
     def forward(self, *args: object, **kwargs: object) -> Callable[..., object]:  # type: ignore[override]
-        """The function."""
+        """Return the identity function."""
         return super().forward

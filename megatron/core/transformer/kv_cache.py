@@ -1,7 +1,7 @@
-"""What attention asks of a cache of keys and values; `megatron.core.inference` has the caches.
+"""Interface of KV caches as layers use it; `megatron.core.inference` implements the caches.
 
-Shapes: ``s`` new tokens, ``t`` tokens kept before, ``b`` sequences, ``g`` local key/value heads,
-``d`` head width.
+Shapes: ``s`` new tokens, ``t`` cached tokens, ``b`` sequences, ``g`` local key/value heads, ``d``
+head dimension.
 """
 
 from __future__ import annotations
@@ -13,35 +13,38 @@ from torch import Tensor
 
 
 class KVCache(Protocol):
-    """Keys and values of the tokens seen so far, for all layers of this stage."""
+    """Keys and values of all earlier tokens, for all layers of this pipeline stage."""
 
     @property
     def num_tokens(self) -> int:
-        """``t``: tokens kept for each sequence, the position of the first new one."""
+        """Number of cached tokens ``t`` per sequence, which is the position of the next token."""
         ...
 
     def append(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep [s, b, g, d] of a layer; returns keys and values of all [t + s, b, g, d].
+        """Cache keys and values [s, b, g, d] of a layer; return those of all tokens [t + s, ...].
 
-        Latent attention may keep its narrow vectors instead, and values of no width.
-        ``num_tokens`` grows when the caller is done with all layers (`advance`), not here.
+        Multi-latent attention may cache latent vectors as keys, with values of width 0.
+        ``num_tokens`` does not change: the caller calls `advance` after the last layer.
         """
         ...
 
     def of_other_sequence(
         self, layer_index: int, project: Callable[[], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """What ``project`` gave when the layer first asked: keys and values of cross attention."""
+        """Return the keys and values of cross attention: those of the layer's first ``project()``.
+
+        ``project`` runs once per layer, since the other sequence does not change.
+        """
         ...
 
     def recurrent_state(self, layer_index: int) -> tuple[Tensor, ...] | None:
-        """What a layer that carries a state along the sequence has kept; None before any token."""
+        """Return the cached state of a recurrent layer (Mamba); None before the first token."""
         ...
 
     def keep_state(self, layer_index: int, state: tuple[Tensor, ...]) -> None:
-        """Keep it, in place of what was there."""
+        """Replace the cached state of a recurrent layer."""
         ...
 
     def advance(self, num_new_tokens: int) -> None:
-        """Count the tokens of a finished forward pass."""
+        """Add the tokens of a finished forward pass to ``num_tokens``."""
         ...

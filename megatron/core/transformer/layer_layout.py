@@ -1,7 +1,8 @@
-"""Which layers live on which virtual pipeline stage: arithmetic only.
+"""Partition of the layers into virtual pipeline stages (pure arithmetic, no communication).
 
-A hidden state goes through the virtual stages in order; where each lies `Placement` says.  The
-embedding is on the first, the loss on the last.  Every layer is on exactly one.
+Hidden states pass through the virtual stages in order; `Placement` maps each stage to a rank and a
+model chunk.  The first stage has the embedding, the last one the loss; every layer is in exactly
+one stage.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ LAYOUT = "--pipeline-model-parallel-layout"
 _FIRST, _LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 # A backslash before a letter or bar is a shell escape that a script passed on.
 _TOKENS = re.compile(r"\*(?P<times>\d{1,4})|\\?(?P<item>[EtmL|()])|[,\s]+|(?P<other>.)", re.DOTALL)
-_LONGEST = 65536  # letters; a layout is written by hand and far shorter
+_LONGEST = 65536  # letters, to bound the memory of nested repetitions; real layouts are far shorter
 
 
 def layer_range(
     config: TransformerConfig, *, pp_rank: int, num_ranks: int, vp_stage: int | None = None
 ) -> range:
-    """Indices, from 0 over the whole model, of the layers of one chunk of a rank."""
+    """Return the layer indices, from 0 over the complete model, of one model chunk of a rank."""
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
     placement = placement_of(config.pipeline_schedule, num_ranks, num_chunks)
     return layer_ranges(config, num_ranks)[placement.stage(pp_rank, vp_stage or 0)]
@@ -35,9 +36,10 @@ def layer_range(
 def stacked_ranges(
     depths: tuple[int, int], encoder_ranks: int, *, pp_rank: int, num_ranks: int
 ) -> tuple[range | None, range | None]:
-    """Layers of an encoder and of the decoder behind it on one rank; None: it has no part of it.
+    """Return the layers of (encoder, decoder) on one rank, None for a stack that it does not hold.
 
-    Each is dealt out as evenly as it goes, earlier ranks first.
+    ``depths`` are the numbers of layers of both.  The first ``encoder_ranks`` ranks hold the
+    encoder, the others the decoder; each is split as evenly as possible, larger parts first.
 
     >>> [stacked_ranges((2, 5), 1, pp_rank=rank, num_ranks=3)[1] for rank in range(3)]
     [None, range(0, 3), range(3, 5)]
@@ -54,7 +56,7 @@ def stacked_ranges(
 
 @lru_cache(maxsize=8)
 def layer_ranges(config: TransformerConfig, num_ranks: int) -> tuple[range, ...]:
-    """The layers of each virtual stage.  Raises ConfigError where the flags leave no way."""
+    """Return the layers of each virtual stage.  Raises ConfigError if the flags allow no split."""
     problems = list(layout_problems(config, num_ranks))
     if config.pipeline_split == "auto":
         problems.append("--pipeline-split auto is settled where the vocabulary size is known")
@@ -70,7 +72,10 @@ def layer_ranges(config: TransformerConfig, num_ranks: int) -> tuple[range, ...]
 
 
 def _even_sizes(config: TransformerConfig, num_ranks: int) -> list[int]:
-    """Layers of each virtual stage where ranks, but the ends that are given, have equally many."""
+    """Return the number of layers of each virtual stage in an even split.
+
+    The first and last rank may have another number, given by flags.
+    """
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
     placement = placement_of(config.pipeline_schedule, num_ranks, num_chunks)
     counts = _slots_of_rank(config, num_ranks)
@@ -82,7 +87,7 @@ def _even_sizes(config: TransformerConfig, num_ranks: int) -> list[int]:
 
 
 def _slots_of_rank(config: TransformerConfig, num_ranks: int) -> list[int]:
-    """Layers of each rank, with an embedding or loss that counts as one."""
+    """Return the number of layers per rank; embedding and loss count as layers if configured."""
     first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
     ends = [n for n in (first, last) if n is not None]
     middle = (_num_slots(config) - sum(ends)) // max(1, num_ranks - len(ends))
@@ -95,11 +100,11 @@ def _num_slots(config: TransformerConfig) -> int:
     return config.num_layers + accounted + config.account_for_loss_in_pipeline_split
 
 
-# ---- what is wrong -------------------------------------------------------------------------
+# ---- error messages ------------------------------------------------------------------------
 
 
 def layout_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
-    """A sentence for each reason why the layers cannot be dealt out as the flags say."""
+    """Yield an error message for each reason why the layers cannot be split as the flags ask."""
     choices = _choices(config)
     if len(choices) > 1:
         yield f"{', '.join(choices)} each say which layers a stage has: give one of them"
@@ -117,7 +122,7 @@ def layout_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
 
 
 def _choices(config: TransformerConfig) -> list[str]:
-    """The ways that are given to say which layers a stage has, of which there may be one."""
+    """Return the given flags that determine the layers of a stage; only one kind may be given."""
     first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
     accounts = {
         "--account-for-embedding-in-pipeline-split": config.account_for_embedding_in_pipeline_split,
@@ -168,11 +173,13 @@ def _even_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]:
 
 
 def parse_layout(text: str) -> list[str]:
-    """The contents of each virtual stage, such as ["Ett", "ttL"], of "Ett|ttL" or "(Et*2|t*2L)".
+    """Return the contents of each virtual stage, such as ["Ett", "ttL"] for "Et*2|t*2L".
 
-    E is the embedding, t a layer, m a layer of multi-token prediction, L the loss; | ends a stage,
-    *n repeats the letter or the parenthesis before it, commas and blanks are for the eye.  Quotes
-    around the string and backslashes before its letters and bars are ignored.
+    E is the embedding, t a layer, m a multi-token prediction layer, L the loss; | ends a stage, *n
+    repeats the letter or the parenthesised group before it.  Commas, blanks, quotes around the
+    string and backslashes before its letters and bars are ignored.
+
+    Raises ConfigError if the string cannot be parsed.
     """
     nested: list[list[str]] = [[]]
     for token in _TOKENS.finditer(unquoted(text)):
@@ -238,9 +245,9 @@ def _string_problems(config: TransformerConfig, num_ranks: int) -> Iterator[str]
 
 
 def has_experts(config: TransformerConfig, layer_index: int) -> bool:
-    """Whether a layer, counted from 0 over the whole model, has experts.
+    """Return whether layer ``layer_index``, from 0 over the complete model, is an MoE layer.
 
-    The layers behind the decoder that predict tokens ahead are like its last one.
+    Multi-token prediction layers, which follow the decoder, are like its last layer.
     """
     if config.num_moe_experts is None:
         return False

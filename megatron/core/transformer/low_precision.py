@@ -1,4 +1,4 @@
-"""Which linear layers of a model compute in 8 or 4 bits, and by which recipe."""
+"""Selection of the linear layers that compute in fp8 or fp4, and of their scaling recipe."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def quantize_layer(
     *,
     pg_collection: ProcessGroupCollection,
 ) -> None:
-    """Let the linear layers of ``layer`` quantise, unless this one is to stay in bf16.
+    """Let the linear layers of ``layer`` compute in fp8 or fp4, unless the layer stays in bf16.
 
-    ``layer_index`` counts from 0 over the whole model.  Raises ConfigError for widths that no
-    kernel takes.
+    ``layer_index`` counts from 0 over the complete model.  Raises ConfigError for widths that the
+    kernels do not support.
     """
     recipe = recipe_of(config)
     if recipe is None or stays_in_bf16(config, layer_index):
@@ -49,7 +49,7 @@ def quantize_layer(
 
 
 def recipe_of(config: PrecisionConfig) -> Recipe | None:
-    """How operands are quantised; None where they are not."""
+    """Return the quantisation recipe of GEMM operands; None without fp8 and fp4."""
     if config.fp4 is not None:
         return Recipe(E2M1, E2M1, block=16, wgrad=config.fp8_wgrad)
     if config.fp8 is None:
@@ -72,7 +72,7 @@ def recipe_of(config: PrecisionConfig) -> Recipe | None:
 
 
 def stays_in_bf16(config: TransformerConfig, layer_index: int) -> bool:
-    """Whether --first-last-layers-bf16 leaves this layer out."""
+    """Return whether --first-last-layers-bf16 keeps this layer in bf16."""
     first, last = config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16
     is_inner = first <= layer_index < config.num_layers - last
     return config.first_last_layers_bf16 and not is_inner

@@ -1,8 +1,8 @@
-"""The MLP of a layer: widen, activate, narrow.
+"""The MLP of a layer: up projection, activation, down projection.
 
 ``f`` is the inner width.  Plain: [s, b, h] -> [.., f/tp] -> act -> [s, b, h].  Gated: the first
-matrix gives gate and up, [.., 2 f/tp], and the middle is act(gate) * (up + offset), both clamped
-where --activation-func-clamp-value says so.
+linear layer computes gate and linear input, [.., 2 f/tp], and the activation is
+act(gate) * (linear + offset), both clamped with --activation-func-clamp-value.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class MLPSubmodules:
-    """Slots of the MLP."""
+    """Submodules of the MLP."""
 
     linear_fc1: Slot | None = None
     linear_fc2: Slot | None = None
 
 
 class MLP(MegatronModule):
-    """Dense or gated MLP, the inner width divided over ``tp_group``."""
+    """Plain or gated MLP; the inner width is sharded over ``tp_group``."""
 
     def __init__(
         self,
@@ -64,16 +64,19 @@ class MLP(MegatronModule):
             config=config,
             init_method=config.output_layer_init_method,
             bias=config.add_bias_linear,
-            # Alone, the bias rides in the matmul, unless the result is still to be weighed.
+            # On one rank the GEMM adds the bias for free, but the bias of an expert is weighted.
             skip_bias_add=tp_group.size() > 1 or is_expert,
             offered=offered,
         )
-        # The fused GELU of the reference is its tanh form; its checkpoints were trained with it.
+        # Megatron-LM's fused GELU is the tanh approximation; its checkpoints were trained with it.
         is_tanh_gelu = config.bias_activation_fusion and config.activation_func is F.gelu
         self.act = openai_gelu if is_tanh_gelu else config.activation_func
 
     def activate(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """[.., f/tp], where gated [.., 2 f/tp], -> [.., f/tp], each row times its weight [..]."""
+        """Apply the activation: [.., f/tp], if gated [.., 2 f/tp], -> [.., f/tp].
+
+        ``weights`` [..]: factor of each row.
+        """
         if not self.config.gated_linear_unit:
             y = activation(x, self.act)
             return y if weights is None else weighed(y, weights)
@@ -82,7 +85,10 @@ class MLP(MegatronModule):
         return glu(x, self.act, clamp, offset, weights, fused=fused)
 
     def forward(self, hidden_states: Tensor) -> WithBias:
-        """[s, b, h] -> [s, b, h] and the bias that is still to be added, if any."""
+        """Compute [s, b, h] -> [s, b, h], and the output bias still to add (None if none).
+
+        Collective over ``tp_group``.
+        """
         inner, bias = self.linear_fc1(hidden_states)
         assert bias is None, "the first matrix adds its bias itself"
         return self.linear_fc2(self.activate(inner))

@@ -1,4 +1,4 @@
-"""Base class of models, and the wrapper that runs one in half precision."""
+"""Base class of modules, and the wrapper that runs a model in bf16 or fp16."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megatron.core.params.param_info import info_of, local_part
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 T = TypeVar("T")
-WithBias = tuple[Tensor, Tensor | None]  # a bias that is still to be added
+WithBias = tuple[Tensor, Tensor | None]  # output, and a bias that the caller has to add
 
 
 class MegatronModule(nn.Module):
-    """A module that was built from ``config``."""
+    """Base class of modules that are built from a TransformerConfig."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class MegatronModule(nn.Module):
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, object]:
-        """What a checkpoint holds of this module."""
+        """Return the state dict that a checkpoint saves (Megatron-LM's name for it)."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def sharded_state_dict(
@@ -39,11 +39,12 @@ class MegatronModule(nn.Module):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, object] | None = None,
     ) -> dict[str, ShardedTensor]:
-        """The state dict of this model with a `ShardedTensor` for each tensor.
+        """Return the state dict with a `ShardedTensor` for each tensor, for dist_checkpointing.
 
-        Its keys are those of ``state_dict(prefix=prefix)``; the key of each tensor is ``prefix``
-        and its name in the whole model, which no layout changes.  For ``dist_checkpointing.save``
-        and ``load``.
+        Its keys are those of ``state_dict(prefix=prefix)``.  The ``key`` of each ShardedTensor is
+        ``prefix`` and the tensor's name in the complete model, which is the same in every layout.
+
+        Raises CheckpointError with ``sharded_offsets``, or if no submodule has process groups.
         """
         del metadata
         if sharded_offsets:
@@ -61,9 +62,10 @@ class MegatronModule(nn.Module):
 
 
 def before_reading(module: nn.Module) -> None:
-    """Do what comes before a forward pass of ``module``, for whoever reads its parameters himself.
+    """Run the forward pre-hooks of ``module``: call it before reading parameters without forward.
 
-    Sharded parameters are gathered by such hooks: without them, old values would be read.
+    A data-parallel wrapper all-gathers sharded parameters in these hooks; without them a caller
+    would read values of the last step.
     """
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
@@ -72,7 +74,7 @@ def before_reading(module: nn.Module) -> None:
 def _convert(value: T, convert: Callable[[Tensor], Tensor]) -> T:
     """Apply ``convert`` to the float tensors in nested tuples, lists and dicts.
 
-    Torch knows those and what is registered with it; other classes made of them are walked here.
+    `tree_map` visits exactly these types and registered ones; `one` handles their subclasses.
     """
 
     def one(leaf: object) -> object:
@@ -91,7 +93,7 @@ def _convert(value: T, convert: Callable[[Tensor], Tensor]) -> T:
 def sharded_entry(
     name: str, prefix: str, tensor: Tensor, groups: ProcessGroupCollection
 ) -> ShardedTensor:
-    """What this rank holds of the parameter or buffer ``tensor`` of a model."""
+    """Return the ShardedTensor of this rank's shard of the parameter or buffer ``tensor``."""
     info = info_of(tensor)
     key = prefix + (info.name or name.removeprefix(prefix))
     local, replica = local_part(tensor), replica_of(info, groups)
@@ -101,7 +103,11 @@ def sharded_entry(
 
 
 class Float16Module(MegatronModule):
-    """A model in bf16 or fp16: float32 goes in at the first stage and comes out at the last."""
+    """Wrapper that converts a model to bf16 or fp16.
+
+    The first pipeline stage casts float32 inputs to that dtype, the last one casts outputs to
+    float32.
+    """
 
     def __init__(self, config: TransformerConfig, module: nn.Module) -> None:
         super().__init__(config)
@@ -109,27 +115,27 @@ class Float16Module(MegatronModule):
         self.dtype = torch.float16 if config.fp16 else torch.bfloat16
         for param in module.parameters():
             param.data = param.data.to(self.dtype)
-        self.module = module  # its buffers stay: small steps of a balancing bias need float32
+        self.module = module  # buffers stay float32: updates of an expert bias are too small
         parts = vars(module)
         self.pre_process: bool = parts.get("pre_process", True)
         self.post_process: bool = parts.get("post_process", True)
         self.vp_stage: int | None = parts.get("vp_stage")
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor]) -> None:
-        """Hand the previous stage's output to the model."""
+        """Set the previous pipeline stage's output as the model's input."""
         self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
-        """The model's forward; outputs of the last stage are float32."""
+        """Run the model; cast inputs on the first stage and outputs on the last."""
         if self.pre_process:
             inputs = _convert(inputs, lambda t: t.to(self.dtype) if t.dtype.itemsize == 4 else t)
         outputs = self.module(*inputs, **kwargs)
         return _convert(outputs, lambda t: t.float()) if self.post_process else outputs
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, without this wrapper's prefix."""
+        """Return the state dict of the wrapped model, without the prefix ``module.``."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own."""
+        """Load the state dict of the wrapped model."""
         return self.module.load_state_dict(*args, **kwargs)

@@ -1,11 +1,12 @@
-"""Latent attention: queries, keys and values raised from narrow vectors (arXiv 2405.04434).
+"""Multi-latent attention (MLA): queries, keys and values are up-projected from latent vectors.
 
-With --cache-mla-latents generation keeps the narrow vectors, and queries come down to them instead:
-q (W l) = (q W) l, and the sum over values is raised once, behind the core.
+Source: arXiv 2405.04434.  With --cache-mla-latents generation caches latent vectors.  Queries are
+then projected to the latent space instead of latents to keys, q (W l) = (q W) l, and the weighted
+sum of latents is projected to values after the core (weight absorption).
 
-``s`` tokens, ``b`` sequences, ``h`` width, ``n`` heads; of a head ``d`` channels of queries and
-keys that are not rotated, ``r`` that are (one key for all heads).  The narrow vectors are whole on
-every tensor-parallel rank; heads are divided.
+``s`` tokens, ``b`` sequences, ``h`` hidden size, ``n`` heads, ``l`` rank of the latents; each head
+has ``d`` channels without rotary embedding and ``r`` with it (all heads share these of the key).
+Latent vectors are replicated over tensor-parallel ranks, heads are sharded.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from megatron.core.transformer.spec_utils import Slot, build_module
 
 @dataclass
 class MLASelfAttentionSubmodules:
-    """Slots of latent attention.  The norms act on the narrow vectors."""
+    """Submodules of multi-latent attention.  The norms act on the latent vectors."""
 
     linear_up: Slot | None = None
     core_attention: Slot | None = None
@@ -46,11 +47,11 @@ class MLASelfAttentionSubmodules:
 
 
 class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
-    """Self attention with latent queries, keys and values."""
+    """Multi-latent self attention."""
 
     @property
     def query_width(self) -> int:
-        """Of a head."""
+        """Width of the queries and keys of one head, d + r."""
         return self.config.qk_head_dim + self.config.qk_pos_emb_head_dim
 
     @property
@@ -119,7 +120,7 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
         )
         latents = torch.cat([narrow.unsqueeze(2), rotated], -1)
         latents, _ = cache.append(self.layer_number - 1, latents, latents[..., :0])
-        if cache.num_tokens == 0:  # of many queries the raised ones are cheaper
+        if cache.num_tokens == 0:  # a prompt: for many queries, up-projected keys cost less
             return attend()
         query = self._query(self._narrow_query(hidden_states), rotary_pos_emb)
         attend_to_latents = partial(
@@ -134,7 +135,10 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
     def _from_latents(
         self, query: tuple[Tensor, Tensor], latents: Tensor, attend: Callable[..., Tensor]
     ) -> WithBias:
-        """`_query` -> [s, b, h] with latents [t + s, b, 1, l + r] as the keys of all heads."""
+        """Attend with absorbed weights: latents [t + s, b, 1, l + r] are the keys of all heads.
+
+        ``query`` is the result of `_query`.  Returns [s, b, h] and the bias still to add.
+        """
         c = self.config
         raising = self.linear_kv_up_proj.weight.unflatten(0, (self.local_heads, -1))
         raises_key, raises_value = raising.split([c.qk_head_dim, c.v_head_dim], 1)
@@ -146,14 +150,14 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
     def queries_keys_values(
         self, hidden_states: Tensor, rotary: RotaryTable | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """[s, b, h] -> query and key [s, b, n/tp, d + r], value [s, b, n/tp, d + r].
+        """Project: [s, b, h] -> query, key and value [s, b, n/tp, d + r].
 
-        The value is filled up with zeros, so that any core takes it.
+        Values are padded with zeros to the width of keys, which some attention kernels require.
         """
         assert rotary is not None, "latent attention has rotary positions"
         narrow_query = self._narrow_query(hidden_states)
         narrow, key_position = self._narrow(hidden_states)
-        # Each rank turns it into keys of its own heads: its gradient is one term of a sum.
+        # All heads share it and each rank has some of them, so gradients are summed over tp.
         if self.is_sequence_cut:
             key_position = gather_from_sequence_parallel_region(key_position, group=self.tp_group)
         else:
@@ -170,13 +174,16 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
         return self.q_layernorm(self.linear_q_down_proj(hidden_states))
 
     def _narrow(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """What keys and values are raised from, and what is rotated of keys."""
+        """Return the normalised latents of keys and values [.., l], and the key channels to rotate.
+
+        The latter [.., r] are shared by all heads.
+        """
         c, narrow = self.config, self.linear_kv_down_proj(hidden_states)
         narrow, key_position = narrow.split([c.kv_lora_rank, c.qk_pos_emb_head_dim], -1)
         return self.kv_layernorm(narrow), key_position
 
     def _query(self, narrow_query: Tensor, rotary: RotaryTable) -> tuple[Tensor, Tensor]:
-        """[s, b, n/tp, d] and its rotated channels [s, b, n/tp, r]."""
+        """Return the queries [s, b, n/tp, d] and their rotated channels [s, b, n/tp, r]."""
         c = self.config
         linear_q = self.linear_q_proj if c.q_lora_rank is None else self.linear_q_up_proj
         query = linear_q(narrow_query)[0].unflatten(-1, (self.local_heads, -1))
@@ -197,6 +204,6 @@ class MLASelfAttention(SelfAttentionBase[MLASelfAttentionSubmodules]):
         return query, key, F.pad(value, (0, self.query_width - c.v_head_dim))
 
     def project_back(self, context: Tensor) -> WithBias:
-        """[s, b, n/tp (d + r)] -> [s, b, h], without what filled up the values."""
+        """Drop the padding of values and project: [s, b, n/tp (d + r)] -> [s, b, h]."""
         context = context.unflatten(-1, (self.local_heads, -1))[..., : self.config.v_head_dim]
         return self.linear_proj(context.flatten(-2))

@@ -1,11 +1,11 @@
-"""Multi-token prediction: layers behind the decoder that predict tokens further ahead.
+"""Multi-token prediction (MTP): layers after the decoder that predict tokens further ahead.
 
-Source: arXiv 2412.19437, section 2.2.  At depth k, from 1, a token's hidden state of depth k - 1
-(the decoder's own is depth 0) and the embedding of the token k places ahead become one through a
-projection and a transformer layer; the model's output layer then predicts the token after that
-one.  Only training knows of it: the decoder's logits and its loss stay what they are.
+Source: arXiv 2412.19437, section 2.2.  Depth k (from 1) concatenates the hidden state of depth
+k - 1 (depth 0 is the decoder) with the embedding of the token k positions ahead, projects both to
+h, and applies a transformer layer; the model's output layer then predicts the token k + 1 positions
+ahead.  MTP runs in training only and does not change the decoder's logits and loss.
 
-Parameters, for depth i from 0, in every layout and in the names of Megatron-LM's checkpoints:
+Parameter names, for depth i from 0, are the same in every layout and in Megatron-LM's checkpoints:
 
     mtp.layers.<i>.enorm.weight               norm of the embedding
     mtp.layers.<i>.hnorm.weight               norm of the hidden state
@@ -13,10 +13,9 @@ Parameters, for depth i from 0, in every layout and in the names of Megatron-LM'
     mtp.layers.<i>.transformer_layer.<rest>   as decoder.layers.<n>.<rest> of the last layer
     mtp.layers.<i>.final_layernorm.weight     before the output layer and the next depth
 
-(and ``.bias`` beside each norm's weight under LayerNorm); the embedding and the output layer are
-the model's.
+With LayerNorm each norm has a ``.bias`` too.  The embedding and the output layer are the model's.
 
-``s`` tokens, ``b`` sequences, ``h`` width.  Collective: `tokens_ahead`, over cp.
+``s`` tokens, ``b`` sequences, ``h`` hidden size.  Collective: `tokens_ahead`, over cp.
 """
 
 from __future__ import annotations
@@ -46,28 +45,29 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class Ahead:
-    """What stands k places after each token of this rank: [b, s/cp].
+    """Token, label and loss mask k positions after each token of this rank: [b, s/cp] each.
 
-    Where its sequence ends before, the ids are 0 and the mask is too.
+    All are 0 where the sequence has ended.
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
-    num_tokens: Tensor  # that carry loss, over the ranks of cp
+    num_tokens: Tensor  # sum of the loss mask over all cp ranks
 
 
 def tokens_ahead(
     rows: tuple[Tensor, Tensor, Tensor], num_depths: int, lengths: tuple[int, ...], cp: ProcessGroup
 ) -> list[Ahead]:
-    """For k from 1 to ``num_depths``; ``rows``: this rank's tokens, labels and loss mask.
+    """Return the tokens, labels and loss masks k positions ahead, for k = 1 .. ``num_depths``.
 
-    ``lengths`` are those of the sequences in a row, which never see into each other.  The token k
-    places ahead may lie on another rank.  Collective over cp: one all-gather.
+    ``rows``: this rank's tokens, labels and loss mask [b, s/cp].  ``lengths``: lengths of the
+    packed sequences in a row; nothing is shifted from one sequence into another.  A token may be k
+    positions ahead on another rank.  Collective over cp: one all-gather.
     """
     where = rows[0].device
     own = held_tokens(lengths, cp.rank(), cp.size(), where)
-    # In float64 ids and mask are exact side by side.
+    # float64 represents ids and mask exactly, so that one all-gather sends all three.
     table = torch.stack([row.transpose(0, 1).double() for row in rows], dim=1)
     if cp.size() > 1:
         order, _ = order_of_gathered(lengths, tuple(range(cp.size())), cp.size(), where)
@@ -90,7 +90,7 @@ def tokens_ahead(
 
 
 class MultiTokenPredictionLayer(MegatronModule):
-    """One depth."""
+    """The layer of one MTP depth: norms, projection, transformer layer, final norm."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         layer_spec: Slot,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        """``layer_spec`` is that of the decoder's last layer, whose place this one takes."""
+        """Build the layer.  ``layer_spec`` is the spec of the decoder's last layer."""
         super().__init__(config)
         self.tp_group = pg_collection.tp
         hidden, eps = config.hidden_size, config.layernorm_epsilon
@@ -120,7 +120,11 @@ class MultiTokenPredictionLayer(MegatronModule):
     def forward(
         self, hidden: Tensor, embedded: Tensor, attention_mask: Tensor | None, **shared: object
     ) -> Tensor:
-        """Hidden states of the depth before, embeddings of the tokens ahead: [s, b, h] all."""
+        """Compute the hidden states of this depth: 2 x [s, b, h] -> [s, b, h].
+
+        ``hidden``: hidden states of the previous depth.  ``embedded``: embeddings of the tokens k
+        positions ahead.  ``shared``: keyword arguments of the transformer layer.
+        """
 
         def compute(hidden: Tensor, embedded: Tensor) -> Tensor:
             joined = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
@@ -138,7 +142,7 @@ class MultiTokenPredictionLayer(MegatronModule):
 
 
 class MultiTokenPrediction(MegatronModule):
-    """All depths, and what their losses add to that of the model."""
+    """The layers of all MTP depths, and their losses."""
 
     def __init__(
         self,
@@ -159,10 +163,12 @@ class MultiTokenPrediction(MegatronModule):
         self.aux_losses = AuxLosses(config.num_layers)
 
     def attach(self, hidden: Tensor, depth: int, losses: Tensor, ahead: Ahead) -> Tensor:
-        """``hidden``, whose backward pass also goes through the token ``losses`` [b, s/cp].
+        """Return ``hidden`` with the token ``losses`` [b, s/cp] of ``depth`` (from 0) attached.
 
-        ``depth`` counts from 0.  Their mean enters the gradient; with a loss per token their sum,
-        which is divided by the tokens of the model's own loss.  Their mean over all is logged.
+        The backward pass of the result also runs backward through the losses.  Their mean enters
+        the gradient, weighted by --mtp-loss-scaling-factor / number of depths.  With
+        --calculate-per-token-loss their sum enters, since gradients are divided by the number of
+        tokens later.  The mean is logged as "mtp_<depth + 1> loss".
         """
         total = (losses * ahead.loss_mask).sum()
         reported = torch.stack([total.detach(), ahead.loss_mask.sum().to(total.dtype)])

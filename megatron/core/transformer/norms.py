@@ -1,8 +1,8 @@
-"""LayerNorm and RMSNorm over the last dim, with statistics in float32.
+"""LayerNorm and RMSNorm over the last dimension, with statistics in float32.
 
-Replicated over tensor-parallel ranks; where each rank normalises other tokens (sequence
-parallelism) or other heads, the gradient it finds is one term of a sum, which the parameter's
-record says.
+Parameters are replicated over tensor-parallel ranks.  If ranks normalise different tokens (sequence
+parallelism) or different heads, the gradient on each rank is a partial sum; ParamInfo records it,
+and `finalize_model_grads` all-reduces it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Norm(nn.Module):
-    """The norm that ``config.normalization`` names.  The output has the parameters' dtype.
+    """LayerNorm or RMSNorm, according to ``config.normalization``.
 
-    With ``layernorm_zero_centered_gamma`` the weight is stored as its distance from one.
+    The output has the dtype of the parameters.  With ``layernorm_zero_centered_gamma`` the stored
+    weight is the effective weight minus 1.  ``has_partial_gradient``: ranks normalise different
+    tokens or heads; the default is the config's sequence parallelism.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Norm(nn.Module):
             self.bias = new_parameter(shape, config.params_dtype, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]"""
+        """Normalise: [..., h] -> [..., h]."""
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.is_zero_centered:
@@ -65,7 +67,7 @@ class Norm(nn.Module):
         return layer_norm(x, weight, bias, self.eps).to(dtype)
 
     def extra_repr(self) -> str:
-        """Kind and width."""
+        """Return kind and width, for the printed model."""
         return f"{'RMSNorm' if self.is_rms else 'LayerNorm'}, {self.weight.shape[0]}"
 
 
@@ -73,9 +75,10 @@ WrappedTorchNorm = FusedLayerNorm = Norm
 
 
 class HeadsWideRMSNorm(nn.Module):
-    """RMSNorm over all heads together, the heads divided over ``tp_group``.
+    """RMSNorm over all heads at once, with heads sharded over ``tp_group``.
 
-    Collective when the group is larger than one: the sum of squares, forward and backward.
+    Collective over ``tp_group``: an all-reduce of the sum of squares in forward, and one of its
+    gradient in backward.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class HeadsWideRMSNorm(nn.Module):
         self.weight = new_parameter(shape, config.params_dtype, info)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., n/tp, d] -> [..., n/tp, d]"""
+        """Normalise: [..., n/tp, d] -> [..., n/tp, d].  Collective over ``tp_group``."""
         flat = x.flatten(-2)
         flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
         squares = flat.square().sum(-1, keepdim=True)
@@ -102,5 +105,5 @@ class HeadsWideRMSNorm(nn.Module):
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """``x`` over its root mean square in the last dim; no parameters."""
+    """Divide ``x`` by its root mean square over the last dimension; no learned weight."""
     return F.rms_norm(x, (x.shape[-1],), None, eps)

@@ -1,7 +1,7 @@
-"""Rotary position embeddings: frequencies, their scalings to longer contexts, and their table.
+"""Rotary position embeddings (RoPE): frequencies, context extension and cosine/sine tables.
 
-``d`` head width, ``r`` rotated width (``rotary_percent`` of it), ``s`` positions.  Frequencies
-[r/2] turn pair i by ``position * frequency[i]``.
+``d`` head dimension, ``r`` rotated channels (``rotary_percent`` of d), ``s`` positions.  Channel
+pair i is rotated by the angle ``position * frequencies[i]``, with frequencies [r/2].
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from megatron.core.fusions.rope import RotaryTable
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How frequencies are changed for contexts longer than those trained on.
+    """Frequency scaling for contexts longer than those of pretraining.
 
-    ``llama3``: long wavelengths are divided by ``factor``, short ones kept.  ``yarn``: the same
-    with a linear ramp between ``beta_fast`` and ``beta_slow`` turns.  ``longrope``: a factor for
-    each pair, ``short_factors`` up to ``original_max_positions`` tokens, ``long_factors`` beyond.
+    ``llama3``: frequencies of long wavelengths are divided by ``factor``, those of short ones stay.
+    ``yarn``: the same with a linear ramp between ``beta_fast`` and ``beta_slow`` rotations over the
+    original context (arXiv 2309.00071).  ``longrope``: each pair has its own divisor,
+    ``short_factors`` for contexts up to ``original_max_positions`` tokens, ``long_factors`` for
+    longer ones (arXiv 2402.13753).
     """
 
     kind: str  # llama3, yarn, longrope
@@ -35,11 +37,11 @@ class RopeScaling:
     round_correction_range: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    attention_factor: float | None = None  # None: the kind's own rule
+    attention_factor: float | None = None  # None: computed by the rule of ``kind``
 
     @property
     def amplitude(self) -> float:
-        """Factor on cosines and sines."""
+        """Factor of the cosines and sines, which scales attention scores by its square."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.kind == "yarn":
@@ -50,17 +52,20 @@ class RopeScaling:
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """How much larger scores are made where contexts are stretched by ``factor``."""
+    """Return YaRN's attention scaling, 0.1 * mscale * ln(factor) + 1; 1 without extension.
+
+    ``factor``: context extension, new length over original length.
+    """
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def base_frequencies(width: int, base: float) -> Tensor:
-    """base^(-2i/width) for pair i: [width/2] float32."""
+    """Return the frequency base^(-2i/width) of each pair i: [width/2] float32."""
     return 1.0 / (base ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
 
 
 def llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide by the factor where a turn is longer than the original context allows."""
+    """Divide the frequencies of long wavelengths by the factor, with a smooth transition."""
     turns_kept = scaling.original_max_positions / scaling.high_freq_factor
     turns_divided = scaling.original_max_positions / scaling.low_freq_factor
     wavelength = 2 * math.pi / frequencies
@@ -74,7 +79,7 @@ def llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def yarn_frequencies(width: int, base: float, scaling: RopeScaling) -> Tensor:
-    """A ramp over pairs from the base frequencies to the ones divided by the factor."""
+    """Interpolate over pairs between the base frequencies and those divided by the factor."""
 
     def pair_with(turns: float) -> float:
         context = scaling.original_max_positions
@@ -93,7 +98,7 @@ def yarn_frequencies(width: int, base: float, scaling: RopeScaling) -> Tensor:
 def longrope_frequencies(
     width: int, base: float, scaling: RopeScaling, num_positions: int
 ) -> Tensor:
-    """Base frequencies over the factors of the short or the long context."""
+    """Divide the base frequencies by the factors of the short or the long context."""
     is_long = num_positions > scaling.original_max_positions
     factors = scaling.long_factors if is_long else scaling.short_factors
     assert len(factors) == width // 2, f"longrope needs {width // 2} factors, not {len(factors)}"
@@ -102,7 +107,7 @@ def longrope_frequencies(
 
 
 class RotaryEmbedding(nn.Module):
-    """The angles of rotary positions for one model; tables are kept between calls."""
+    """Rotary position embedding of one model; caches the last table."""
 
     def __init__(
         self,
@@ -116,7 +121,10 @@ class RotaryEmbedding(nn.Module):
         *,
         scaling: RopeScaling | None = None,
     ) -> None:
-        """``rope_scaling`` is Llama 3's; ``scaling`` any kind, and goes before it."""
+        """Set the parameters.  ``rope_scaling`` means Llama 3's scaling; ``scaling`` overrides it.
+
+        ``seq_len_interpolation_factor`` divides positions.
+        """
         super().__init__()
         self.width = int(kv_channels * rotary_percent) // 2 * 2
         self.base, self.interleaved = rotary_base, rotary_interleaved
@@ -129,7 +137,7 @@ class RotaryEmbedding(nn.Module):
         self._held: Tensor | None = None
 
     def frequencies(self, num_positions: int) -> Tensor:
-        """[r/2] float32 on the CPU, for contexts of ``num_positions``."""
+        """Return the frequencies for contexts of ``num_positions``: [r/2] float32 on the CPU."""
         scaling = self.scaling
         if scaling is None:
             return base_frequencies(self.width, self.base)
@@ -141,7 +149,7 @@ class RotaryEmbedding(nn.Module):
         return longrope_frequencies(self.width, self.base, scaling, num_positions)
 
     def angles(self, positions: Tensor, num_positions: int) -> Tensor:
-        """[s] or [s, b] positions -> [s, 1 or b, 1, r/2] float32."""
+        """Return the rotation angles of positions [s] or [s, b]: [s, 1 or b, 1, r/2] float32."""
         where = positions.float()
         if self.interpolation_factor is not None:
             where = where / self.interpolation_factor
@@ -152,7 +160,10 @@ class RotaryEmbedding(nn.Module):
     def table(
         self, num_positions: int, offset: int, dtype: torch.dtype, held: Tensor | None = None
     ) -> RotaryTable:
-        """The table of positions offset .. offset + num_positions - 1, or of those in ``held``."""
+        """Return the table of positions offset .. offset + num_positions - 1, or of ``held``.
+
+        ``held``: the positions of a context-parallel rank, [s].  The last table is cached.
+        """
         key = (num_positions, offset, dtype, device.current())
         if key != self._table_key or held is not self._held or self._table is None:
             positions = held
@@ -163,14 +174,14 @@ class RotaryEmbedding(nn.Module):
         return self._table
 
     def table_at(self, positions: Tensor, num_positions: int, dtype: torch.dtype) -> RotaryTable:
-        """The table of given positions, in a context of ``num_positions``."""
+        """Return the table of ``positions`` [s] or [s, b] in a context of ``num_positions``."""
         angles = self.angles(positions, num_positions)
         amplitude = self.scaling.amplitude if self.scaling else 1.0
         cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
         return RotaryTable(cos.to(dtype), sin.to(dtype), self.interleaved)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """[s, 1, 1, r] float32: the angle that each element is turned by."""
+        """Return the rotation angle of each channel: [s, 1, 1, r] float32 (Megatron-LM's call)."""
         positions = torch.arange(offset, offset + max_seq_len, device=device.current())
         angles = self.angles(positions, offset + max_seq_len)
         if self.interleaved:

@@ -1,4 +1,4 @@
-"""A model is described by specs: which class fills which slot, built when its layer is built."""
+"""Module specs: a description of the submodules of a layer, from which the layer builds them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ OWN_SPECS = "megatron.core.models"  # below it are the specs that a checkpoint m
 
 @dataclass
 class ModuleSpec:
-    """A class, or where to import it from; its fixed arguments; the specs of its own slots."""
+    """Specification of a module.
+
+    ``module``: its class, or (module path, name) to import it from; ``params``: keyword arguments
+    of the constructor; ``submodules``: the specs of its submodules.
+    """
 
     module: Callable[..., object] | tuple[str, ...]
     params: dict[str, object] = field(default_factory=dict)
@@ -27,7 +31,7 @@ Slot = ModuleSpec | Callable[..., object]
 
 
 def import_module(module_path: Sequence[str]) -> object:
-    """The object ``(module, name)`` names."""
+    """Import and return the object ``(module path, name)``.  Raises ConfigError if it cannot."""
     if len(module_path) != 2:
         raise ConfigError(f"--spec takes a module and a name in it, not {list(module_path)}")
     path, name = module_path
@@ -38,9 +42,10 @@ def import_module(module_path: Sequence[str]) -> object:
 
 
 def why_not_own_spec(path: Sequence[str]) -> str | None:
-    """Why a spec that a checkpoint names may not be imported; None for one of `OWN_SPECS`.
+    """Return why a spec named in a checkpoint must not be imported; None if it may be.
 
-    A name that such a module only imported does not count: it could be any function.
+    Security: a checkpoint must not make a run import or call arbitrary code, so only specs that are
+    defined below `OWN_SPECS` are allowed.  A name that such a module merely imports is refused.
     """
     if not isinstance(path, list | tuple) or not all(isinstance(word, str) for word in path):
         return "it is not a module and a name in it"
@@ -65,7 +70,7 @@ def _is_own(module: str) -> bool:
 
 
 def get_module(spec_or_module: Slot) -> Callable[..., Any]:
-    """The class or function that a spec stands for."""
+    """Return the class or function of a spec; imports it if the spec holds its path."""
     module = spec_or_module.module if isinstance(spec_or_module, ModuleSpec) else spec_or_module
     if not isinstance(module, tuple):
         return module
@@ -80,10 +85,11 @@ def build_module(
     offered: Mapping[str, object] | None = None,
     **kwargs: object,
 ) -> Any:
-    """Build what a slot asks for; a plain function is returned as it is.
+    """Build the module of a spec; a plain function is returned as it is.
 
-    ``offered`` are arguments that the module gets if its constructor names them (process groups,
-    which not every module needs); ``kwargs`` it must take.
+    ``args`` and ``kwargs`` are always passed to the constructor.  ``offered`` arguments (such as
+    process groups, which not every module needs) are passed only if it has parameters of these
+    names.  Raises TypeError, naming the class, if the constructor does not accept the arguments.
     """
     assert spec_or_module is not None, "a slot that must be filled is empty in the spec"
     module = get_module(spec_or_module)
@@ -103,7 +109,7 @@ def build_module(
 
 
 def _arguments_of(module: Callable[..., object]) -> set[str]:
-    """Names that a constructor takes; behind ``**kwargs`` those of its base as well."""
+    """Return the parameter names of a constructor; with ``**kwargs`` also those of its base."""
     if not isinstance(module, type):
         return set(inspect.signature(module).parameters)
     names: set[str] = set()

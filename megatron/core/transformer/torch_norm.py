@@ -1,3 +1,3 @@
-"""The path under which scripts import the norm."""
+"""Compatibility module: Megatron-LM's import path of the norm."""
 
 from megatron.core.transformer.norms import WrappedTorchNorm as WrappedTorchNorm

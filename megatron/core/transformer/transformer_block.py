@@ -1,4 +1,4 @@
-"""The layers of one pipeline stage, and which of them are computed again in backward or replayed.
+"""The transformer layers of one pipeline stage, with recomputation, offloading and CUDA graphs.
 
 Hidden states are [s, b, h], or [s/tp, b, h] under sequence parallelism.
 """
@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class TransformerBlockSubmodules:
-    """A spec for each layer of the whole model, and the class of the last norm."""
+    """Specs of all layers of the model (or of this stage), and of the final norm."""
 
     layer_specs: Sequence[Slot] | None = None
     layer_norm: Slot | None = None
@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
     start: int
     stop: int
-    is_recomputed: bool  # in backward, as a whole
+    is_recomputed: bool  # full recomputation in backward
 
 
 SpanRunner = Callable[["TransformerBlock", Span, Tensor, "dict[str, object]"], Tensor]
@@ -48,7 +48,7 @@ SpanRunner = Callable[["TransformerBlock", Span, Tensor, "dict[str, object]"], T
 def block_submodules(
     config: TransformerConfig, spec: TransformerBlockSubmodules | ModuleSpec
 ) -> TransformerBlockSubmodules:
-    """What ``spec`` says of every layer: one spec of a layer stands for all of them."""
+    """Return the submodules that ``spec`` describes; the spec of one layer applies to all."""
     if isinstance(spec, ModuleSpec):
         if isinstance(spec.submodules, TransformerBlockSubmodules):
             return spec.submodules
@@ -57,9 +57,9 @@ def block_submodules(
 
 
 class TransformerBlock(MegatronModule):
-    """A stack of layers; the last stage ends with a norm.
+    """The layers of one pipeline stage; on the last stage followed by the final norm.
 
-    ``span_runner`` runs each span in place of `run_span`, which it may call.
+    ``span_runner``: replaces `run_span`, which it may call.
     """
 
     span_runner: SpanRunner | None = None
@@ -76,7 +76,10 @@ class TransformerBlock(MegatronModule):
         vp_stage: int | None = None,
         layer_indices: range | None = None,
     ) -> None:
-        """``layer_indices``: of this stage, where another than the config deals layers out."""
+        """Build the layers.  ``layer_indices`` overrides the stage's layers that the config gives.
+
+        Raises ConfigError if the spec has another number of layers.
+        """
         super().__init__(config)
         self.pre_process, self.post_process = pre_process, post_process
         self.tp_group = pg_collection.tp
@@ -103,7 +106,8 @@ class TransformerBlock(MegatronModule):
         )
         for i, layer in zip(self.layer_range, self.layers, strict=True):
             quantize_layer(layer, config, i, pg_collection=pg_collection)
-        # The first so many are computed again as a whole; adaptive recomputation changes it.
+        # Number of first layers with full recomputation, which adaptive recomputation changes; None
+        # if the config decides.
         is_adaptive = config.recompute_granularity == "adaptive"
         self.recomputed_layers = len(self.layers) if is_adaptive else None
         self.graphs: LayerGraphs | None = None
@@ -119,7 +123,7 @@ class TransformerBlock(MegatronModule):
             )
 
     def set_input_tensor(self, input_tensor: Tensor) -> None:
-        """What the previous stage computed, used in place of an argument."""
+        """Set the previous stage's output; `forward` uses it in place of ``hidden_states``."""
         self.input_tensor = input_tensor
 
     def forward(
@@ -130,12 +134,14 @@ class TransformerBlock(MegatronModule):
         context_mask: Tensor | None = None,
         **more: object,
     ) -> Tensor:
-        """[s, b, h] -> [s, b, h]; ``context`` [k, b, h] is what cross attention attends to.
+        """Run the layers: [s, b, h] -> [s, b, h].
 
-        ``more``: what else self attention is told (`SelfAttentionBase.forward`).
+        ``context`` [k, b, h]: the sequence that cross attention attends to.  ``more``: further
+        keyword arguments of self attention (`SelfAttentionBase.forward`).
         """
         if not self.pre_process:
-            hidden_states, self.input_tensor = self.input_tensor, None  # it is freed in backward
+            # Keep no reference, so that backward can free the tensor.
+            hidden_states, self.input_tensor = self.input_tensor, None
         assert hidden_states is not None, "a later stage needs set_input_tensor"
         shared: dict[str, object] = {"attention_mask": attention_mask, **more}
         if context is not None:
@@ -150,7 +156,7 @@ class TransformerBlock(MegatronModule):
         return hidden_states
 
     def spans(self) -> list[Span]:
-        """The units in which the layers run; ``block`` recomputes the first layers only."""
+        """Return the units in which the layers run; recomputed ones come first."""
         config, end = self.config, len(self.layers)
         covered, size = 0, config.recompute_num_layers or 1
         if config.recompute_granularity in ("full", "adaptive") and self.training:
@@ -159,11 +165,12 @@ class TransformerBlock(MegatronModule):
                 covered, size = min(size, end), 1
         spans = [Span(i, min(i + size, covered), True) for i in range(0, covered, size)]
         if covered < end and (self.graphs is not None or self.offload is not None):
-            return [*spans, Span(covered, end, False)]  # each of them runs all layers at once
+            # CUDA graphs and offloading handle all remaining layers together.
+            return [*spans, Span(covered, end, False)]
         return [*spans, *(Span(i, i + 1, False) for i in range(covered, end))]
 
     def run_span(self, span: Span, hidden_states: Tensor, shared: dict[str, object]) -> Tensor:
-        """The hidden states after the layers of ``span``, one of `spans`."""
+        """Run the layers of ``span``, one of `spans`: [s, b, h] -> [s, b, h]."""
         if not span.is_recomputed:
             return self._run(hidden_states, shared, span.start, span.stop)
         with_gradient = {k: x for k, x in shared.items() if torch.is_tensor(x) and x.requires_grad}
@@ -195,7 +202,7 @@ class TransformerBlock(MegatronModule):
 
 
 def _offload_of(config: TransformerConfig) -> ActivationOffload | None:
-    """Where activations wait in host memory, if they do."""
+    """Return the offloader of --cpu-offloading; None without it or if device and host are one."""
     if not config.cpu_offloading or not device.host_is_apart():
         return None
     if config.cpu_offloading_weights:

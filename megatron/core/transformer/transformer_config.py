@@ -1,7 +1,7 @@
-"""TransformerConfig: the slices, joined.  Sizes are global, before any parallelism divides them.
+"""TransformerConfig, composed of the dataclasses in transformer/config.
 
-Defaults that depend on other fields are filled once at construction; nothing writes to a config
-afterwards (``dataclasses.replace`` makes a varied copy).
+Sizes are global, before sharding.  Construction fills in defaults that depend on other fields;
+afterwards the config is immutable (``dataclasses.replace`` makes a changed copy).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TransformerConfig(
     CudaGraphConfig,
     ModelParallelConfig,
 ):
-    """Everything a stack of transformer layers is built from."""
+    """Configuration of a stack of transformer layers."""
 
     gated_linear_unit: bool = False
     activation_func: Callable[[Tensor], Tensor] = F.gelu
@@ -58,22 +58,22 @@ class TransformerConfig(
 
     @property
     def init_method(self) -> Init:
-        """Initial values of a matrix."""
+        """Initialisation of weight matrices."""
         if self.init_method_xavier_uniform:
             return Init("xavier_uniform")
         return Init("normal", self.init_method_std)
 
     @property
     def output_layer_init_method(self) -> Init:
-        """Initial values of a matrix that writes into the residual stream."""
+        """Initialisation of output projections, which add to the residual stream."""
         if self.init_method_xavier_uniform:
             return Init("xavier_uniform")
-        parts = 1 if self.is_hybrid_model else 2  # of a layer that write into it
+        parts = 1 if self.is_hybrid_model else 2  # sublayers per layer that add to the residual
         return Init("normal", self.init_method_std / math.sqrt(parts * self.num_layers))
 
     @property
     def embedding_init_method(self) -> Init:
-        """Initial values of an embedding."""
+        """Initialisation of word embeddings."""
         if self.init_method_xavier_uniform and self.embedding_init_method_std is None:
             return Init("xavier_uniform")
         std = self.embedding_init_method_std
@@ -81,9 +81,9 @@ class TransformerConfig(
 
     @property
     def why_own_matrices(self) -> str | None:
-        """Why our own layers multiply, whatever --transformer-impl says; None where they need not.
+        """Why linear layers are our own even with --transformer-impl transformer_engine, or None.
 
-        It begins with the flag that asks for it.
+        The text begins with the flag that is the reason.
         """
         if self.delay_wgrad_compute:
             return "--delay-wgrad-compute: this program's own layers queue weight gradients"
@@ -107,7 +107,7 @@ class TransformerConfig(
         fill = object.__setattr__
         if self.ffn_hidden_size is None:
             fill(self, "ffn_hidden_size", 4 * self.hidden_size)
-        if self.multi_latent_attention:  # of a head, whether or not channels are rotated
+        if self.multi_latent_attention:  # head width is the sum of unrotated and rotated channels
             fill(self, "kv_channels", self.qk_head_dim + self.qk_pos_emb_head_dim)
             fill(self, "num_query_groups", self.num_attention_heads)
         if self.kv_channels is None and self.num_attention_heads:
@@ -116,7 +116,8 @@ class TransformerConfig(
             fill(self, "num_query_groups", self.num_attention_heads)
         if self.num_moe_experts is not None and self.moe_ffn_hidden_size is None:
             fill(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
-        for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):  # one, or several
+        # A script may pass one value in place of a sequence.
+        for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
             value = getattr(self, name)
             fill(self, name, tuple(value) if isinstance(value, list | tuple) else (value,))
         fill(self, "cp_comm_type", _normalized(self.cp_comm_type))
@@ -127,7 +128,10 @@ class TransformerConfig(
 
 
 def _normalized(comm_type: str | Sequence[str]) -> str | tuple[str, ...]:
-    """One spelling of each value of --cp-comm-type: a string, or a tuple for the layers."""
+    """Normalise --cp-comm-type, a string for all layers or one per layer: all_gather is allgather.
+
+    Sequences become tuples.
+    """
     if isinstance(comm_type, str):
         return "allgather" if comm_type == "all_gather" else comm_type
     return tuple("allgather" if kind == "all_gather" else kind for kind in comm_type)

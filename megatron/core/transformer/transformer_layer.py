@@ -1,6 +1,6 @@
-"""One layer: norm, attention, residual, norm, MLP, residual; every part a slot.
+"""Transformer layer: norm, attention, residual, norm, MLP, residual, built from module specs.
 
-Hidden states are [s, b, h], or [s/tp, b, h] between the parts under sequence parallelism.
+Hidden states are [s, b, h]; with sequence parallelism they are [s/tp, b, h] between the sublayers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec, Slot, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-GetBiasDropoutAdd = Callable[[bool, bool], BiasDropoutAdd]  # of training, and whether to fuse
-LayerRun = Callable[..., Tensor]  # hidden states, and by keyword what the layers of a stack share
+GetBiasDropoutAdd = Callable[[bool, bool], BiasDropoutAdd]  # arguments: training, fused
+LayerRun = Callable[..., Tensor]  # (hidden states, keyword inputs that all layers share)
 
 
 @dataclass
 class TransformerLayerSubmodules:
-    """Slots of a layer.  The ``post_`` norms act on what a part adds to the residual."""
+    """Submodules of a layer.  The ``post_`` norms act on a sublayer's output before the residual.
+
+    ``_bda`` is bias-dropout-add: it adds a sublayer's output to the residual stream.
+    """
 
     input_layernorm: Slot = IdentityOp
     self_attention: Slot = IdentityOp
@@ -49,7 +52,7 @@ class TransformerLayerSubmodules:
 
 
 class ResidualLayer(MegatronModule):
-    """Parts, each between norms, that are added to the residual stream one after the other."""
+    """Base class of layers whose sublayers, with their norms, add to the residual stream."""
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class ResidualLayer(MegatronModule):
         *,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        """``layer_number`` counts from 1 over the whole model."""
+        """Set common attributes.  ``layer_number`` counts from 1 over the complete model."""
         super().__init__(config)
         self.layer_number = layer_number
         self.hidden_dropout = config.hidden_dropout if hidden_dropout is None else hidden_dropout
@@ -69,22 +72,22 @@ class ResidualLayer(MegatronModule):
             "tp_group": pg_collection.tp,
             "layer_number": layer_number,
         }
-        # A norm's output that is the residual too cannot be dropped.
+        # The norm's output is the residual too with this flag, so its memory cannot be freed.
         self.may_recompute_norms = not config.apply_residual_connection_post_layernorm
         self.recomputes_norms = (
             self.may_recompute_norms and "layernorm" in config.modules_to_recompute
         )
 
     def capture_parts(self, *, whole: bool) -> tuple[LayerRun | None, LayerRun | None]:
-        """What a CUDA graph can hold of this layer, and what Python runs after it.
+        """Return (captured, eager): the part of the layer for a CUDA graph, and the rest after it.
 
-        ``whole``: as much as possible, else attention alone.  Either is None where it is empty.
+        ``whole``: capture as much as possible, otherwise attention alone.  Empty parts are None.
         """
         run = partial(_hidden_states_of, self)
         return (run, None) if whole else (None, run)
 
     def build_norm(self, spec: Slot) -> nn.Module:
-        """A norm of hidden states."""
+        """Build a norm of hidden states from its spec."""
         config = self.config
         size, eps = config.hidden_size, config.layernorm_epsilon
         norm: nn.Module = build_module(spec, config=config, hidden_size=size, eps=eps)
@@ -97,7 +100,10 @@ class ResidualLayer(MegatronModule):
         norms: tuple[nn.Module, nn.Module | None],
         bda: GetBiasDropoutAdd,
     ) -> Tensor:
-        """The residual stream with a part added; ``norms``: before and behind the part."""
+        """Add the output of sublayer ``part`` to the residual stream: [s, b, h] -> [s, b, h].
+
+        ``norms``: the norms of the sublayer's input and (or None) of its output.
+        """
         norm = _NormCall(norms[0], self.recomputes_norms and self.training)
         normed = norm(stream)
         added = part(normed)
@@ -113,7 +119,7 @@ class ResidualLayer(MegatronModule):
 
 
 class TransformerLayer(ResidualLayer):
-    """Self attention and MLP, each added to the residual stream."""
+    """Layer of self attention, optional cross attention, and MLP or MoE."""
 
     def __init__(
         self,
@@ -124,7 +130,7 @@ class TransformerLayer(ResidualLayer):
         *,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        """``layer_number`` counts from 1 over the whole model."""
+        """Build the submodules.  ``layer_number`` counts from 1 over the complete model."""
         super().__init__(config, layer_number, hidden_dropout, pg_collection=pg_collection)
         _check_norms(config, submodules)
         norm, offered = self.build_norm, self.offered
@@ -157,9 +163,10 @@ class TransformerLayer(ResidualLayer):
         inference_context: KVCache | None = None,
         **more: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> [s, b, h], and ``context``, what cross attention attends to, handed on.
+        """Run the layer: [s, b, h] -> [s, b, h], and ``context`` unchanged.
 
-        ``more``: what else self attention is told (`SelfAttentionBase.forward`).
+        ``context`` [k, b, h]: the sequence that cross attention attends to.  ``more``: further
+        keyword arguments of self attention (`SelfAttentionBase.forward`).
         """
         attended = self.add_attention(
             hidden_states,
@@ -181,7 +188,7 @@ class TransformerLayer(ResidualLayer):
         inference_context: KVCache | None = None,
         **more: object,
     ) -> Tensor:
-        """The first parts of `forward`: attention of the sequence to itself and to another."""
+        """Run self attention and cross attention, the first sublayers of `forward`."""
         attend = partial(
             self.self_attention,
             attention_mask=attention_mask,
@@ -204,12 +211,12 @@ class TransformerLayer(ResidualLayer):
         return hidden_states
 
     def add_mlp(self, hidden_states: Tensor) -> Tensor:
-        """The last part of `forward`."""
+        """Run the MLP or MoE, the last sublayer of `forward`."""
         norms = self.pre_mlp_layernorm, self.post_mlp_layernorm
         return self.add_part(self._run_mlp, hidden_states, norms, self.mlp_bda)
 
     def capture_parts(self, *, whole: bool) -> tuple[LayerRun | None, LayerRun | None]:
-        """See `ResidualLayer`.  Experts stay out: Python needs to know their token counts."""
+        """See `ResidualLayer`.  MoE is not captured: the host must read token counts."""
         if whole and not isinstance(self.mlp, MoELayer):
             return super().capture_parts(whole=True)
         if isinstance(self.self_attention, IdentityOp) and not self.has_cross_attention:
@@ -233,7 +240,7 @@ def _mlp_output_of(layer: TransformerLayer, hidden_states: Tensor, **_: object) 
 
 
 def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodules) -> None:
-    """A spec that was made without the config must not overrule it in silence."""
+    """Raise ConfigError if the norms of the spec contradict --layer-norm-placement."""
     placement = config.layer_norm_placement
     if placement == "pre" or not isinstance(submodules.self_attention, ModuleSpec):
         return
@@ -247,7 +254,7 @@ def _check_norms(config: TransformerConfig, submodules: TransformerLayerSubmodul
 
 
 class _NormCall:
-    """A norm whose output may be dropped after its use and computed again for backward."""
+    """A call of a norm whose output, if ``recompute``, is freed after use and recomputed."""
 
     def __init__(self, norm: nn.Module, recompute: bool) -> None:
         self.norm: Callable[[Tensor], Tensor] = norm
@@ -263,7 +270,7 @@ class _NormCall:
 
 
 def _normed(norm: nn.Module | None, x_with_bias: WithBias) -> WithBias:
-    """``norm`` of the whole of what a part adds, its bias included."""
+    """Apply ``norm`` to a sublayer's output including its bias; return it with bias None."""
     if norm is None or isinstance(norm, IdentityOp):
         return x_with_bias
     x, bias = x_with_bias

@@ -1,1 +1,1 @@
-"""The slices that TransformerConfig is joined from."""
+"""Dataclasses, one per topic, that TransformerConfig inherits from."""

@@ -1,4 +1,4 @@
-"""Heads, windows, softmax and rotary details of attention."""
+"""Attention options: heads, windows, softmax and rotary embedding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _training = partial(option, group="training")
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Heads, windows, softmax and rotary details of attention."""
+    """Attention options: heads, windows, softmax and rotary embedding."""
 
     num_attention_heads: int = _network(
         0, "Number of attention (query) heads per layer.", default=None, at_least=1

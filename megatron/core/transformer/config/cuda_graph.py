@@ -1,4 +1,4 @@
-"""Capture of CUDA graphs."""
+"""CUDA graph options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _inference = partial(option, group="inference")
 
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig:
-    """Capture of CUDA graphs."""
+    """CUDA graph options."""
 
     enable_cuda_graph: bool = _inference(
         False,
@@ -33,10 +33,10 @@ class CudaGraphConfig:
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether anything is recorded."""
+        """Whether CUDA graphs are captured."""
         return self.enable_cuda_graph or self.external_cuda_graph
 
     @property
     def records_layers(self) -> bool:
-        """Whether it is layers, each by itself."""
+        """Whether each layer is captured on its own, not the complete iteration."""
         return self.uses_graphs and self.cuda_graph_scope != "full_iteration"

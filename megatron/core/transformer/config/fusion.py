@@ -1,4 +1,4 @@
-"""Which fused kernels may be used."""
+"""Options that select fused kernels and torch.compile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _training = partial(option, group="training")
 
 @dataclass(frozen=True, kw_only=True)
 class FusionConfig:
-    """Which fused kernels may be used."""
+    """Options that select fused kernels and torch.compile."""
 
     compile: str = _training(
         "none",

@@ -1,4 +1,4 @@
-"""Latent attention."""
+"""Options of multi-latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _mla = partial(option, group="mla")
 
 @dataclass(frozen=True, kw_only=True)
 class MLAConfig:
-    """Latent attention."""
+    """Options of multi-latent attention (MLA)."""
 
     q_lora_rank: int | None = _mla(
         None, "Rank of the latent queries in MLA; no compression if not given."

@@ -1,4 +1,4 @@
-"""Width, activation and bias of the MLP."""
+"""MLP options: width, activation and bias."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _network = partial(option, group="network size")
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """Width, activation and bias of the MLP."""
+    """MLP options: width, activation and bias."""
 
     ffn_hidden_size: int = _network(
         None,

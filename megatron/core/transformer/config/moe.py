@@ -1,4 +1,4 @@
-"""Experts, router and dispatcher."""
+"""Mixture-of-experts options: experts, router and token dispatcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _moe = partial(option, group="moe")
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Experts, router and dispatcher."""
+    """Mixture-of-experts options: experts, router and token dispatcher."""
 
     num_moe_experts: int | None = _moe(
         None,

@@ -1,4 +1,4 @@
-"""Number formats inside the model."""
+"""Options of fp8 and fp4 GEMMs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron.core.config import flag_messages
 from megatron.core.config.option import option
 
 _te = partial(option, group="Transformer-Engine")
-_ONE_SCALE = ("delayed", "tensorwise")  # recipes with one scale for a weight
+_ONE_SCALE = ("delayed", "tensorwise")  # recipes with one scale per weight
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """Number formats inside the model."""
+    """Options of fp8 and fp4 GEMMs."""
 
     disable_bf16_reduced_precision_matmul: bool = option(
         False,
@@ -82,22 +82,25 @@ class PrecisionConfig:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the linear layers of transformer layers compute in 8 or 4 bits."""
+        """Whether the linear layers of transformer layers compute in fp8 or fp4."""
         return self.fp8 is not None or self.fp4 is not None
 
     @property
     def stores_codes(self) -> bool:
-        """Whether --fp8-param-gather has an effect: shares of ranks cut the blocks of a weight."""
+        """Whether --fp8-param-gather has an effect: with fp8 recipes of one scale per weight only.
+
+        With blockwise scales, the shards of the distributed optimizer would split blocks.
+        """
         return self.fp8_param and self.fp8 is not None and self.fp8_recipe in _ONE_SCALE
 
     @property
     def format_flag(self) -> str:
-        """What asks for that, to be named in an error."""
+        """The flags, without leading dashes, that request fp8 or fp4, for error messages."""
         if self.fp4 is not None:
             return f"fp4-format {self.fp4}"
         return f"fp8-format {self.fp8} --fp8-recipe {self.fp8_recipe}"
 
     @property
     def width_multiple(self) -> int:
-        """What both widths of a rank's weight are multiples of, for the kernels of GPUs."""
+        """Required divisor of both dimensions of a rank's weight, from the GPU kernels."""
         return 32 if self.fp4 is None and self.fp8_recipe == "mxfp8" else 16

@@ -1,4 +1,4 @@
-"""What backward computes again, or fetches from the host, instead of keeping it."""
+"""Options of activation recomputation, activation offloading and loss chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _training = partial(option, group="training")
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """What backward computes again, or fetches from the host, instead of keeping it."""
+    """Options of activation recomputation, activation offloading and loss chunks."""
 
     recompute_granularity: str | None = _training(
         None,
@@ -64,7 +64,7 @@ class RecomputeConfig:
 
     @property
     def modules_to_recompute(self) -> tuple[str, ...]:
-        """Parts of a layer that selective recomputation covers; none under another kind."""
+        """Modules that selective recomputation covers; empty with any other granularity."""
         if self.recompute_granularity != "selective":
             return ()
         return ("core_attn",) if self.recompute_modules is None else self.recompute_modules

@@ -1,1 +1,1 @@
-"""Layers that differ in shape, as architecture search leaves them."""
+"""Heterogeneous models: layers of different shapes, as found by architecture search."""

@@ -1,7 +1,8 @@
-"""What each layer of a model found by architecture search looks like, read from its JSON.
+"""Layer shapes of a heterogeneous model, read from JSON (--heterogeneous-layers-config-path).
 
-The file is the `config.json` of a Llama-Nemotron checkpoint; of it ``block_configs`` counts, one
-entry a layer, and the sizes that must agree with the command line.
+The file is the `config.json` of a Llama-Nemotron checkpoint.  ``block_configs``, with one entry per
+layer, gives the shapes; sizes such as ``hidden_size`` must equal those of the command line; the
+rest is ignored.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ class _File(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """``attention`` and ``mlp`` are full, replaced by one matrix (linear), or absent (no_op)."""
+    """The shape of one layer.
+
+    ``attention`` and ``mlp``: "full", "linear" (replaced by one square linear layer) or "no_op"
+    (absent).  ``ffn_hidden_size``: width of a full MLP.
+    """
 
     attention: str
     mlp: str
@@ -52,9 +57,9 @@ class LayerShape:
 
 @lru_cache(maxsize=8)
 def layer_shapes(config: TransformerConfig) -> tuple[LayerShape, ...] | None:
-    """The shape of every layer; None where the config describes no differences.
+    """Return the shape of every layer; None if the model is not heterogeneous.
 
-    Raises ConfigError where the file cannot be read or contradicts the command line.
+    Raises ConfigError if the JSON cannot be read or contradicts the command line.
     """
     text = config.heterogeneous_layers_config_encoded_json
     path = config.heterogeneous_layers_config_path
@@ -73,7 +78,7 @@ def layer_shapes(config: TransformerConfig) -> tuple[LayerShape, ...] | None:
 
 
 def _contradictions(found: _File, config: TransformerConfig) -> list[str]:
-    """What the file says otherwise than the command line."""
+    """Return an error message for each size in the file that differs from the command line."""
     blocks = found["block_configs"]
     given = [(block.get("attention") or {}).get("n_heads_in_group") for block in blocks]
     sizes = {size for size in given if size is not None}
@@ -115,6 +120,6 @@ def _kind(part: _Part) -> str:
 
 
 def width_of(ffn_mult: float, hidden_size: int) -> int:
-    """MLP width for a multiplier: two thirds of it, up to the next multiple of 256."""
+    """Return the MLP width: 2/3 of ``ffn_mult * hidden_size``, rounded up to a multiple of 256."""
     width = int(2 * ffn_mult * hidden_size / 3)
     return -(-width // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE

@@ -1,6 +1,6 @@
-"""One square matrix in the place of attention or of an MLP.
+"""Square linear layer that replaces attention or the MLP in a heterogeneous model.
 
-Collectives: the outputs, which are divided over the tensor-parallel group, are all-gathered.
+Outputs are sharded over the tensor-parallel group, then all-gathered.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LinearReplacement(ColumnParallelLinear):
-    """Fills the slot of attention or MLP; what their calls carry beside hidden states is unused."""
+    """Linear layer with the call signature of attention and MLP; ignores all but hidden states."""
 
     def __init__(self, config: TransformerConfig, *, tp_group: ProcessGroup) -> None:
         super().__init__(
@@ -28,7 +28,10 @@ class LinearReplacement(ColumnParallelLinear):
         )
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
-        """[s, b, h] -> [s, b, h], or [s/tp, b, h] -> [s/tp, b, h] where the sequence is cut."""
+        """Multiply: [s, b, h] -> [s, b, h]; with sequence parallelism [s/tp, b, h] on both sides.
+
+        Collective over tp.
+        """
         y, _ = super().forward(x)
         if self.sequence_parallel:
             y = scatter_to_sequence_parallel_region(y, self.tp_group)

@@ -1,1 +1,1 @@
-"""Mixture of experts: route, dispatch, experts, combine."""
+"""Mixture of experts (MoE): router, token dispatcher, experts."""

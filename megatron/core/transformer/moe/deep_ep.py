@@ -1,7 +1,7 @@
-"""Tokens to their experts and back by the DeepEP package: each once to every rank it visits.
+"""Token dispatcher that uses the DeepEP package: it sends each token once to each rank it visits.
 
-The package has no part in a test on a CPU: what it is asked is what its documentation says
-(github.com/deepseek-ai/DeepEP, the interface of training), and tests hold a stand-in to that.
+The interface is that of DeepEP's documentation for training (github.com/deepseek-ai/DeepEP).  The
+package needs GPUs, so CPU tests use a stand-in with this interface.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Event(Protocol):
 
 
 class _Buffer(Protocol):
-    """What is used of ``deep_ep.Buffer``; a handle is what it needs to run a dispatch again."""
+    """The methods of ``deep_ep.Buffer`` used here; a handle stores the routing of a dispatch."""
 
     def get_dispatch_layout(
         self, topk_idx: Tensor, num_experts: int
@@ -56,7 +56,7 @@ class _Handled(NamedTuple):
 
 
 def unsupported_reason(config: TransformerConfig, device: torch.device) -> str | None:
-    """None if tokens can travel by DeepEP, else the reason."""
+    """Return why DeepEP cannot dispatch the tokens of this model; None if it can."""
     if not is_cuda(device):
         return "it needs a GPU"
     if config.params_dtype != torch.bfloat16:
@@ -65,7 +65,7 @@ def unsupported_reason(config: TransformerConfig, device: torch.device) -> str |
 
 
 class DeepEPDispatcher(FlexDispatcher):
-    """Collective over tp_ep, as `FlexDispatcher`."""
+    """Dispatcher that uses DeepEP's dispatch and combine.  Collective over tp_ep."""
 
     def __init__(self, num_experts: int, groups: ProcessGroupCollection, num_sms: int) -> None:
         super().__init__(num_experts, groups)
@@ -78,7 +78,8 @@ class DeepEPDispatcher(FlexDispatcher):
             return super().dispatch(x, routing, meanwhile)
         buffer = _buffer_of(self.tp_ep, x.shape[1] * x.element_size(), self.num_sms)
         copies = self.expt_tp.size()
-        # DeepEP knows ranks with experts of their own: one that is divided is several to it.
+        # DeepEP assumes that a rank holds complete experts: with expert tensor parallelism, each
+        # shard of an expert is an expert of its own to it.
         is_kept = routing.experts < self.num_experts
         block, local = routing.experts // self.num_local, routing.experts % self.num_local
         shares = block.unsqueeze(-1) * copies + torch.arange(copies, device=x.device)
@@ -103,11 +104,11 @@ class DeepEPDispatcher(FlexDispatcher):
 
 _buffers: dict[
     ProcessGroup, tuple[int, _Buffer]
-] = {}  # with the bytes of a row that they are made for
+] = {}  # group -> (bytes per row that the buffer is made for, buffer)
 
 
 def _buffer_of(group: ProcessGroup, row_bytes: int, num_sms: int) -> _Buffer:
-    """That of all layers of ``group``; a new one where rows are wider.  Collective then."""
+    """Return the buffer that all layers share.  Collective if it must be created or enlarged."""
     if group not in _buffers or _buffers[group][0] < row_bytes:
         kind = require(PACKAGE, "--moe-enable-deepep").Buffer
         kind.set_num_sms(num_sms)
@@ -120,21 +121,23 @@ def _buffer_of(group: ProcessGroup, row_bytes: int, num_sms: int) -> _Buffer:
 
 
 def _wait(event: _Event) -> None:
-    """While rows travel another pass may compute."""
+    """Wait for a DeepEP operation; an interleaved pass may compute in the meantime."""
     yield_to_peer()
     event.current_stream_wait()
 
 
 class _Sent(NamedTuple):
-    counts: list[int]  # rows of each expert of this rank
+    counts: list[int]  # rows per expert of this rank
     handled: _Handled
 
 
 class _There(Function[tuple[Tensor, Tensor, Tensor]]):
-    """[n, h], [n, k] and expert numbers [n, k], -1 for none -> the rows of this rank's visitors.
+    """DeepEP dispatch; backward combines the gradients.
 
-    Their weights [r, k] and the numbers of this rank's experts [r, k], -1 for those elsewhere.
-    ``sent`` takes what else there is to know of it.
+    Inputs: tokens [n, h], weights [n, k] and expert numbers [n, k], -1 for a dropped visit.
+    Outputs: the r tokens that visit this rank [r, h], their weights [r, k], and their expert
+    numbers on this rank [r, k], -1 for experts on other ranks.  Counts and handle, which are not
+    tensors, are appended to ``sent``.
     """
 
     @staticmethod

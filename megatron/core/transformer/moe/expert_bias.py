@@ -1,4 +1,4 @@
-"""Balance without a loss: a bias on each expert's score, moved after every step.
+"""Load balancing without an auxiliary loss: a bias on each expert's score, updated every step.
 
 Source: arXiv 2408.15664.
 """
@@ -19,9 +19,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 def update_expert_biases(
     models: Sequence[nn.Module], groups: ProcessGroupCollection, rate: float
 ) -> None:
-    """Raise the bias of experts with less than the mean load, lower that of the others.
+    """Raise the bias of experts with less than the mean load by ``rate``, lower that of the others.
 
-    By the tokens of the whole global batch.  Collective over tp_dp_cp.
+    The load is the number of tokens of the global batch; the counts start again at 0.  Call it once
+    per step.  Collective over tp_dp_cp.
     """
     routers = [m for model in models for m in model.modules() if isinstance(m, TopKRouter)]
     counts = [r.tokens_per_expert for r in routers if r.tokens_per_expert is not None]

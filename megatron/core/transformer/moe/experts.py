@@ -29,7 +29,7 @@ class Expert(MLP):
     """An MLP whose output is multiplied by the router's weight of each token."""
 
     def forward(self, rows: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
-        """[m, h] and [m] -> [m, h]"""
+        """Compute rows [m, h], weighted by ``weights`` [m], -> [m, h]."""
         inner, _ = self.linear_fc1(rows)
         return self.biased(*self.narrow(inner, weights, self.linear_fc2), weights)
 
@@ -104,7 +104,7 @@ class Experts(MegatronModule):
         return [getattr(expert, name) for expert in self._in_order]
 
     def forward(self, rows: Tensor, weights: Tensor, counts: Sequence[int]) -> Tensor:
-        """[m, h], [m] and rows per expert -> [m, h].
+        """Run all experts: rows [m, h], their weights [m] and the rows per expert -> [m, h].
 
         An expert without tokens runs on zero rows, so that its parameters get gradients of zero.
         """

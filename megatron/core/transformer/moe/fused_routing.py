@@ -1,7 +1,7 @@
-"""`routing.route` by one kernel each way, where --moe-router-fusion asks and a GPU has it.
+"""Router as one GPU kernel forward and one backward (--moe-router-fusion).
 
-The kernels take float32 logits: fewer bits would be rounded elsewhere than in the plain form, and
-the choice of experts would hang on it.
+The kernels accept float32 logits only.  In bf16 or fp16 they would round at other points than the
+operations of `routing`, which could change the chosen experts.  Without a kernel `routing` runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.routing import Choice, Routing
 
 
 def route(logits: Tensor, choice: Choice, bias: Tensor | None = None) -> Routing:
-    """`routing.route`: ``logits`` [n, E] -> the experts of each token and their weights [n, k]."""
+    """Choose experts and weights [n, k] from logits [n, E]; same result as `routing.route`."""
     fused = _kernels(logits)
     if fused is None:
         return routing.route(logits, choice, bias)
@@ -28,7 +28,7 @@ def route(logits: Tensor, choice: Choice, bias: Tensor | None = None) -> Routing
 
 
 def best(scores: Tensor, k: int) -> Tensor:
-    """`routing.best`: the ``k`` experts with the highest scores: [n, k]."""
+    """Return the ``k`` experts with the highest scores, [n, k]; same result as `routing.best`."""
     fused = _kernels(scores)
     if fused is None:
         return routing.best(scores, k)

@@ -1,9 +1,8 @@
-"""One matrix product for all experts of a rank, forward and twice backward.
+"""Grouped GEMM over all experts of a rank: one in forward, two in backward.
 
-``m`` rows, those of an expert behind each other; ``e`` experts of weight [o, i].  It is
-`torch.nn.functional.grouped_mm`, which on a GPU fills the device where a loop of small products
-would not; on a CPU a loop is as fast.  The kernel's limits are told by `can_group`, and gradients
-are made contiguous for it.
+``m`` rows sorted by expert; ``e`` experts with weights [o, i].  The kernel is
+`torch.nn.functional.grouped_mm`, which uses a GPU better than a loop of small GEMMs; on a CPU a
+loop is as fast.  `can_group` checks the kernel's limits.
 """
 
 from __future__ import annotations
@@ -25,7 +24,10 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def can_group(weights: Sequence[Tensor]) -> bool:
-    """Whether the kernel takes rows times these weights: no fp64, widths of whole 16 bytes."""
+    """Return whether the kernel supports these weights.
+
+    It needs at least two, no fp64, and both widths a multiple of 16 bytes.
+    """
     size = weights[0].dtype.itemsize
     is_aligned = all(n * size % _ALIGNMENT == 0 for n in weights[0].shape)
     return len(weights) > 1 and weights[0].dtype in _DTYPES and is_aligned
@@ -33,14 +35,14 @@ def can_group(weights: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class RowGroups:
-    """How many rows each expert has, and where those end: [e] int32 beside the rows."""
+    """Rows per expert: ``counts``, and their cumulative sum ``ends`` [e] int32 on the device."""
 
     counts: Sequence[int]
     ends: Tensor
 
     @classmethod
     def on(cls, where: torch.device, counts: Sequence[int]) -> RowGroups:
-        """The copy to a GPU does not wait for what the GPU has to do before."""
+        """Create the groups on device ``where``, without blocking the host."""
         if isinstance(counts, LateCounts):
             return cls(counts, counts.counts.cumsum(0, dtype=torch.int32))
         here = device.host_array(torch.tensor(counts, dtype=torch.int32).cumsum(0), where)
@@ -49,15 +51,15 @@ class RowGroups:
 
 
 def grouped_linear(rows: Tensor, groups: RowGroups, weights: Sequence[Tensor]) -> Tensor:
-    """[m, i] -> [m, o]: each row times its expert's weight.
+    """Multiply each row by its expert's weight: [m, i] -> [m, o].
 
-    The weight gradients go where those of a linear layer go: to a queue or into the main gradient
-    if there is one, one product each, else out of one product.
+    As in a linear layer, backward puts the weight gradients into a queue or adds them to the main
+    gradients, if either exists, with one GEMM per expert; otherwise it runs one grouped GEMM.
     """
     return _GroupedLinear.apply(rows, groups, *weights)
 
 
-# The weights themselves, for a queue and for main_grad.
+# The parameter objects, since queue and main_grad need more than the saved values.
 _Values = tuple[tuple[Tensor, ...], RowGroups]
 
 
@@ -74,7 +76,7 @@ class _GroupedLinear(Function[Tensor]):
         rows, *weights = ctx.saved_tensors
         params, groups = ctx.values
         counts, ends = list(groups.counts), groups.ends
-        # Without rows no stride counts, but the kernel looks at them.
+        # The kernel checks strides even without rows: allocate a tensor with valid ones.
         grad = grad.contiguous() if len(grad) else grad.new_zeros(grad.shape)
         needs_rows, _, *needs = ctx.needs_input_grad
         grad_rows = F.grouped_mm(grad, stacked(weights), offs=ends) if needs_rows else None
@@ -95,7 +97,10 @@ class _GroupedLinear(Function[Tensor]):
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:
-    """[e, o, i]: a view where the weights lie at equal distances in one storage, else a copy."""
+    """Stack the weights: [e, o, i], a view if they are equally spaced in one storage, else a copy.
+
+    A parameter buffer stores consecutive experts so.
+    """
     first, second = weights[0], weights[1]
     step = second.data_ptr() - first.data_ptr()
     begin, storage = first.data_ptr(), first.untyped_storage().data_ptr()

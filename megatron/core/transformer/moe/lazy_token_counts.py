@@ -1,4 +1,4 @@
-"""Rows of each expert, where the device knows them and the host may never ask."""
+"""Token counts per expert that stay on the device until the host reads one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.device.async_host_copy import AsyncHostCopy
 
 
 class LateCounts(Sequence[int]):
-    """``counts`` [e] beside the rows; the first number that the host asks for waits for all."""
+    """Sequence of the counts [e] on the device; the first read by the host waits for the copy."""
 
     def __init__(self, counts: Tensor) -> None:
         self.counts = counts

@@ -61,7 +61,7 @@ class MoELayer(MegatronModule):
             )
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """[s, b, h] -> ([s, b, h], None); the None is the bias that an MLP may leave unadded.
+        """Compute [s, b, h] -> ([s, b, h], None); None stands for the unadded bias of an MLP.
 
         Collective over tp_ep (the dispatcher), and over tp_cp where the router counts tokens.
         """

@@ -1,7 +1,8 @@
-"""Rows of tokens brought into the order of experts, and back.
+"""Permutation of tokens into rows sorted by expert, and back.
 
-A token with k visits gives k rows; ``m`` rows in all, those of one expert behind each other, in the
-order of tokens.  Both directions only gather, so sums come out the same on every device.
+A visit is a pair (token, chosen expert).  A token with k visits becomes k rows; the ``m`` rows are
+sorted by expert, then by token.  Forward and backward only gather rows, never scatter-add them, so
+the order of summation is fixed and results are deterministic on every device.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from megatron.core.tensor_parallel.mappings import through
 
 @dataclass(frozen=True)
 class Order:
-    """``visit`` [m]: which of the n x k visits a row is.  ``row`` [n, k]: the row of a visit.
+    """The permutation between visits and rows.
 
-    Where some visits have no row, ``row`` is m or more for them.
+    ``visit`` [m]: index of each row's visit among the n x k visits.  ``row`` [n, k]: row of each
+    visit; m or more for visits without a row (dropped tokens, experts of other ranks).
     """
 
     visit: Tensor
@@ -27,15 +29,16 @@ class Order:
 
     @property
     def token(self) -> Tensor:
-        """Whose row it is: [m]."""
+        """Token of each row: [m]."""
         k = self.row.shape[1]
         return self.visit if k == 1 else self.visit // k
 
 
 def by_expert(experts: Tensor, num_rows: int | None = None, *, highest: int | None = None) -> Order:
-    """The order of visits [n, k] by expert; with ``num_rows`` the highest numbers are left out.
+    """Sort the visits by expert number ``experts`` [n, k].
 
-    With ``highest``, the largest possible number, a kernel of the GPU counts instead of sorting.
+    ``num_rows`` keeps the first rows only: visits of the highest numbers get no row.  ``highest``
+    (largest possible number) allows a GPU kernel that counts instead of sorting.
     """
     flat = experts.flatten()
     if highest is not None and (fused := kernels.find("order", flat)):
@@ -48,12 +51,12 @@ def by_expert(experts: Tensor, num_rows: int | None = None, *, highest: int | No
 
 
 def expand(x: Tensor, order: Order) -> Tensor:
-    """[n, ...] -> [m, ...]: each token once for each of its visits."""
+    """Copy each token to the rows of its visits: [n, ...] -> [m, ...]."""
     return through(x, order, _rows_of_visits, _sum_of_rows)
 
 
 def combine(rows: Tensor, order: Order) -> Tensor:
-    """[m, ...] -> [n, ...]: the sum of each token's rows."""
+    """Sum the rows of each token: [m, ...] -> [n, ...]."""
     return through(rows, order, _sum_of_rows, _rows_of_visits)
 
 

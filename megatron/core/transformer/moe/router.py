@@ -78,7 +78,10 @@ class TopKRouter(MegatronModule):
         )
 
     def forward(self, hidden: Tensor) -> Routing:
-        """[s, b, h] of this rank -> routing of its s*b tokens.  Collective as described above."""
+        """Route the s*b tokens of this rank, hidden states [s, b, h].
+
+        Collective as described at the top of this file.
+        """
         logits = self.logits(self._jittered(hidden)).flatten(0, 1)
         logits = self._with_z_loss(logits)
         if self.config.moe_router_load_balancing_type == ("sinkhorn",):
@@ -97,7 +100,10 @@ class TopKRouter(MegatronModule):
         return routing
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[.., h] -> [.., E].  Raises NonFiniteError on NaN; on a GPU a device-side assertion."""
+        """Compute router logits: [.., h] -> [.., E].
+
+        Raises NonFiniteError on NaN; on a GPU a device-side assertion fails instead.
+        """
         dtype = self.dtype or hidden.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(hidden.to(dtype), self.weight.to(dtype), bias)
@@ -117,7 +123,7 @@ class TopKRouter(MegatronModule):
         with fork_for_tokens(True, is_sequence_cut=self.is_sequence_cut):
             return hidden * torch.empty_like(hidden).uniform_(1 - eps, 1 + eps)
 
-    # -- what tokens of other ranks have a part in -----------------------------------------
+    # -- decisions that depend on the tokens of other ranks ----------------------------------
 
     def _places(self, hidden: Tensor) -> Tensor:
         """Return the index of each rank's tokens in the order of a single rank: [sharers, s*b]."""

@@ -20,9 +20,11 @@ _TIE = 2.0**-12  # weights closer than this are equal when visits have to be dro
 
 @dataclass(frozen=True)
 class Routing:
-    """``experts`` [n, k] are expert numbers, E for a dropped visit; ``weights`` [n, k].
+    """The chosen experts of each token.
 
-    ``capacity``: maximum number of tokens of a micro-batch per expert, None without a limit.
+    ``experts`` [n, k]: expert numbers, E for a dropped visit.  ``weights`` [n, k]: factor of each
+    expert's output.  ``capacity``: maximum number of tokens of a micro-batch per expert, None
+    without a limit.
     """
 
     experts: Tensor
@@ -31,20 +33,20 @@ class Routing:
     capacity: int | None = None
 
     def counts(self) -> Tensor:
-        """Tokens of each expert: [E]."""
+        """Count the tokens of each expert: [E]."""
         return tally(self.experts, self.num_experts + 1)[:-1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How experts are chosen from router logits."""
+    """Settings of the choice of experts from router logits."""
 
     k: int
     score_function: str = "softmax"  # or sigmoid
-    pre_softmax: bool = False  # scores over all experts, not over the chosen
-    num_groups: int | None = None  # experts come in groups,
-    group_topk: int | None = None  # of which each token uses so many
-    group_score_topk: int | None = None  # by the sum of so many scores; None: k over group_topk
+    pre_softmax: bool = False  # softmax over all experts, not over the chosen ones
+    num_groups: int | None = None  # groups of experts in group-limited routing
+    group_topk: int | None = None  # groups per token
+    group_score_topk: int | None = None  # scores that sum to a group's score; None: k / group_topk
     scaling_factor: float | None = None
 
 

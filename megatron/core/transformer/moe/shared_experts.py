@@ -1,4 +1,4 @@
-"""Experts that every token visits: one MLP, divided as that of a dense layer."""
+"""Shared experts: one MLP that processes every token, sharded like the MLP of a dense layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class SharedExpertMLP(MLP):
-    """With --moe-shared-expert-gate each token has a weight of its own for it."""
+    """MLP of the shared experts; --moe-shared-expert-gate adds a learned sigmoid gate per token."""
 
     def __init__(
         self, config: TransformerConfig, submodules: MLPSubmodules, *, tp_group: ProcessGroup
@@ -33,7 +33,7 @@ class SharedExpertMLP(MLP):
             self.gate_weight = new_parameter(info.global_shape, config.params_dtype, info)
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        """[s, b, h] -> [s, b, h]"""
+        """Compute [s, b, h] -> [s, b, h], bias included.  Collective over ``tp_group``."""
         y, bias = super().forward(hidden_states)
         y = y if bias is None else y + bias
         if self.gate_weight is None:

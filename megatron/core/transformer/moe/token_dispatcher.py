@@ -221,7 +221,7 @@ def _sent(
     num_blocks = num_blocks or size
     num_local, copies = len(counts) // num_blocks, size // num_blocks
     first = group.rank() // copies * num_local
-    coming = [row[first : first + num_local] for row in told]  # of each rank, for each expert
+    coming = [row[first : first + num_local] for row in told]  # [source rank][local expert]
     blocks = [sum(counts[i : i + num_local]) for i in range(0, len(counts), num_local)]
     sending = [rows for rows in blocks for _ in range(copies)]
     receiving = [sum(row) for row in coming]
