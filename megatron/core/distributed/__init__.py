@@ -1,4 +1,4 @@
-"""Data-parallel gradients and parameters."""
+"""Data parallelism: reduce gradients, gather parameters, shard both (DDP, FSDP2)."""
 
 from megatron.core.distributed.distributed_data_parallel import (
     DistributedDataParallel as DistributedDataParallel,
@@ -11,5 +11,5 @@ from megatron.core.distributed.finalize_model_grads import (
 )
 from megatron.core.lazy import lazy_exports
 
-# Importing FSDP2 takes as long as the rest of torch: only runs that use it pay.
+# Imported at first use: importing FSDP2 takes as long as importing the rest of torch.
 __getattr__ = lazy_exports(__name__, {"FullyShardedDataParallel": "megatron.core.distributed.fsdp"})

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from math import lcm
 
 PARAM_ALIGNMENT = 64  # a parameter starts on a 128-byte line, also in 16 bits
-BUCKET_ALIGNMENT = 128  # of every rank's share of a bucket; a multiple of PARAM_ALIGNMENT
+BUCKET_ALIGNMENT = 128  # divides every rank's share of a bucket; a multiple of PARAM_ALIGNMENT
 HIGH_BUS_BANDWIDTH_ALIGNMENT = 2**16  # collectives run fastest on multiples of this
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements ``start`` to ``stop`` of the buffer; ``params`` are indices in model order."""
+    """Range of the buffer, ``start`` to ``stop``; ``params`` are indices in model order."""
 
     start: int
     stop: int
@@ -27,7 +27,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """``spans[i]`` is (start, stop) of parameter i; elements outside all spans are padding."""
+    """Layout of a buffer: ``spans[i]`` is (start, stop) of parameter i; the rest is padding."""
 
     spans: tuple[tuple[int, int], ...]
     buckets: tuple[Bucket, ...]
@@ -40,10 +40,10 @@ class BufferLayout:
     def owned_parts(self, rank: int, size: int) -> Iterator[tuple[int, int, int]]:
         """Yield (parameter, start, stop): the elements that ``rank`` of ``size`` ranks owns.
 
-        Every bucket is divided into equal shares, one for each rank.  So a rank's part of the
-        buffer is not contiguous: it is what reduce-scatter leaves there, bucket by bucket.  It
-        holds at most one part of a parameter, no padding, and may be empty.  ``start`` and ``stop``
-        count the elements of the parameter, flattened row by row.
+        Every bucket is divided into equal shares, one for each rank: the result of a reduce-scatter
+        per bucket.  So a rank's part of the buffer is not contiguous.  It contains at most one part
+        of each parameter, and may be empty.  ``start`` and ``stop`` count the elements of the
+        parameter, flattened row by row.
         """
         for bucket in self.buckets:
             share = (bucket.stop - bucket.start) // size
@@ -65,7 +65,7 @@ def plan_buffer(
 ) -> BufferLayout:
     """Lay out parameters of ``numels`` elements; close a bucket at ``bucket_size`` or more.
 
-    ``bucket_size=None`` makes one bucket.  A parameter lies in one bucket entirely, and a bucket's
+    ``bucket_size=None`` makes one bucket.  No parameter is split over buckets, and a bucket's
     length is a multiple of ``bucket_multiple``.  Each parameter in ``alone`` has its own bucket.
 
     >>> plan_buffer([4, 3, 5], 6).buckets

@@ -1,7 +1,7 @@
-"""Which gradients share a buffer, and how each buffer is laid out: pure arithmetic.
+"""Plan the gradient buffers of a rank: which gradients share a buffer, and its layout.
 
-With the sizes of a model's parameters this says what a rank's buffers hold, without a process
-group or a tensor.  A sharded buffer has a twin of the same layout that holds the parameters.
+Pure arithmetic on the sizes of parameters: needs no process group and no tensor.  A sharded
+gradient buffer is accompanied by a parameter buffer of the same layout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.distributed.sharding import num_instances
 
 
 class BufferKey(NamedTuple):
-    """Gradients that share a buffer."""
+    """Properties that gradients in the same buffer have in common."""
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -33,17 +33,17 @@ class BufferKey(NamedTuple):
 
 
 class ParamSize(NamedTuple):
-    """What the plan has to know of a trainable parameter."""
+    """Size and buffer of a trainable parameter: the input of the plan."""
 
     numel: int
     key: BufferKey
-    # A shared embedding has a bucket for itself: what a rank owns of it must not depend on what
-    # else a stage holds, since first and last stage add up their gradients.
+    # A shared embedding has a bucket of its own: first and last stage sum its gradients, so a rank
+    # must own the same elements of it on both stages, whatever else these stages hold.
     is_alone: bool = False
 
 
 class Replicas(NamedTuple):
-    """How many ranks hold the same dense and the same expert parameters."""
+    """Number of data-parallel ranks that hold the same dense and the same expert parameters."""
 
     dense: int
     expert: int
@@ -54,7 +54,7 @@ class Replicas(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """A buffer for the parameters ``members`` (indices into those planned)."""
+    """One buffer; ``members`` are indices of the parameters given to `plan_buffers`."""
 
     key: BufferKey
     members: tuple[int, ...]
@@ -69,12 +69,12 @@ def plan_buffers(
     is_mean: bool,
     disable_bucketing: bool = False,
 ) -> list[BufferPlan]:
-    """The buffers of one model chunk, whose trainable ``params`` come in model order.
+    """Plan the buffers of one model chunk; ``params`` are its trainable parameters in model order.
 
-    Sharded or not, the layout is the same, and with it the order of sums.
+    The layout, and so the order of sums, does not depend on sharding.
 
-    What is in none keeps its gradient in ``param.grad``: it needs no reduction, no scaling
-    (``is_mean``: gradients are divided by the number of replicas) and no other dtype.
+    A parameter in no buffer keeps its gradient in ``param.grad``: the gradient needs no reduction,
+    no scaling (``is_mean``: divide by the number of data-parallel ranks) and no other dtype.
     """
     members: dict[BufferKey, list[int]] = {}
     for index, param in enumerate(params):

@@ -1,4 +1,4 @@
-"""What the loop, the optimizer and the schedules ask of a data-parallel wrapper."""
+"""Interface of data-parallel wrappers towards training loop, optimizer and pipeline schedules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 
 
 class LossConfig(Protocol):
-    """What a wrapper asks of a model's configuration."""
+    """Fields of a model's configuration that a data-parallel wrapper reads."""
 
     @property
     def calculate_per_token_loss(self) -> bool: ...
@@ -25,7 +25,7 @@ class LossConfig(Protocol):
 
 
 class DataParallelBase(nn.Module, ABC):
-    """``module`` with gradients that are summed over micro-batches and averaged over replicas."""
+    """Wrapper that sums gradients over micro-batches and reduces them over data-parallel ranks."""
 
     def __init__(
         self,
@@ -45,41 +45,41 @@ class DataParallelBase(nn.Module, ABC):
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only add to the gradients; more will follow."""
+        """Return a context in which backward passes accumulate gradients without reducing them."""
 
     @abstractmethod
     def start_grad_sync(self, *_: object) -> None:
-        """Start the collectives not under way yet.  Collective over data-parallel ranks."""
+        """Start the reductions that have not started yet.  Collective over data-parallel ranks."""
 
     @abstractmethod
     def finish_grad_sync(self) -> None:
         """Wait until all gradients are reduced.  Collective over data-parallel ranks.
 
-        Raises NonFiniteError when a gradient of this rank was not finite and the run checks.
+        Raises NonFiniteError if a gradient of this rank is not finite and the run checks for it.
         """
 
     @abstractmethod
     def zero_grad_buffer(self) -> None:
-        """Begin a step: no gradients, nothing reduced."""
+        """Begin a step: drop the gradients of the previous one."""
 
     @abstractmethod
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply all gradients, after they were reduced."""
+        """Multiply all reduced gradients by ``factor``, in place."""
 
     @abstractmethod
     def reduced_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Where this rank has sums after `finish_grad_sync`, by trainable parameter.
+        """Yield each trainable parameter and its gradient, reduced by `finish_grad_sync`.
 
-        Of a sharded parameter it is the part that this rank owns; a parameter of which it owns
-        nothing may be left out.  None for one that has had no gradient.
+        The gradient of a sharded parameter is the part that this rank owns; a parameter of which
+        this rank owns nothing may be left out.  None if the parameter received no gradient.
         """
 
     @abstractmethod
     def owned_parts(self) -> Iterator[tuple[nn.Parameter, int, int]]:
         """Yield (parameter, start, stop): the elements that this rank's optimizer updates.
 
-        The range is of this rank's part of the parameter, flattened row by row; at most one range
-        per parameter.  Only parameters whose update is divided over ranks have one.
+        The range counts elements of this rank's part of the parameter, flattened row by row; at
+        most one range per parameter.  Only parameters whose update is divided over ranks have one.
         """
 
     @abstractmethod
@@ -90,33 +90,42 @@ class DataParallelBase(nn.Module, ABC):
         """
 
     def spans_by_rank(self) -> Iterator[tuple[nn.Parameter, list[tuple[int, int]]]]:
-        """Of parameters whose update is divided: elements start to stop that each rank updates.
+        """Yield each parameter whose update is divided, and the ranges that the ranks update.
 
-        In the order of the ranks that share an optimizer; the same on all of them.
+        One range (start, stop) of elements per rank of those that share an optimizer, in rank
+        order.  The result is the same on all of these ranks.
         """
         yield from ()
 
     def keep_values(self) -> None:
-        """Keep the values of parameters beside codes: their addresses are recorded in a graph."""
+        """Keep the values of parameters that are stored as 8-bit codes in memory all the time.
+
+        Called if something else than layers reads them: an in-place update, or a CUDA graph, which
+        records their addresses.
+        """
 
     def prepare_param_update(self) -> None:
-        """Give memory to parameters that are stored as codes: their values will be written."""
+        """Allocate the values of parameters that are stored as 8-bit codes, before an update."""
 
     def finish_param_sync(self, *, values: bool = True) -> None:
         """Wait until all parameters are gathered.  Collective over data-parallel ranks.
 
-        ``values``: also of those that are stored as codes, for what reads them beside layers.
+        ``values``: also restore the values of parameters that are stored as 8-bit codes, for
+        readers other than layers.
         """
 
     @abstractmethod
     def broadcast_params(self) -> None:
-        """Take the parameters of each group's first rank.  Collective over data-parallel ranks."""
+        """Broadcast each group's parameters from its first rank.  Collective over the group."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's, without a prefix of the wrapper.  Collective while parameters come in."""
+        """Return the state_dict of the wrapped module, without a prefix of the wrapper.
+
+        Collective over data-parallel ranks if parameters are still being gathered.
+        """
         self.finish_param_sync()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> object:
-        """Load the module."""
+        """Load a state_dict into the wrapped module."""
         return self.module.load_state_dict(*args, **kwargs)

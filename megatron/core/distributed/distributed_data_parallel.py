@@ -9,8 +9,9 @@ With a distributed optimizer, each rank of an instance (``intra_dp_cp``, experts
 ``intra_expt_dp``) ends with the sums of its share of every bucket, added over the instances
 (``inter_dist_opt``).  After the update `start_param_sync` gathers the parameters, one all-gather
 per bucket; with overlap, each starts as the forward pass reaches the modules before those that need
-it.  Code that reads parameters without calling their module calls `finish_param_sync` first.  All
-gathers start before the step's first reduction, which fixes the order of both on every rank.
+it.  Code that reads parameters without calling their module must call `finish_param_sync` first.
+All gathers start before the first reduction of the step, so that both kinds of collectives have the
+same order on every rank.
 
 A gradient that needs no reduction, no scaling and no other dtype stays in ``param.grad``, without a
 buffer.
@@ -125,7 +126,8 @@ class DistributedDataParallel(DataParallelBase):
     def owned_parts(self) -> Iterator[tuple[nn.Parameter, int, int]]:
         """Yield (parameter, start, stop): the elements that this rank's optimizer updates.
 
-        The range is of the parameter flattened row by row; at most one range per parameter.
+        The range counts elements of the parameter, flattened row by row; at most one range per
+        parameter.
         """
         for buffer in self.grad_buffers.values():
             reduction = buffer.reduction
@@ -234,7 +236,7 @@ class DistributedDataParallel(DataParallelBase):
 
     def _reduction(self, group: ProcessGroup) -> Reduction:
         # An expert's gradient already contains the tokens of all expert-parallel ranks.  It is
-        # added over expt_dp, which has fewer ranks, but divided by the size of dp_cp all the same.
+        # summed over expt_dp, which has fewer ranks than dp_cp, but also divided by dp_cp's size.
         is_mean = not self.config.calculate_per_token_loss
         return Reduction(
             group=group,
@@ -281,9 +283,9 @@ class DistributedDataParallel(DataParallelBase):
             self._wait_in_forward()
 
     def _wait_in_forward(self) -> None:
-        """Register forward pre-hooks that wait for the parameters each module holds directly.
+        """Register forward pre-hooks that wait for the parameters that a module holds directly.
 
-        Code that reads a module's parameters without calling it runs these hooks first.
+        Code that reads a module's parameters without calling the module must run its pre-hooks.
         """
         needed = {
             param: count
@@ -318,8 +320,8 @@ class DistributedDataParallel(DataParallelBase):
                 self._start_next()
 
     def _start_next(self) -> None:
-        # Gather also what no forward pass has needed: every rank must issue all gathers before the
-        # first reduction, or ranks would order the two kinds of collectives differently.
+        # Gather also buckets that no forward pass has used: every rank must issue all gathers
+        # before the first reduction, or the order of the two kinds would differ between ranks.
         self.param_gather.finish()
         self.buckets[self._next].start()
         self._next += 1

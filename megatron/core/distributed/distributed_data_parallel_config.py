@@ -1,4 +1,4 @@
-"""How gradients and parameters travel between data-parallel ranks."""
+"""Configuration of gradient reduction and parameter sharding over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _distributed = partial(option, group="distributed")
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedDataParallelConfig:
-    """How gradients and parameters travel between data-parallel ranks."""
+    """Configuration of gradient reduction and parameter sharding over data-parallel ranks."""
 
     check_for_nan_in_grad: bool = option(  # and in the loss
         True,
@@ -139,5 +139,5 @@ class DistributedDataParallelConfig:
         "Keep all-gathered parameters between forward and backward instead of freeing them.",
         flag="--torch-fsdp2-no-reshard-after-forward",
     )
-    # Scripts say it here as well as in OptimizerConfig, where its flag is.
+    # Megatron-LM's constructor has it too; its flag is a field of OptimizerConfig.
     use_distributed_optimizer: bool = False

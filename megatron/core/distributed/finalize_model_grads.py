@@ -1,9 +1,9 @@
-"""What is summed after the last micro-batch, before the optimizer sees the gradients.
+"""Finish the gradients after the last micro-batch, before the optimizer step.
 
-Order of collectives: the buckets over data-parallel ranks; then the gradients that are partial on
-each tensor-parallel rank, over tp, one collective per dtype; then those of parameters that several
-stages hold (embd, pos_embd, stack); then, for a loss per token, the number of tokens over pp and
-over dp_cp.
+Order of collectives: reduce the buckets over data-parallel ranks; all-reduce over tp the gradients
+that are partial on each tensor-parallel rank (sequence parallelism), one collective per dtype;
+all-reduce the gradients of parameters that several stages hold (groups embd, pos_embd, stack); for
+a loss per token, all-reduce the number of tokens over pp and then over dp_cp.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def finalize_model_grads(
     num_tokens: Tensor | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> None:
-    """Make the gradients of all chunks those of the whole global batch.  Collective, all ranks.
+    """Reduce the gradients of all chunks to those of the global batch.  Collective on all ranks.
 
-    ``num_tokens`` (this rank's loss-bearing tokens; 0 where the loss is not) is given when losses
-    are sums over tokens: gradients are divided by the total.
+    ``num_tokens``: number of loss-bearing tokens of this rank (0 on stages without the loss), if
+    losses are sums over tokens; gradients are then divided by the global number.
     """
     groups = pg_collection or model[0].groups
     for chunk in model:
@@ -43,9 +43,10 @@ def finalize_model_grads(
 def sum_partial_gradients(
     model: Sequence[DataParallelBase], groups: ProcessGroupCollection
 ) -> None:
-    """Sum over tp what each tensor-parallel rank has computed from its part of the sequence.
+    """Sum gradients over tp that each rank has computed from its part of the sequence.
 
-    Collective over tp, whose ranks own the same parts of sharded parameters.
+    Collective over tp, whose ranks own the same parts of parameters that the distributed optimizer
+    or FSDP shards.
     """
     if groups.tp.size() == 1:
         return
@@ -53,7 +54,7 @@ def sum_partial_gradients(
     for chunk in model:
         for param, grad in chunk.reduced_gradients():
             if info_of(param).sequence_parallel:
-                # A rank must not skip a collective because it had nothing to compute.
+                # Every rank must join the collective, also with a parameter it has not used.
                 if grad is None:
                     param.grad = torch.zeros_like(param)
                     grad = local_part(param.grad)
@@ -66,11 +67,12 @@ def sum_partial_gradients(
 
 
 def sum_tied_gradients(model: Sequence[DataParallelBase], groups: ProcessGroupCollection) -> None:
-    """Give all copies of a parameter that several stages hold the sum of their gradients.
+    """Sum the gradients of all copies of a parameter that several pipeline stages hold.
 
-    Collective over the group that each such parameter names, unless several copies lie on this
-    rank: then all of them do.  Of a sharded copy a rank owns the same part on every stage: it has a
-    bucket of its own, or is cut by rows over as many replicas.
+    Collective over the group ``info.shared_over`` of each such parameter.  If this rank holds
+    several copies, it holds all of them, and no collective is needed.  A rank owns the same part of
+    a sharded copy on every stage: the copy has a bucket of its own (distributed optimizer), or its
+    rows are split over equally many ranks (FSDP).
     """
     copies: dict[tuple[str, str], dict[nn.Parameter, Tensor]] = {}
     for chunk in model:
@@ -80,7 +82,7 @@ def sum_tied_gradients(model: Sequence[DataParallelBase], groups: ProcessGroupCo
                 if grad is None:
                     param.grad = torch.zeros_like(param)
                     grad = local_part(param.grad)
-                # All stages come to the groups in this order.
+                # Sorting these keys gives the collectives the same order on all stages.
                 copies.setdefault((info.shared_over, info.name), {})[param] = grad
     for (name, _), held in sorted(copies.items(), key=lambda item: item[0]):
         first, *others = held.values()
@@ -94,7 +96,7 @@ def sum_tied_gradients(model: Sequence[DataParallelBase], groups: ProcessGroupCo
 
 
 def total_tokens(num_tokens: Tensor, groups: ProcessGroupCollection) -> Tensor:
-    """Tokens of the global batch.  Collective over pp and dp_cp."""
+    """Return the number of tokens of the global batch.  Collective over pp and dp_cp."""
     total = num_tokens.detach().clone()
     for group in (groups.pp, groups.dp_cp):
         if group.size() > 1:

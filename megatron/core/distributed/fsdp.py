@@ -1,32 +1,32 @@
-"""Parameters, gradients and optimizer cut over the replicas: PyTorch's FSDP2 behind our wrapper.
+"""Shard parameters, gradients and optimizer state over data-parallel ranks with PyTorch's FSDP2.
 
-Each transformer layer is a unit, its experts one of their own where other ranks hold copies of
-them, an embedding that the output layer does not share another, the rest of the model the last.  A
-unit's parameters are gathered before its forward pass and its gradients are reduced to the owners
-as soon as its backward pass is done, in every micro-batch: no rank has room for whole gradients.
-Parameters are kept in fp32 and gathered in the model's dtype.  Between steps a rank holds rows of
-dim 0 of each tensor-parallel share, as DTensors; the record of a parameter says which
-(`ParamInfo.part`).
+FSDP2 units: each transformer layer; its experts, if other ranks hold copies of them than of dense
+layers; an embedding that the output layer does not share; last, as the root, the rest of the model.
+A unit's parameters are gathered before its forward pass, and its gradients are reduce-scattered as
+soon as its backward pass is done, in every micro-batch: no rank stores complete gradients.
+Parameters are stored in fp32 and gathered in the model's dtype.  Between steps a rank holds rows of
+dim 0 of each tensor-parallel shard, as DTensors; `ParamInfo.part` records which ones.
 
-Collectives, over intra_dp_cp (experts apart: intra_expt_dp), unit by unit: all-gather before
-forward (and before backward, where parameters were dropped in between), reduce-scatter after
-backward.  With several instances of the whole model (HSDP) the owners' gradients are summed over
-inter_dist_opt in the last micro-batch; the owners of one part may update a piece each, and gather
-them there (`start_param_sync`).
+Collectives, over intra_dp_cp (a unit of experts: intra_expt_dp), unit by unit: all-gather before
+forward (and before backward, if parameters were freed in between), reduce-scatter after backward.
+With several instances of the complete model (HSDP) the reduced gradients are summed over
+inter_dist_opt in the last micro-batch.  The ranks of that group hold the same part; with
+--enable-full-sharding-in-hsdp each updates a piece of it and all-gathers the pieces
+(`start_param_sync`).
 
 The order of units is the order in which the model calls them, the same on all ranks of a group.
-A model that called other layers on some ranks would deadlock.
+A model that calls other layers on some ranks deadlocks.
 
 Lifetime of buffers.  A rank's own rows live as long as the model.  Gathered parameters exist from
 the all-gather of their unit to the end of its pass; those of the root unit until backward.
 Autograd saves views of gathered parameters: FSDP2 frees the storage of the tensor, not the tensor,
 and gathers into the same storage before backward.  So several micro-batches may be between forward
 and backward, as in a pipeline, where each model chunk is a sharded model of its own over the
-replicas of its stage.  Whole gradients exist from the backward pass of a unit to its
+data-parallel ranks of its stage.  Complete gradients exist from the backward pass of a unit to its
 reduce-scatter; after that ``param.grad`` is a DTensor of this rank's rows.
 
-Hazard: outside of forward and backward a parameter is a DTensor.  Code that reads or writes its
-values takes `local_part`, which is this rank's rows, never the whole.
+Hazard: outside of forward and backward a parameter is a DTensor.  Code that reads or writes values
+uses `local_part`, which is this rank's rows, never the complete parameter.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class FullyShardedDataParallel(DataParallelBase):
-    """A model of which each data-parallel rank holds a part.
+    """Data-parallel wrapper that shards the parameters of ``module`` with FSDP2.
 
-    Of a model built under ``torch.device("meta")`` only the parts ever get memory; their values
-    come from `initialize_parameters`, or a checkpoint.
+    If ``module`` was built under ``torch.device("meta")``, memory is allocated for this rank's
+    parts only, without values: call `initialize_parameters` or load a checkpoint.
     """
 
     def __init__(
@@ -81,19 +81,20 @@ class FullyShardedDataParallel(DataParallelBase):
         *,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        # Each backward pass reduces what it has finished: no start that stages could put off.
+        # Every backward pass reduces the gradients of its units itself: stages cannot align it.
         ddp_config = replace(ddp_config, align_grad_reduce=False)
         super().__init__(config, ddp_config, module, pg_collection)
-        # A view comes out of a model where transposing moves nothing.  Nobody writes into it.
+        # The model returns a view if a transpose needs no copy.  No caller writes into it.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         self.units: list[FSDPModule] = []
-        self._unit_kinds: list[tuple[int, dist.ProcessGroup]] = []  # elements, and who holds them
-        self._summed: list[nn.Parameter] = []  # whose gradients FSDP2 does not divide
-        self._sums: dict[str, Tensor] = {}  # of a parameter's gradients: NaN shows in them
-        # Taken before sharding, which replaces the parameters by new objects without a record.
+        # For each unit: its number of elements, and the group that shards it.
+        self._unit_kinds: list[tuple[int, dist.ProcessGroup]] = []
+        self._summed: list[nn.Parameter] = []  # FSDP2 sums their gradients without dividing
+        self._sums: dict[str, Tensor] = {}  # name -> sum of gradient values, to detect NaN and inf
+        # Read before sharding, which replaces the parameters by new objects without a record.
         records = {name: _cut(p, pg_collection) for name, p in module.named_parameters()}
         policy, reshards = self._precision(), reshards_after_forward(self.ddp_config)
-        # From the inside outwards: a unit takes what no unit inside it has taken.
+        # From the innermost module outwards: a unit has the parameters that no inner unit has.
         if _experts_are_apart(pg_collection):
             mesh = _mesh(pg_collection, pg_collection.intra_expt_dp, pg_collection.expt_dp)
             for name, unit in module.named_modules():
@@ -111,17 +112,17 @@ class FullyShardedDataParallel(DataParallelBase):
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
         output = self.module(*inputs, **kwargs)
-        if not torch.is_grad_enabled():  # no backward pass will drop what was gathered
+        if not torch.is_grad_enabled():  # no backward pass will free the gathered parameters
             for unit in self.units:
                 unit.reshard()
         return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add to the gradients, which still go to their owners each time.
+        """Return a context in which gradients are reduce-scattered, but not summed over instances.
 
-        The sum over instances waits; parameters that are kept for backward stay until the next
-        micro-batch too.
+        Parameters that are not freed between forward and backward stay gathered until the next
+        micro-batch, too.
         """
         root = self.units[-1]  # the setters reach all units inside it
         root.set_requires_all_reduce(False)
@@ -133,14 +134,14 @@ class FullyShardedDataParallel(DataParallelBase):
             root.set_reshard_after_backward(True)
 
     def start_grad_sync(self, *_: object) -> None:
-        """Nothing: the backward pass has reduced what it has finished."""
+        """Do nothing: the backward pass itself reduces the gradients of every unit."""
 
     def finish_grad_sync(self) -> None:
-        # One read of the device for all parameters, when it has nothing else to do.
+        # One device-to-host copy for all parameters, after all kernels of the backward pass.
         if self._sums and not torch.stack(list(self._sums.values())).isfinite().all():
             culprits = non_finite_gradients(self._sums.items())
             raise NonFiniteError(f"{culprits}, met before reducing over data-parallel ranks")
-        # Experts have tokens of ranks that hold others: their mean too is over all replicas.
+        # Experts process tokens of all expert-parallel ranks: their mean is over dp_cp, too.
         grads = [grad for p in self._summed if (grad := gradient_of(p)) is not None]
         if grads and not self.config.calculate_per_token_loss:
             torch._foreach_mul_(grads, 1 / self.groups.dp_cp.size())
@@ -160,14 +161,20 @@ class FullyShardedDataParallel(DataParallelBase):
                 yield param, gradient_of(param)
 
     def broadcast_params(self) -> None:
-        """Take the parts of the first instance: within one, every element has one owner."""
+        """Broadcast the parts of the first instance to the others.  Collective on inter_dist_opt.
+
+        Within an instance every element has one owner, so that no copies can differ.
+        """
         group = self.groups.inter_dist_opt
         if group.size() > 1:
             for param in self.module.parameters():
                 dist.broadcast(local_part(param), dist.get_global_rank(group, 0), group=group)
 
     def owned_parts(self) -> Iterator[tuple[nn.Parameter, int, int]]:
-        """What this rank updates where instances share that: elements start to stop of its part."""
+        """Yield (parameter, start, stop): the elements of this rank's part that it updates.
+
+        Instances divide the update of a part that they have in common.
+        """
         group = self.groups.inter_dist_opt
         for param in self.module.parameters():
             numel = local_part(param).numel()
@@ -191,8 +198,11 @@ class FullyShardedDataParallel(DataParallelBase):
 
     @torch.no_grad()
     def start_param_sync(self) -> None:
-        """Take what other instances have updated.  Collective over inter_dist_opt, unit by unit."""
-        # ``parameters()`` of a unit includes those of the units inside it, which came before.
+        """All-gather the pieces that other instances updated.  Collective over inter_dist_opt.
+
+        One all-gather per unit.
+        """
+        # ``parameters()`` of a unit includes those of inner units, which precede it in the list.
         group, done = self.groups.inter_dist_opt, set[nn.Parameter]()
         for unit in self.units:
             assert isinstance(unit, nn.Module)  # fully_shard adds FSDPModule to its bases
@@ -201,8 +211,8 @@ class FullyShardedDataParallel(DataParallelBase):
                 continue
             done.update(params)
             flat = [local_part(param).view(-1) for param in params]
-            # One gather for all parameters of a unit: each rank's row of ``shares`` holds its share
-            # of every parameter, padded to the width of the first rank's, which is the largest.
+            # One gather for all parameters of a unit: row r of ``shares`` is rank r's share of
+            # every parameter, padded to the width of rank 0's share, the largest one.
             widths = [share_of(len(values), 0, group.size())[1] for values in flat]
             shares = flat[0].new_empty(group.size(), sum(widths))
             for values, share in zip(flat, shares[group.rank()].split(widths), strict=True):
@@ -217,7 +227,7 @@ class FullyShardedDataParallel(DataParallelBase):
         return MixedPrecisionPolicy(
             param_dtype=next(iter(dtypes), None),
             reduce_dtype=torch.float32 if self.ddp_config.grad_reduce_in_fp32 else None,
-            cast_forward_inputs=False,  # a residual stream may be wider than the parameters
+            cast_forward_inputs=False,  # the residual stream may have a wider dtype
         )
 
     def _shard(
@@ -227,7 +237,7 @@ class FullyShardedDataParallel(DataParallelBase):
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
     ) -> None:
-        """Cut what ``unit`` has and no unit inside it."""
+        """Shard the parameters of ``unit`` that no inner unit has."""
         names = {
             (part, attribute): info_of(param).name or attribute
             for part in unit.modules()
@@ -245,14 +255,14 @@ class FullyShardedDataParallel(DataParallelBase):
         )
         if self.ddp_config.check_for_nan_in_grad:
             self._watch(unit, names)
-        # FSDP2 divides by the size of the mesh.  An expert's mesh is smaller than dp_cp, over which
-        # the mean is taken: `finish_grad_sync` divides those.
+        # FSDP2 divides by the size of the mesh.  The mean is over dp_cp, and an expert's mesh is
+        # smaller: `finish_grad_sync` divides the gradients of experts.
         is_apart = mesh.size() != self.groups.dp_cp.size()
         if self.config.calculate_per_token_loss or is_apart:
             sharded.set_gradient_divide_factor(1.0)
         if is_apart:
             self._summed.extend(unit.parameters())
-        # AVG is for NCCL; and a sum that is not divided needs no operation of its own there.
+        # Only NCCL has ReduceOp.AVG; a sum that is not divided needs ReduceOp.SUM.
         sums = self.config.calculate_per_token_loss or not device.is_cuda()
         sharded.set_force_sum_reduction_for_comms(
             sums or not self.ddp_config.gradient_reduce_div_fusion
@@ -262,11 +272,14 @@ class FullyShardedDataParallel(DataParallelBase):
         self._unit_kinds.append((numel, group))
 
     def _choose_buffers(self) -> None:
-        """Two fixed buffers for units of equal size, registered memory for the others, as asked."""
+        """Select the communication buffers of each unit, by --fsdp-double-buffer and --use-nccl-ub.
+
+        Units of equal size share two fixed buffers; other units get memory that NCCL registers.
+        """
         registers, of_group = self.ddp_config.nccl_ub, {}
         for group in {group for _, group in self._unit_kinds}:
             allocate = RegisteredMemory(group).allocate if registers else torch.empty
-            # Apart, since backward passes gather and reduce at once.
+            # One pair to gather and one to reduce: a backward pass does both at the same time.
             of_group[group] = DoubleBuffers(allocate), DoubleBuffers(allocate)
         units_of_kind = Counter(self._unit_kinds)
         for unit, kind in zip(self.units, self._unit_kinds, strict=True):
@@ -278,11 +291,11 @@ class FullyShardedDataParallel(DataParallelBase):
                 unit.set_allocate_memory_from_process_group_for_comm(True)
 
     def _watch(self, unit: nn.Module, names: dict[tuple[nn.Module, str], str]) -> None:
-        """Look at the gradients of ``unit`` from its first forward pass on: then they are whole.
+        """Check the gradients of ``unit`` on this rank for NaN, from its first forward pass on.
 
         A hook of a gathered parameter runs before the reduce-scatter, whose sums would hide which
-        rank a NaN came from.  The gathered parameters are created by the first
-        all-gather, inside FSDP2's own pre-hook, which runs before this one.
+        rank a NaN came from.  The gathered parameters are created by the first all-gather, inside
+        FSDP2's own pre-hook, which runs before this one.
         """
 
         def begin(*_: object) -> None:
@@ -295,13 +308,13 @@ class FullyShardedDataParallel(DataParallelBase):
         handle = unit.register_forward_pre_hook(begin)
 
     def _look_at(self, name: str, grad: Tensor) -> None:
-        # A sum is not finite if any value is not; adding those of the micro-batches keeps that.
+        # A sum is not finite if any value is not; so is the total over micro-batches.
         total = grad.detach().sum(dtype=torch.promote_types(grad.dtype, torch.float32))
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """Parts that are gathered and dropped apart from the rest: layers, an embedding of its own."""
+    """Yield the modules that become FSDP2 units: layers, and embeddings that are not shared."""
     for name, part in module.named_modules():
         last = name.rpartition(".")[2]
         if last == "layers" and isinstance(part, nn.ModuleList):
@@ -311,13 +324,16 @@ def _units(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_shared(module: nn.Module, name: str) -> bool:
-    """Whether the owner of the embedding at ``name`` uses it for its output too."""
+    """Return whether the module that owns the embedding at ``name`` also uses it for its output."""
     owner = module.get_submodule(name.rpartition(".")[0])
     return bool(vars(owner).get("share_embeddings_and_output_weights", True))
 
 
 def _give_memory(module: nn.Module, records: dict[str, ParamInfo]) -> None:
-    """Memory without values for the parts of parameters that have none.  Raises ConfigError."""
+    """Allocate memory, without values, for this rank's parts of meta parameters.
+
+    Raises ConfigError if a buffer or a parameter has no record of its initial values.
+    """
     lost = [name for name, _ in module.named_buffers()]
     lost += [name for name, record in records.items() if not record.name or record.init == "own"]
     if lost:
@@ -330,7 +346,7 @@ def _give_memory(module: nn.Module, records: dict[str, ParamInfo]) -> None:
 
 
 def _experts_are_apart(groups: ProcessGroupCollection) -> bool:
-    """Whether the replicas of an expert are other ranks than those of a dense layer."""
+    """Return whether other ranks hold copies of an expert than of a dense layer."""
     ranks = dist.get_process_group_ranks
     return ranks(groups.expt_dp) != ranks(groups.dp_cp)
 
@@ -338,9 +354,12 @@ def _experts_are_apart(groups: ProcessGroupCollection) -> bool:
 def _mesh(
     groups: ProcessGroupCollection, inner: dist.ProcessGroup, replicas: dist.ProcessGroup
 ) -> DeviceMesh:
-    """The ranks that cut the parameters; with several instances [instance, rank in it]."""
+    """Return the mesh of the ranks that shard parameters; with several instances, a 2-D mesh.
+
+    Dimensions of the 2-D mesh: [instance, rank in the instance].
+    """
     kind, outer = device.current().type, groups.inter_dist_opt
-    with unset_fake_temporarily():  # the mesh reads the numbers of the ranks
+    with unset_fake_temporarily():  # DeviceMesh reads the values of the tensor of ranks
         if outer.size() == 1:
             return DeviceMesh.from_group(inner, kind)
         ranks = torch.tensor(dist.get_process_group_ranks(replicas)).view(outer.size(), -1)
@@ -350,13 +369,13 @@ def _mesh(
 
 
 def _rows_of(shape: tuple[int, ...], rank: int, size: int) -> tuple[int, int]:
-    """Elements start to stop of what a rank holds, flattened."""
+    """Return (start, stop): the elements of the flattened parameter that ``rank`` holds."""
     start, stop = share_of(shape[0], rank, size)
     return start * prod(shape[1:]), stop * prod(shape[1:])
 
 
 def _cut(param: nn.Parameter, groups: ProcessGroupCollection) -> ParamInfo:
-    """The record of ``param`` once it is cut; FSDP2 deals rows out as torch.chunk does."""
+    """Return the record of ``param`` after sharding; FSDP2 splits rows as torch.chunk does."""
     outer, shape = groups.inter_dist_opt, tuple(param.shape)
     inner = groups.intra_expt_dp if info_of(param).is_expert else groups.intra_dp_cp
     start, _ = _rows_of(shape, inner.rank(), inner.size())

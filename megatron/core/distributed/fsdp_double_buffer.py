@@ -1,10 +1,10 @@
-"""Two fixed buffers for what FSDP2 gathers and reduces, in place of one allocation each time.
+"""Fixed communication buffers for FSDP2, in place of one allocation per collective.
 
-FSDP2 gathers a unit into a staging buffer and copies the parameters out of it; gradients are copied
-into another and reduce-scattered from there.  Two such buffers are in use at a time: that of the
-unit that computes, and that of the unit whose collective overlaps with it.  Layers of one size
-therefore take turns on two buffers, whose addresses never change: nothing fragments the memory, and
-NCCL can register them once.
+FSDP2 gathers a unit into a staging buffer and copies the parameters out of it; it copies gradients
+into another staging buffer and reduce-scatters them from it.  Two such buffers are in use at a
+time: that of the unit that computes, and that of the unit whose collective overlaps with it.  So
+layers of equal size alternate between two buffers, whose addresses never change: memory does not
+fragment, and NCCL registers them once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 _BUFFERS = 2
-Size = Sequence[int | torch.SymInt]  # as FSDP2 writes it; the sizes here are integers
+Size = Sequence[int | torch.SymInt]  # FSDP2's type; the sizes passed to this file are integers
 
 
 class DoubleBuffers:
-    """At most two buffers for each size and dtype, allocated at their first use and kept.
+    """At most two buffers for each size and dtype, allocated at their first use and never freed.
 
-    A buffer is free when no tensor but the kept one refers to its storage.  FSDP2 drops its tensor
-    only after the streams that allocate have waited for the copies out of it.
+    A buffer is free when no tensor but the one in this object refers to its storage.  FSDP2 drops
+    its tensor only after the streams that allocate have waited for the copies out of it.
     """
 
     def __init__(self, allocate: Callable[..., Tensor] = torch.empty) -> None:
@@ -37,7 +37,7 @@ class DoubleBuffers:
         self._kept: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
 
     def take(self, size: Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor of ``size`` in a free buffer; in memory of its own where both are in use."""
+        """Return a tensor of ``size`` in a free buffer; in new memory if both are in use."""
         numel = prod(map(int, size))
         buffers = self._kept.setdefault((numel, dtype, device), [])
         for place, buffer in enumerate(buffers):
@@ -51,11 +51,11 @@ class DoubleBuffers:
 
 
 class RegisteredMemory(ProcessGroupAllocMixin):
-    """``allocate`` takes memory that the group's NCCL has registered; else ordinary memory."""
+    """Allocator of memory registered with the group's NCCL; ordinary memory on other backends."""
 
 
 class BufferedAllGather(DefaultAllGather):
-    """Gathers into a fixed buffer."""
+    """All-gather of FSDP2 into a fixed buffer."""
 
     def __init__(self, buffers: DoubleBuffers) -> None:
         self._buffers = buffers
@@ -65,9 +65,10 @@ class BufferedAllGather(DefaultAllGather):
 
 
 class BufferedReduceScatter(DefaultReduceScatter):
-    """Reduces out of a fixed buffer.
+    """Reduce-scatter of FSDP2 out of a fixed buffer.
 
-    FSDP2 asks for the input first, then for the output, which becomes the gradient, and reduces.
+    FSDP2 calls `allocate` for the input, then for the output, which becomes the gradient and so
+    needs memory of its own, and then calls this object.
     """
 
     def __init__(self, buffers: DoubleBuffers) -> None:
@@ -97,5 +98,5 @@ def _references(buffer: Tensor) -> int:
 
 
 def _references_of_new() -> int:
-    """What `_references` says of a tensor without aliases."""
+    """Return the result of `_references` for a tensor whose storage no other tensor uses."""
     return _references(torch.empty(0))

@@ -57,7 +57,7 @@ def gradient_of(param: nn.Parameter) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """How a bucket is reduced: multiplied by ``factor``, then summed over ``group``."""
+    """Reduction of a bucket: multiply by ``factor``, then sum over ``group``."""
 
     group: ProcessGroup
     factor: float
@@ -79,7 +79,7 @@ class Reduction:
 
 
 class GradSlot:
-    """One parameter's view of the gradient buffer, and the state of its gradient in this step."""
+    """Main gradient of one parameter (a view of the buffer), and its state in this step."""
 
     def __init__(self, param: nn.Parameter, name: str, main_grad: Tensor) -> None:
         self.param = param
@@ -259,7 +259,7 @@ class GradBuffer:
 
 
 def takes_products(param: nn.Parameter, grad_dtype: torch.dtype) -> bool:
-    """Whether a GEMM that accumulates into the main gradient of ``param`` is faster than autograd.
+    """Return whether a GEMM that accumulates into ``param.main_grad`` is faster than autograd.
 
     On a CPU only if both have the same dtype; measured in benchmarks/weight_gradient.md.
     """

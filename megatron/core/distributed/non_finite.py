@@ -1,4 +1,4 @@
-"""Where a NaN or an infinity was met: which step, which rank, which tensor."""
+"""Check losses and gradients for NaN and infinity; report the step, the rank and the tensor."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def naming_step(step: int) -> Iterator[None]:
 
 
 class FiniteLosses:
-    """Sees the losses of a step one after the other; raises NonFiniteError for one that is not.
+    """Check of the losses of a step, called with one after the other; raises NonFiniteError.
 
-    A loss is looked at when the next one comes, so that the device computes meanwhile.
+    A call checks the loss of the previous call, so that the host does not wait for the device.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class FiniteLosses:
         self._last = AsyncHostCopy(loss.detach().float().sum()), microbatch
 
     def check(self) -> None:
-        """Look at the last loss.  Waits until the device has computed it."""
+        """Check the last loss.  Blocks the host until the device has computed it."""
         if self._last is not None:
             (read, microbatch), self._last = self._last, None
             value = read.get()
@@ -48,7 +48,7 @@ class FiniteLosses:
 
 
 def non_finite_gradients(named_grads: Iterable[tuple[str, Tensor]]) -> str | None:
-    """A sentence that names this rank and its NaN or infinite gradients; None if it has none."""
+    """Return a message that names this rank and its NaN or infinite gradients, or None."""
     names = [name for name, grad in named_grads if not torch.isfinite(grad).all()]
     if not names:
         return None

@@ -28,7 +28,7 @@ from megatron.core.params.param_info import info_of
 
 @dataclass(frozen=True)
 class GatheredCodes:
-    """The e4m3 codes that a layer passes to its GEMM; valid while the weight has this version."""
+    """e4m3 codes that a layer passes to its GEMM; valid while the weight has this version."""
 
     scaled: Scaled
     version: int
@@ -57,8 +57,8 @@ class ParamBucket:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        # The collective writes without autograd's knowledge.  Caches derived from a weight (for
-        # example its fp8 copy) compare the version to notice the change.
+        # Autograd does not see the collective's write.  Caches derived from a weight (for example
+        # its fp8 copy) compare the version to notice the change.
         torch.autograd.graph.increment_version(self.params)
 
     def prepare_update(self) -> None:
@@ -69,15 +69,17 @@ class ParamBucket:
 
 
 class CodesBucket(ParamBucket):
-    """Weights stored as e4m3 codes, one byte each, which layers pass to their GEMMs unconverted.
+    """Bucket of weights that are gathered as e4m3 codes, which layers pass to their GEMMs.
+
+    Codes take one byte per element; a layer uses them without conversion.
 
     Each weight has one scale, a power of two.  ``spans`` are the parameters' ranges in the bucket.
 
     Lifetime: memory for values exists from `prepare_update` to `start`, while this rank writes its
-    share, and from `restore_values` to the next `start`; with ``keeps_values`` always.  Else, a
-    parameter is an expanded NaN scalar that takes no memory, so that a reader that forgot
-    `restore_values` computes NaN instead of stale numbers.  Codes are overwritten in place and keep
-    their addresses.
+    share, and from `restore_values` to the next `start`; with ``keeps_values`` always.  Otherwise
+    a parameter is an expanded NaN scalar that takes no memory, so that a reader that forgot
+    `restore_values` computes NaN instead of using stale values.  Codes are overwritten in place and
+    keep their addresses.
     """
 
     def __init__(
@@ -113,8 +115,8 @@ class CodesBucket(ParamBucket):
         none = self.data[:0]
         parts = [self.data[a:b] if a < b else none for a, b in mine]
         amax = torch.stack([largest(part) for part in parts])
-        # A weight lies on several ranks: over the bucket's group in shares, over the weight group
-        # in tensor-parallel shards.  All of them must use the same scale.
+        # Several ranks hold parts of a weight: shares over the bucket's group, tensor-parallel
+        # shards over the weight group.  All of them must use the same scale.
         for group in (self.group, self.weight_group):
             if group.size() > 1:
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
@@ -159,9 +161,9 @@ class CodesBucket(ParamBucket):
 
 
 class ParamBuffer:
-    """``params`` in ``buckets`` of one common tensor; padding is zero.
+    """One tensor with the values of ``params``, split into ``buckets``; padding is zero.
 
-    Buckets of codes have one tensor each, so that the values of each can be freed by itself.
+    A `CodesBucket` has a tensor of its own, so that its values can be freed separately.
     ``weight_group``: the tensor-parallel ranks that hold the other shards of such a weight.
     """
 

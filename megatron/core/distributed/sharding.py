@@ -1,4 +1,7 @@
-"""What data-parallel ranks cut among them, from the flags; a namespace has the same names."""
+"""Derive from the flags what data-parallel ranks shard.
+
+The functions accept the configuration or a namespace of arguments with the same names.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +13,38 @@ Config = DistributedDataParallelConfig | Namespace
 
 
 def is_fully_sharded(config: Config) -> bool:
-    """Whether each rank holds a part of the parameters (`FullyShardedDataParallel`)."""
+    """Return whether parameters are sharded (`FullyShardedDataParallel`)."""
     strategy = config.data_parallel_sharding_strategy
     by_strategy = strategy in ("optim_grads", "optim_grads_params")
     return bool(config.use_torch_fsdp2 or (config.use_megatron_fsdp and by_strategy))
 
 
 def reshards_after_forward(config: Config) -> bool:
-    """Whether parameters that were gathered for forward are dropped before backward."""
+    """Return whether FSDP frees gathered parameters between forward and backward."""
     if config.use_torch_fsdp2:
         return bool(config.torch_fsdp2_reshard_after_forward)
     return bool(config.data_parallel_sharding_strategy == "optim_grads_params")
 
 
 def shares_instances(config: Config) -> bool:
-    """Whether instances of a sharded model update a part each of what they hold alike."""
+    """Return whether instances of a sharded model (HSDP) divide the update of their common part."""
     is_asked = config.use_megatron_fsdp and config.enable_full_sharding_in_hsdp
     return bool(is_asked and is_fully_sharded(config) and num_instances(config) > 1)
 
 
 def num_instances(config: Config) -> int:
-    """Groups of replicas that each hold a whole optimizer; one where nothing is sharded."""
+    """Return the number of groups of ranks that each hold a complete optimizer state.
+
+    1 if nothing is sharded.
+    """
     is_sharded = config.use_distributed_optimizer or is_fully_sharded(config)
     return int(config.num_distributed_optimizer_instances) if is_sharded else 1
 
 
 def share_of(numel: int, rank: int, num_ranks: int) -> tuple[int, int]:
-    """Start and stop of the share of ``rank``; all but the last are alike.
+    """Return (start, stop) of the share of ``rank``.
+
+    The shares have equal length, except that the last ones may be shorter or empty.
 
     >>> [share_of(7, rank, 3) for rank in range(3)]
     [(0, 3), (3, 6), (6, 7)]
