@@ -18,6 +18,10 @@ from megatron.core.optimizer.param_groups import (
     make_param_groups,
     trainable_parameters,
 )
+from megatron.core.optimizer.reduced_precision_state import StateChunk as StateChunk
+from megatron.core.optimizer.update_rules import State as State
+from megatron.core.optimizer.update_rules import UpdateRule as UpdateRule
+from megatron.core.optimizer.update_rules import register_optimizer as register_optimizer
 from megatron.core.parallel import parallel_state
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 

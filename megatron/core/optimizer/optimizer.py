@@ -38,7 +38,7 @@ from megatron.core.optimizer.offload import batches
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.reduced_precision_state import StateStorage
-from megatron.core.optimizer.update_rules import RULES, RuleState, UpdateRule
+from megatron.core.optimizer.update_rules import RuleState, UpdateRule, update_rule
 from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import ParamInfo
 
@@ -93,12 +93,12 @@ class MegatronOptimizer:
         """Build the update rule that --optimizer selects."""
         config = self.config
         if not config.has_muon:
-            return RULES[config.optimizer](groups, config)
+            return update_rule(config.optimizer)(groups, config)
         others = [group for group in groups if not group["is_matrix"]]
         return Muon(
             groups,
             config,
-            scalar=RULES[config.muon_scalar_optimizer](others, config),
+            scalar=update_rule(config.muon_scalar_optimizer)(others, config),
             params=self.params,
             spans=spans,
             process_groups=self.groups,

@@ -9,7 +9,19 @@ import torch
 
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
+from megatron.core.registry import Registry
 
+# A value is a subclass of `UpdateRule`, which imports this module.
+OPTIMIZERS = Registry[object](
+    "--optimizer",
+    {
+        "adam": "megatron.core.optimizer.update_rules:AdamW",
+        "sgd": "megatron.core.optimizer.update_rules:SGD",
+        "lion": "megatron.core.optimizer.update_rules:Lion",
+        "muon": "megatron.core.optimizer.muon:Muon",
+        "dist_muon": "megatron.core.optimizer.muon:Muon",
+    },
+)
 _regularization = partial(option, group="regularization")
 _training = partial(option, group="training")
 _learning_rate = partial(option, group="learning rate")
@@ -38,7 +50,7 @@ class OptimizerConfig:
         "adam",
         "Optimizer: adam (with decoupled weight decay), sgd (with momentum), lion, or muon "
         "for matrices; dist_muon is muon with --use-distributed-optimizer.",
-        choices=("adam", "sgd", "lion", "muon", "dist_muon"),
+        choices=OPTIMIZERS,
     )
     lion_beta1: float = _regularization(
         0.95, "Interpolation weight of the momentum in Lion's update."

@@ -8,16 +8,16 @@ torch's compiler, which takes longer than the rest of the start of a run.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
-from megatron.core.config.errors import CheckpointError
+from megatron.core.config.errors import CheckpointError, ConfigError
 from megatron.core.fusions import kernels
 from megatron.core.fusions.adam_step import Step
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import OPTIMIZERS, OptimizerConfig
 from megatron.core.optimizer.param_groups import ParamGroup
 from megatron.core.optimizer.reduced_precision_state import (
     DTYPES,
@@ -47,6 +47,10 @@ class UpdateRule(ABC):
     For a 16-bit parameter that is its own main parameter, ``state["main"]`` stores the missing bits
     (`SplitMaster`) or the main parameter in reduced precision (`SideMaster`).
     """
+
+    # Whether each element is updated by its own gradient and state alone.  Only then may a rank
+    # update parts of parameters (distributed optimizer, FSDP, tensor parallelism).
+    is_element_wise = True
 
     def __init__(self, groups: Sequence[ParamGroup], config: OptimizerConfig) -> None:
         self.config = config
@@ -172,6 +176,21 @@ class UpdateRule(ABC):
     def _params(self) -> Iterator[nn.Parameter]:
         for group in self.param_groups:
             yield from group["params"]
+
+
+def register_optimizer(name: str, rule: type[UpdateRule]) -> None:
+    """Add an update rule for --optimizer ``name``.  Raises ConfigError for a name that is taken."""
+    if not (isinstance(rule, type) and issubclass(rule, UpdateRule)):
+        raise ConfigError(f"register_optimizer({name!r}, ...): {rule!r} is no class of UpdateRule")
+    OPTIMIZERS.register(name, rule)
+
+
+def update_rule(name: str) -> type[UpdateRule]:
+    """The rule that --optimizer ``name`` selects.  Raises ConfigError."""
+    rule = OPTIMIZERS.find(name)
+    assert isinstance(rule, type), "register_optimizer() has checked it"
+    assert issubclass(rule, UpdateRule), "register_optimizer() has checked it"
+    return rule
 
 
 class AdamW(UpdateRule):
@@ -317,11 +336,3 @@ def _alike(params: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
     for param in params:
         lists.setdefault((param.device, param.dtype), []).append(param)
     return lists.values()
-
-
-# Update rule for each value of --optimizer and --muon-scalar-optimizer.
-RULES: dict[str, Callable[[Sequence[ParamGroup], OptimizerConfig], UpdateRule]] = {
-    "adam": AdamW,
-    "sgd": SGD,
-    "lion": Lion,
-}

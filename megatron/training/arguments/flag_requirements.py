@@ -80,12 +80,12 @@ _OF_OPTIMIZER = (
     _needs(
         "--optimizer adam, or --muon-scalar-optimizer adam",
         "adam_beta1 adam_beta2 adam_eps",
-        lambda ns: _rule_of_vectors(ns) == "adam",
+        lambda ns: _rule_of_vectors(ns) not in ("sgd", "lion"),  # one of user code may read them
     ),
     _needs(
         "--optimizer lion, or --muon-scalar-optimizer lion",
         "lion_beta1 lion_beta2",
-        lambda ns: _rule_of_vectors(ns) == "lion",
+        lambda ns: _rule_of_vectors(ns) not in ("adam", "sgd"),
     ),
     _needs(
         "--optimizer muon",

@@ -1,8 +1,9 @@
 """What happens around a training step besides the step: logs, profiles, exits.
 
-A callback of a user's own derives from `Callback`; these are the types that its hooks receive.
+A callback of a user's own derives from `Callback`; `register_metric` adds values to the logs.
 """
 
+from megatron.training.callbacks.user_metrics import register_metric as register_metric
 from megatron.training.runtime.runtime import Callback as Callback
 from megatron.training.runtime.runtime import CheckpointEvent as CheckpointEvent
 from megatron.training.runtime.runtime import EvalResult as EvalResult

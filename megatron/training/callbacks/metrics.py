@@ -21,6 +21,7 @@ from megatron.core.diagnostics.timers import TENSORBOARD, largest_s
 from megatron.training.callbacks.energy import EnergyMeter
 from megatron.training.callbacks.interval import Interval
 from megatron.training.callbacks.records import EvalRecord, SinkList, StepRecord
+from megatron.training.callbacks.user_metrics import user_values
 from megatron.training.estimates.peak_flops import Peak, device_peak
 from megatron.training.estimates.theoretical_memory import print_memory
 from megatron.training.runtime.runtime import (
@@ -57,7 +58,7 @@ class Metrics(Callback):
         self._stall_s = 0.0  # in saves since the last write
         self._memory_is_reported = False
         self._in_loop = False
-        # A step, its losses and those of single layers.
+        # A step, its losses, and those of single layers with the values of users' metrics.
         self._late: tuple[StepRecord, dict[str, AsyncHostCopy], dict[str, AsyncHostCopy]] | None = (
             None
         )
@@ -81,23 +82,26 @@ class Metrics(Callback):
         times = self._timer_values(run) | self._stall() if is_due else {}
         shown = self._end_interval(run) if is_shown else None
         self._write_late()
+        values = (step_values(run, result) if is_due else {}) | times
+        values |= interval_tags(run, shown or {})
+        own: dict[str, Tensor | float] = {}
+        if is_due or is_shown:
+            own = user_values(run, result, {*values, *result.losses, *(shown or {})})
+        if shown is not None:
+            shown |= {tag: float(value) for tag, value in own.items()}
         if run.is_last_loss_rank and (is_due or is_shown):
             record = StepRecord(
                 iteration=iteration,
                 train_iters=run.train_iters,
                 consumed_samples=run.state.consumed_train_samples,
                 losses={},
-                values=(
-                    (step_values(run, result) if is_due else {})
-                    | times
-                    | interval_tags(run, shown or {})
-                ),
+                values=values,
                 interval=shown,
             )
             self._late = (
                 record,
                 _late_reads(result.losses if is_due else {}),
-                _late_reads(result.layer_losses if is_due else {}),
+                _late_reads({**result.layer_losses, **own} if is_due else {}),
             )
             if is_shown:
                 self._write_late()

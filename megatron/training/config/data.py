@@ -7,7 +7,10 @@ from functools import partial
 
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
+from megatron.core.registry import Registry
 
+# A value is a function of user code; see megatron.training.data.
+DATASETS = Registry[object]("--dataset-type", {})
 _data = partial(option, group="data and dataloader")
 _sft = partial(option, group="sft")
 
@@ -27,6 +30,11 @@ class DataConfig:
         "Data prefixes (of .bin and .idx): PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...; "
         "--split divides them into train, valid and test.",
         nargs="*",
+    )
+    dataset_type: str | None = _data(
+        None,
+        "Registered dataset (register_dataset) to read instead of data prefixes.",
+        choices=DATASETS,
     )
     split: str | None = _data(
         None, "Ratios of train, valid and test data in --data-path, such as 969,30,1."

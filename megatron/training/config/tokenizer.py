@@ -7,13 +7,19 @@ from functools import partial
 
 from megatron.core.config import flag_messages
 from megatron.core.config.option import option
+from megatron.core.registry import Registry
 
-_TYPES = tuple(
-    (
-        "BertWordPieceLowerCase BertWordPieceCase GPT2BPETokenizer SentencePieceTokenizer "
-        "GPTSentencePieceTokenizer HuggingFaceTokenizer Llama2Tokenizer TikTokenizer "
-        "MultimodalTokenizer NullTokenizer NullMultimodalTokenizer SFTTokenizer"
-    ).split()
+# A value is a function that builds a tokenizer; see megatron.training.tokenizer.
+TOKENIZER_TYPES = Registry[object](
+    "--tokenizer-type",
+    dict.fromkeys(
+        (
+            "BertWordPieceLowerCase BertWordPieceCase GPT2BPETokenizer SentencePieceTokenizer "
+            "GPTSentencePieceTokenizer HuggingFaceTokenizer Llama2Tokenizer TikTokenizer "
+            "MultimodalTokenizer NullTokenizer NullMultimodalTokenizer SFTTokenizer"
+        ).split(),
+        "megatron.training.tokenizer.build:create_tokenizer",
+    ),
 )
 _tokenizer = partial(option, group="tokenizer")
 
@@ -32,7 +38,7 @@ class TokenizerConfig:
     tokenizer_type: str | None = _tokenizer(
         None,
         "Tokenizer type.",
-        choices=_TYPES,
+        choices=TOKENIZER_TYPES,
         refused_values={
             "MultimodalTokenizer": flag_messages.MULTIMODAL,
             "SFTTokenizer": flag_messages.SFT,

@@ -9,6 +9,7 @@ from megatron.core.config.errors import ConfigError, DataError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.training.data.loaders import get_blend_and_blend_per_split, reads_data
+from megatron.training.data.user_datasets import build_user_datasets
 from megatron.training.models.kind import ModelImplementation
 from megatron.training.models.registry import implementation_of
 from megatron.training.runtime.runtime import Runtime
@@ -23,6 +24,10 @@ def build_datasets(run: Runtime, num_samples: Sequence[int | None]) -> tuple[Any
             "--dataloader-type external is for programs that bring their own loaders, and this one "
             "builds data sets: use single or cyclic"
         )
+    if data.dataset_type is not None:
+        reads = reads_data(run)
+        train, valid, test = build_user_datasets(run, data.dataset_type, num_samples, reads=reads)
+        return train, valid, test
     config = kind.dataset_config(run.config, **_common(run))
     if run.is_rank_0 and not data.mock_data:
         _check_data(run, kind, config)

@@ -7,5 +7,6 @@ from megatron.training.tokenizer.build import TOKENIZERS as TOKENIZERS
 from megatron.training.tokenizer.build import create_tokenizer as create_tokenizer
 from megatron.training.tokenizer.build import pad_vocab_size as pad_vocab_size
 from megatron.training.tokenizer.build import padding_message as padding_message
+from megatron.training.tokenizer.build import register_tokenizer as register_tokenizer
 from megatron.training.tokenizer.spec import TokenizerSpec as TokenizerSpec
 from megatron.training.tokenizer.tokenizer import build_tokenizer as build_tokenizer

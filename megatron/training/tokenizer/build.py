@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.core.config.errors import ConfigError
+from megatron.training.config.tokenizer import TOKENIZER_TYPES
 from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.bert_wordpiece import _BertWordPieceTokenizer
 from megatron.training.tokenizer.huggingface import _HuggingFaceTokenizer
@@ -18,8 +19,9 @@ from megatron.training.tokenizer.sentencepiece import (
 from megatron.training.tokenizer.spec import TokenizerSpec
 from megatron.training.tokenizer.tiktoken import CustomTikTokenizer
 
-# --tokenizer-type -> what builds it.  A new kind is one file and one line here.
-TOKENIZERS: dict[str, Callable[[TokenizerSpec], MegatronTokenizer]] = {
+BuildTokenizer = Callable[[TokenizerSpec], MegatronTokenizer]
+# --tokenizer-type -> what builds it, without those of user code.
+TOKENIZERS: dict[str, BuildTokenizer] = {
     "BertWordPieceLowerCase": lambda spec: _BertWordPieceTokenizer(
         spec.need("vocab_file"), True, spec.vocab_extra_ids
     ),
@@ -49,6 +51,16 @@ REFUSED = {
 }
 
 
+def register_tokenizer(name: str, build: BuildTokenizer) -> None:
+    """Add a tokenizer for --tokenizer-type ``name``.  Raises ConfigError for a name that is taken.
+
+    ``build`` gets the tokenizer flags; ``spec.need("vocab_file")`` requires one of them.
+    """
+    if not callable(build):
+        raise ConfigError(f"register_tokenizer({name!r}, ...): {build!r} is no function")
+    TOKENIZER_TYPES.register(name, build)
+
+
 def create_tokenizer(spec: TokenizerSpec) -> MegatronTokenizer:
     """Build what ``spec`` asks for; ConfigError says what is missing or wrong."""
     kind = spec.tokenizer_type
@@ -57,10 +69,23 @@ def create_tokenizer(spec: TokenizerSpec) -> MegatronTokenizer:
             f"--tokenizer-type {kind} is not available: {REFUSED[kind]}; "
             "use one of " + ", ".join(TOKENIZERS)
         )
-    if kind not in TOKENIZERS:
+    if kind is None or kind not in TOKENIZER_TYPES:
         found = "is missing" if kind is None else f"{kind} is unknown"
-        raise ConfigError(f"--tokenizer-type {found}; give one of " + ", ".join(TOKENIZERS))
-    return TOKENIZERS[kind](spec)
+        names = ", ".join(name for name in TOKENIZER_TYPES if name not in REFUSED)
+        raise ConfigError(
+            f"--tokenizer-type {found}; give one of {names}, or --import-module with the module "
+            "that registers it"
+        )
+    if kind in TOKENIZERS:
+        return TOKENIZERS[kind](spec)
+    build = TOKENIZER_TYPES[kind]
+    tokenizer = build(spec) if callable(build) else build
+    if not isinstance(tokenizer, MegatronTokenizer):
+        raise ConfigError(
+            f"--tokenizer-type {kind}: its function returns {tokenizer!r}, which is no "
+            "MegatronTokenizer; derive the class from megatron.training.tokenizer.MegatronTokenizer"
+        )
+    return tokenizer
 
 
 def pad_vocab_size(

@@ -21,6 +21,7 @@ def one_source_of_data(run: RunConfig) -> Iterator[str]:
         flag
         for flag, value in (
             ("--mock-data", d.mock_data),
+            ("--dataset-type", d.dataset_type),
             ("--data-path", d.data_path),
             ("--data-args-path", d.data_args_path),
             (" ".join(f for f, v in per_split.items() if v), any(per_split.values())),

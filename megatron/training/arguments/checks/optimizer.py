@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.distributed.sharding import is_fully_sharded
+from megatron.core.optimizer.update_rules import update_rule
 from megatron.training.config.run import RunConfig
 
 
@@ -78,13 +80,29 @@ def weight_decay_follows_its_style(run: RunConfig) -> Iterator[str]:
 
 
 def muon_updates_matrices_at_once(run: RunConfig) -> Iterator[str]:
-    """A bucket holds parts of matrices."""
+    """A bucket holds parts of matrices; so it is for rules of user code that say so."""
     o = run.optimizer
     if o.has_muon and o.overlap_param_gather_with_optimizer_step:
         yield (
             f"--overlap-param-gather-with-optimizer-step and --optimizer {o.optimizer}: a Muon "
             "step needs complete matrices, not buckets; use --overlap-param-gather alone"
         )
+    if o.has_muon or update_rule(o.optimizer).is_element_wise:
+        return
+    tp = run.model.tensor_model_parallel_size
+    for flag, is_on in {
+        "--use-distributed-optimizer": o.use_distributed_optimizer,
+        "fully sharded parameters (FSDP)": is_fully_sharded(run.ddp),
+        f"--tensor-model-parallel-size {tp}": tp > 1,
+        "--bf16 or --fp16": run.model.bf16 or run.model.fp16,
+        "--optimizer-cpu-offload": o.optimizer_cpu_offload,
+    }.items():
+        if is_on:
+            yield (
+                f"{flag} with --optimizer {o.optimizer}: its update is not element-wise and needs "
+                "complete parameters on one device; use data parallelism without it, or an "
+                "element-wise optimizer such as adam"
+            )
 
 
 def the_format_has_room_for_the_optimizer(run: RunConfig) -> Iterator[str]:

@@ -1,0 +1,39 @@
+"""Metrics of user code: functions whose values are logged like the built-in ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from torch import Tensor
+
+from megatron.core.config.errors import ConfigError
+from megatron.core.registry import Registry
+from megatron.training.runtime.runtime import Runtime
+from megatron.training.runtime.state import StepResult
+
+Metric = Callable[[Runtime, StepResult], Mapping[str, Tensor | float]]
+_METRICS = Registry[Metric]("the metric", {})
+
+
+def register_metric(name: str, metric: Metric) -> None:
+    """Log what ``metric(run, result)`` returns, tag -> value, for every step that is logged.
+
+    It is called on all ranks after the update; the values of the last rank are logged.
+    """
+    _METRICS.register(name, metric)
+
+
+def user_values(
+    run: Runtime, result: StepResult, taken: Collection[str]
+) -> dict[str, Tensor | float]:
+    """The values of all metrics.  Raises ConfigError for a tag in ``taken`` or of two metrics."""
+    values: dict[str, Tensor | float] = {}
+    for name, metric in _METRICS.items():
+        found = metric(run, result)
+        for tag in found:
+            if tag in values or tag in taken:
+                raise ConfigError(
+                    f"the metric {name} returns {tag!r}, which is logged already: use another name"
+                )
+        values.update(found)
+    return values

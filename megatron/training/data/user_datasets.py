@@ -1,0 +1,60 @@
+"""Datasets of user code: --dataset-type NAME."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Literal, cast
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron.core.config.errors import ConfigError, DataError
+from megatron.training.config.data import DATASETS
+from megatron.training.runtime.runtime import Runtime
+
+Split = Literal["train", "valid", "test"]
+Samples = Dataset[Mapping[str, Tensor]]  # with a length
+# (run, split, samples that the run will read or None for one pass) -> samples; None: no such split
+BuildDataset = Callable[[Runtime, Split, int | None], Samples | None]
+_SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+
+
+def register_dataset(name: str, build: BuildDataset) -> None:
+    """Add a dataset for --dataset-type ``name``.  Raises ConfigError for a name that is taken.
+
+    ``build`` is called on the ranks that read data, for each split; it must not communicate.
+    """
+    if not callable(build):
+        raise ConfigError(f"register_dataset({name!r}, ...): {build!r} is no function")
+    DATASETS.register(name, build)
+
+
+def build_user_datasets(
+    run: Runtime, name: str, num_samples: Sequence[int | None], *, reads: bool
+) -> tuple[Samples | None, ...]:
+    """Train, validation and test set of the dataset ``name``; None on ranks that do not read."""
+    build = cast(BuildDataset, DATASETS.find(name))  # register_dataset() has checked it
+    if not reads:
+        return None, None, None
+    sets = tuple(build(run, split, n) for split, n in zip(_SPLITS, num_samples, strict=True))
+    for split, samples, wanted in zip(_SPLITS, sets, num_samples, strict=True):
+        _check(run, name, split, samples, wanted)
+    return sets
+
+
+def _check(
+    run: Runtime, name: str, split: Split, samples: Samples | None, wanted: int | None
+) -> None:
+    if samples is None:
+        if split == "train" and not run.config.validation.skip_train:
+            raise DataError(f"--dataset-type {name} has no samples to train on: give it some")
+        return
+    if not isinstance(samples, Sized):
+        raise DataError(f"--dataset-type {name}: its {split} set has no length: define __len__")
+    repeats = run.config.data.dataloader_type == "cyclic"
+    if wanted is not None and len(samples) < wanted and not repeats:
+        raise DataError(
+            f"--dataset-type {name}: its {split} set has {len(samples)} samples and the run reads "
+            f"{wanted}: use --dataloader-type cyclic to read them again in a new order, or fewer "
+            "steps"
+        )
