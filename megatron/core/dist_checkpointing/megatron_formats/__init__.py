@@ -1,1 +1,1 @@
-"""Checkpoints that Megatron-LM wrote, under this project's keys."""
+"""Read and write the checkpoint formats of Megatron-LM, under this project's tensor keys."""

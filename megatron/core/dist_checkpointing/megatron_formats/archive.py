@@ -1,7 +1,7 @@
-"""Files that torch.save wrote, and such archives inside other files: read without torch.load.
+"""Read torch.save archives, as files or inside other files, without torch.load.
 
-A tensor stays where it is: `StoredArray` knows the bytes, and reads the box that is asked for.
-The checksum that torch.save leaves beside every storage is compared the first time it is touched.
+Tensors are not loaded: `StoredArray` has the position of the bytes and reads the requested box.
+The checksum that torch.save stores for every storage is compared at the first read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OLD_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 class MappedFile:
-    """The bytes of a file, mapped privately: they are read when they are looked at."""
+    """A privately memory-mapped file: bytes are read when accessed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,7 +67,7 @@ View = TypeVar("View", bound="ArrayView")
 
 @dataclass(frozen=True)
 class ArrayView(ABC):
-    """A strided view of stored values, counted in elements."""
+    """A strided view of stored values; offset and strides are in elements."""
 
     dtype: torch.dtype
     offset: int
@@ -75,7 +75,7 @@ class ArrayView(ABC):
     stride: tuple[int, ...]
 
     def read(self) -> Tensor:
-        """Return the values in memory of their own.  Raises CheckpointDamaged."""
+        """Return a copy of the values in host memory.  Raises CheckpointDamaged."""
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
         count = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
@@ -83,41 +83,41 @@ class ArrayView(ABC):
 
     @abstractmethod
     def _elements(self, count: int) -> Tensor:
-        """Return ``count`` values from ``offset`` on, in memory of their own."""
+        """Return a copy of ``count`` values starting at ``offset``."""
 
     def item(self) -> int | float | bool:
-        """The value of an array of one element."""
+        """Return the value of a one-element array."""
         return self.read().item()
 
     def narrow(self: View, *box: slice) -> View:
-        """The box of one slice per dimension; further dimensions are whole."""
+        """Return the box given by one slice per leading dimension; the others are complete."""
         begins = [s.start for s in box] + [0] * (len(self.shape) - len(box))
         shape = tuple(s.stop - s.start for s in box) + self.shape[len(box) :]
         moved = sum(b * s for b, s in zip(begins, self.stride, strict=True))
         return replace(self, offset=self.offset + moved, shape=shape)
 
     def select(self: View, index: int) -> View:
-        """Entry ``index`` of the first dimension, which goes away."""
+        """Return entry ``index`` of the first dimension, without that dimension."""
         one = self.narrow(slice(index, index + 1))
         return replace(one, shape=one.shape[1:], stride=one.stride[1:])
 
     def flat(self: View, begin: int, shape: tuple[int, ...]) -> View:
-        """``prod(shape)`` elements of a contiguous array from ``begin`` on, as ``shape``."""
+        """Return ``prod(shape)`` elements of a contiguous array from ``begin``, with ``shape``."""
         stride = tuple(prod(shape[d + 1 :]) for d in range(len(shape)))
         return replace(self, offset=self.offset + begin, shape=shape, stride=stride)
 
     def t(self: View) -> View:
-        """A matrix, transposed."""
+        """Return the transposed matrix."""
         return replace(self, shape=self.shape[::-1], stride=self.stride[::-1])
 
     def with_stride(self: View, *stride: int) -> View:
-        """The same shape with other distances between elements."""
+        """Return a view of the same shape with other strides."""
         return replace(self, stride=stride)
 
 
 @dataclass(frozen=True)
 class StoredArray(ArrayView):
-    """A strided view of a record of a file; counted in elements but for ``start``."""
+    """A strided view of one record of a file; ``start`` and ``num_bytes`` are in bytes."""
 
     file: MappedFile
     start: int  # bytes from the beginning of the file
@@ -133,7 +133,7 @@ class StoredArray(ArrayView):
             count=count * size,
             offset=self.start + self.offset * size,
         )
-        # The copy also aligns: records of a file inside a file lie anywhere.
+        # The copy is also aligned: an archive inside a file may start at any byte.
         return raw.clone().view(self.dtype)
 
     def __str__(self) -> str:
@@ -141,10 +141,10 @@ class StoredArray(ArrayView):
 
 
 def load_archive(file: MappedFile, begin: int = 0, length: int | None = None) -> Unpickled:
-    """What torch.save wrote to ``length`` bytes of ``file`` from ``begin`` on.
+    """Return the object that torch.save wrote to ``length`` bytes of ``file`` from ``begin``.
 
-    Tensors are `StoredArray`.  Raises CheckpointDamaged, and CheckpointError for what may not be
-    unpickled.
+    Tensors are `StoredArray`.  Raises CheckpointDamaged, and CheckpointError for a class that must
+    not be unpickled.
     """
     path, end = file.path, len(file.bytes) if length is None else begin + length
     if end > len(file.bytes):
@@ -190,7 +190,7 @@ def _rebuild(
 
 
 class _Window(io.RawIOBase):
-    """Bytes ``begin`` to ``end`` of a map as a file; reads copy no more than is asked for."""
+    """File object over bytes ``begin`` to ``end`` of a map; reads copy only the bytes requested."""
 
     def __init__(self, data: mmap.mmap, begin: int, end: int) -> None:
         self._data, self._begin, self._size, self._at = data, begin, end - begin, 0

@@ -1,4 +1,4 @@
-"""Reads optimizer state that Megatron-LM saved bucket by bucket (``fully_sharded_bucket_space``).
+"""Read optimizer state that Megatron-LM saved bucket by bucket (``fully_sharded_bucket_space``).
 
 In format torch_dist each bucket of a buffer, padding included, is one flat tensor over the
 data-parallel ranks:
@@ -7,8 +7,8 @@ data-parallel ranks:
 
 ``group``: ``optimizer.distributed.dp_group_idx_{g}.``; ``kind``: param, exp_avg, exp_avg_sq.  The
 object ``{group}per_bucket_numel_unpadded`` is a list with one dictionary for each buffer, from
-(param dtype, grad dtype) to the elements of each bucket.  No file of Megatron-LM in this
-arrangement was at hand: it is inferred from public descriptions of core_v0.14.
+(param dtype, grad dtype) to the number of elements of each bucket.  No such file of Megatron-LM was
+available: the format is inferred from public descriptions of core_v0.14.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _GROUP = r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
 _BUCKET = re.compile(_GROUP + r"gbuf_idx_(\d+)\.dtype_\((.+)\)\.bucket_idx_(\d+)\.(\w+)")
 _SIZES = re.compile(_GROUP + r"per_bucket_numel_unpadded(?:/|$)")
 
-Dtypes = tuple[torch.dtype, ...]  # of the parameters and of their gradients
+Dtypes = tuple[torch.dtype, ...]  # (dtype of the parameters, dtype of their gradients)
 Buffers = dict[int, dict[Dtypes, dict[str, ArrayView]]]  # as in distrib_optim.pt of format torch
 
 
@@ -44,7 +44,7 @@ class ArrayPart(NamedTuple):
 
 @dataclass(frozen=True)
 class JoinedArray(ArrayView):
-    """A view of a flat array whose parts lie in several places."""
+    """A view of a flat array whose parts are stored in several places."""
 
     parts: tuple[ArrayPart, ...]
 
@@ -62,12 +62,12 @@ class JoinedArray(ArrayView):
 
 
 def is_bucket(key: str) -> bool:
-    """Whether a tensor of torch_dist is a bucket of the optimizer."""
+    """Return whether a tensor of torch_dist is a bucket of the optimizer."""
     return _BUCKET.fullmatch(key) is not None
 
 
 def read_buckets(index: DcpIndex) -> Iterator[tuple[int, Buffers]]:
-    """Yield the number of each group of data-parallel ranks, and its buffers without padding."""
+    """Yield the number of each data-parallel group, and its buffers without padding."""
     found: dict[int, dict[tuple[int, str, str], dict[int, DcpTensor]]] = {}
     for key, tensor in index.tensors.items():
         if match := _BUCKET.fullmatch(key):
@@ -85,7 +85,7 @@ def read_buckets(index: DcpIndex) -> Iterator[tuple[int, Buffers]]:
             raise CheckpointDamaged(
                 f"{index.folder}: the sizes of the buckets of group {group} are missing"
             )
-        (unpadded,) = index.object(sizes[group])  # every object lies in a list
+        (unpadded,) = index.object(sizes[group])  # every object is stored in a list
         yield group, _buffers(stored, unpadded, f"{index.folder}: group {group}")
 
 
@@ -111,7 +111,7 @@ def _buffers(
 
 
 def _joined(buckets: Sequence[DcpTensor], lengths: Sequence[int]) -> JoinedArray:
-    """The buckets one after the other, each cut to its length."""
+    """Concatenate the buckets, each without its padding."""
     parts: list[ArrayPart] = []
     done = 0
     for tensor, length in zip(buckets, lengths, strict=True):

@@ -1,8 +1,8 @@
-"""Where the distributed optimizer of Megatron-LM keeps a parameter: arithmetic in elements.
+"""Position of each parameter in the buffers of Megatron-LM's distributed optimizer, in elements.
 
-A buffer holds the parameters of one dtype of one model chunk, the last one first; each starts at a
-multiple of 64.  It is made of buckets, and the padding behind a bucket is not in the file.  A
-bucket ends when it has ``bucket_size`` elements, and around an embedding that two stages share.
+A buffer has the parameters of one dtype of one model chunk, in reverse order; each starts at a
+multiple of 64.  It consists of buckets; the padding after a bucket is not saved.  A bucket ends
+when it has ``bucket_size`` elements, and before and after an embedding shared by two stages.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def starts_in_buffer(
     bucket_alignment: int = _BUCKET_ALIGNMENT,
     replicas: int = 1,
 ) -> tuple[list[int], int]:
-    """Where each parameter starts among the saved elements, and how many those are.
+    """Return the start of each parameter among the saved elements, and their total number.
 
-    ``numels`` in the order of the model; parameters in ``alone`` have a bucket each.
+    ``numels`` in the order of the model; each parameter in ``alone`` has its own bucket.
 
     >>> starts_in_buffer([100, 64, 30], None)
     ([128, 64, 0], 228)
@@ -34,7 +34,7 @@ def starts_in_buffer(
     ([94, 30, 0], 194)
     """
     starts = [0] * len(numels)
-    closed = end = 0  # saved elements of closed buckets, and where the open one ends
+    closed = end = 0  # saved elements of closed buckets; end of the open bucket
     for index in reversed(range(len(numels))):
         begin = _round_up(end, _PARAM_ALIGNMENT)
         if index in alone and end:
@@ -50,10 +50,11 @@ def starts_in_buffer(
 def bucket_rules(
     asked: Arguments, *, num_params: int, is_first: bool, is_expert: bool = False
 ) -> tuple[int | None, int, int]:
-    """(elements that close a bucket, multiple that buckets end at, replicas) of a command line.
+    """Return (bucket size, alignment of bucket ends, data-parallel size) of a command line.
 
-    ``is_first``: of the first model chunk on the first stage; others have one bucket.
-    ``is_expert``: of the buffers of experts that have replicas of their own.
+    The size, in elements, is None for one bucket.  ``is_first``: the first model chunk of the first
+    stage; other chunks have one bucket.  ``is_expert``: buffers of experts, which have their own
+    data-parallel size.
     """
     replicas = int(asked.get("data_parallel_size") or 1)
     replicas *= int(asked.get("context_parallel_size") or 1)

@@ -1,6 +1,6 @@
-"""The index of PyTorch's distributed checkpoints: ``.metadata`` beside ``__{rank}_{n}.distcp``.
+"""Read the index of a PyTorch distributed checkpoint: ``.metadata`` for ``__{rank}_{n}.distcp``.
 
-Every box of a tensor, and every object, is an archive of torch.save at a place in a file.
+Each box of a tensor and each object is a torch.save archive at a position in a file.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ from megatron.core.file_names import path_inside
 
 @dataclass(frozen=True)
 class ForeignPiece(StoredBox):
-    """A box of a tensor, and what finds its values when they are read."""
+    """A box of a tensor, and a function that returns its stored values."""
 
     array: Callable[[], ArrayView]
 
 
 @dataclass(frozen=True)
 class DcpTensor:
-    """A tensor and its boxes.  ``flat_shape``: see `torch_dist`."""
+    """A tensor and its boxes.
+
+    ``unflattened``: original shape, if the optimizer's flattened shards are stored (`torch_dist`).
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,7 +53,7 @@ class DcpTensor:
 
 
 class DcpIndex:
-    """What ``.metadata`` of ``folder`` says; ``open_map`` maps a file of it.
+    """Contents of ``.metadata`` in ``folder``; ``open_map`` memory-maps a file of the folder.
 
     Raises CheckpointDamaged, CheckpointError.
     """
@@ -68,7 +71,7 @@ class DcpIndex:
             self._read(metadata)
 
     def object(self, key: str) -> Unpickled:
-        """What was saved under ``key`` that is no tensor."""
+        """Return the object (not a tensor) saved under ``key``."""
         return self._load(key, None)
 
     def _read(self, metadata: Unpickled) -> None:

@@ -1,7 +1,8 @@
-"""Writes PyTorch's distributed checkpoint files, so that torch and Megatron-LM load them.
+"""Write PyTorch distributed checkpoint files, which torch and Megatron-LM can load.
 
-A rank writes one ``__{rank}_0.distcp``, an archive of torch.save behind the other; rank 0 writes
-``.metadata`` when all have.  What a rank reports of a box: key, shape of the whole, place.
+A rank writes one ``__{rank}_0.distcp``, a sequence of torch.save archives.  Rank 0 writes
+``.metadata`` after all ranks have written, from their reports of each box: key, global shape,
+position in the file.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ _VERSION = "1.0.0"
 
 
 class DcpFile:
-    """A data file that is being written, a box or an object behind the other."""
+    """A data file being written, as a sequence of boxes and objects."""
 
     def __init__(self, folder: Path, rank: int, number: int, step: int) -> None:
         self.name, self._step = f"__{rank}_{number}.distcp", step
         self._file = open(folder / self.name, "wb")  # noqa: SIM115 - closed by `close`
 
     def add(self, value: object) -> PlaceEntry:
-        """Append a tensor or an object; where it lies."""
+        """Append a tensor or an object; return its position."""
         flips = fault_point("save.tensor", step=self._step) == "bitflip"
         start = self._file.tell()
         buffer = BytesIO()
@@ -55,7 +56,7 @@ class DcpFile:
         return {"file": self.name, "start": start, "num_bytes": self._file.tell() - start}
 
     def add_box(self, values: Tensor, offset: Sequence[int]) -> PieceEntry:
-        """Append the box of a tensor that begins at ``offset``."""
+        """Append the box of a tensor that begins at ``offset``; return its index entry."""
         place = self.add(values)
         return {
             "file": place["file"],
@@ -66,7 +67,10 @@ class DcpFile:
         }
 
     def close(self) -> FileEntry:
-        """Fsync; the file as the manifest has it, which leaves its records to their checksums."""
+        """Fsync and close the file; return its manifest entry.
+
+        The entry has the size but no checksum of the contents: each torch.save archive has its own.
+        """
         fault_point("save.before_fsync", step=self._step)
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -85,8 +89,8 @@ def write_metadata(
 ) -> FileEntry:
     """Write and fsync ``.metadata``.
 
-    ``paths``: where a key stands in nested dictionaries; ``unflattened``: see `torch_dist`, None
-    for a plain checkpoint of torch.
+    ``paths``: path of a key in the nested dictionaries.  ``unflattened``: original shapes of
+    flattened tensors (`torch_dist`), None for a plain torch checkpoint.
     """
     entries: dict[str, Named] = {}
     places: dict[Named, Named] = {}

@@ -1,5 +1,4 @@
-"""What the readers of Megatron-LM's formats share: boxes of strided views, and values that are
-no tensors, under the names of this project."""
+"""Base of the readers of Megatron-LM's formats: strided boxes, and values other than tensors."""
 
 from __future__ import annotations
 
@@ -52,11 +51,11 @@ from megatron.core.parallel.rank_grid import RankGrid
 from megatron.core.params.param_info import ParamInfo
 
 STATE_PREFIX = "optimizer.state."
-# Of a record, as our command line has it.
+# Text of an unpickled enum record -> value of this project's command line.
 _NAMES = {f"AttnBackend({backend.value})": backend.name for backend in AttnBackend}
 _CUDA_STATE_BYTES = 16
 _MOST = 1 << 20
-# Integers of the command line that decide what lies where.  Lists are made of so many entries.
+# Integers of the command line that determine the layout.  Bounded, as lists get that many entries.
 _DEGREES = (
     *("world_size", "data_parallel_size", "context_parallel_size", "tensor_model_parallel_size"),
     *("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
@@ -67,13 +66,13 @@ _SIZES = (*("make_vocab_size_divisible_by", "ddp_bucket_size", "ddp_num_buckets"
 
 
 class ForeignReader(CheckpointReader):
-    """A checkpoint of another format under our keys.
+    """Reader of a checkpoint in another program's format, under this project's keys.
 
-    Where one of ours wrote it there is a manifest, and the files are compared with it.  A tensor is
-    compared with the checksum that torch left beside it when it is read.
+    If this project wrote the checkpoint, it has a manifest, and files are compared with it.  A
+    tensor is compared with the checksum that torch.save stored for it when it is read.
 
-    A format fills ``values`` (what is no tensor, as that format has it), calls `_add` for each
-    box, and `_finish`.
+    A subclass sets ``values`` (values other than tensors, in that format), calls `_add` for each
+    box, and then `_finish`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -101,14 +100,14 @@ class ForeignReader(CheckpointReader):
 
     @abstractmethod
     def _rng_state(self, rank: int) -> Unpickled | None:
-        """Return the random states of ``rank`` of the run that wrote it; None without any."""
+        """Return the random states of ``rank`` of the writing run; None if there are none."""
 
     def close(self) -> None:
         self._maps.clear()
 
     @property
     def args(self) -> Arguments:
-        """The command line of the run that wrote it."""
+        """Command line of the run that wrote the checkpoint."""
         args = self.values.get("args")
         return {} if args is None else vars(args)
 
@@ -117,7 +116,7 @@ class ForeignReader(CheckpointReader):
         return int(self.values.get("iteration", 0))
 
     def _coordinate(self, rank: int) -> dict[str, int]:
-        """Where ``rank`` of the run that wrote it stood in its layout."""
+        """Return the coordinate of ``rank`` in the dense rank grid of the writing run."""
         return RankGrid(dict(self.manifest.layout["dense"])).coordinate(rank)
 
     def _map(self, path: Path) -> MappedFile:
@@ -129,9 +128,10 @@ class ForeignReader(CheckpointReader):
         self._found.setdefault(key, (dtype, []))[1].append(piece)
 
     def _place(self, prefix: str, name: str, rank: int, array: ArrayView) -> None:
-        """Take over what tensor-parallel ``rank`` holds, if no other rank gives the same.
+        """Add the shard of tensor-parallel ``rank``.
 
-        Of an expert: what a rank of its own tensor-parallel group holds.
+        For an expert, ``rank`` is the rank in the expert tensor-parallel group.  Skips copies: tied
+        output layers, and unsharded tensors of ranks above 0.
         """
         tp = degree(self.args, "tensor")
         if split_expert(name):
@@ -170,9 +170,9 @@ class ForeignReader(CheckpointReader):
             self._add(key, array.dtype, ForeignPiece(at, rows.shape, rows.narrow))
 
     def _finish(self) -> None:
-        """Make ``tensors`` and the manifest.  The shape of a tensor is what its pieces span.
+        """Set ``tensors`` and ``manifest``.  The shape of a tensor is the span of its pieces.
 
-        Left out: main parameters of weights that are fp32 themselves, which are the same values.
+        Main parameters of fp32 weights are left out, as they have the same values.
         """
         multiple = int(self.args.get("make_vocab_size_divisible_by") or 128)
         padding = multiple * degree(self.args, "tensor") - 1  # rows of the vocabulary
@@ -198,16 +198,16 @@ class ForeignReader(CheckpointReader):
 
 
 def span_of(pieces: Iterable[StoredBox]) -> tuple[int, ...]:
-    """The shape of the tensor that ``pieces`` fill: where the last of them end."""
+    """Return the shape of the tensor that ``pieces`` fill: their largest end in each dimension."""
     ends = [tuple(map(sum, zip(p.offset, p.shape, strict=True))) for p in pieces]
     return tuple(map(max, zip(*ends, strict=True)))
 
 
 def _in_our_order(array: ArrayView, version: float, heads: int) -> Iterator[tuple[int, ArrayView]]:
-    """(row of ours, rows as stored) of query, key and value: a rank's share of ``heads`` heads.
+    """Yield (row in our order, stored rows) of the QKV matrix of a rank with ``heads`` heads.
 
-    Ours: per head its query, key and value rows.  Version 0 has all queries, then all keys, then
-    all values; version 1 the three side by side in every row of a head.
+    Our order: query, key and value rows of each head in turn.  Checkpoint version 0 stores all
+    queries, then all keys, then all values; version 1 alternates rows of the three within a head.
     """
     if version >= 2:
         yield 0, array
@@ -224,7 +224,7 @@ def _in_our_order(array: ArrayView, version: float, heads: int) -> Iterator[tupl
 
 
 def common_values(values: Mapping[str, Unpickled], iteration: int) -> JsonObject:
-    """`Contents.common` of this project from what Megatron-LM stores."""
+    """Convert Megatron-LM's values to `Contents.common` of this project."""
     args = values.get("args")
     asked = {} if args is None else vars(args)
     counters = {name: int(asked.get(name) or 0) for name in COUNTERS}
@@ -245,9 +245,9 @@ def common_values(values: Mapping[str, Unpickled], iteration: int) -> JsonObject
 
 
 def _optimizer_scalars(state: Unpickled) -> JsonObject | None:
-    """Updates done, groups and the loss scale, wherever this kind of optimizer has them."""
+    """Return step, parameter groups and loss scale from the state of any kind of optimizer."""
     if isinstance(state, list) or isinstance(state, dict) and 0 in state:
-        state = state[0]  # several optimizers, which step together
+        state = state[0]  # several optimizers with equal step counts
     if not isinstance(state, dict):
         return None
     inner = state.get("optimizer", state)
@@ -268,7 +268,7 @@ def _optimizer_scalars(state: Unpickled) -> JsonObject | None:
 
 
 def as_json(value: object) -> Nested:
-    """``value`` as JSON; what JSON cannot hold becomes its text."""
+    """Return ``value`` as JSON; types that JSON does not have become text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, StoredArray):
@@ -287,7 +287,7 @@ def as_json(value: object) -> Nested:
 
 
 def rng_state_of(state: Mapping[str, Unpickled]) -> JsonObject:
-    """Random states as JSON; that of a device is None where the run was on CPUs."""
+    """Return random states as JSON; the device's state is None if the run was on CPU."""
     on_device = state.get("cuda_rng_state")
     if on_device is not None:
         on_device = on_device.read() if on_device.shape == (_CUDA_STATE_BYTES,) else None
@@ -302,7 +302,7 @@ def rng_state_of(state: Mapping[str, Unpickled]) -> JsonObject:
 
 
 def layout_of(asked: Arguments) -> Layout:
-    """Degrees and rank order of the run that wrote it; empty if its command line does not say."""
+    """Return degrees and rank order of the writing run; empty if its command line lacks them."""
     if "world_size" not in asked:
         return {}
     try:
@@ -322,7 +322,7 @@ def layout_of(asked: Arguments) -> Layout:
 
 
 def check_args(asked: Arguments) -> None:
-    """Raise ValueError for a command line whose degrees and sizes no run can have."""
+    """Raise ValueError for a command line with impossible degrees or sizes."""
     for name in (*_DEGREES, *_SIZES):
         value = asked.get(name)
         if value is not None and (not is_count(value) or (name in _DEGREES and value > _MOST)):
@@ -330,10 +330,10 @@ def check_args(asked: Arguments) -> None:
 
 
 def degree(asked: Arguments, kind: str) -> int:
-    """``--{kind}-model-parallel-size`` of a command line."""
+    """Return ``--{kind}-model-parallel-size`` of a command line."""
     return int(asked.get(f"{kind}_model_parallel_size") or 1)
 
 
 def expert_tensor_degree(asked: Arguments) -> int:
-    """Ranks that an expert is cut over."""
+    """Return the number of ranks that shard one expert."""
     return int(asked.get("expert_tensor_parallel_size") or degree(asked, "tensor"))

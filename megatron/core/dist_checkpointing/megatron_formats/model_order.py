@@ -1,4 +1,4 @@
-"""The order in which the modules of Megatron-LM register the parameters of a model.  No torch."""
+"""The order in which Megatron-LM's modules register the parameters of a model.  No torch."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def ordered_names(
     is_first: bool = True,
     is_last: bool = True,
 ) -> Iterator[tuple[str, str]]:
-    """(name in a file, our name) of the tensors of a model chunk, in the order of the model.
+    """Yield (name in a file, our name) of the tensors of a model chunk, in the order of the model.
 
-    ``layers``: those of the chunk, None is all; ``experts``: those of the rank.  The second name is
-    empty for a state that a matrix has none of.
+    ``layers``: layer numbers of the chunk, None for all; ``experts``: expert numbers of the rank.
+    Our name is empty for an ``_extra_state`` entry, which has no tensor.
     """
     if layers is None:
         layers = sorted({layer[1] for layer in map(split_layer, stored) if layer})
@@ -49,7 +49,7 @@ def ordered_names(
             norms = (f"{stack}.final_{norm}" for norm in ("layernorm", "norm"))
             yield from _present(stored, *(pair for norm in norms for pair in _norm(norm)))
     if is_last:
-        # With stages, Megatron-LM repeats the embedding for those that predict ahead: not written.
+        # MTP layers need one stage: with more, Megatron-LM also stores a copy of the embedding.
         for depth in range(int(asked.get("mtp_num_layers") or 0) if is_first else 0):
             place = f"mtp.layers.{depth}."
             tails = _ahead(int(asked["num_layers"]) - 1, asked, experts)
@@ -74,7 +74,7 @@ def _of_layer(
     places: tuple[str, str],
     tails: Iterable[tuple[str, str]],
 ) -> Iterator[tuple[str, str]]:
-    """The names of a layer that begin with ``places``, in a file and here; what there is of it."""
+    """Yield names of the stored tensors of a layer; ``places``: name prefixes in a file, ours."""
     for there, tail in tails:
         name = places[1] + tail
         if name in stored:
@@ -96,13 +96,16 @@ def _ahead(number: int, asked: Arguments, experts: Sequence[int]) -> Iterator[tu
 
 
 def _in_layer(number: int, asked: Arguments, experts: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """(tail of a name in a file, tail of ours); of a state, that of the weight it goes with."""
+    """Yield (end of the name in a file, end of our name).
+
+    For an ``_extra_state`` entry, the second is that of the weight it belongs to.
+    """
     is_fused = _is_fused(asked)
     yield from _mixer(is_fused)
     yield _SINK, _SINK
     is_latent = bool(asked.get("multi_latent_attention"))
     first, projection = _norm("input_layernorm"), _matrix("self_attention.linear_proj")
-    is_inside = is_fused and not is_latent  # the norm is part of the matrix behind it
+    is_inside = is_fused and not is_latent  # the norm is fused into the following matrix
     yield from (*projection, *first) if is_inside else (*first, *projection)
     for part in _latent_attention(is_fused) if is_latent else _ATTENTION:
         kind = _norm if part.endswith("norm") else _matrix
@@ -136,7 +139,7 @@ _ATTENTION = ("linear_qkv", "q_layernorm", "k_layernorm")
 
 
 def _latent_attention(is_fused: bool) -> tuple[str, ...]:
-    """A norm that is part of the matrix behind it comes before it, else behind all of them."""
+    """Return the parts of latent attention in order; a fused norm precedes its matrix."""
     if is_fused:
         down_up = ("linear_q_down_proj", "q_layernorm", "linear_q_up_proj")
         return ("linear_q_proj", *down_up, "linear_kv_down_proj", "kv_layernorm", _KV_UP)
@@ -166,7 +169,7 @@ def _of_experts(experts: Sequence[int], *, is_grouped: bool) -> Iterator[tuple[s
 
 
 def _linear(name: str) -> tuple[tuple[str, str], ...]:
-    """A matrix, or a convolution, that never keeps a state."""
+    """Return the names of a matrix or convolution without ``_extra_state``."""
     return _norm(name)
 
 

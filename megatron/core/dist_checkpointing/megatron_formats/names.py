@@ -1,18 +1,21 @@
-"""What Megatron-LM's formats call a tensor, what it is called here, and how it is cut.  No torch.
+"""Map tensor names of Megatron-LM's formats to this project's, with their sharding.  No torch.
 
-The folder formats of `torch_dist` use the names of its Transformer Engine layers whatever layers
-ran; per-rank files have the names of the layers that ran, and old ones those of models before core.
+Format `torch_dist` uses the names of Transformer Engine layers, whichever layers ran.  The per-rank
+files of format `torch` use the names of the layers that ran; old files those of models before
+Megatron Core.
 
-Experts: in `torch_dist` all are one tensor ``mlp.experts.experts.linear_fc1.weight`` with the
-global number as a dimension behind that of the layer, or a tensor each with the number behind the
-second ``experts``.  In per-rank files they count from 0 on each rank: ``local_experts.N.linear_fc1
-.weight`` (sequential), ``linear_fc1.weightN`` (grouped), or ``weight1`` and ``weight2``, all of a
-rank in one and transposed (older grouped).  Layers of a hybrid are not stacked, and matrices of a
-mixer are cut in blocks, which `torch_dist` holds as a tensor each.  No fixture has experts, latent
-attention, mixers, an encoder or its heads: what is said of them is inferred from public
-descriptions of core_v0.14, not compared with its files.
+Experts: in `torch_dist` all experts of a layer are one tensor, ``mlp.experts.experts.linear_fc1
+.weight``, with the expert number as a dimension after that of the layer; or they are separate
+tensors with the number after the second ``experts``.  In per-rank files they are numbered from 0 on
+each rank: ``local_experts.N.linear_fc1.weight`` (sequential), ``linear_fc1.weightN`` (grouped), or
+``weight1`` and ``weight2``, with all experts of a rank in one transposed tensor (older grouped).
+Layers of a hybrid model are not stacked.  Matrices of a mixer consist of blocks, each of which is a
+separate tensor in `torch_dist`.
 
-``asked`` is everywhere the command line of the run, dest -> value.
+No checkpoint of Megatron-LM with experts, latent attention, mixers, an encoder or its heads was
+available: their rules are inferred from public descriptions of core_v0.14, not verified on files.
+
+``asked`` is the command line of the run that wrote the checkpoint, dest -> value.
 """
 
 from __future__ import annotations
@@ -22,11 +25,11 @@ from typing import NamedTuple
 
 from megatron.core.dist_checkpointing.value_types import Arguments
 
-# Pattern of a part of a name -> what it is called here; every rule is tried, in order.
+# Pattern of a part of a name -> this project's name; all rules are applied, in order.
 _RENAMES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        # Models before core.
+        # Models before Megatron Core.
         (r"^language_model\.embedding\.", "embedding."),
         (r"^language_model\.output_layer\.", "output_layer."),
         (r"^language_model\.(encoder|transformer)\.final_norm\.", "decoder.final_layernorm."),
@@ -38,7 +41,7 @@ _RENAMES = tuple(
         (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
         (r"\.dense_h_to_4h\.", ".linear_fc1."),
         (r"\.dense_4h_to_h\.", ".linear_fc2."),
-        # Norms that Transformer Engine keeps in the linear layer after them.
+        # Norms that Transformer Engine fuses into the linear layer after them.
         (r"\.self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r".input_layernorm.\1"),
         (r"\.mlp\.linear_fc1\.layer_norm_(weight|bias)$", r".pre_mlp_layernorm.\1"),
         (r"\.mixer\.in_proj\.layer_norm_(weight|bias)$", r".norm.\1"),
@@ -51,7 +54,7 @@ _RENAMES = tuple(
         ),
     )
 )
-# Norms backwards: the names of layers that keep the norm before them.
+# Reverse rules for norms: the names in linear layers with a fused norm.
 _INPUT, _MIXER, _MLP, _LATENT = (
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -61,7 +64,7 @@ _INPUT, _MIXER, _MLP, _LATENT = (
         (r"\.(q|kv)_layernorm\.(weight|bias)$", r".linear_\1_up_proj.layer_norm_\2"),
     )
 )
-# Tail of a name here -> the dimension that tensor parallelism cuts; others are the same everywhere.
+# End of our name -> dimension sharded by tensor parallelism; other tensors are not sharded.
 _CUT = (
     (re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$"), 0),
     (re.compile(r"\.(linear_qkv|linear_q|linear_kv|linear_fc1|eh_proj)\.(weight|bias)$"), 0),
@@ -73,7 +76,7 @@ _CUT = (
 _VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer)\.(weight|bias)$")
 _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _GATED_FLAGS = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
-# Tail of a name -> what lies behind each other in it: gate, input, two projections, steps.
+# End of a name -> blocks concatenated in it: gate, input, two projections, time steps.
 _BLOCKS = {
     ".mixer.in_proj.weight": ("z", "x", "B", "C", "dt"),
     **dict.fromkeys((".mixer.conv1d.weight", ".mixer.conv1d.bias"), ("x", "B", "C")),
@@ -88,27 +91,27 @@ OUTPUT = "output_layer.weight"
 
 
 class Cut(NamedTuple):
-    """The dimension that is cut (None: none is), and the relative sizes of its blocks."""
+    """Tensor-parallel sharding: dimension (None: not sharded), and relative sizes of its blocks."""
 
     dim: int | None
     blocks: tuple[int, ...] = (1,)
 
 
 def our_name(name: str) -> str:
-    """The name here of a tensor of the model."""
+    """Return this project's name of a model tensor."""
     for pattern, replacement in _RENAMES:
         name = pattern.sub(replacement, name)
     return name
 
 
 def fused_name(name: str, asked: Arguments) -> str:
-    """What layers of Transformer Engine call the tensor of our ``name``.
+    """Return the Transformer Engine name of a tensor, from this project's ``name``.
 
-    A norm before several matrices, or before a router, is by itself there too.
+    A norm before several matrices, or before a router, is not fused and keeps its name.
     """
     is_latent = bool(asked.get("multi_latent_attention"))
     layer = split_layer(name)
-    number = layer[1] if layer else int(asked.get("num_layers") or 1) - 1  # ahead: as the last one
+    number = layer[1] if layer else int(asked.get("num_layers") or 1) - 1  # MTP: as the last
     rules = [_LATENT if is_latent else _INPUT, _MIXER]
     if not stored_layer_has_experts(number, asked):
         rules.append(_MLP)
@@ -118,7 +121,7 @@ def fused_name(name: str, asked: Arguments) -> str:
 
 
 def stored_layer_has_experts(layer: int, asked: Arguments) -> bool:
-    """Whether layer ``layer`` (from 0) of a stored model has experts, by its command line."""
+    """Return whether layer ``layer`` (from 0) of a stored model has experts."""
     if is_hybrid(asked):
         return str(asked.get("hybrid_override_pattern") or "")[layer : layer + 1] == "E"
     freq = asked.get("moe_layer_freq") or 1
@@ -128,19 +131,19 @@ def stored_layer_has_experts(layer: int, asked: Arguments) -> bool:
 
 
 def is_hybrid(asked: Arguments) -> bool:
-    """Whether layers are of several kinds, or mixers."""
+    """Return whether the model is a Mamba or hybrid model, whose layers may differ in kind."""
     return asked.get("model_kind") == "mamba"
 
 
 def layers_are_alike(asked: Arguments) -> bool:
-    """Whether Megatron-LM stacks the layers of such a model in `torch_dist`."""
+    """Return whether Megatron-LM stacks the layers of such a model in `torch_dist`."""
     freq = asked.get("moe_layer_freq") or 1
     is_mixed = is_hybrid(asked) or (bool(asked.get("num_experts")) and freq != 1)
     return not is_mixed and not asked.get("heterogeneous_layers_config_path")
 
 
 def cut_of(name: str, asked: Arguments) -> Cut:
-    """How tensor parallelism cuts the tensor of our ``name``."""
+    """Return the tensor-parallel sharding of the tensor with our ``name``."""
     if _NARROW.search(name) and asked.get("transformer_impl") == "local":
         return Cut(0)
     if blocks := blocks_of(name, asked):
@@ -153,7 +156,7 @@ def cut_of(name: str, asked: Arguments) -> Cut:
 
 
 def blocks_of(name: str, asked: Arguments) -> dict[str, int]:
-    """Name and rows of what lies behind each other in a tensor of a mixer; empty for others."""
+    """Return name and number of rows of the blocks of a mixer tensor; empty for other tensors."""
     tail = next((tail for tail in _BLOCKS if name.endswith(tail)), None)
     if tail is None:
         return {}
@@ -165,7 +168,7 @@ def blocks_of(name: str, asked: Arguments) -> dict[str, int]:
 
 
 def split_block(name: str) -> tuple[str, str]:
-    """The name of the tensor of a mixer, and which block of it this is (empty: all of it).
+    """Split the name of a mixer's block into tensor name and block (empty: complete tensor).
 
     >>> split_block("decoder.layers.0.mixer.in_proj.weight.dt")
     ('decoder.layers.0.mixer.in_proj.weight', 'dt')
@@ -176,17 +179,17 @@ def split_block(name: str) -> tuple[str, str]:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a tensor is of an expert, or of several."""
+    """Return whether a tensor belongs to one or several experts."""
     return ".experts." in name
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of the model is no parameter, so that no optimizer knows it."""
+    """Return whether a model tensor is a buffer, which has no optimizer state."""
     return _BUFFER.search(name) is not None
 
 
 def split_expert(name: str) -> tuple[str, int, str] | None:
-    """(``...mlp.experts``, global number, the rest); None for what is of no expert.
+    """Split into (``...mlp.experts``, global number, the rest); None for other tensors.
 
     >>> split_expert("decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight")
     ('decoder.layers.3.mlp.experts', 5, 'linear_fc1.weight')
@@ -196,12 +199,14 @@ def split_expert(name: str) -> tuple[str, int, str] | None:
 
 
 def is_vocabulary(name: str) -> bool:
-    """Whether the first dimension counts tokens, with padding behind them."""
+    """Return whether the first dimension is the vocabulary, with padding at its end."""
     return _VOCABULARY.search(name) is not None
 
 
 def split_layer(name: str) -> tuple[str, int, str] | None:
-    """(``decoder.layers``, number, the rest); None outside, and for layers that predict ahead.
+    """Split into (``decoder.layers``, number, the rest).
+
+    Returns None for tensors outside the layers and for layers of multi-token prediction.
 
     >>> split_layer("decoder.layers.3.mlp.linear_fc1.weight")
     ('decoder.layers', 3, 'mlp.linear_fc1.weight')
@@ -211,13 +216,13 @@ def split_layer(name: str) -> tuple[str, int, str] | None:
 
 
 def split_stack(name: str) -> tuple[str, str] | None:
-    """(``decoder.layers``, the rest) for the tensor that holds it of all layers; else None."""
+    """Split the name of a tensor stacked over layers: (``decoder.layers``, the rest); else None."""
     found = _STACK.match(name)
     return (found[1], found[2]) if found else None
 
 
 def split_state(key: str) -> tuple[str, str]:
-    """(``optimizer.state.exp_avg.`` or empty, the name of the parameter)."""
+    """Split into (``optimizer.state.exp_avg.`` or empty, name of the parameter)."""
     found = _STATE.match(key)
     assert found is not None
     return found[1] or "", found[2]

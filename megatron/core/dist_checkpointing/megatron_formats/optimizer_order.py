@@ -1,7 +1,7 @@
-"""Whose state is whose: the optimizer of format torch numbers its parameters.
+"""Match the optimizer state of format torch, which numbers its parameters, with parameter names.
 
-Parameters come in the order of the model, those without weight decay (biases and all that have one
-dimension) apart; a group's numbers are those of its parameters in that order.
+Parameters are in the order of the model.  Those without weight decay (biases and one-dimensional
+tensors) form separate groups.  The numbers of a group follow the order of its parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.value_types import Arguments, StateDict, U
 
 
 class ParamShare(Protocol):
-    """What a rank holds of a parameter."""
+    """Shape and dtype of a rank's shard of a parameter."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -30,7 +30,7 @@ class ParamShare(Protocol):
 
 
 Param = tuple[str, ParamShare]
-Chunks = Sequence[Sequence[Param]]  # per model chunk
+Chunks = Sequence[Sequence[Param]]  # the parameters of each model chunk
 State = tuple[str, str, Unpickled]  # kind of state, name of the parameter, array or `DcpTensor`
 
 BUFFER_KINDS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -45,11 +45,12 @@ def optimizer_state(
     stage: int,
     hint: str = "",
 ) -> list[State]:
-    """The state of the parameters of one rank.  ``buffers``: its distrib_optim.pt, or None.
+    """Return the optimizer state of the parameters of one rank, by kind and name.
 
-    ``chunks`` are its parameters, per model chunk.  Where experts have an optimizer of their own,
-    optimizer and buffers are lists of two, theirs is the second.  Raises CheckpointError, which
-    names ``what`` and adds ``hint``, if the state is not of these parameters.
+    ``buffers``: contents of its distrib_optim.pt, or None.  ``chunks``: its parameters, per model
+    chunk.  If experts have a separate optimizer, optimizer and buffers are lists of two, with the
+    experts' second.  Raises CheckpointError, with ``what`` and ``hint`` in its message, if the
+    state does not match these parameters.
     """
     try:
         params = [list(chunk) for chunk in chunks]
@@ -95,7 +96,7 @@ def _state(
 def _members(
     groups: Sequence[StateDict], params: Sequence[Param], asked: Arguments
 ) -> list[list[Param]]:
-    """The parameters of each group."""
+    """Return the parameters of each group."""
     sorts = [(float(g.get("wd_mult", 1.0)), bool(g.get("is_decoupled_lr"))) for g in groups]
     members: list[list[Param]] = [[] for _ in groups]
     for name, array in params:
@@ -104,7 +105,7 @@ def _members(
 
 
 def group_of(name: str, num_dims: int, asked: Arguments) -> tuple[float, bool]:
-    """(factor of the weight decay, whether --decoupled-lr applies) of a parameter."""
+    """Return (weight decay multiplier, whether --decoupled-lr applies) of a parameter."""
     decays = 0.0 if name.endswith(".bias") or num_dims == 1 else 1.0
     is_end = is_vocabulary(name) or name.startswith("embedding.")
     return decays, is_end and asked.get("decoupled_lr") is not None
@@ -113,7 +114,7 @@ def group_of(name: str, num_dims: int, asked: Arguments) -> tuple[float, bool]:
 def numbered_groups(
     known: Sequence[StateDict], params: Sequence[tuple[str, int]], asked: Arguments
 ) -> list[tuple[StateDict, list[str]]]:
-    """Groups with the numbers of their ``params``, and the names; in the order they are met.
+    """Return the groups with the numbers and the names of their ``params``, as they first appear.
 
     ``params``: name and number of dimensions, in the order of the model.
     """

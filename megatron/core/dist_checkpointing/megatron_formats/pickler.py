@@ -1,4 +1,4 @@
-"""Writes the pickles of Megatron-LM's formats, without importing the classes they are made of."""
+"""Write the pickles of Megatron-LM's formats, without importing the classes in them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, BinaryIO, ClassVar
 import torch
 
 _PROTOCOL = 2  # as torch.save
-# Where a reader finds what has moved since.
+# Modules that were renamed -> their old names, which every reader can import.
 _OLD_HOMES = {"numpy._core.multiarray": "numpy.core.multiarray"}
 
 
 class Named:
-    """An object of a class that is known by name only: ``state``, or what calling it gives.
+    """An object of a class known only by name: its ``state``, or the ``args`` of its constructor.
 
-    A plain dictionary as ``state`` is its attributes.
+    A plain dictionary as ``state`` becomes its attributes.
     """
 
     def __init__(self, *, state: object = None, args: tuple[object, ...] | None = None) -> None:
@@ -33,12 +33,12 @@ class Named:
 
 
 def named(module: str, name: str) -> type[Named]:
-    """The class ``name`` of ``module``, as far as a pickle says it."""
+    """Return a placeholder for class ``name`` of ``module``, which a pickle refers to by name."""
     return type(name, (Named,), {"__module__": module})
 
 
 class _Pickler(pickle._Pickler):
-    """Writes a name as it stands: the ordinary one imports it first."""
+    """Pickler that writes class names without importing them, unlike the standard pickler."""
 
     dispatch: ClassVar[dict[type, Callable[..., None]]] = dict(pickle._Pickler.dispatch)
 
@@ -55,26 +55,26 @@ _MODULE = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
 
 
 def pickled(value: object) -> bytes:
-    """``value`` as a pickle."""
+    """Return the pickle of ``value``."""
     file = io.BytesIO()
     _Pickler(file, _PROTOCOL).dump(value)
     return file.getvalue()
 
 
 def write_archive(target: Path | BinaryIO, value: object) -> None:
-    """What torch.save writes of ``value``.  Raises OSError."""
+    """Write ``value`` as torch.save does.  Raises OSError."""
     if isinstance(target, Path):
-        with open(target, "wb") as file:  # torch's own files say less when a disk is full
+        with open(target, "wb") as file:  # torch's own file writer hides the OSError of a full disk
             write_archive(file, value)
         return
     try:
         torch.save(value, target, pickle_module=_MODULE, pickle_protocol=_PROTOCOL)
-    except RuntimeError as error:  # torch finds its file too short, after a write has failed
+    except RuntimeError as error:  # after a failed write torch reports a short file
         raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """The values on the host, in a storage that holds nothing else."""
+    """Return the values on the CPU, in a storage without other data."""
     tensor = tensor.detach().cpu().contiguous()
     is_whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.dtype.itemsize
     return tensor if is_whole else tensor.clone()

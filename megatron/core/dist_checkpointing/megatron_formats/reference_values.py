@@ -1,4 +1,4 @@
-"""What is no tensor, as Megatron-LM stores it: the way back of `foreign_reader.common_values`."""
+"""Convert values other than tensors to Megatron-LM's form; inverse of `common_values`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.value_types import Common, JsonObject, Sta
 from megatron.core.enums import AttnBackend, ModelType
 
 FLOPS = "num_floating_point_operations_so_far"
-# What torch's AdamW has in a group beside what is ours.
+# Entries of a parameter group that torch's AdamW has and this project does not.
 _ADAM_GROUP = {
     "amsgrad": False,
     "maximize": False,
@@ -26,14 +26,14 @@ _ADAM_GROUP = {
     "decoupled_weight_decay": True,
 }
 
-# That Megatron-LM keeps among its arguments.
+# Counters that Megatron-LM stores among its arguments.
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 
 
 def reference_values(common: Common) -> StateDict:
-    """From `Contents.common`: command line, counters, scheduler, all but the optimizer."""
+    """Convert `Contents.common`: command line, counters and scheduler, without the optimizer."""
     counters = common["counters"]
-    asked = json.loads(json.dumps(common["args"]))  # no classes of ours
+    asked = json.loads(json.dumps(common["args"]))  # no classes of this project in the pickle
     args = {name: _restored(name, value) for name, value in asked.items()}
     args |= {name: counters[name] for name in COUNTERS}
     is_both = args.get("model_kind") == "t5"
@@ -52,24 +52,27 @@ def reference_values(common: Common) -> StateDict:
 
 
 def is_half(common: Common) -> bool:
-    """Whether the optimizer keeps fp32 main parameters beside the model's."""
+    """Return whether the optimizer has fp32 main parameters for a 16-bit model."""
     return bool(common["args"].get("fp16") or common["args"].get("bf16"))
 
 
 def is_distributed(common: Common) -> bool:
-    """Whether the state of the optimizer was divided over replicas."""
+    """Return whether the optimizer state was sharded over data-parallel ranks."""
     return bool(common["args"].get("use_distributed_optimizer"))
 
 
 def has_two_optimizers(common: Common) -> bool:
-    """Whether experts, which have replicas of their own, have an optimizer of their own."""
+    """Return whether experts have a separate optimizer: with expert parallelism."""
     return int(common["args"].get("expert_model_parallel_size") or 1) > 1
 
 
 def param_groups(
     common: Common, *, with_step: bool, is_expert: bool | None = None
 ) -> list[StateDict]:
-    """The groups of the optimizer, or of the one for experts or for the rest; no parameters."""
+    """Return the parameter groups of the optimizer, without parameters.
+
+    ``is_expert`` selects the groups of the experts' optimizer, or of the other; None is all.
+    """
     groups = []
     for ours in common["optimizer"]["param_groups"]:
         args = common["args"]
@@ -84,7 +87,7 @@ def param_groups(
 
 
 def grad_scaler(common: Common) -> StateDict:
-    """The loss scale as an entry of the optimizer; empty without."""
+    """Return the loss scale as an entry of the optimizer; empty if there is none."""
     state = common["optimizer"].get("grad_scaler")
     if not state:
         return {}
@@ -98,9 +101,9 @@ def numbered_optimizer(
     kinds: Iterable[str],
     state_of: Callable[[str, str], object],
 ) -> StateDict:
-    """The entry of an optimizer that is not divided, whose state goes by numbers.
+    """Return the entry of an unsharded optimizer, whose state is stored by parameter number.
 
-    ``params``: name and number of dimensions; ``state_of(kind, name)``: what lies there.
+    ``params``: name and number of dimensions; ``state_of(kind, name)`` returns the value to store.
     """
     members = numbered_groups(param_groups(common, with_step=False), params, common["args"])
     step = torch.tensor(float(common["optimizer"]["step"]))
@@ -117,7 +120,7 @@ def numbered_optimizer(
 
 
 def reference_rng(values: JsonObject) -> StateDict:
-    """Random states as Megatron-LM has them, from those of a rank."""
+    """Convert a rank's random states to Megatron-LM's form."""
     states = from_json(values)
     on_device = states["cuda_rng_state"]
     return states | {
@@ -126,7 +129,7 @@ def reference_rng(values: JsonObject) -> StateDict:
 
 
 def _restored(name: str, value: object) -> object:
-    """A value of the command line as its parser made it."""
+    """Return a value of the command line with the type that its parser produces."""
     if name == "attention_backend" and isinstance(value, str):
         return _enum(AttnBackend[value])
     if isinstance(value, str) and value.startswith("torch."):

@@ -1,7 +1,7 @@
-"""Reads formats ``torch_dcp`` and ``fsdp_dtensor``: a nested state dict in PyTorch's own files.
+"""Read formats ``torch_dcp`` and ``fsdp_dtensor``: a nested state dict in PyTorch's own files.
 
-Everything goes through torch.distributed.checkpoint, the command line too.  The state of the
-optimizer is numbered like that of format ``torch``, or has the names of the parameters.
+All values, including the command line, are saved by torch.distributed.checkpoint.  Optimizer state
+is stored by parameter number as in format ``torch``, or by parameter name.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megatron.core.dist_checkpointing.value_types import Nested, StateDict, Unpi
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _HALVES = {"_w": 0, "_v": 1}
-# What the optimizer of --use-megatron-fsdp calls a main parameter.
+# Names of main parameters in the optimizer of --use-megatron-fsdp.
 _MAIN = ("param", "master_param", "fp32_param")
 
 
 class TorchDcpReader(ForeignReader):
-    """A folder of format torch_dcp or fsdp_dtensor."""
+    """Reader of a checkpoint in format torch_dcp or fsdp_dtensor."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -41,7 +41,7 @@ class TorchDcpReader(ForeignReader):
             self._take(index)
 
     def _take(self, index: DcpIndex) -> None:
-        """Fill ``values`` and ``tensors``."""
+        """Set ``values`` and ``tensors`` from the index."""
         self.values = state = _nested(index)
         model = state.get(_MODEL)
         if not isinstance(model, Mapping):
@@ -59,7 +59,11 @@ class TorchDcpReader(ForeignReader):
         self._finish()
 
     def _rng_state(self, rank: int) -> Unpickled | None:
-        """Megatron-LM keeps those of rank 0, which other stages and cuts do not have."""
+        """Return the random states of ``rank``, or None.
+
+        Megatron-LM saves only those of rank 0.  Its data-parallel peers use them too; ranks with
+        another tensor- or pipeline-parallel rank have none.
+        """
         states, world_size = self.values.get("rng_state"), self.manifest.layout["world_size"]
         if not states or rank >= world_size:
             return None
@@ -98,7 +102,7 @@ class TorchDcpReader(ForeignReader):
 
 
 def _nested(index: DcpIndex) -> StateDict:
-    """The state dict that was flattened; tensors stay records of where they lie."""
+    """Rebuild the state dict that was flattened; tensors stay `DcpTensor` records."""
     root: StateDict = {}
     for key in (*index.tensors, *index.objects):
         steps = index.paths.get(key) or key.split(".", 1)
@@ -114,7 +118,10 @@ def _nested(index: DcpIndex) -> StateDict:
 
 
 def _with_lists(tree: Nested, name: object) -> Nested:
-    """Lists where flattening has left numbers for keys; the optimizer's state is a dictionary."""
+    """Convert dicts with integer keys, left by flattening, back to lists.
+
+    The ``state`` of an optimizer stays a dict.
+    """
     if not isinstance(tree, dict):
         return tree
     items = {key: _with_lists(value, key) for key, value in tree.items()}

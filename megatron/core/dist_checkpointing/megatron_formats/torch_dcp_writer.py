@@ -1,11 +1,11 @@
-"""Writes formats ``torch_dcp`` and ``fsdp_dtensor``: flattened state dicts in PyTorch's own files.
+"""Write formats ``torch_dcp`` and ``fsdp_dtensor``: flattened state dicts in PyTorch's own files.
 
-Shares are put together by whoever loads: a tensor has its whole shape, whatever layout wrote it.
+Tensors are stored with their global shape, whatever layout wrote them; the loader assembles shards.
 
-``torch_dcp`` is the state dict of format torch.  In ``fsdp_dtensor`` the optimizer's state has the
-names of parameters, and the halves of a gated MLP are two tensors, ``_w`` and ``_v``.  Of it the
-prefixes, the halves and the absence of other files are known; that groups are described by
-parameter (``param_to_group_meta``) and what a main parameter is called are inferred.
+``torch_dcp`` is the state dict of format torch.  In ``fsdp_dtensor`` optimizer state is stored by
+parameter name, and the halves of a gated MLP are two tensors, ``_w`` and ``_v``.  Its prefixes,
+halves and files are known from Megatron-LM.  The description of groups by parameter
+(``param_to_group_meta``) and the name of main parameters are inferred.
 """
 
 from __future__ import annotations
@@ -52,13 +52,16 @@ _HALVES = ("_w", "_v")
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor that the ranks have written."""
+    """Reference to a tensor that the ranks have written."""
 
     key: str
 
 
 def write_rank_files(share: Share, *, in_halves: bool = False) -> RankReport:
-    """Write and fsync the file of one rank.  Local.  Raises OSError."""
+    """Write and fsync the file of one rank.  Not collective.  Raises OSError.
+
+    ``in_halves``: write the halves of gated MLPs as two tensors, ``_w`` and ``_v``.
+    """
     file = DcpFile(share.folder, share.rank, 0, share.iteration)
     report = RankReport()
     for tensor in share.tensors:
@@ -85,7 +88,7 @@ def complete(
     *,
     state_dict: Callable[[Mapping[str, TensorEntry], Common], StateDict],
 ) -> dict[str, FileEntry]:
-    """Write and fsync what is one for all ranks, and ``.metadata``."""
+    """Write and fsync the values common to all ranks, and ``.metadata``."""
     stored = merge_tensors(report.tensors for report in reports)
     states = [report.objects[_RNG] for report in reports if _RNG in report.objects]
     for key, entry in stored.items():
@@ -112,7 +115,7 @@ def complete(
 
 
 def _by_name(stored: Mapping[str, TensorEntry], common: Common) -> StateDict:
-    """The nested state dict of ``fsdp_dtensor``, with `_Stored` for tensors of the ranks."""
+    """Return the nested state dict of ``fsdp_dtensor``, with `_Stored` for the ranks' tensors."""
     asked = common["args"]
     every = range(int(asked.get("num_experts") or 0))
     weights = {name.removesuffix("_w").removesuffix("_v") for name in stored}
@@ -155,7 +158,7 @@ _KINDS = {
 
 
 def _numbered(stored: Mapping[str, TensorEntry], common: Common) -> StateDict:
-    """The nested state dict, with `_Stored` for tensors of the ranks."""
+    """Return the nested state dict of ``torch_dcp``, with `_Stored` for the ranks' tensors."""
     asked = common["args"]
     every = range(int(asked.get("num_experts") or 0))
     names = [pair for pair in ordered_names(stored, asked, experts=every) if pair[1]]
@@ -188,7 +191,7 @@ FSDP_DTENSOR = Format(
 def _flattened(
     tree: object, path: tuple[object, ...] = ()
 ) -> Iterator[tuple[str, tuple[object, ...], object]]:
-    """(key, path, leaf) as torch flattens: plain lists and tuples stay whole."""
+    """Yield (key, path, leaf) as torch flattens: lists and tuples of plain values are leaves."""
     if isinstance(tree, Mapping):
         steps: list[tuple[object, object]] = [(str(key), value) for key, value in tree.items()]
     elif isinstance(tree, list) and any(isinstance(v, Mapping | list | _Stored) for v in tree):

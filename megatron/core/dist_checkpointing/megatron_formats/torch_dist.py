@@ -1,9 +1,9 @@
-"""Reads format ``torch_dist``: PyTorch's distributed files, ``common.pt``, ``metadata.json``.
+"""Read format ``torch_dist``: PyTorch distributed checkpoint files, common.pt, metadata.json.
 
-Tensors of all layers lie stacked in one, with the layer as first dimension, unless the layers
-differ; so do those of all experts of a layer, by their numbers.  What a distributed optimizer owns
-is a stretch of a flattened share: such a tensor of shape [X, Y] in shares [x, y] was saved with
-shape [X/x, Y/y, x*y], and its real shape stands beside.
+Equal tensors of all layers are stacked, with the layer as first dimension, unless the layers
+differ; those of all experts of a layer likewise, by expert number.  A distributed optimizer saves
+each rank's range of a flattened shard: a tensor of shape [X, Y] with shards [x, y] is stored with
+shape [X/x, Y/y, x*y], and its original shape is stored in the index.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ from megatron.core.params.param_info import flat_boxes
 _GATHERED = re.compile(r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/")
 _EXPERTS = re.compile(r"\.experts\.experts\.(?!\d)")
 _Weights = Mapping[str, tuple[torch.dtype, Sequence[ForeignPiece]]]
-_HALVES = {"_w": 0, "_v": 1}  # suffixes of the two halves of a gated layer, where saved apart
+_HALVES = {"_w": 0, "_v": 1}  # suffixes of the two halves of a gated layer, if saved separately
 
 
 class TorchDistReader(ForeignReader):
-    """A folder of format torch_dist."""
+    """Reader of a checkpoint in format torch_dist."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -81,7 +81,10 @@ class TorchDistReader(ForeignReader):
             self._finish()
 
     def _add_gathered(self) -> None:
-        """State in buffers: gathered by the first replica, an object, or bucket by bucket."""
+        """Add optimizer state stored in flat buffers.
+
+        It is an object that the first data-parallel rank gathered, or one tensor per bucket.
+        """
         weights = {key: found for key, found in self._found.items() if not split_state(key)[0]}
         for key in sorted(self._index.objects):
             if key.startswith("chained_1.") and ".param_state/" in key:
@@ -96,7 +99,7 @@ class TorchDistReader(ForeignReader):
             self._add_buffers(f"its dp_group_idx_{group}", group, buffers, weights)
 
     def _add_buffers(self, what: str, group: int, buffers: Unpickled, weights: _Weights) -> None:
-        """Take over the buffers of one rank of a model."""
+        """Add the optimizer buffers of one tensor-parallel rank of one pipeline stage."""
         stage, rank = divmod(group, degree(self.args, "tensor"))
         chunks = self._params_of(stage, weights)
         what = f"{self.folder}: {what}"
@@ -104,7 +107,7 @@ class TorchDistReader(ForeignReader):
             self._place(f"{STATE_PREFIX}{kind}.", name, rank, array)
 
     def _params_of(self, stage: int, weights: _Weights) -> Iterator[Iterator[tuple[str, _Share]]]:
-        """Per model chunk of a stage: each parameter and what a rank holds of it."""
+        """Yield, for each model chunk of a stage, each parameter and the shard of a rank."""
         tp, pp = degree(self.args, "tensor"), degree(self.args, "pipeline")
         num_stages = pp * int(self.args.get("virtual_pipeline_model_parallel_size") or 1)
         size = int(self.args["num_layers"]) // num_stages
@@ -131,12 +134,12 @@ class TorchDistReader(ForeignReader):
         key = f"rng_state/shard_{at['pp']}.{at['tp']}_{sizes['pp']}.{sizes['tp']}"
         if key not in self._index.objects:
             return None
-        (states,) = self._index.object(key)  # every object lies in a list
+        (states,) = self._index.object(key)  # every object is stored in a list
         return states[at["dp"] % len(states)]
 
 
 class _Share(NamedTuple):
-    """What a tensor-parallel rank holds of a parameter."""
+    """Shape and dtype of a tensor-parallel rank's shard of a parameter."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -151,12 +154,12 @@ def _share(found: tuple[torch.dtype, Sequence[ForeignPiece]], dim: int | None, t
 
 
 def _pieces(key: str, tensor: DcpTensor, asked: Arguments) -> Iterator[tuple[str, ForeignPiece]]:
-    """The boxes of a stored tensor under our keys."""
+    """Yield the boxes of a stored tensor with our keys, one per layer and expert."""
     prefix, name = split_state(key)
     half = _HALVES.get(name[-2:])
     name, block = split_block(name if half is None else name[:-2])
     pattern, dims = _numbered(name)
-    first = 0  # row of the tensor that the stored one begins with
+    first = 0  # first row of the stored part in the complete tensor
     if half:
         first = (tensor.unflattened or tensor.shape)[dims]
     elif block:
@@ -175,7 +178,7 @@ def _pieces(key: str, tensor: DcpTensor, asked: Arguments) -> Iterator[tuple[str
 
 
 def _numbered(name: str) -> tuple[str, int]:
-    """The name of one layer's, one expert's part with {} for the numbers, and how many those are.
+    """Return the name with {} for stacked layer and expert numbers, and how many there are.
 
     >>> _numbered("decoder.layers.mlp.experts.experts.linear_fc1.weight")
     ('decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight', 2)
@@ -189,13 +192,13 @@ def _numbered(name: str) -> tuple[str, int]:
 
 
 def _with_numbers(pattern: str, numbers: Iterable[int]) -> str:
-    """``pattern`` with its {} filled.  Not str.format: the rest of it comes from a file."""
+    """Fill the {} of ``pattern``.  Not with str.format: the other text comes from a file."""
     first, *others = pattern.split("{}")
     return first + "".join(f"{number}{text}" for number, text in zip(numbers, others, strict=True))
 
 
 def _boxes(tensor: DcpTensor, chunk: ForeignPiece) -> Iterator[ForeignPiece]:
-    """What a chunk holds of the real tensor."""
+    """Yield the boxes of the original (unflattened) tensor that a chunk contains."""
     if tensor.unflattened is None:
         yield chunk
         return

@@ -1,9 +1,8 @@
-"""Writes format ``torch_dist`` as Megatron-LM core_v0.14 does: its keys, shapes and offsets.
+"""Write format ``torch_dist`` as Megatron-LM core_v0.14 does: its keys, shapes and offsets.
 
-Layers are stacked, unless they are of several kinds.  Experts of a layer are stacked
-too (`names`).  The state that a distributed optimizer
-divides is written as stretches of flattened shares (see `torch_dist`); vocabulary padding is
-written too.
+Layers are stacked unless they differ; experts of a layer are stacked too (`names`).  Optimizer
+state that a distributed optimizer shards is written as ranges of flattened shards (`torch_dist`).
+Vocabulary padding is written.
 """
 
 from __future__ import annotations
@@ -70,18 +69,18 @@ _BACKENDS = {
     "common_backend_version": 1,
 }
 _RNG = "rng_state"
-# Matrices of Megatron-LM that may keep a state of their own beside the weights.
+# Matrices of Megatron-LM that may have an `_extra_state` entry.
 _MATRIX = re.compile(r"((?:\w+coder|mtp)\.layers\..*\b(?:linear_\w+|\w+_proj))\.weight(?:\.z)?$")
 
 
 def write_rank_files(share: Share) -> RankReport:
-    """Write and fsync the file of one rank.  Local.  Raises OSError."""
+    """Write and fsync the file of one rank.  Not collective.  Raises OSError."""
     asked, rank_state = share.asked, share.rank_state
     file = DcpFile(share.folder, share.rank, 0, share.iteration)
     report = RankReport()
     for tensor in (part for whole in share.tensors for part in _in_blocks(whole, asked)):
         key, stack = _reference_key(tensor.key, asked)
-        is_plain = not stack and len(tensor.global_shape) < 2  # stretches of it are boxes
+        is_plain = not stack and len(tensor.global_shape) < 2  # flat ranges of a vector are boxes
         is_flat = tensor.is_flat and key.startswith(STATE_PREFIX) and not is_plain
         found = report.tensors.get(key)
         entry: TensorEntry = {
@@ -108,12 +107,12 @@ def write_rank_files(share: Share) -> RankReport:
 
 
 def complete(folder: Path, reports: Sequence[RankReport], common: Common) -> dict[str, FileEntry]:
-    """Write and fsync what is one for all ranks: ``.metadata``, common.pt, metadata.json."""
+    """Write and fsync the values common to all ranks: ``.metadata``, common.pt, metadata.json."""
     tensors = merge_tensors(report.tensors for report in reports)
     states = {key: place for report in reports for key, place in report.objects.items()}
     objects = {shard: states[key] for key, shard in _rng_shards(common).items() if key in states}
     unflattened: dict[str, tuple[int, ...]] = {}
-    matrices: dict[str, list[int]] = {}  # of a matrix: how many layers and experts are stacked
+    matrices: dict[str, list[int]] = {}  # matrix -> numbers of stacked layers and experts
     for key, entry in tensors.items():
         counts = [
             1 + max(piece["offset"][dim] for piece in entry["pieces"])
@@ -156,7 +155,7 @@ def _common_file(common: Common) -> StateDict:
 
 
 def _optimizer(common: Common) -> Mapping[int, StateDict] | StateDict:
-    """Two optimizers, numbered, where experts have replicas of their own."""
+    """Return the optimizer's entry; two, by number, if experts have a separate optimizer."""
     if has_two_optimizers(common):
         return {n: _one_optimizer(common, is_expert=bool(n)) for n in range(2)}
     return _one_optimizer(common)
@@ -173,7 +172,7 @@ def _one_optimizer(common: Common, *, is_expert: bool | None = None) -> StateDic
 
 
 def _rng_shards(common: Common) -> dict[str, str]:
-    """Key of a rank's random states -> the reference's, for the first replica of each."""
+    """Map the key of a rank's random states to Megatron-LM's, for one rank of each (pp, tp)."""
     layout = layout_of(common["args"])
     if not layout:
         return {}
@@ -189,7 +188,7 @@ def _rng_shards(common: Common) -> dict[str, str]:
 
 
 def _in_blocks(tensor: ShardedTensor, asked: Arguments) -> Iterator[ShardedTensor]:
-    """A tensor for each block of one of a mixer; others as they are."""
+    """Yield one tensor for each block of a mixer tensor; other tensors unchanged."""
     blocks = blocks_of(split_state(tensor.key)[1], asked)
     if not blocks:
         yield tensor
@@ -201,8 +200,8 @@ def _in_blocks(tensor: ShardedTensor, asked: Arguments) -> Iterator[ShardedTenso
 
 
 def _reference_key(key: str, asked: Arguments) -> tuple[str, tuple[int, ...]]:
-    """The key there, and which layer's and expert's part of it this is, as far as it is stacked."""
-    if key.endswith(AMAX_HISTORY):  # Megatron-LM has no such tensor, and not every layer has one
+    """Return Megatron-LM's key, and the layer and expert numbers at which the tensor is stacked."""
+    if key.endswith(AMAX_HISTORY):  # not in Megatron-LM, and not in every layer
         return key, ()
     prefix, name = split_state(key)
     name, stack = fused_name(name, asked), []
@@ -217,7 +216,7 @@ def _reference_key(key: str, asked: Arguments) -> tuple[str, tuple[int, ...]]:
 
 
 def _boxes(tensor: ShardedTensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Offset and values of the pieces, none of which reaches over two shares."""
+    """Yield offset and values of the pieces, split so that none crosses a shard boundary."""
     dim, cuts = tensor.cut
     for piece in tensor.pieces:
         if not tensor.global_shape:
@@ -238,12 +237,12 @@ def _share_shape(tensor: ShardedTensor) -> list[int]:
 
 
 def _share_of(offset: tuple[int, ...], tensor: ShardedTensor) -> tuple[int, ...]:
-    """Which share, counted along each dimension."""
+    """Return the index of the shard at ``offset`` along each dimension."""
     return tuple(o // n for o, n in zip(offset, _share_shape(tensor), strict=True))
 
 
 def _start_in_share(offset: tuple[int, ...], tensor: ShardedTensor) -> int:
-    """The element of the flattened share that lies at ``offset``."""
+    """Return the index of the element at ``offset`` in the flattened shard."""
     share = _share_shape(tensor)
     return sum(
         o % n * prod(share[d + 1 :]) for d, (o, n) in enumerate(zip(offset, share, strict=True))
@@ -251,7 +250,10 @@ def _start_in_share(offset: tuple[int, ...], tensor: ShardedTensor) -> int:
 
 
 def _flat_shape(stacked: list[int], own: list[int], cut: list[int]) -> list[int]:
-    """[X/x, Y/y, x*y] of a tensor of shape [X, Y] in shares [x, y]; one share per layer, expert."""
+    """Return the stored shape [X/x, Y/y, x*y] of a tensor [X, Y] with shards [x, y].
+
+    The dimensions of stacked layers and experts come first.
+    """
     dim, cuts = cut
     counts = [cuts if d == dim else 1 for d in range(len(own))]
     return [*stacked, *counts, prod(own) // cuts]

@@ -1,13 +1,13 @@
-"""Reads format ``torch``: a file per tensor-parallel rank and pipeline stage, in any layout.
+"""Read format ``torch``, written with any layout: one file per tensor-parallel rank and stage.
 
     mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/
         model_optim_rng.pt    weights, optimizer, scheduler, random states
         distrib_optim.pt      buffers of the distributed optimizer
 
-Names in a file are local: layers count from 0 in every model chunk, experts on every rank.  What
-a rank holds of the whole follows from the name (`names.cut_of`).  The optimizer's state has no
-names: it comes in the order of its parameter groups (`optimizer_order`), or of the buffers
-(`buffers`); experts that have replicas of their own have an optimizer of their own.
+Names in a file are local: layers are numbered from 0 in every model chunk, experts on every rank.
+The name determines how a tensor is sharded (`names.cut_of`).  Optimizer state has no names: it is
+in the order of the parameter groups (`optimizer_order`), or of the buffers (`buffers`).  With
+expert parallelism, experts have a separate optimizer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Rank = tuple[int, int, int]  # tensor-parallel rank, pipeline stage, expert-para
 
 
 class TorchLegacyReader(ForeignReader):
-    """A folder of format torch."""
+    """Reader of a checkpoint in format torch."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -66,7 +66,7 @@ class TorchLegacyReader(ForeignReader):
             self._finish()
 
     def _take(self, rank: Rank, met: set[tuple[int, ...]]) -> None:
-        """Add the tensors of ``rank``."""
+        """Add the tensors of ``rank``; ``met`` has the shards already added."""
         params = [
             list(self._params(rank, c, self._models[rank][c]))
             for c in range(len(self._models[rank]))
@@ -80,7 +80,10 @@ class TorchLegacyReader(ForeignReader):
     def _place_new(
         self, rank: Rank, state: list[tuple[str, str, StoredArray]], met: set[tuple[int, ...]]
     ) -> None:
-        """Take over what no rank before gave: files share experts, and what is of no expert."""
+        """Add the shards that no earlier rank added: files of several ranks repeat shards.
+
+        Expert shards repeat over tensor-parallel ranks, other shards over expert-parallel ranks.
+        """
         tp, pp, ep = rank
         expert_tp = tp % expert_tensor_degree(self.args)
         is_new = {place: place not in met for place in ((tp, pp), (expert_tp, pp, ep))}
@@ -94,7 +97,7 @@ class TorchLegacyReader(ForeignReader):
     def _experts_apart(
         self, name: str, array: StoredArray, ep: int
     ) -> Iterator[tuple[str, StoredArray]]:
-        """The experts of a rank, where they lie in one tensor: [h, f] behind each other."""
+        """Yield a rank's experts separately if they are one tensor, concatenated and transposed."""
         found = _OLDER_GROUPED.match(name)
         if not found:
             yield name, array
@@ -116,12 +119,12 @@ class TorchLegacyReader(ForeignReader):
         return states[at["dp"] % len(states)] if states else None
 
     def _load_ranks(self) -> dict[Rank, StateDict]:
-        """What the file of each rank holds."""
+        """Return the contents of the file of each rank."""
         ranks: dict[Rank, StateDict] = {}
         for path in sorted(self.folder.glob("mp_rank_*")):
             found = _FOLDER.fullmatch(path.name)
             if found is None:
-                continue  # somebody else's, or of another checkpoint
+                continue  # not a folder of this format
             content = load_archive(self._map(path / MODEL_FILE))
             with parsing(path / MODEL_FILE):
                 if not isinstance(content, dict) or not _models(content):
@@ -130,7 +133,7 @@ class TorchLegacyReader(ForeignReader):
                 check_args(asked)
             numbers = [int(number) for number in found.groups() if number is not None]
             if len(numbers) == 2 and degree(asked, "pipeline") == 1:
-                numbers.insert(1, 0)  # the second is of the experts
+                numbers.insert(1, 0)  # the second number is the expert-parallel rank
             tp, pp, ep = (*numbers, 0, 0)[:3]
             ranks[tp, pp, ep] = content
         if (0, 0, 0) not in ranks:
@@ -153,7 +156,10 @@ class TorchLegacyReader(ForeignReader):
     def _params(
         self, rank: Rank, chunk: int, model: Mapping[str, StoredArray]
     ) -> Iterator[tuple[str, StoredArray]]:
-        """Name in the whole model and array.  Chunk c of stage p comes behind all c-1."""
+        """Yield the global name and the array of each tensor of a model chunk.
+
+        The layers of chunk c follow those of chunk c - 1 of all stages.
+        """
         stage, pp = rank[1], degree(self.args, "pipeline")
         before = sum(
             _num_layers(self._models[0, p, 0][c])
@@ -183,14 +189,14 @@ class TorchLegacyReader(ForeignReader):
 
 
 def _models(content: StateDict) -> list[dict[str, StoredArray]]:
-    """The tensors of each model chunk under their names in the file, in the order of the model."""
+    """Return the tensors of each model chunk, in model order, by their names in the file."""
     chunks = sorted(key for key in content if re.fullmatch(r"model\d+", str(key)))
     keys = ["model"] if "model" in content else chunks
     return [dict(_leaves(content[key])) for key in keys]
 
 
 def _leaves(tree: Nested, prefix: str = "") -> Iterator[tuple[str, StoredArray]]:
-    """Tensors of nested dictionaries; models before core are made of such."""
+    """Yield the tensors of nested dictionaries, in which models before Megatron Core are stored."""
     for name, value in tree.items():
         if isinstance(value, StoredArray) and not name.endswith("_extra_state"):
             yield prefix + name, value
@@ -204,9 +210,9 @@ def _num_layers(model: Mapping[str, StoredArray]) -> int:
 
 
 def ranks_of(asked: Arguments) -> list[Rank]:
-    """The ranks that have a file: each share of what is of no expert, and of the experts.
+    """Return the ranks that have a file: one for each shard of experts and of other tensors.
 
-    Raises CheckpointError where files would have to hold several shares of an expert.
+    Raises CheckpointError if a file would need several shards of one expert.
     """
     tp, pp, ep = (degree(asked, kind) for kind in ("tensor", "pipeline", "expert"))
     expert_tp = expert_tensor_degree(asked)
@@ -221,7 +227,7 @@ def ranks_of(asked: Arguments) -> list[Rank]:
 
 
 def folder_name(rank: Rank, asked: Arguments) -> str:
-    """The folder of a rank."""
+    """Return the folder name of a rank."""
     stage = f"_{rank[1]:03d}" if degree(asked, "pipeline") > 1 else ""
     expert = f"_{rank[2]:03d}" if degree(asked, "expert") > 1 else ""
     return f"mp_rank_{rank[0]:02d}{stage}{expert}"

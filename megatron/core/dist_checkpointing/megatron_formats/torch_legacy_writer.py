@@ -1,7 +1,7 @@
-"""Writes format ``torch`` from any checkpoint, for any tensor- and pipeline-parallel layout.
+"""Write format ``torch`` for any tensor- and pipeline-parallel layout, from any checkpoint.
 
-A save first writes this project's own format beside, all ranks at once; then rank 0 makes one tree
-of it, file by file.  The names in a file are those of the layers that ``--transformer-impl`` means.
+All ranks first write this project's own format into a subfolder; rank 0 then converts it, file by
+file, and deletes it.  Names in a file are those of the layers of ``--transformer-impl``.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ from megatron.core.params.param_info import ParamInfo
 
 _PARTS = "parts"
 
-_Buffers = dict[str | int, object]  # number of a buffer -> its state; and how it was cut
+_Buffers = dict[str | int, object]  # number of a buffer -> its state; also `buckets_coalesced`
 
 
 def write_rank_files(share: Share) -> RankReport:
-    """This rank's share in our own format, below the folder.  Local.  Raises OSError."""
+    """Write this rank's share in our own format, in a subfolder.  Local.  Raises OSError."""
     parts = share.folder / _PARTS
     parts.mkdir(exist_ok=True)
     report = SAFETENSORS_DIST.write_rank_files(replace(share, folder=parts))
@@ -88,7 +88,7 @@ def write_rank_files(share: Share) -> RankReport:
 
 
 def complete(folder: Path, reports: Sequence[RankReport], common: Common) -> dict[str, FileEntry]:
-    """Make the tree of what all ranks wrote, which goes away."""
+    """Convert the files of all ranks to format torch, and delete them."""
     parts = folder / _PARTS
     reports = [RankReport.from_json(report.objects) for report in reports]
     files = {**files_of(reports), **SAFETENSORS_DIST.complete(parts, reports, common)}
@@ -105,9 +105,9 @@ TORCH = Format("torch", write_rank_files, complete, is_foreign=True, num_copies=
 
 
 def write_tree(reader: CheckpointReader, folder: Path, common: Common) -> dict[str, FileEntry]:
-    """Write and fsync the files of every rank; ``common["args"]`` says the layout.
+    """Write and fsync the files of every rank of the layout in ``common["args"]``.
 
-    Holds the share of one rank at a time.  Raises OSError, CheckpointError.
+    One rank's shards are in memory at a time.  Raises OSError, CheckpointError.
     """
     tree = _Tree(reader, common)
     tree.check_names()
@@ -124,7 +124,7 @@ def write_tree(reader: CheckpointReader, folder: Path, common: Common) -> dict[s
 
 @dataclass(frozen=True)
 class _Tree:
-    """The files of all ranks."""
+    """Contents of the files of all ranks."""
 
     reader: CheckpointReader
     common: Common
@@ -143,7 +143,7 @@ class _Tree:
         return degree(self.args, "pipeline")
 
     def check_names(self) -> None:
-        """Raise CheckpointError unless every weight has a place in some file."""
+        """Raise CheckpointError unless every weight is in some file."""
         if self.pp > 1 and self.args.get("model_kind") == "t5":
             raise CheckpointError(
                 f"format torch has no files for the {self.pp} stages of a T5: use --ckpt-format "
@@ -160,7 +160,7 @@ class _Tree:
             )
 
     def files_of(self, rank: Rank) -> Iterator[tuple[str, object]]:
-        """Name and content of each file of a rank."""
+        """Yield name and contents of each file of a rank."""
         tp, pp, ep = rank
         content = reference_values(self.common)
         size = int(self.args.get("num_experts") or 0) // degree(self.args, "expert")
@@ -183,9 +183,9 @@ class _Tree:
         return int(self.args.get("virtual_pipeline_model_parallel_size") or 1)
 
     def _names(self, pp: int, chunk: int, experts: range) -> Iterator[tuple[str, str]]:
-        """Local name and name in the whole model, in the order of the model.
+        """Yield local name and global name of a chunk's tensors, in the order of the model.
 
-        The second is empty for a state that a layer has none of.
+        The global name is empty for an ``_extra_state`` entry, which has no tensor.
         """
         stage, last = chunk * self.pp + pp, self._num_chunks() * self.pp - 1
         yield from ordered_names(
@@ -198,7 +198,7 @@ class _Tree:
         )
 
     def _layers(self, stage: int, num_stages: int) -> Sequence[int]:
-        """The layers of a virtual stage: as the run had them, else equally many on each."""
+        """Return the layers of a virtual stage: as in the run, else equally many on each stage."""
         found = {layer[1] for layer in map(split_layer, self.reader.tensors) if layer}
         if num_stages == 1:
             return sorted(found)
@@ -211,7 +211,7 @@ class _Tree:
         return range(stage * size, (stage + 1) * size)
 
     def _share(self, name: str, tp: int, prefix: str = "") -> Tensor | None:
-        """What a tensor-parallel rank holds of the tensor."""
+        """Return the shard of a tensor-parallel rank."""
         if not name:
             return None
         stored = self.reader.tensors[prefix + name]
@@ -238,7 +238,7 @@ class _Tree:
         return out
 
     def _state(self, tp: int, kind: str, name: str) -> Tensor:
-        """A kind of state; weights are their own main parameters where they are fp32."""
+        """Return optimizer state; fp32 weights are their own main parameters."""
         prefix = f"{STATE_PREFIX}{kind}."
         is_stored = prefix + name in self.reader.tensors
         share = self._share(name, tp, prefix if is_stored else "")
@@ -246,9 +246,9 @@ class _Tree:
         return share
 
     def _optimizers(self, chunks: list[list[str]], tp: int, pp: int) -> tuple[object, object]:
-        """The entry of the optimizer, and the content of the file of buffers.
+        """Return the entry of the optimizer, and the contents of the buffer file.
 
-        Lists of two where experts have replicas, and so an optimizer, of their own.
+        Both are lists of two if experts have a separate optimizer.
         """
         if not has_two_optimizers(self.common) or not any(map(is_expert, sum(chunks, []))):
             return self._optimizer(chunks, tp, pp)

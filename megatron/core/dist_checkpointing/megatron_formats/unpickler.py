@@ -1,8 +1,9 @@
-"""The one place that reads pickles: known names become plain records, the rest is refused.
+"""Read pickles without running code from them; no other module unpickles.
 
-No module is imported and nothing of a file is called.  Classes of Megatron and of torch's
-distributed checkpoint become `Record`, which holds what was pickled; tensors become what
-``rebuild`` makes of their storage, offset, shape and stride.
+Known class names become plain records, others are refused.  No module is imported and no function
+that a file names is called.  Classes of Megatron and of torch's distributed checkpoints become
+`Record`, which has the pickled values; tensors become the result of ``rebuild`` for their storage,
+offset, shape and stride.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ Rebuild = Callable[[Storage, int, tuple[int, ...], tuple[int, ...]], object]
 
 
 class Record:
-    """An object of a class that is not imported: its arguments and its attributes."""
+    """An object whose class is not imported: its pickled arguments and attributes."""
 
     __slots__ = ("pickled_args", "pickled_state")
     pickled_args: tuple[Unpickled, ...]
@@ -77,9 +78,10 @@ class Record:
 
 
 def unpickle(data: bytes, path: object, rebuild: Rebuild | None = None) -> Unpickled:
-    """The object in ``data``; ``path`` is for messages, ``rebuild`` makes tensors.
+    """Return the object in ``data``.
 
-    Raises CheckpointError for a name that is not known, CheckpointDamaged for what is no pickle.
+    ``path`` is for messages; ``rebuild`` returns the value for a tensor.  Raises CheckpointError
+    for an unknown class name, CheckpointDamaged for data that is not a pickle.
     """
     try:
         return _Unpickler(data, path, rebuild).load()
@@ -123,7 +125,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _functions(rebuild: Rebuild) -> dict[tuple[str, str], object]:
-    """What torch's pickles call to make a tensor."""
+    """Return replacements for the functions that torch's pickles call to make tensors."""
 
     def tensor_v2(
         storage: Storage, offset: int, shape: _Sizes, stride: _Sizes, *_: object
@@ -170,7 +172,10 @@ def _scalar(dtype: np.dtype, data: bytes) -> object:
 
 
 def _plain() -> dict[tuple[str, str], object]:
-    """What is called or named by any pickle; made anew, for a pickle can change a function."""
+    """Return replacements for common functions and classes in pickles.
+
+    Functions are wrapped anew for each pickle, because a pickle can modify a function it names.
+    """
     return {
         ("collections", "OrderedDict"): OrderedDict,
         ("collections", "defaultdict"): lambda *_: {},
