@@ -1,4 +1,4 @@
-"""The order of forward and backward passes in a step."""
+"""Pipeline parallelism: schedule, execute and communicate the passes of a step."""
 
 from megatron.core.lazy import lazy_exports
 

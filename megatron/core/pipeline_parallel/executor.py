@@ -2,15 +2,16 @@
 
 Order of collectives: sends and receives between stages in the order of the plan; within each pass
 those of the model; with overlapped reduction, those of a chunk's gradients during its last pass, or
-a fixed number of passes later.  All of this follows from the plan alone, never from the time at
-which a tensor arrives: the ranks of a tensor- or data-parallel group follow the same plan, so they
-start their collectives in the same order.
+a fixed number of passes later.  The plan alone determines this order, never the time at which a
+tensor arrives: the ranks of a tensor- or data-parallel group follow the same plan, so they start
+their collectives in the same order.
 
 Lifetime of tensors: a stage keeps, from the forward pass of a micro-batch to its backward pass, the
-autograd graph and the tensor that it received, whose ``grad`` is what the stage before needs.  It
+autograd graph and the tensor that it received, whose ``grad`` it sends to the previous stage.  It
 does not keep the tensor that it sent: the mailbox holds that until the send is complete, and
-backward begins at the edge of the graph that made it.  This saves one hidden state for each
-micro-batch in flight.  With weight passes only the inputs that weight gradients need live on.
+backward begins at the edge of the graph that computed it.  This saves one hidden state for each
+micro-batch in flight.  With weight passes, only the inputs that weight gradients need are kept
+after the backward pass.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 
 class OverlapConfig(Protocol):
-    """What a data-parallel wrapper was asked for."""
+    """Fields of a data-parallel wrapper's configuration that the executor reads."""
 
     @property
     def overlap_grad_reduce(self) -> bool: ...
@@ -60,7 +61,7 @@ class OverlapConfig(Protocol):
 
 @runtime_checkable
 class SyncsGradients(Protocol):
-    """A data-parallel wrapper; models without one have no such methods, and nothing to reduce."""
+    """Methods of a data-parallel wrapper; a model without a wrapper has no gradients to reduce."""
 
     ddp_config: OverlapConfig
 
@@ -70,33 +71,33 @@ class SyncsGradients(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTask:
-    """What a step does with a micro-batch, whatever its plan."""
+    """Parameters of a step that do not depend on its plan."""
 
     forward_step_func: ForwardStepFunc
     rule: LossRule
     hooks: StepHooks
     forward_only: bool = False
     collect_non_loss_data: bool = False
-    # Last micro-batches whose weight gradient of the output layer waits until this rank is done.
+    # Number of last micro-batches whose output-layer weight gradient is computed after all passes.
     num_deferred: int = 0
-    # Whether a forward and the backward pass behind it take turns where tokens travel to experts.
+    # Whether a forward pass and the backward pass after it are interleaved at expert all-to-alls.
     in_pairs: bool = False
-    # Whether weight gradients of such a backward pass wait until its tokens travel.
+    # Whether weight gradients of such a backward pass are computed during its all-to-alls.
     delays_weights: bool = False
 
 
 @dataclass
 class InFlightMicrobatch:
-    """One micro-batch in one chunk between its forward and its last pass."""
+    """State of one micro-batch in one chunk, from its forward pass to its last pass."""
 
-    received: Tensor | None = None  # from the stage before; a leaf that collects its gradient
-    loss: Tensor | None = None  # on the last stage: where backward begins
-    begin: GradientEdge | None = None  # where backward begins on the others; holds no output
+    received: Tensor | None = None  # sent by the previous stage; a leaf that collects its gradient
+    loss: Tensor | None = None  # last stage: backward begins at it
+    begin: GradientEdge | None = None  # other stages: backward begins at it; keeps no output alive
     later: WeightGradQueue | None = None  # weight gradients that have a pass of their own
 
 
 class Executor:
-    """One step of the chunks of a rank."""
+    """Executor of one step of this rank's model chunks."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class Executor:
         task: StepTask,
         mailbox: Mailbox | None,
     ) -> None:
-        """``data[i]`` is what chunk i reads from.  A pipeline of one stage has no mailbox."""
+        """``data[i]``: data iterator of chunk i; ``mailbox``: None for a pipeline of one stage."""
         assert len(chunks) == len(data) == placement.num_chunks, (
             f"{placement.num_chunks} chunks a rank: {len(chunks)} models, {len(data)} iterators"
         )
@@ -118,25 +119,27 @@ class Executor:
         self.losses = StepLosses()
         self.peak_alive = 0  # micro-batches between forward and backward, over all chunks
         self._alive: dict[tuple[int, int], InFlightMicrobatch] = {}
-        self._passes: set[Work] = set()  # of this step that add to gradients
-        self._final: set[Work] = set()  # last of their kind in their chunk
-        self._last: dict[int, Work] = {}  # of all passes of a chunk that add to its gradients
+        self._passes: set[Work] = set()  # backward and weight passes of this step
+        self._final: set[Work] = set()  # the last backward and the last weight pass of each chunk
+        self._last: dict[int, Work] = {}  # chunk -> its last backward or weight pass
         self.deferred = WeightGradQueue() if task.num_deferred else None
         self._weights_of_pair = WeightGradQueue() if task.delays_weights else None
-        self._delayed: WeightGradQueue | None = None  # while a pair runs
+        self._delayed: WeightGradQueue | None = None  # set while a pair runs
         self._num_passes = 0
-        self._to_reduce: list[tuple[int, SyncsGradients]] = []  # after which pass, whose gradients
+        # (number of passes after which its reduction starts, wrapper of the chunk)
+        self._to_reduce: list[tuple[int, SyncsGradients]] = []
 
     @property
     def mailbox(self) -> Mailbox:
-        """Where tensors of other stages come from and go to."""
+        """Mailbox for tensors of other stages."""
         assert self._mailbox is not None, "a pipeline of one stage has no mailbox"
         return self._mailbox
 
     def run(self, instructions: Sequence[Instruction]) -> StepLosses:
-        """Follow ``instructions``.  Collective over pp, and over the ranks of the model.
+        """Execute ``instructions``.  Collective over pp, and over the ranks of the model.
 
-        Gradients are complete on this rank, and their reduction under way, when it returns.
+        When it returns, the gradients of this rank are complete, and their reduction has started
+        if it overlaps with backward.
         """
         self.begin(instructions)
         rest = deque(instructions)
@@ -153,7 +156,7 @@ class Executor:
         return self.losses
 
     def begin(self, instructions: Sequence[Instruction]) -> None:
-        """Learn what the step consists of."""
+        """Record the backward and weight passes of the step, and the last ones of each chunk."""
         # Dictionaries keep the last of equal keys.
         passes = [i for i in instructions if isinstance(i, Work) and i.kind != "forward"]
         self._passes = set(passes)
@@ -161,7 +164,7 @@ class Executor:
         self._final = set({(work.kind, work.chunk): work for work in passes}.values())
 
     def do(self, instruction: Instruction) -> None:
-        """The next instruction."""
+        """Execute one instruction."""
         if isinstance(instruction, TransferBatch):
             self.mailbox.post(instruction)
             return
@@ -175,13 +178,13 @@ class Executor:
             self._weight(instruction)
 
     def _both(self, forward: Instruction, backward: Instruction) -> None:
-        """Run a pair: one pass computes while tokens of the other travel.
+        """Interleave a pair: one pass computes while the other one's expert all-to-alls run.
 
         The two passes run in two threads, but never at the same time, and they switch at the same
         calls on every rank (`pass_interleaving`).  So the attributes of this object need no lock.
         """
-        # Only the backward pass reads this.  Its weight gradients are computed while its tokens
-        # travel (`while_travelling`) and, for the rest, at its end: the queue is empty after it.
+        # Only the backward pass reads this.  Its weight gradients are computed during its
+        # all-to-alls (`while_travelling`), the remaining ones at its end, which empties the queue.
         self._delayed = self._weights_of_pair
 
         def while_travelling(which: int) -> None:
@@ -201,8 +204,8 @@ class Executor:
         if stage > 0:
             received = self.mailbox.take(Transfer("activation", work.microbatch, stage - 1, stage))
             alive.received = received.requires_grad_(not task.forward_only)
-            # The model takes its input from here: the forward step function of a script does not
-            # know that there is a pipeline.
+            # The model reads its input from this attribute: a script's forward step function calls
+            # the model with the tokens on every stage.
             get_attr_wrapped_model(model, "set_input_tensor")([received])
         with task.hooks.timed("forward-compute"), torch.set_grad_enabled(not task.forward_only):
             output = self._run_model(work, stage == self.last_stage)
@@ -211,14 +214,17 @@ class Executor:
         else:
             assert output is not None, "a stage before the last one has an output"
             self.mailbox.put(Transfer("activation", work.microbatch, stage, stage + 1), output)
-            # The graph is kept, the output only as long as it takes to send it.
+            # Keep the graph, but not the output: the mailbox frees it after sending.
             alive.begin = get_gradient_edge(output) if output.requires_grad else None
         if not task.forward_only:
             self._alive[work.chunk, work.microbatch] = alive
             self.peak_alive = max(self.peak_alive, len(self._alive))
 
     def _run_model(self, work: Work, has_loss: bool) -> Tensor | None:
-        """Return the output for the next stage, or the scaled loss; None if no loss is wanted."""
+        """Return the output for the next stage, or the scaled loss on the last stage.
+
+        None on the last stage if the step collects other data than losses.
+        """
         task, model, data = self.task, self.chunks[work.chunk], self.data[work.chunk]
         if not has_loss:
             return task.forward_step_func(data, model)[0]
@@ -249,8 +255,8 @@ class Executor:
             to_previous = Transfer("gradient", work.microbatch, stage, stage - 1)
             assert alive.received.grad is not None, f"stage {stage} does not use its input"
             self.mailbox.put(to_previous, alive.received.grad)
-        # Dropping the entry frees what the graph has saved.  The gradient of ``received`` lives on
-        # in the mailbox until it is sent.
+        # Dropping the entry frees the tensors that the graph has saved.  The mailbox keeps the
+        # gradient of ``received`` until it is sent.
         if alive.later is None:
             del self._alive[work.chunk, work.microbatch]
         else:
@@ -258,7 +264,7 @@ class Executor:
         self._count_pass(work)
 
     def _collected(self, work: Work, alive: InFlightMicrobatch) -> AbstractContextManager[None]:
-        """Return the context that collects weight gradients which are not computed at once.
+        """Return the context in which backward queues weight gradients to compute them later.
 
         A queue holds the input and the output gradient of each matmul: memory in exchange for a
         shorter backward pass.  A hook of the data-parallel wrapper that finds no gradient waits for
@@ -281,9 +287,10 @@ class Executor:
         self._count_pass(work)
 
     def _run_deferred(self) -> None:
-        """Compute the weight gradients that were left for the time when other stages drain.
+        """Compute the deferred weight gradients of the output layer, while other stages drain.
 
-        All but the last run under ``no_sync``: buckets must not be reduced before all are added.
+        All but the last one run under ``no_sync``: a bucket must not be reduced before all weight
+        gradients are added.
         """
         if self.deferred is not None and len(self.deferred):
             chunk = self.stages.index(self.last_stage)
@@ -295,8 +302,8 @@ class Executor:
     def _synced(self, chunk: int, *, is_final: bool) -> AbstractContextManager[object]:
         """Return the context of a pass that adds to gradients: only the last may start to reduce.
 
-        A bucket that was reduced too early would miss the micro-batches behind it.  A reduction
-        that is put off (`_delay`) starts in `_reduce_due`, so that no pass starts it.
+        A bucket that was reduced too early would miss later micro-batches.  A delayed reduction
+        (`_delay`) is started by `_reduce_due`, never by a pass.
         """
         model, hooks = self.chunks[chunk], self.task.hooks
         if is_final and self._delay(model) == 0:
@@ -306,21 +313,22 @@ class Executor:
         return model.no_sync() if isinstance(model, SyncsGradients) else nullcontext()
 
     def _delay(self, model: nn.Module) -> int:
-        """Passes that follow a chunk's last one before its reduction starts; 0: in that one.
+        """Return the number of passes between a chunk's last one and the start of its reduction.
 
-        Aligned, the stages of a replica start at one time: each ends its last pass one pass
-        before the stage in front of it.  Then the traffic of reductions meets the
-        sends and receives of the pipeline once, not at another time for each stage.
+        0: the reduction starts during the last pass.  With --align-grad-reduce all stages start at
+        the same time, although each ends its last pass one pass before the previous stage.  So
+        reductions share the network with the pipeline's sends and receives once, not at a different
+        time for each stage.
         """
         is_aligned = isinstance(model, SyncsGradients) and model.ddp_config.align_grad_reduce
         return self.rank if is_aligned else 0
 
     def _count_pass(self, work: Work) -> None:
-        """Start the reductions that are due, between the same passes on all replicas.
+        """Count a finished pass, and start the reductions that are due.
 
-        Counting passes, not looking at a clock, keeps the order of this stage's collectives the
-        same on all data-parallel ranks: with experts or tensor parallelism another group's
-        collective in a different place would deadlock.
+        All data-parallel ranks start a reduction between the same two passes, since they count
+        passes and do not measure time.  Otherwise, with expert or tensor parallelism, the order of
+        collectives of different groups could differ between ranks and deadlock.
         """
         self._num_passes += 1
         model = self.chunks[work.chunk]
@@ -332,7 +340,7 @@ class Executor:
         self._reduce_due()
 
     def _reduce_due(self, *, everything: bool = False) -> None:
-        # Chunks become complete in the order of the plan, and all have the same delay: the first
-        # in the list is due first.
+        # Chunks become complete in the order of the plan, all with the same delay: the list is
+        # sorted by due time.
         while self._to_reduce and (everything or self._to_reduce[0][0] <= self._num_passes):
             self._to_reduce.pop(0)[1].start_grad_sync()

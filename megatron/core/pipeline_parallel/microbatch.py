@@ -1,8 +1,8 @@
-"""One micro-batch on one stage: forward, its loss, backward.
+"""Run one micro-batch on one stage: forward pass, loss, backward pass.
 
-The loss of a step is independent of layout: a mean over micro-batches (over replicas through the
-data-parallel wrapper) of a mean over tokens, or, per token, a sum that `finalize_model_grads`
-divides by all tokens.
+The loss of a step does not depend on the layout.  It is a mean over micro-batches of a mean over
+tokens, and the data-parallel wrapper averages over its ranks; with a loss per token it is a sum,
+which `finalize_model_grads` divides by the number of tokens of the global batch.
 
 Collective: with context parallelism the number of tokens is summed over cp.
 """
@@ -22,20 +22,20 @@ from megatron.core import device
 from megatron.core.config.errors import ConfigError
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 
-# What a loss function reports of a micro-batch belongs to the caller of the schedule.
+# A loss function also returns values to report, of any type, which the schedule returns unchanged.
 LossFunc = Callable[..., Any]
 ForwardStepFunc = Callable[[Any, nn.Module], tuple[Tensor, LossFunc]]
 
 
 @dataclass
 class StepLosses:
-    """What the micro-batches of one step have reported so far."""
+    """Reported values and token counts of the micro-batches of one step."""
 
     reported: list[object] = field(default_factory=list)
-    num_tokens: Tensor | None = None  # of this rank, over all micro-batches
+    num_tokens: Tensor | None = None  # total of this rank over all micro-batches
 
     def add(self, reported: object, num_tokens: Tensor | None) -> None:
-        """Account for one more micro-batch."""
+        """Append the reported value of a micro-batch and add its number of tokens."""
         self.reported.append(reported)
         if num_tokens is not None:
             count = num_tokens.detach().to(torch.float64)  # counts are exact up to 2**53
@@ -44,17 +44,17 @@ class StepLosses:
 
 @dataclass(frozen=True, kw_only=True)
 class LossRule:
-    """How the loss of a micro-batch enters the gradient of the step."""
+    """Scaling of a micro-batch's loss, so that gradients add up to those of the step's loss."""
 
     num_microbatches: int
     per_token: bool
     cp_group: ProcessGroup
 
     def scale(self, loss: Tensor, num_tokens: Tensor | None) -> Tensor:
-        """The share of the step's loss.
+        """Return this micro-batch's contribution to the step's loss.
 
-        With ``num_tokens`` the loss is a sum over this rank's tokens; without, it is this rank's
-        share of a mean, which context-parallel ranks add up.  Collective over cp.
+        With ``num_tokens``, ``loss`` is a sum over this rank's tokens; without, it is this rank's
+        share of a mean, whose shares sum to the mean over cp.  Collective over cp.
         """
         if self.per_token:
             if num_tokens is None:
@@ -74,9 +74,9 @@ class LossRule:
         return loss * (cp_size / self.num_microbatches)
 
     def aux_weight(self, grad_scale_func: Callable[[Tensor], Tensor] | None) -> float | Tensor:
-        """What the gradient of a loss is multiplied with that layers add in each micro-batch.
+        """Return the factor of the gradient of auxiliary losses, which layers add to the graph.
 
-        It counts once a micro-batch; with a loss per token, once for each of its tokens.
+        An auxiliary loss counts once per micro-batch; with a loss per token, once per token.
         """
         weight = 1.0 if self.per_token else self.cp_group.size() / self.num_microbatches
         if grad_scale_func is None:
@@ -91,7 +91,7 @@ def forward_step(
     losses: StepLosses,
     rule: LossRule,
 ) -> Tensor:
-    """Run the model on the next micro-batch; its scaled loss.
+    """Run the model on the next micro-batch and return its scaled loss.
 
     ``forward_step_func`` returns the output and a function from the output to (loss, reported)
     or (sum of losses, number of tokens, reported).
@@ -106,13 +106,13 @@ def forward_step(
 def collect_step(
     forward_step_func: ForwardStepFunc, data_iterator: object, model: nn.Module, losses: StepLosses
 ) -> None:
-    """Run the model on the next micro-batch and keep what is no loss."""
+    """Run the model on the next micro-batch and collect its non-loss data."""
     output, loss_func = forward_step_func(data_iterator, model)
     losses.add(loss_func(output, non_loss_data=True), None)
 
 
 def backward_step(loss: Tensor, microbatch: int, hooks: StepHooks) -> None:
-    """Backward from the loss of the last stage."""
+    """Check the loss of the last stage, multiply it by the loss scale, and run backward."""
     if hooks.loss_check_func is not None:
         hooks.loss_check_func(loss, microbatch)
     scaled = loss if hooks.grad_scale_func is None else hooks.grad_scale_func(loss)

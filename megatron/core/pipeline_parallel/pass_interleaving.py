@@ -1,11 +1,12 @@
 """Interleave two micro-batch passes so that one computes while the other communicates.
 
-Each pass runs in a thread of its own, but only one thread runs at a time: a pass that has started
-an asynchronous collective calls `yield_to_peer` before it waits for it, which resumes the other.
+Each pass runs in a thread of its own, but only one thread runs at a time.  A pass that has started
+an asynchronous collective calls `yield_to_peer` before it waits for the collective; the call
+resumes the other pass.
 
 Order of collectives: the threads switch at these calls and at the end of a pass, never by
 preemption.  All ranks execute the same passes, so all ranks start the collectives of both passes in
-the same order.  Threads that ran freely would start them in an order of their own on each rank,
+the same order.  Threads without this control would start them in a different order on each rank,
 and the ranks would deadlock.
 
 Why threads and not a plan of parts of layers: docs/experts.md, "Two threads or a schedule plan".
@@ -36,7 +37,7 @@ class _Stopped(BaseException):
 
 
 class _Turns:
-    """Which of two passes runs.
+    """State of two interleaved passes: which one runs, which have ended, the first failure.
 
     The fields need no lock: only the running pass reads or writes them, and the semaphores order
     its writes before the reads of the other.
@@ -79,9 +80,9 @@ class _Turns:
     def _end(
         self, me: int, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> bool:
-        """End a pass, as the exit of a context: store its failure, resume the other pass.
+        """End a pass: store its failure and resume the other one (``__exit__`` of a context).
 
-        The other pass may have ended already; then nothing waits for the semaphore.
+        If the other pass has ended already, no thread waits for the semaphore.
         """
         del kind, trace
         torch._C._stash_obj_in_tls(_TURNS, None)

@@ -1,8 +1,9 @@
-"""What each pipeline rank does in one step, as data: no torch, no communication.
+"""Data types of a pipeline plan: passes, transfers and the placement of virtual stages.
 
-A pipeline of virtual stages 0 .. num_stages - 1, several of them on a rank (its model chunks).  A
-schedule gives each rank the order of its work; adding the transfers between stages to it gives the
-instructions that `executor` follows.
+Pure: no torch, no communication.  A pipeline has virtual stages 0 .. num_stages - 1; a rank may
+hold several of them (its model chunks).  A schedule determines the order of each rank's work
+(`schedule_order`); `communication_plan` adds the transfers between stages.  The result is the list
+of instructions that `executor` runs.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ class Work(NamedTuple):
 
 
 def is_pair(one: object, other: object) -> bool:
-    """Whether two passes of a rank, next to each other, can run at once: neither needs the other.
+    """Return whether two consecutive passes of a rank can be interleaved.
 
-    So it is in plans that are made for pairs (`orders`), where what a backward pass needs is there
-    before the forward pass in front of it.
+    True for a forward pass followed by the backward pass of another micro-batch, in plans that are
+    made for pairs (``in_pairs``): these receive the input of the backward pass before the forward
+    pass starts.
     """
     return (
         isinstance(one, Work)
@@ -41,7 +43,7 @@ def is_pair(one: object, other: object) -> bool:
 
 
 def most_in_flight(plan: Iterable[object], chunk: int) -> int:
-    """Micro-batches of a chunk of a rank that are between forward and backward at one time."""
+    """Return the maximum number of micro-batches between forward and backward in one chunk."""
     now = most = 0
     for work in plan:
         if isinstance(work, Work) and work.chunk == chunk:
@@ -51,7 +53,7 @@ def most_in_flight(plan: Iterable[object], chunk: int) -> int:
 
 
 class Transfer(NamedTuple):
-    """One tensor on its way from a virtual stage to a neighbour on another rank."""
+    """Transfer of one tensor from a virtual stage to a neighbouring stage on another rank."""
 
     kind: Literal["activation", "gradient"]
     microbatch: int
@@ -60,7 +62,7 @@ class Transfer(NamedTuple):
 
 
 class TransferBatch(NamedTuple):
-    """Sends and receives of one rank that are posted together, as one operation."""
+    """Sends and receives that one rank posts together, as one operation."""
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
@@ -71,10 +73,11 @@ Instruction = Work | TransferBatch
 
 @dataclass(frozen=True)
 class Placement:
-    """Which virtual stage lies where.
+    """Assignment of virtual stages to (rank, chunk).
 
-    A tensor goes through the ranks of chunk 0, then of chunk 1, ...; with ``is_v`` every second
-    chunk is passed through backwards, so that the last rank of a chunk is the first of the next.
+    Consecutive stages are chunk 0 of all ranks, then chunk 1 of all ranks, and so on.  With
+    ``is_v`` odd chunks have the reverse rank order, so that the last rank of a chunk is the first
+    of the next one.
     """
 
     num_ranks: int
@@ -83,21 +86,21 @@ class Placement:
 
     @property
     def num_stages(self) -> int:
-        """Virtual stages of the whole pipeline."""
+        """Number of virtual stages of the pipeline."""
         return self.num_ranks * self.num_chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """The virtual stage of one chunk of a rank."""
+        """Return the virtual stage of chunk ``chunk`` of ``rank``."""
         turned = self.is_v and chunk % 2 == 1
         return chunk * self.num_ranks + (self.num_ranks - 1 - rank if turned else rank)
 
     def location(self, stage: int) -> tuple[int, int]:
-        """(rank, chunk) of a virtual stage."""
+        """Return (rank, chunk) of a virtual stage."""
         chunk, place = divmod(stage, self.num_ranks)
         turned = self.is_v and chunk % 2 == 1
         return (self.num_ranks - 1 - place if turned else place), chunk
 
 
 def placement_of(schedule: str | None, num_ranks: int, num_chunks: int) -> Placement:
-    """Where the stages lie under ``--pipeline-schedule schedule``."""
+    """Return the placement of stages under ``--pipeline-schedule schedule``."""
     return Placement(num_ranks, num_chunks, is_v=schedule == "zb-v")

@@ -35,7 +35,7 @@ _NO_HOOKS = StepHooks()
 
 
 class StepConfig(Protocol):
-    """What a step reads of a model's configuration."""
+    """Fields of a model's configuration that a step reads."""
 
     @property
     def calculate_per_token_loss(self) -> bool: ...
@@ -70,7 +70,7 @@ class StepConfig(Protocol):
 
 
 class CapturedLayers(Protocol):
-    """The CUDA graphs of a stack of layers (`cuda_graphs.replay.LayerGraphs`)."""
+    """CUDA graphs of a stack of layers (`cuda_graphs.replay.LayerGraphs`)."""
 
     def begin_step(self, num_in_flight: int) -> None: ...
     def release(self) -> None: ...
@@ -143,7 +143,7 @@ def forward_backward(
     losses = executor.run(plan[rank])
     if hooks.finalize_model_grads_func is not None and not forward_only:
         num_tokens = losses.num_tokens
-        if num_tokens is None and num_ranks > 1:  # they are counted where the loss is
+        if num_tokens is None and num_ranks > 1:  # only the stage with the loss counts tokens
             num_tokens = torch.zeros((), dtype=torch.float64, device=device.current())
         with hooks.timed("all-grads-sync", log_level=1):
             hooks.finalize_model_grads_func(chunks, num_tokens if per_token else None)
@@ -215,9 +215,10 @@ def messages_of(
 ) -> tuple[list[tuple[int, int, int]], torch.dtype]:
     """Return the shapes and the dtype of the tensors that each stage but the last sends.
 
-    ``tokens``: sequence length, decoder sequence length, sequences in a micro-batch.  The stages of
-    a decoder that has an encoder before it send the encoder's output and the decoder's hidden
-    states, concatenated in this order along the sequence.
+    ``tokens``: sequence length, decoder sequence length, sequences in a micro-batch.  Each shape is
+    [tokens of one rank, micro-batch size, hidden size].  In an encoder-decoder model the stages of
+    the decoder send the encoder's output and the decoder's hidden states, concatenated in this
+    order along the sequence.
     """
     seq_length, decoder_seq_length, micro_batch_size = tokens
     cut = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)

@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.plan import (
 
 
 class DeadlockError(Exception):
-    """Some ranks wait for each other forever, or a receive is matched with the wrong send."""
+    """Deadlock of a plan: ranks wait for each other, or a receive matches the wrong send."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a schedule calls besides the model.  Configs hold no callables; these travel beside them."""
+"""Callables that a schedule calls during a step, passed separately from the configuration."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from megatron.core.pipeline_parallel.plan import PassKind
 
 @dataclass(frozen=True, kw_only=True)
 class StepHooks:
-    """All optional.  A step without hooks runs forward and backward passes and nothing else."""
+    """Optional callables of a step; without them it only runs forward and backward passes."""
 
     # Multiplies the loss before backward (loss scale).
     grad_scale_func: Callable[[Tensor], Tensor] | None = None
-    # The context of all backward passes but the last; by default the wrapper's own ``no_sync``.
+    # Context of all backward passes but the last one; default: the wrapper's own ``no_sync``.
     no_sync_func: Callable[[], AbstractContextManager[object]] | None = None
     # Called once after the last backward pass with the model chunks and, for a loss per token,
     # the number of tokens of this rank.
     finalize_model_grads_func: Callable[[Sequence[Any], Tensor | None], None] | None = None
-    # Told before the first micro-batch of a step (weights may have changed since the last).
+    # Called before the first micro-batch of a step (weights may have changed since the last one).
     first_microbatch_func: Callable[[], None] | None = None
-    # Sees every loss before backward, with the number of its micro-batch.
+    # Called with every loss and the index of its micro-batch, before backward.
     loss_check_func: Callable[[Tensor, int], None] | None = None
-    # Told the kind of each pass of a micro-batch before it begins.
+    # Called with the kind of each pass of a micro-batch before the pass begins.
     pass_func: Callable[[PassKind], None] | None = None
     timers: Timers | None = None
-    # Whether timers of level 1 wait for the other ranks before they start.
+    # Whether timers of level 1 synchronise all ranks before they start.
     barrier_with_level_1_timers: bool = True
 
     def timed(self, name: str, log_level: int = 2) -> AbstractContextManager[None]:
-        """Measure the block under ``name``."""
+        """Return a context that measures its duration with the timer ``name``."""
         barrier = log_level == 1 and self.barrier_with_level_1_timers
         return timed(self.timers, name, log_level=log_level, barrier=barrier)

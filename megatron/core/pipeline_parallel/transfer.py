@@ -26,7 +26,7 @@ _WORDS = {"activation": "forward", "gradient": "backward"}
 
 
 class Mailbox:
-    """The tensors that stages exchange in one step, all of one ``dtype``.
+    """Tensors that stages send and receive in one step, all of one ``dtype``.
 
     ``shapes[i]`` is the shape of the activation that stage i sends to stage i + 1, and of its
     gradient.  ``waits_at_once`` waits for each TransferBatch where it is posted (no overlap).
@@ -45,7 +45,7 @@ class Mailbox:
         self.placement, self.pp_group, self.hooks = placement, pp_group, hooks
         self.shapes, self.dtype, self.waits_at_once = shapes, dtype, waits_at_once
         self._tensors: dict[Transfer, Tensor] = {}  # put but not sent, or received but not taken
-        # Requests of receives that nobody has waited for.
+        # Requests of receives that `take` has not waited for yet.
         self._arriving: dict[Transfer, dist.Work] = {}
         # Requests of the sends of the last batch, and the tensors that these sends read: the memory
         # must not be reused before the requests are complete.

@@ -1,7 +1,8 @@
-"""Orders of work that fill the bubble with weight gradients (arXiv 2401.10241).  Pure.
+"""Zero-bubble schedules: fill the pipeline bubble with weight gradients (arXiv 2401.10241).
 
-The gradients of weights are wanted only at the end of the step; computed apart from those of
-inputs they fill the time in which a rank would wait.
+Weight gradients are needed only at the end of the step.  So a rank computes them separately from
+input gradients, in passes of their own, when it would otherwise wait for another stage.  Pure: no
+torch, no communication.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from megatron.core.pipeline_parallel.plan import Work
 
 
 def zb_h1(*, rank: int, num_ranks: int, num_microbatches: int) -> tuple[Work, ...]:
-    """1F1B whose weight work follows ``rank`` backwards later.
+    """Return the order of ZB-H1: 1F1B with each weight pass delayed by ``rank`` backward passes.
 
-    Later ranks run fewer forwards ahead, so that all keep as many micro-batches as rank 0 does.
+    Later ranks run fewer forward passes during warmup, so that no rank holds the activations of
+    more micro-batches than rank 0 does.
     """
     forwards = [Work("forward", m, 0) for m in range(num_microbatches)]
     backwards = [Work("backward", m, 0) for m in range(num_microbatches)]
@@ -26,9 +28,11 @@ def zb_h1(*, rank: int, num_ranks: int, num_microbatches: int) -> tuple[Work, ..
 
 
 def zb_v(*, rank: int, num_ranks: int, num_microbatches: int) -> tuple[Work, ...]:
-    """Two chunks per rank in V placement, with as many passes alive as 2 * 1F1B.
+    """Return the order of ZB-V: two chunks per rank in V placement.
 
-    The pattern needs 2 * num_ranks - 1 micro-batches; of fewer, the missing ones are left out.
+    A rank holds activations of at most 2 * num_ranks passes of a chunk, the memory of 1F1B.  The
+    pattern is built for at least 2 * num_ranks - 1 micro-batches; passes of micro-batches that the
+    step does not have are left out.
     """
     total = max(num_microbatches, 2 * num_ranks - 1)
     behind = num_ranks - rank
