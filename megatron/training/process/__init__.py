@@ -1,1 +1,1 @@
-"""This process and its peers: printing, signals, rendezvous, watching for failures."""
+"""Process-level services: printing on ranks, signals, rendezvous, failure detection."""

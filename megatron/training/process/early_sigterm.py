@@ -1,8 +1,8 @@
-"""Importing this remembers a SIGTERM from here on, if the command line has --exit-signal-handler.
+"""Install the SIGTERM handler on import, if the command line has --exit-signal-handler.
 
-For the first line of a program: the imports behind it take seconds, and a launcher may want to
-stop by then, or may end (`megatron.training.process.launcher_watch`).  Where the flag stands in a
---yaml-cfg file, the handler comes with start-up.
+A program imports this module on its first line: its other imports take seconds, and during them the
+launcher may send SIGTERM or exit (`megatron.training.process.launcher_watch`).  If the flag is set
+in a --yaml-cfg file, start-up installs the handler later.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ if "--exit-signal-handler" in sys.argv:
 
 
 def begin_imports() -> None:
-    """Switch the garbage collector off, for the imports of a program.
+    """Switch the garbage collector off during the imports of a program.
 
-    Imports make no garbage, and collections would take a fifth of their time.  A program calls this
-    under ``__name__ == "__main__"``: a module that is imported leaves the collector as it is.
+    Imports create no garbage, and collections would take a fifth of their time.  Call this only
+    under ``__name__ == "__main__"``: an imported module must not change the collector of its
+    importer.
     """
     gc.disable()
 
 
 def end_imports() -> None:
-    """Switch the garbage collector on again; it does not look at what was imported until now."""
+    """Switch the garbage collector on again, and exempt all objects created so far from it."""
     gc.freeze()
     gc.enable()

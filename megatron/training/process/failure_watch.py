@@ -1,18 +1,19 @@
-"""When one rank fails, all ranks end within seconds and say which one it was.
+"""End all ranks within seconds when one rank fails, and report which rank failed first.
 
-A collective that times out is such a failure.  Then every rank also says what it was doing with
-the others and shows its stack, and the failing rank ends with one line about each of them.  So is
-the end of a rank that was killed: a neighbour on its host notices it (`PeerProcesses`).
+A collective that times out counts as a failure.  Every rank then also prints its last collective
+and its stack, and the failing rank ends with a summary of the reports of all ranks.  A killed rank
+counts too: a neighbouring rank on its host detects that its process has ended (`PeerProcesses`).
 
 The failing rank writes its failure into the default store, under a key that only the ranks of the
-run can write (`RunStore`).  A thread on every rank looks there through a connection of its own,
-also while the main thread waits in a collective that will never complete; it prints ``rank R
-failed: ...`` and ends the process.
+run can write (`RunStore`).  On every rank a thread polls this key over a store connection of its
+own, so it works while the main thread is blocked in a collective that will never complete; it
+prints ``rank R failed: ...`` and ends the process.
 
-Order of an end: the failing rank prints its traceback and sets the failure key; its peers print
-the line and acknowledge; all call ``before_end``; the failing rank ends, then the peers do.  So a
-launcher notices the rank that matters first.  A lost connection is as a rule the echo of another
-rank's end: that rank's failure is looked for first.  Collective is only the secret at the begin.
+Order of events: the failing rank sets the failure key and prints its traceback; its peers print the
+failure and acknowledge; every rank calls ``before_end``; the failing rank exits first, then the
+peers, so that the launcher notices the failing rank first.  A lost connection is usually the
+consequence of another rank's exit, so that rank's failure is looked for first.  The only collective
+is the agreement on the secret of the store, when the watch is created.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from megatron.training.process.peer_processes import PeerProcesses
 from megatron.training.process.stall_report import StallReport, is_timeout
 
 _FAILURE = "failure_watch/failure"  # text of the first failure
-_ACKNOWLEDGED = "failure_watch/acknowledged"  # ranks that have printed it
-_LEFT = "failure_watch/left"  # ranks that no longer look
+_ACKNOWLEDGED = "failure_watch/acknowledged"  # number of ranks that have printed it
+_LEFT = "failure_watch/left"  # number of ranks that have ended normally
 _PATIENCE_S = 3.0  # for peers to acknowledge, beyond their polling interval
-_LINGER_S = 1.0  # a peer lets the failing rank end first
-_STORE_LOST_S = 5.0  # the store may go a little before a rank that ends in order
-_FEW_LINES = 10  # of a message; with torchrun's own lines it stays among the last 20
-_FAREWELL_S = 60.0  # rank 0 keeps the store for ranks that still close their logs
+_LINGER_S = 1.0  # delay of a peer, so that the failing rank exits first
+_STORE_LOST_S = 5.0  # tolerated: at a normal end the store may close before a rank
+_FEW_LINES = 10  # of a message: with torchrun's own lines it fits into the last 20
+_FAREWELL_S = 60.0  # rank 0 serves the store while other ranks close their logs
 
 
 def failure_watch(
@@ -53,13 +54,15 @@ def failure_watch(
     timeout_s: float = float("inf"),
     before_end: Callable[[RunStore], None] = lambda store: None,
 ) -> AbstractContextManager[object]:
-    """A context for everything that follows the creation of the default group.  Collective.
+    """Return a context manager that ends all ranks when one of them fails.  Collective.
 
-    ``timeout_s`` is that of collectives: the calling thread is reported on shortly before it.
+    Enter it after the default group is created.  An exception that leaves the context ends the
+    process with status 1, and all other ranks with it.  With a single rank, and among virtual
+    ranks, which stop each other, the exception propagates instead.
 
-    An exception that leaves it ends the process with status 1, and all other ranks with it.  In a
-    world of one rank, and among virtual ranks, which stop each other, it passes through.
-    ``before_end`` is called first, on every rank in some thread, but not among virtual ranks.
+    ``timeout_s`` is the timeout of collectives: shortly before it, a rank reports what the calling
+    thread waits for.  ``before_end`` is called on every rank before its process ends, by the thread
+    that ends it; not among virtual ranks.
     """
     if not dist.is_initialized() or dist.get_backend() == BACKEND:
         return contextlib.nullcontext()
@@ -82,7 +85,10 @@ def _alone(before_end: Callable[[RunStore], None]) -> Iterator[None]:
 
 
 class FailureWatch:
-    """See `failure_watch`.  ``end`` ends the process without running anything else in it."""
+    """The context manager that `failure_watch` returns.
+
+    ``end(status)`` ends the process without running any other code in it.
+    """
 
     def __init__(
         self,
@@ -103,7 +109,7 @@ class FailureWatch:
         self._end = end
         self._peers = PeerProcesses(rank, world_size)
         self._stopped = threading.Event()
-        # A store's connection serves one thread at a time, hence another one here.
+        # A store connection serves one thread at a time, so the thread gets its own.
         self._thread = threading.Thread(
             target=self._watch, args=(store.clone(),), name="failure watch", daemon=True
         )
@@ -126,9 +132,12 @@ class FailureWatch:
             self._fail(error)
 
     def _leave(self) -> None:
-        """The end of a run in order: nobody looks for failures any more."""
+        """Stop watching at the normal end of a run.
+
+        Rank 0 keeps serving the store until all ranks have left or a neighbour is lost.
+        """
         self._thread.join()
-        with contextlib.suppress(RuntimeError):  # the store may be gone: nobody needs it then
+        with contextlib.suppress(RuntimeError):  # the store may have closed already
             self._peers.leave(self._store)
             self._store.add(_LEFT, 1)
             if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -138,18 +147,18 @@ class FailureWatch:
         return self._peers.lost(self._store) is not None
 
     def _fail(self, error: BaseException) -> None:
-        """Tell all ranks of ``error`` and end this process."""
+        """Report ``error`` to all ranks and end this process."""
         mine = f"rank {self._rank} failed: {type(error).__name__}: {in_few_lines(str(error))}"
         is_stall = is_timeout(error)
         first = mine
-        self._thread.join()  # which ends the process if it has seen a failure
-        with contextlib.suppress(RuntimeError):  # without a store the launcher has to see it
+        self._thread.join()  # the thread ends the process if it has seen a failure
+        with contextlib.suppress(RuntimeError):  # without a store only the launcher reports it
             if is_stall:
                 self._stall.call_for_reports(self._store)
             cause = self._cause() if is_lost_connection(error) else None
             first = cause or self._store.set_first(_FAILURE, mine)
         if first == mine:
-            if not isinstance(error, MegatronError):  # whose message is a whole sentence
+            if not isinstance(error, MegatronError):  # its message needs no traceback
                 traceback.print_exception(error)
             elif in_few_lines(str(error)) != str(error):
                 print(error, file=sys.stderr, flush=True)
@@ -163,14 +172,17 @@ class FailureWatch:
         self._finish(first)
 
     def _cause(self) -> str | None:
-        """The failure of another rank, whose end has cut a connection of this one; waits for it."""
+        """Wait for the failure of another rank that has cut this rank's connection; return it."""
         deadline_s = time.monotonic() + 2 * self._poll_s
         while (found := self._failure(self._store)) is None and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return found
 
     def _failure(self, store: RunStore) -> str | None:
-        """The failure that has been reported; a neighbour that has ended without one is one."""
+        """Return the reported failure, None if there is none.
+
+        Reports the failure of a neighbour whose process has ended without reporting it.
+        """
         text = store.get(_FAILURE)
         if text is None and (lost := self._peers.lost(store)) is not None:
             rank, process = lost
@@ -197,7 +209,7 @@ class FailureWatch:
             time.sleep(0.02)
 
     def _watch(self, store: RunStore) -> None:
-        """Life of the thread."""
+        """Poll for stalls and failures until the context exits (target of the thread)."""
         lost_at_s: float | None = None
         while not self._stopped.wait(self._poll_s):
             try:
@@ -227,19 +239,19 @@ class FailureWatch:
 
 
 def _say(text: str) -> None:
-    print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write: others print too
+    print(f"{text}\n", end="", file=sys.stderr, flush=True)  # one write: other ranks print too
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether ``error`` says that the other end of a connection is gone (gloo, NCCL, the store)."""
+    """Return whether ``error`` reports a closed connection (gloo, NCCL, the store)."""
     words = ("onnection closed", "onnection reset", "roken pipe", "remote process exited")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in words)
 
 
 def in_few_lines(text: str) -> str:
-    """``text`` without its middle, so that what stands before it is not far above.
+    """Return ``text`` without its middle lines, so that earlier output stays close above it.
 
-    An exception of a reading process, for instance, carries the whole traceback in its message.
+    The exception of a data loader worker, for instance, has a complete traceback as its message.
     """
     lines = [line for line in text.splitlines() if line.strip()]
     if len(lines) <= _FEW_LINES:
@@ -248,7 +260,7 @@ def in_few_lines(text: str) -> str:
 
 
 def tell_launcher(text: str) -> None:
-    """Leave ``text`` where torchrun looks for the reason to print at the end of its output."""
+    """Write ``text`` to the file whose content torchrun prints at the end of its output."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return

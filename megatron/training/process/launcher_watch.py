@@ -1,10 +1,10 @@
 """End this process when the launcher that started it has ended.
 
-A launcher that is killed cannot end its ranks: they would train on, unseen, and keep their GPUs.
-Under torchrun a thread looks for the process that started this one, from the first import on.  It
-reports the end before it ends the process; a signal at the parent's death (PR_SET_PDEATHSIG) could
-not, as Python handles signals only between instructions of the main thread, and it would come
-when the *thread* that started this process ends.  Nothing heavy is imported here.
+A killed launcher cannot end its ranks: they would continue to train unnoticed and keep their GPUs.
+Under torchrun a thread therefore polls the parent process id, from the first import on, and reports
+the end of the launcher before it ends the process.  PR_SET_PDEATHSIG could not report it: Python
+handles signals only between instructions of the main thread, and the kernel sends that signal when
+the *thread* that started this process ends.  This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _POLL_S = 0.5
 
 
 def end_with_launcher(end: Callable[[int], object] = os._exit) -> None:
-    """Start the watch, once; does nothing in a process that torchrun has not started.
+    """Start the watching thread, once; do nothing in a process that torchrun has not started.
 
-    ``end`` ends the process without running anything else in it.
+    ``end(status)`` ends the process without running any other code in it.
     """
     if _LAUNCHED not in os.environ or any(t.name == _NAME for t in threading.enumerate()):
         return

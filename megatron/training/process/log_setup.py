@@ -1,4 +1,4 @@
-"""The root logger: level, and which ranks speak."""
+"""Set up the root logger: its level, its output, and which ranks log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEVEL_VARIABLE = "MEGATRON_LOGGING_LEVEL"
 
 
 class StdoutHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what ``sys.stdout`` is at the time of the record."""
+    """Log handler that writes to the current ``sys.stdout``, even if it was replaced."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -26,19 +26,21 @@ class StdoutHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _is_for_this_rank(record: logging.LogRecord) -> bool:
-    """Rank 0 logs every record, other ranks errors and those with ``extra={"all_ranks": True}``.
+    """Accept every record on rank 0, on other ranks errors and marked records.
 
-    (Torch's own loggers do not propagate to the root.)
+    A record is marked by ``extra={"all_ranks": True}``.  PyTorch's own loggers are not affected:
+    they do not propagate to the root logger.
     """
     is_marked = bool(record.__dict__.get("all_ranks", False))
     return rank() == 0 or record.levelno >= logging.ERROR or is_marked
 
 
 def setup_logging(logging_level: int | None) -> None:
-    """Send the root logger to standard output, INFO and above.
+    """Send the records of the root logger to standard output, from level INFO on.
 
     ``logging_level`` (--logging-level) sets another level, else the environment variable
-    MEGATRON_LOGGING_LEVEL does.  Handlers that somebody else installed stay.
+    MEGATRON_LOGGING_LEVEL does.  Handlers that other code has installed stay.  Raises ConfigError
+    if the variable is not a number.
     """
     root = logging.getLogger()
     if not any(isinstance(handler, StdoutHandler) for handler in root.handlers):

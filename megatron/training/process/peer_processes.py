@@ -1,8 +1,8 @@
-"""Which neighbouring rank on this host has ended.
+"""Detect that a neighbouring rank on this host has ended.
 
-A process that is killed writes nothing.  Each rank announces its process and watches those of the
-two ranks beside it where they run under the same kernel, so that of several ranks on a host every
-one is watched.  A process file descriptor also notices an end that the launcher has not seen yet.
+A killed process reports nothing.  Each rank publishes its process id and watches the processes of
+the previous and the next rank if they run under the same kernel, so that each of several ranks on a
+host is watched.  A process file descriptor also shows an end that the launcher has not yet noticed.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from pathlib import Path
 
 from megatron.core.parallel.run_store import RunStore
 
-_PROCESS = "process/"  # + rank: where it runs, and its process id
-_LEFT = "left/"  # + rank: it has ended in order
+_PROCESS = "process/"  # + rank: its `_place` and process id
+_LEFT = "left/"  # + rank: exists once it has ended normally
 
 
 class PeerProcesses:
-    """The processes of the ranks beside ``rank``; none where the system has no descriptors."""
+    """Watch the processes of the previous and the next rank.
+
+    Watches none where the system has no process file descriptors.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank = rank
@@ -28,15 +31,15 @@ class PeerProcesses:
         self._place = _place()
 
     def announce(self, store: RunStore) -> None:
-        """Say where this rank runs."""
+        """Publish this rank's `_place` and process id in the store."""
         store.set(f"{_PROCESS}{self._rank}", f"{self._place} {os.getpid()}")
 
     def leave(self, store: RunStore) -> None:
-        """Say that this rank ends in order."""
+        """Record in the store that this rank ends normally."""
         store.set(f"{_LEFT}{self._rank}", "")
 
     def lost(self, store: RunStore) -> tuple[int, int] | None:
-        """Rank and process id of a neighbour that has ended and has not left; None for none."""
+        """Return rank and process id of a neighbour that ended without `leave`, or None."""
         for rank in sorted(self._unknown):
             self._begin_to_watch(rank, store.get(f"{_PROCESS}{rank}"))
         for rank in self._processes:
@@ -68,7 +71,10 @@ class PeerProcesses:
 
 
 def _place() -> str:
-    """What two processes share that can see each other; empty where that cannot be told."""
+    """Return an id of this kernel and process namespace; empty if it cannot be determined.
+
+    Processes with equal ids can open file descriptors of each other.
+    """
     if not hasattr(os, "pidfd_open"):
         return ""
     try:

@@ -1,6 +1,7 @@
-"""What a run needs of its environment and file system, checked before anything starts.
+"""Check environment variables and folders before the run starts.
 
-Nothing here communicates or writes.  Every rank finds the same problems, unless hosts differ.
+The functions do not communicate and write nothing.  Every rank finds the same problems, unless
+hosts differ.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _LAST_PORT = 65535
 
 
 def launch_problems(environ: Mapping[str, str]) -> list[str]:
-    """What is wrong with the numbers that a launcher passes in the environment."""
+    """Return the problems of the rank and size variables that a launcher sets."""
     problems: list[str] = []
     values: dict[str, int] = {}
     for name, least in (
@@ -46,7 +47,7 @@ def launch_problems(environ: Mapping[str, str]) -> list[str]:
 
 
 def rendezvous_problems(environ: Mapping[str, str], world_size: int) -> list[str]:
-    """What is missing for several processes to find each other."""
+    """Return the problems of the variables by which several processes find each other."""
     if world_size == 1 and not needs_rendezvous(environ):
         return []
     missing = [name for name in _RENDEZVOUS if not environ.get(name)]
@@ -59,7 +60,7 @@ def rendezvous_problems(environ: Mapping[str, str], world_size: int) -> list[str
         )
     port = environ.get("MASTER_PORT", "")
     number = _whole_number(port)
-    least = 0 if world_size == 1 else 1  # alone, rank 0 may take any free port
+    least = 0 if world_size == 1 else 1  # with 0 a single rank takes any free port
     if port and (number is None or not least <= number <= _LAST_PORT):
         problems.append(
             f"environment variable MASTER_PORT={port!r}: a port number from {least} to "
@@ -69,12 +70,12 @@ def rendezvous_problems(environ: Mapping[str, str], world_size: int) -> list[str
 
 
 def needs_rendezvous(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process, if only this one."""
+    """Return whether a launcher has started this process, even as the only one."""
     return bool(environ.get("RANK") and environ.get("MASTER_ADDR"))
 
 
 def folder_problems(config: RunConfig) -> Iterator[str]:
-    """Folders of the command line that no file can be written into."""
+    """Yield a message for each output folder of the command line that is not writable."""
     for flag, folder in (
         ("--save", config.checkpoint.save),
         ("--tensorboard-dir", config.logging.tensorboard_dir),

@@ -1,6 +1,7 @@
-"""Who may print, and that it never ends a run.
+"""Print on selected ranks, so that a failing write never ends a run.
 
-Torch is asked for the rank only once a process group exists.
+The rank comes from torch once a process group exists, before that from the launcher's environment
+variables.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from megatron.training.process.preflight import launch_problems
 
 
 def rank() -> int:
-    """World rank; before the process group exists, what the launcher says.
+    """Return the global rank; before the process group exists, RANK of the environment.
 
-    0 if the launcher's number is not one: such a process reports that itself.
+    Returns 0 if RANK is not a number, so that this process prints the error about it.
     """
     if dist.is_initialized():
         return dist.get_rank()
@@ -29,9 +30,9 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Number of ranks; before the process group exists, what the launcher says.
+    """Return the number of ranks; before the process group exists, WORLD_SIZE.
 
-    Raises ConfigError if the launcher says no such number.
+    Raises ConfigError if the variables of the launcher are not valid.
     """
     if dist.is_initialized():
         return dist.get_world_size()
@@ -40,34 +41,34 @@ def world_size() -> int:
 
 
 def ranks_here() -> int:
-    """Ranks on this host, as the launcher says."""
+    """Return the number of ranks on this host (LOCAL_WORLD_SIZE)."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def is_rank0() -> bool:
-    """Whether this is the first rank."""
+    """Return whether this is rank 0."""
     return rank() == 0
 
 
 def is_last_rank() -> bool:
-    """Whether this is the last rank."""
+    """Return whether this is the last rank."""
     return rank() == world_size() - 1
 
 
 def print_rank_0(message: object) -> None:
-    """Print on the first rank."""
+    """Print ``message`` on rank 0."""
     if is_rank0():
         print(message, flush=True)
 
 
 def print_rank_last(message: object) -> None:
-    """Print on the last rank."""
+    """Print ``message`` on the last rank."""
     if is_last_rank():
         print(message, flush=True)
 
 
 class _LossyStream:
-    """A text stream of which what cannot be written is lost: full disk, reader that has gone."""
+    """A text stream that drops text it cannot write: full disk, closed pipe."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -86,10 +87,10 @@ class _LossyStream:
 
 
 def survive_lost_output() -> None:
-    """Let no failing write to standard output or error end the program, nor a closed one.
+    """Keep the program running when standard output or error is closed or cannot be written.
 
-    A closed descriptor becomes /dev/null: else the next file that is opened, perhaps one of a
-    checkpoint, has its number, and gets what libraries write there.
+    A closed descriptor is opened on /dev/null.  Otherwise the next opened file, perhaps of a
+    checkpoint, would get its number, and libraries would write their output into that file.
     """
     for descriptor in range(3):
         try:
@@ -98,7 +99,7 @@ def survive_lost_output() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number is free
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # not what somebody has put there
+        if stream is getattr(sys, f"__{name}__"):  # not replaced by other code
             if stream is None:  # it was closed when Python started
                 stream = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
                 setattr(sys, f"__{name}__", stream)

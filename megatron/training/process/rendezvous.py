@@ -1,12 +1,13 @@
-"""How the ranks of a run find each other, and what is said while they do not.
+"""Connect all ranks of a run to one store, and report the ranks that are missing.
 
-Order: every rank connects to the store at MASTER_ADDR:MASTER_PORT (rank 0 or torchrun serves it),
-says that it is there, and waits until all are.  Only then do the collective libraries connect: they
-would wait for an absent rank in silence, and deaf to signals.
+Order: every rank connects to the store at MASTER_ADDR:MASTER_PORT (served by rank 0 or torchrun),
+registers in it, and waits until all ranks have.  Only then do the collective libraries connect:
+they would wait for an absent rank silently, without handling signals.
 
 torchrun keeps its store when it restarts ranks, with the addresses of the ranks that have ended.
-So the ranks of one start write their keys under a prefix that rank 0 of this start tells them.
-Which restart it is (TORCHELASTIC_RESTART_COUNT) can differ between the launchers of two hosts.
+So the ranks of one start write their keys under a prefix that rank 0 of this start publishes.  The
+number of the restart (TORCHELASTIC_RESTART_COUNT) cannot be the prefix: it may differ between the
+launchers of two hosts.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from megatron.core.config.errors import LaunchError
 from megatron.training.process.signals import StopSignal
 
 _CONNECT_S = 1.0
-_ANSWER_S = 60.0  # for what listens there to answer as a store does
-_MAX_PAUSE_S = 0.5  # between two looks; each is a request to the store
+_ANSWER_S = 60.0  # within which a server must answer as a store
+_MAX_PAUSE_S = 0.5  # between two polls; each is a request to the store
 _FIRST_REPORT_S = 10.0
 _REPORT_S = 60.0
-_SIGNAL_GRACE_S = 5.0  # for ranks that are on their way when the signal comes
+_SIGNAL_GRACE_S = 5.0  # for ranks that are still starting when the signal comes
 _SHOWN_RANKS = 16
 
 
 class _Patience:
-    """Reports and ends a wait."""
+    """Progress reports and time limit of a wait."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self._rank, self._timeout_s = rank, timeout_s
@@ -44,7 +45,10 @@ class _Patience:
         self._report_at_s = self._began_s + _FIRST_REPORT_S
 
     def spend(self, waits_for: Callable[[], str], *, is_reporter: bool = True) -> None:
-        """Say, from time to time, what this rank ``waits_for``.  Raises LaunchError at the end."""
+        """Report from time to time that this rank waits for ``waits_for()``.
+
+        Raises LaunchError after the time limit, or after SIGTERM.
+        """
         now_s = time.monotonic()
         waited_s = now_s - self._began_s
         handler = signal.getsignal(signal.SIGTERM)
@@ -64,7 +68,7 @@ class _Patience:
 
 
 def meet(rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The store of all ranks, once all are there.  Raises LaunchError."""
+    """Return the store of this start once all ranks have registered.  Raises LaunchError."""
     patience = _Patience(rank, timeout.total_seconds())
     store = _connect(rank, patience)
     store.set_timeout(timeout)
@@ -78,7 +82,7 @@ def _connect(rank: int, patience: _Patience) -> Store:
     while not is_server and (reason := _why_not_reachable(host, port)) is not None:
         patience.spend(partial("the store at {} ({})".format, address, reason))
         time.sleep(_CONNECT_S)
-    try:  # as torch's rendezvous does, which would let rank 0 wait in silence for all others
+    try:  # not by torch's rendezvous, where rank 0 would wait silently for all others
         store = dist.TCPStore(
             host,
             port,
@@ -96,7 +100,10 @@ def _connect(rank: int, patience: _Patience) -> Store:
 
 
 def _why_not_reachable(host: str, port: int) -> str | None:
-    """A plain socket asks, because torch's own attempts write a page of log each."""
+    """Return why the address refuses connections, or None.
+
+    Connects with a plain socket, because each attempt of torch's own client logs a page.
+    """
     try:
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except OSError as error:
@@ -105,9 +112,12 @@ def _why_not_reachable(host: str, port: int) -> str | None:
 
 
 def wait_for_all(store: Store, rank: int, world_size: int, patience: _Patience) -> Store:
-    """Return, when every rank of this start has called this, a store for this start alone."""
+    """Wait until every rank of this start has called this; return a store for this start alone.
+
+    Raises LaunchError.
+    """
     try:
-        arrival = store.add("arrivals", 1)  # a number that no rank of another start has
+        arrival = store.add("arrivals", 1)  # unique among the ranks of all starts
         if rank != 0:
             _wait_for(store, f"start_of/{arrival}", patience, lambda: "rank 0")
         start = f"start/{arrival}" if rank == 0 else store.get(f"start_of/{arrival}").decode()
@@ -135,7 +145,10 @@ def _wait_for(
     waits_for: Callable[[], str],
     answers: Iterator[None] | None = None,
 ) -> None:
-    """Return when ``key`` is there; rank 0 takes one of its ``answers`` each time, and reports."""
+    """Return when ``key`` exists.
+
+    Rank 0 passes ``answers``: it advances them at each poll, and is the only rank that reports.
+    """
     pause_s = 0.01
     while not store.check([key]):
         if answers is not None:
@@ -146,7 +159,10 @@ def _wait_for(
 
 
 def _answers(store: Store, start: str) -> Iterator[None]:
-    """Tell ``start`` to all who have arrived, again with each step; dead ranks do not read it."""
+    """Publish ``start`` for all ranks that have registered, again at each step.
+
+    Registrations of dead ranks are answered too, but nobody reads these keys.
+    """
     answered = 0
     while True:
         arrived = store.add("arrivals", 0)

@@ -1,8 +1,9 @@
-"""SIGTERM as a wish: the first one is remembered until a step is done, the second ends at once.
+"""SIGTERM as a stop request: the first signal is remembered, a second one ends the process.
 
-The handler is installed at the begin of start-up, so that a signal that comes while the model is
-built or loaded is kept for the loop; `megatron.training.process.early_sigterm` installs it before
-the imports that take seconds, so nothing heavy is imported here.
+The train loop stops after the current step.  The handler is installed at the beginning of start-up,
+so that a signal during setup or loading also stops the loop;
+`megatron.training.process.early_sigterm` installs it before the slow imports, so this module
+imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import signal
 import time
 from types import FrameType
 
-# A launcher that ends with its process group passes on what the ranks have received already.
+# A signal to the process group also reaches the launcher, which then sends it to the ranks again:
+# within this time a second signal is not a second request.
 ECHO_S = 5.0
 
 
 class StopSignal:
-    """A signal handler that remembers."""
+    """A signal handler that remembers the first signal; a second one ends the process."""
 
     def __init__(self, signum: int) -> None:
         self.signum = signum
@@ -27,7 +29,7 @@ class StopSignal:
         now_s = time.monotonic()
         if not self.received:
             self.received, self._received_at_s = True, now_s
-        elif now_s - self._received_at_s > ECHO_S:  # asked twice: no time for a checkpoint
+        elif now_s - self._received_at_s > ECHO_S:  # second request: no time for a checkpoint
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
 
@@ -37,12 +39,12 @@ class StopSignal:
 
     @property
     def name(self) -> str:
-        """SIGTERM, for instance."""
+        """Name of the signal, for instance SIGTERM."""
         return signal.Signals(self.signum).name
 
 
 def catch_stop_signal(signum: int = signal.SIGTERM) -> StopSignal:
-    """Install the handler, or return the one that is installed.  In the main thread only."""
+    """Install the handler, or return the installed one.  Call it in the main thread."""
     installed = signal.getsignal(signum)
     if isinstance(installed, StopSignal):
         return installed

@@ -1,9 +1,9 @@
-"""What each rank was doing when a collective did not end.
+"""Report what each rank was doing when a collective did not finish.
 
-A rank reports on standard error: what it waits in, or was in last, and its Python stack; and it
-leaves one line in the store.  It does so when nothing has moved for nine tenths of the time-out,
-which on GPUs is before NCCL ends the process, and when another rank calls for reports.
-Nothing here is a collective operation; the store is that of the thread which calls.
+A rank reports on standard error the collective it waits in, or its last one, and its Python stack;
+it also writes one line to the store.  It does so when no collective has progressed for 90 % of the
+timeout, which on GPUs is before NCCL ends the process, and when another rank calls for reports.  No
+function in this module is collective; each uses the store of the calling thread.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from megatron.core.diagnostics import collective_tracer
 from megatron.core.parallel.run_store import RunStore
 
 _CALLED_FOR = "stall_report/called_for"
-_LINE = "stall_report/rank"  # + number
-_SHARE = 0.9  # of the time-out
+_LINE = "stall_report/rank"  # + rank
+_SHARE = 0.9  # of the timeout without progress, after which a rank reports
 _SHOWN = 6  # different lines in a summary
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Whether ``error`` says that a collective took too long (gloo, NCCL and the store)."""
+    """Return whether ``error`` reports a collective that timed out (gloo, NCCL, the store)."""
     return isinstance(error, RuntimeError) and any(
         words in str(error) for words in ("imed out", "imeout")
     )
 
 
 class StallReport:
-    """Watches the thread that makes it."""
+    """Watch this process's collectives, and the stack of the thread that creates the object."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
@@ -40,7 +40,7 @@ class StallReport:
         self._has_reported = False
 
     def look(self, store: RunStore) -> None:
-        """Report, once, if nothing has moved for long; the run goes on."""
+        """Report, once, if no collective has progressed for long; the run continues."""
         now_s = time.monotonic()
         if collective_tracer.record.progress != self._progress:
             self._progress, self._moved_at_s = collective_tracer.record.progress, now_s
@@ -49,17 +49,17 @@ class StallReport:
             self._report(store, f"nothing has moved for {now_s - self._moved_at_s:.0f} s")
 
     def call_for_reports(self, store: RunStore) -> None:
-        """Report, and have all others do so when they `answer`."""
+        """Report, and request a report from every other rank (see `answer`)."""
         store.set(_CALLED_FOR, str(self._rank))
         self._report(store, "a collective timed out here")
 
     def answer(self, store: RunStore) -> None:
-        """Report if another rank has called for it."""
+        """Report if another rank has requested it."""
         if (caller := store.get(_CALLED_FOR)) is not None:
             self._report(store, f"rank {caller} timed out")
 
     def summary(self, store: RunStore) -> str:
-        """One line about all ranks that said the same, the fewest last."""
+        """Return one line per group of ranks with equal reports, the smallest group last."""
         said: dict[str, list[int]] = {}
         for rank in range(self._world_size):
             line = store.get(f"{_LINE}{rank}") or "does not answer"

@@ -16,12 +16,12 @@ IMPORT_FLAG = "--import-module"
 
 
 def import_user_module(name: str, flag: str) -> ModuleType:
-    """The module ``name`` from PYTHONPATH or the working directory.
+    """Import module ``name`` from PYTHONPATH or the working directory.
 
-    Raises ConfigError, which names ``flag``, if the module is missing or fails.
+    Raises ConfigError that names ``flag`` if the module is missing or its import raises.
     """
-    # Last, so that no file in the working directory hides an installed package.  It stays there:
-    # modules of user code import each other later, too.
+    # The working directory comes last, so that none of its files hides an installed package.  It
+    # stays in sys.path, because user modules may import each other later.
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.append(os.getcwd())
     try:
@@ -51,7 +51,10 @@ def problems_of_imports(names: Iterable[str]) -> list[str]:
 
 
 def modules_to_import(words: Sequence[str]) -> list[str]:
-    """The values of --import-module on a command line, whose other flags may depend on them."""
+    """Return the values of --import-module on a command line.
+
+    They are read before the other flags, which may depend on the imported code.
+    """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument(IMPORT_FLAG, default=[], nargs="*", action="extend")
     modules: list[str] = finder.parse_known_args(words)[0].import_module
@@ -61,7 +64,7 @@ def modules_to_import(words: Sequence[str]) -> list[str]:
 def parse_tool_args(
     make_parser: Callable[[], argparse.ArgumentParser], argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """The command line of a tool, which takes --import-module besides its own flags.
+    """Parse the command line of a tool, which accepts --import-module besides its own flags.
 
     Raises ConfigError for modules that cannot be imported.
     """
@@ -77,7 +80,7 @@ def parse_tool_args(
 
 
 def find_user_object(path: str, flag: str) -> object:
-    """The object that ``path``, MODULE:NAME, names.  Raises ConfigError."""
+    """Return the object that ``path``, MODULE:NAME, names.  Raises ConfigError."""
     name, separator, attribute = path.partition(":")
     if not (name and separator and attribute):
         raise ConfigError(f"{flag} {path}: write MODULE:NAME, such as my_package.my_module:MyClass")
