@@ -1,4 +1,4 @@
-"""The application: flags, set-up, the loop, callbacks, checkpoints, tokenizers."""
+"""The training application: flags, setup, train loop, callbacks, checkpoints, tokenizers."""
 
 from megatron.core.lazy import lazy_exports
 

@@ -1,4 +1,4 @@
-"""The path under which scripts import activation functions."""
+"""Megatron-LM's import path of the functions in `megatron.core.activations`."""
 
 from megatron.core.activations import fast_gelu as fast_gelu
 from megatron.core.activations import quick_gelu as quick_gelu

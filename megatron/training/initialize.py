@@ -1,7 +1,7 @@
-"""Start-up: flags to a checked configuration, then device, process groups and seeds.
+"""Start-up: parse and check the flags, then set device, process groups and random seeds.
 
-Order of collectives: the rendezvous of the default group, then one creation per group of the
-layout, the same on every rank.
+Order of collectives: the rendezvous of the default group, then the creation of each process group
+of the layout, in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from megatron.training.runtime.step_graph import StepGraph
 
 ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _PROCESS_STARTED_AT_S = time.time()
-_LAUNCHER_ENDS_RANKS_S = 5.0  # once the first of them has failed
+_LAUNCHER_ENDS_RANKS_S = 5.0  # after the first rank has failed
 
 
 def configure(
@@ -76,15 +76,15 @@ def configure(
     ignore_unknown_args: bool = False,
     parsed_args: argparse.Namespace | None = None,
 ) -> RunConfig:
-    """Parse and check the command line, or take ``parsed_args``; talks to nobody.
+    """Parse and check the command line, or check ``parsed_args``.  Local: no communication.
 
-    Raises ConfigError with every conflict.  Under --check-only prints the layout and ends the
-    program.
+    Raises ConfigError that lists every conflict.  With --check-only it prints the layout and raises
+    SystemExit.
     """
     end_with_launcher()
     survive_lost_output()
     check_faults()
-    ranks = world_size()  # first of all, as nothing is right if this is wrong
+    ranks = world_size()  # first: every later check depends on it
     if parsed_args is None:
         namespace = parse_args(
             extra_args_provider, ignore_unknown_args, argv=argv, args_defaults=args_defaults
@@ -109,9 +109,10 @@ def configure(
 
 
 def _checked(namespace: argparse.Namespace, ranks: int, problems: list[str]) -> RunConfig:
-    """The run that can start.  Raises ConfigError for flags, environment and folders together.
+    """Return the resolved configuration of the run.
 
-    ``problems`` were found before.
+    Raises one ConfigError for all problems of flags, environment and folders, including
+    ``problems``, the messages that were found before.
     """
     if namespace.virtual_ranks is None and not dist.is_initialized():
         problems = [*problems, *rendezvous_problems(os.environ, ranks)]
@@ -126,7 +127,7 @@ def _checked(namespace: argparse.Namespace, ranks: int, problems: list[str]) -> 
 
 
 def _check_kind(namespace: argparse.Namespace, defaults: Mapping[str, object]) -> None:
-    """An entry script trains one kind of model.  Raises ConfigError for another one."""
+    """Raise ConfigError if --model-kind is not the kind that this entry script trains."""
     kind = defaults.get("model_kind", namespace.model_kind)
     if namespace.model_kind != kind:
         raise ConfigError(
@@ -136,7 +137,11 @@ def _check_kind(namespace: argparse.Namespace, defaults: Mapping[str, object]) -
 
 
 def _read_layers(namespace: argparse.Namespace) -> None:
-    """Put the description of the layers itself where checkpoints will hold it."""
+    """Read the file of --heterogeneous-layers-config-path into the arguments.
+
+    Checkpoints store the arguments, so a checkpoint then contains the text of the file.  Raises
+    ConfigError if it cannot be read.
+    """
     path = namespace.heterogeneous_layers_config_path
     if path is not None and not namespace.heterogeneous_layers_config_encoded_json:
         try:
@@ -149,16 +154,19 @@ def _read_layers(namespace: argparse.Namespace) -> None:
 
 
 def start(config: RunConfig) -> Runtime:
-    """`connect`, then `create_runtime`.  Collective over all ranks."""
+    """Call `connect`, then `create_runtime`.  Collective over all ranks."""
     connect(config)
     return create_runtime(config)
 
 
 def connect(config: RunConfig) -> None:
-    """Choose the device, and create the default group.  Collective over all ranks."""
+    """Choose the device and create the default process group.  Collective over all ranks.
+
+    Raises ConfigError if the requested device is missing.
+    """
     setup_logging(config.logging.logging_level)
     if config.training.exit_signal_handler:
-        catch_stop_signal()  # from now on: one that comes during set-up is kept for the loop
+        catch_stop_signal()  # a SIGTERM during setup then stops the train loop
     local_rank = int(os.environ.get("LOCAL_RANK", config.distributed.local_rank))
     try:
         device.choose(config.distributed.device, local_rank)
@@ -187,7 +195,10 @@ def connect(config: RunConfig) -> None:
 
 
 def create_runtime(config: RunConfig) -> Runtime:
-    """Create the groups of the layout, and seed.  Collective over all ranks."""
+    """Create the process groups of the layout and the Runtime; set the random seeds.
+
+    Collective over all ranks.
+    """
     groups = create_groups(config)
     tp, pp = config.model.tensor_model_parallel_size, config.model.pipeline_model_parallel_size
     print_rank_0(f"> initialized tensor model parallel with size {tp}")
@@ -219,7 +230,10 @@ _DETERMINISTIC_NCCL = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
 
 
 def _require_determinism() -> None:
-    """Refuse kernels whose sums have no fixed order.  Raises ConfigError."""
+    """Make torch refuse kernels that sum in no fixed order.
+
+    Raises ConfigError if NCCL_ALGO names no deterministic algorithm.
+    """
     algorithm = os.environ.get("NCCL_ALGO")
     if device.is_cuda() and algorithm not in _DETERMINISTIC_NCCL:
         raise ConfigError(
@@ -240,10 +254,12 @@ def initialize_megatron(
     parsed_args: argparse.Namespace | None = None,
     store: object = None,
 ) -> None:
-    """Start-up for scripts that drive the library themselves.  Collective.
+    """Set up device, process groups, seeds and tokenizer for scripts with their own train loop.
 
-    A GPU is never needed (``allow_no_cuda``); which ranks hold the embedding follows from the
-    layout.  What was opened is closed when the program ends.
+    Collective over all ranks.  ``allow_no_cuda``, ``get_embedding_ranks``,
+    ``get_position_embedding_ranks`` and ``store`` have no effect: a GPU is never required, and the
+    layout determines which ranks hold the embeddings.  Logs and process groups are closed when the
+    program exits.  Raises ConfigError.
     """
     del allow_no_cuda, get_embedding_ranks, get_position_embedding_ranks, store
     if skip_mpu_initialization:
@@ -274,9 +290,10 @@ def _end(run: Runtime) -> None:
 
 
 def shut_down(run: Runtime | None = None) -> None:
-    """Forget the run and destroy the process groups, before the interpreter goes down.
+    """Clear the global state and destroy the process groups, before the interpreter exits.
 
-    NCCL waits with the end of a group until no CUDA graph holds a collective of it.
+    CUDA graphs are released first: NCCL does not destroy a group while a graph holds a collective
+    of that group.
     """
     for graphs in (g for chunk in (run.model_chunks if run else ()) for g in graphs_of(chunk)):
         graphs.release()
@@ -294,14 +311,14 @@ def _init_default_group(config: RunConfig) -> None:
         return
     backend = config.distributed.distributed_backend or device.default_backend()
     if not device.backend_serves(device.current().type, backend):
-        # Scripts written for a cluster name NCCL; the same script runs on a laptop.
+        # Scripts for a cluster request NCCL; they also run on a machine without a GPU.
         print_rank_0(
             f"WARNING: --distributed-backend {backend} is without effect: no GPU was found"
         )
         backend = device.default_backend()
     allocators = (os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("CUDA_", ""))
     if config.model.uses_graphs and any("expandable_segments:True" in a for a in allocators):
-        # NCCL cannot register such memory for the graphs that hold its collectives.
+        # NCCL cannot register expandable segments as buffers of captured collectives.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if config.ddp.nccl_ub and device.is_cuda():
         nccl_allocator.init()
@@ -316,14 +333,17 @@ def _init_default_group(config: RunConfig) -> None:
             world_size=world_size,
             timeout=timeout,
         )
-    else:  # no launcher: a world of one needs no rendezvous
+    else:  # no launcher: a single rank needs no rendezvous
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
 
 
 def _set_seeds(config: RunConfig, groups: ProcessGroupCollection) -> None:
-    """Streams for dropout and the data loader; initial weights need only ``seed`` itself."""
+    """Seed the random generators of this rank: dropout and the data loader use them.
+
+    Initial weights do not: they depend on --seed alone.
+    """
     seed = config.training.seed + 100 * groups.pp.rank()
     if config.training.data_parallel_random_init:
         seed += 10 * groups.dp.rank()
@@ -339,7 +359,7 @@ def _set_seeds(config: RunConfig, groups: ProcessGroupCollection) -> None:
 
 
 def fail(error: Exception) -> None:
-    """Say what went wrong in one sentence, without a traceback; the launcher repeats it."""
+    """Print ``error`` without a traceback, and write it for the launcher to repeat."""
     text = f"{type(error).__name__}: {error}"
     print(text, file=sys.stderr, flush=True)
     first, *more = text.splitlines()
@@ -347,9 +367,9 @@ def fail(error: Exception) -> None:
 
 
 def fail_before_start(error: Exception) -> None:
-    """`fail` with what all ranks have found alike, each for itself: the first one says it.
+    """Report an error that every rank has found by itself: rank 0 does so at once.
 
-    The others wait for the launcher to end them, and speak where it does not.
+    The other ranks first wait for the launcher to end them, and report the error if it does not.
     """
     if rank() != 0:
         _wait_for_the_end()
@@ -357,6 +377,6 @@ def fail_before_start(error: Exception) -> None:
 
 
 def _wait_for_the_end() -> None:
-    """Give the launcher time to end this rank once the first one has failed."""
+    """Give the launcher time to end this rank after rank 0 has failed."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(_LAUNCHER_ENDS_RANKS_S)

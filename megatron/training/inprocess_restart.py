@@ -1,6 +1,6 @@
-"""Restart inside the process, for scripts that offer it.
+"""Megatron-LM's function for in-process restart, which does nothing in this project.
 
-``--inprocess-restart`` is refused when the command line is read, so a program runs as it is.
+``--inprocess-restart`` is refused when the command line is parsed.
 """
 
 from __future__ import annotations
@@ -11,5 +11,5 @@ from collections.abc import Callable
 def maybe_wrap_for_inprocess_restart(
     pretrain: Callable[..., None],
 ) -> tuple[Callable[..., None], None]:
-    """``pretrain`` and the store to hand it: unwrapped, and None."""
+    """Return ``pretrain`` unchanged, and None in place of the store."""
     return pretrain, None

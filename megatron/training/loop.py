@@ -1,4 +1,4 @@
-"""The loop.  Everything but the step itself is a callback."""
+"""The train loop: it calls the optimizer step; everything else is a callback."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.training.step.train_step import train_step
 
 
 def train(run: Runtime) -> None:
-    """Run optimizer steps until the state, a signal or a callback says stop.
+    """Run optimizer steps until all are done, or a signal or a callback requests a stop.
 
     Collective over all ranks.
     """

@@ -1,4 +1,4 @@
-"""What rank 0 prints before training."""
+"""Log lines that rank 0 prints before training."""
 
 from __future__ import annotations
 
@@ -77,7 +77,10 @@ def _engine_computes(run: Runtime) -> bool:
 
 
 def _attention_request(config: RunConfig, comm_type: str) -> AttentionRequest:
-    """What attention needs in training with the --cp-comm-type ``comm_type`` ("" without one)."""
+    """Return the features that training needs from an attention backend.
+
+    ``comm_type`` is a value of --cp-comm-type, the empty string without context parallelism.
+    """
     model, data, kind = config.model, config.data, model_kind_of(config)
     has_sink = model.softmax_type != "vanilla"
     is_whole = comm_type in ("", "a2a") and not has_sink
@@ -110,7 +113,7 @@ def print_fused_operations(run: Runtime) -> None:
 
 
 def _unfused_operations(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Each operation that could be fused and is not, with the reason."""
+    """Yield each operation that could be fused and is not, with the reason."""
     model = config.model
     if model.gated_linear_unit and not model.bias_swiglu_fusion:
         yield "the gated activation", "--no-bias-swiglu-fusion"
@@ -174,7 +177,7 @@ def print_deepep(run: Runtime) -> None:
 
 
 def print_datetime(label: str) -> None:
-    """Print the time on rank 0, after a barrier.  Collective over all ranks."""
+    """Print ``label`` and the time on rank 0, after a barrier.  Collective over all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
     print_rank_0(f"[{label}] datetime: {time.strftime('%Y-%m-%d %H:%M:%S')} ")

@@ -1,4 +1,4 @@
-"""The path under which scripts import the estimate of memory."""
+"""Megatron-LM's import path of `report_theoretical_memory`."""
 
 from megatron.training.compat.theoretical_memory import (
     report_theoretical_memory as report_theoretical_memory,

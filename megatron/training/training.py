@@ -1,4 +1,4 @@
-"""pretrain(): from a command line to a trained model."""
+"""`pretrain`: parse the command line, set up the run, train and evaluate."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from megatron.training.startup_log import (
 )
 from megatron.training.step import evaluate as evaluation
 
-# Functions for the train loop of scripts, which import them from here.
+# Functions for scripts with their own train loop, which import them from this module.
 _TRAIN_LOOP = (
     "build_train_valid_test_data_iterators build_train_valid_test_datasets "
     "evaluate_and_print_results get_model get_optimizer_param_scheduler "
@@ -78,18 +78,20 @@ def pretrain(
     *,
     callbacks: Sequence[Callback] = (),
 ) -> None:
-    """Parse the command line, set up, train, evaluate.  Collective over all ranks.
+    """Parse the command line, set up, train and evaluate.  Collective over all ranks.
 
-    The providers are called once; ``forward_step_func(data_iterator, model)`` returns the output
-    and a function from it to the loss.  ``callbacks`` are called after the built-in ones.  A user's
-    mistake ends the program with one sentence and status 1, an exception on any rank ends all
-    ranks.
+    ``train_valid_test_dataset_provider`` is called once, ``model_provider`` once per model chunk of
+    this rank.  ``forward_step_func(data_iterator, model)`` returns the output and a function that
+    computes the loss from it.  ``callbacks`` are called after the built-in ones.
+
+    A user's error (MegatronError) ends the program with one message and exit status 1; an exception
+    on any rank ends all ranks.
     """
-    del model_type, get_embedding_ranks, get_position_embedding_ranks, store  # the layout says it
+    del model_type, get_embedding_ranks, get_position_embedding_ranks, store  # the layout decides
 
     def whole_run(*_ranks: int) -> None:
         connect(config)
-        begun: list[Runtime] = []  # empty while the groups are created
+        begun: list[Runtime] = []  # empty until create_runtime() returns
         timeout_s = 60.0 * config.distributed.distributed_timeout_minutes
 
         def finish(store: RunStore) -> None:
@@ -167,7 +169,7 @@ def _prepare_data(run: Runtime, provider: loaders.Provider) -> None:
 
 
 def _add_callbacks(run: Runtime, callbacks: Sequence[Callback]) -> None:
-    """Add the caller's own; ranks that are threads of one process each get copies."""
+    """Append the caller's callbacks; each virtual rank (a thread) gets copies."""
     is_shared = run.config.distributed.virtual_ranks is not None
     for callback in copy.deepcopy(callbacks) if is_shared else callbacks:
         run.callbacks.append(callback)

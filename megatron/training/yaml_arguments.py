@@ -1,6 +1,7 @@
-"""The model section of a run that was started from ``--yaml-cfg``, for scripts that ask for it.
+"""The model configuration of a run that was started with ``--yaml-cfg``, for scripts.
 
-A file's values stand in the arguments like the command line's: there is one way to the section.
+The arguments hold the values of the file like those of the command line, so the same function reads
+both.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from megatron.training.compat.arguments import core_transformer_config_from_args
 def core_transformer_config_from_yaml(
     args: Namespace, transfomer_key: str = "language_model"
 ) -> TransformerConfig:
-    """As `core_transformer_config_from_args`.  There is one model: its key says nothing new."""
+    """Return the same as `core_transformer_config_from_args`.
+
+    ``transfomer_key`` has no effect: a run has one model.
+    """
     del transfomer_key
     return core_transformer_config_from_args(args)
