@@ -82,8 +82,8 @@ def build_mapping(
     """Return shuffled samples of sentences: [n, 3] (first sentence, end sentence, target length).
 
     ``docs`` i64 [documents + 1]: first sentence of each document; ``sizes`` i32: tokens of each
-    sentence.  The end sentence is exclusive.  A sample has at least ``min_num_sent`` sentences and
-    ends with the sentence that reaches its target length, or with the document; if only one
+    sentence.  The end sentence is exclusive.  A sample ends with the sentence that reaches its
+    target length, after at least ``min_num_sent`` sentences, or with the document.  If only one
     sentence of the document would remain, the sample includes it.  Complete epochs are added until
     there are ``max_num_samples`` samples.  Documents with fewer than ``min_num_sent`` sentences, or
     with a sentence of more than 512 tokens, are skipped.  uint32 if every sentence number fits,

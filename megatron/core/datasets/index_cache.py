@@ -163,7 +163,7 @@ def _build(build: Callable[[], T], error_path: str) -> T:
     try:
         result = build()
     except BaseException as error:
-        text = f"{_own_name()}, {time.time_ns()}: {error!r}".encode()  # time: unique
+        text = f"{_own_name()}, {time.time_ns()}: {error!r}".encode()  # unique text
         with contextlib.suppress(OSError):
             write_atomically(error_path, lambda file: file.write(text))
         raise

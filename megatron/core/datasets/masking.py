@@ -63,7 +63,7 @@ class Words:
 
 
 def _rising(numbers: np.ndarray) -> np.ndarray:
-    """Number the runs of equal values 0, 1, 2, ... in order of position.
+    """Number the runs of equal values 1, 2, 3, ... in order of position.
 
     Sentence numbers may fall where BERT swaps segments; ``searchsorted`` needs them ascending.
     """

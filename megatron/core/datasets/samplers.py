@@ -183,7 +183,7 @@ def outlive_signals(worker_id: int) -> None:
     it when the rank exits without having shut its workers down.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # `_obey_parent` receives it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # `_obey_parent` waits for it
     threading.Thread(target=_obey_parent, daemon=True).start()
 
 

@@ -6,8 +6,8 @@ run, which do not change them; training waits before the optimizer step until th
 another call publishes in a thread.
 
 Order of collectives: only the main thread communicates.  Between steps, while a save is pending,
-one all-reduce asks whether all ranks have finished their part; so the order of collectives does not
-depend on the speed of a disk.
+one all-reduce checks whether all ranks have finished their part, so the order of collectives does
+not depend on the speed of a disk.
 
 After an exception ranks no longer reach the same collectives; `finish_apart` then completes the
 save through a key-value store.
@@ -46,11 +46,11 @@ from megatron.core.parallel.run_store import LOST_RANKS, RunStore
 
 T = TypeVar("T")
 Start = Callable[[Callable[[], None]], None]  # runs a function in another thread
-_APART = "finish_apart"  # / rank, and / verdict
+_APART = "finish_apart"  # prefix of the keys {prefix}/{rank} and {prefix}/verdict
 _BEAT_S = 1.0  # interval of the heartbeats of a rank that is still writing
 _LOOK_S = 0.05  # polling interval of the store
 _PATIENCE_S = 5.0  # time without a heartbeat of any rank after which ranks count as lost
-_WRITING_S = 600.0  # maximum time for a disk, so that one that hangs does not keep a failed run
+_WRITING_S = 600.0  # time limit of a write, so that a hanging disk does not block a failed run
 
 
 class Worker:

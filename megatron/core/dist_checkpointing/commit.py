@@ -150,8 +150,8 @@ def publish(
     ``files`` are the ranks' files in the folder; ``write_config(path)`` writes the resolved
     configuration.
 
-    Raises OSError, and CheckpointDamaged if a rank's file is missing or has another size than
-    reported.  After an error nothing is published, unless the message reports it as complete.
+    Raises OSError, and CheckpointDamaged if a rank's file is missing or its size differs from the
+    report.  After an error nothing is published, unless the message reports it as complete.
     """
     _check_still_newest(pending)
     step = pending.iteration
@@ -195,9 +195,9 @@ def publish(
 
 
 def abandon(pending: Pending) -> list[str]:
-    """Remove the temporary folder of a failed save; a later save sweeps what cannot be removed.
+    """Remove the temporary folder of a failed save; a later save removes any remainder.
 
-    Returns one message if the folder had vanished already, which explains the failure.
+    Returns one message if the folder did not exist any more, which explains the failure.
     """
     was_swept = not pending.folder.exists()
     shutil.rmtree(pending.folder, ignore_errors=True)
@@ -259,7 +259,7 @@ def sweep(root: Path, attempt: str) -> None:
 
 
 def _is_over(other: str, attempt: str) -> bool:
-    """Whether the attempt ``other`` no longer writes when ``attempt`` begins a save."""
+    """Return whether the attempt ``other`` no longer writes when ``attempt`` begins a save."""
     return other == attempt or token_of(other) < token_of(attempt)
 
 

@@ -14,10 +14,10 @@ tracker.  A user may also have set the tracker back by hand to continue from an 
 Both cases look the same, so each save stores the tracker it found at its start (text and
 modification time) in its manifest:
 
-- the text differs now: the user changed it since, and it is obeyed;
+- the text differs now: the user has changed it, and it is used;
 - text and time are equal: nobody changed it, it is outdated and the newest checkpoint is loaded;
 - equal text, other time: if it was written after the newest publish, the user wrote the same text
-  on purpose and it is obeyed; else the directory is a copy, and the tracker is outdated.
+  on purpose and it is used; else the directory is a copy, and the tracker is outdated.
 
 "Newest" is by order of publication, not by iteration: after going back from 200 to 100, the new 110
 is newer than the abandoned 200.
@@ -40,7 +40,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 _PUBLISHED = re.compile(r"iter_([0-9]{7,})")
 _LEFTOVER = re.compile(r"(?:iter_([0-9]{7,})|release)\.(tmp|old|del)-(.+)")
-_SHOWN = 40  # characters of a tracker file that holds something else
+_SHOWN = 40  # characters of an invalid tracker file in the message
 _ITERATION = re.compile(r"0*([1-9][0-9]{0,17})")  # content of the tracker file
 
 
@@ -201,7 +201,7 @@ def _named(root: Path, order: list[Found], iteration: int | None, who: str) -> F
 
 
 def _may_be_folder(path: Path) -> bool:
-    """Whether ``path`` is a folder, or its type cannot be read (for example a symlink loop)."""
+    """Return whether ``path`` is a folder, or its type is unreadable (such as a symlink loop)."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
@@ -240,7 +240,7 @@ def _publish_of(manifest: Manifest) -> tuple[int, int]:
 
 
 def _lags(tracker: Tracker, newest: Found) -> bool:
-    """Whether the tracker is outdated because the newest save was killed before replacing it."""
+    """Return whether the tracker is outdated: the newest save was killed before replacing it."""
     if newest.manifest is None:
         return False
     before = newest.manifest.tracker_before

@@ -118,8 +118,8 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
     def load(self, wanted: ShardedTensor, *, cast: bool = False) -> None:
         """Fill the views of ``wanted`` in place.
 
-        Raises CheckpointError if the tensor is missing or has another shape, or another dtype and
-        not ``cast``.
+        Raises CheckpointError if the tensor is missing, its shape differs, or its dtype differs and
+        ``cast`` is False.
         """
         stored = self._stored(wanted.key)
         problem = mismatch(wanted, stored, cast=cast)
@@ -242,7 +242,7 @@ class CheckpointReader(AbstractContextManager["CheckpointReader"]):
 
 
 def mismatch(wanted: ShardedTensor, stored: StoredTensor, *, cast: bool) -> str | None:
-    """Return why ``stored`` cannot fill ``wanted`` (both shapes or dtypes), or None."""
+    """Return an error message if ``stored`` cannot fill ``wanted`` (shape or dtype), else None."""
     shape, have = wanted.global_shape, stored.shape
     is_padded = have[1:] == shape[1:] and 0 < sum(have[:1]) - sum(shape[:1]) <= stored.max_padding
     if shape != have and not is_padded:

@@ -197,7 +197,7 @@ def finish(begun: PendingSave, group: ProcessGroup | None) -> SaveResult:
 
 
 def detach(begun: PendingSave) -> PendingSave:
-    """Return the save with copies of what a forward pass may change: Python values and buffers.
+    """Return the save with copies of the Python values and buffers that a forward pass may change.
 
     Parameters are not copied: they change only in the optimizer step.  Not collective.
     """

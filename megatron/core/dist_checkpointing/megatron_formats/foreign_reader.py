@@ -175,7 +175,7 @@ class ForeignReader(CheckpointReader):
         Main parameters of fp32 weights are left out, as they have the same values.
         """
         multiple = int(self.args.get("make_vocab_size_divisible_by") or 128)
-        padding = multiple * degree(self.args, "tensor") - 1  # rows of the vocabulary
+        padding = multiple * degree(self.args, "tensor") - 1  # most rows of vocabulary padding
         for key, (dtype, pieces) in self._found.items():
             prefix, name = split_state(key)
             is_main = prefix == f"{STATE_PREFIX}fp32_param."

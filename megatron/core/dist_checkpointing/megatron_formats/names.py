@@ -111,7 +111,7 @@ def fused_name(name: str, asked: Arguments) -> str:
     """
     is_latent = bool(asked.get("multi_latent_attention"))
     layer = split_layer(name)
-    number = layer[1] if layer else int(asked.get("num_layers") or 1) - 1  # MTP: as the last
+    number = layer[1] if layer else int(asked.get("num_layers") or 1) - 1  # MTP: as the last layer
     rules = [_LATENT if is_latent else _INPUT, _MIXER]
     if not stored_layer_has_experts(number, asked):
         rules.append(_MLP)

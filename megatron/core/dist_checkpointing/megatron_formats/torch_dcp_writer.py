@@ -3,9 +3,10 @@
 Tensors are stored with their global shape, whatever layout wrote them; the loader assembles shards.
 
 ``torch_dcp`` is the state dict of format torch.  In ``fsdp_dtensor`` optimizer state is stored by
-parameter name, and the halves of a gated MLP are two tensors, ``_w`` and ``_v``.  Its prefixes,
-halves and files are known from Megatron-LM.  The description of groups by parameter
-(``param_to_group_meta``) and the name of main parameters are inferred.
+parameter name, and the halves of a gated MLP are two tensors, ``_w`` and ``_v``.  Its key
+prefixes, these halves, and that there are no other files are known from Megatron-LM.  The
+description of groups by parameter (``param_to_group_meta``) and the name of main parameters are
+inferred.
 """
 
 from __future__ import annotations
