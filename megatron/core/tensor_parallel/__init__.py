@@ -1,4 +1,4 @@
-"""Layers, collectives and random streams of tensor parallelism."""
+"""Tensor parallelism: layers, collectives with gradients, and random number streams."""
 
 from megatron.core.lazy import lazy_exports
 

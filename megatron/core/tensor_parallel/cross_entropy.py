@@ -1,8 +1,8 @@
-"""Cross entropy over logits whose vocabulary is divided over tensor-parallel ranks.
+"""Cross entropy over logits whose vocabulary is sharded over tensor-parallel ranks.
 
-``v`` true vocabulary, ``p`` padded; a rank holds p/tp columns.  Columns of padding never enter
-the softmax, so the loss does not depend on how far a layout pads.  Collectives: one max and one
-sum over the group forward, none backward.
+``v`` true vocabulary size, ``p`` padded size; a rank holds p/tp columns.  Padding columns are not
+part of the softmax, so the loss does not depend on the padding that a layout needs.  Collectives
+over the group: one max and one sum all-reduce in forward, none in backward.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from megatron.core.tensor_parallel.layers import check_token_ids
 
 
 def true_columns(local_columns: int, vocab_size: int | None, group: ProcessGroup) -> int:
-    """How many of this rank's columns are true ids; ``vocab_size`` None means all."""
+    """Return the number of this rank's columns that are not padding.
+
+    ``vocab_size`` is the true size; None means that there is no padding.
+    """
     if vocab_size is None:
         return local_columns
     return min(max(vocab_size - group.rank() * local_columns, 0), local_columns)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """``x`` in float32, or in float64 if it is."""
+    """Return ``x`` in float32, or unchanged if it is float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -87,14 +90,17 @@ class _VocabParallelCrossEntropy(Function[Tensor]):
 def _local_index(
     target: Tensor, local_columns: int, columns: int, group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Column of each target here (0 where another rank has it), and whether it is here."""
+    """Return (index, is_mine): each target's column on this rank, and whether this rank has it.
+
+    The index is 0 where another rank has the column.
+    """
     index = target - group.rank() * local_columns
     is_mine = (index >= 0) & (index < columns)
     return index.masked_fill(~is_mine, 0), is_mine
 
 
 def _row_max(x: Tensor) -> Tensor:
-    """Max of the last dim; -inf for a rank that holds nothing but padding."""
+    """Return the maximum over the last dimension; -inf for a rank that holds padding only."""
     return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], float("-inf"))
 
 
@@ -112,10 +118,11 @@ def vocab_parallel_cross_entropy(
     tp_group: ProcessGroup,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Loss of each token in float32: logits [..., p/tp], target [...] -> [...].
+    """Return the loss of each token in float32: logits [..., p/tp], target [...] -> [...].
 
-    ``vocab_size`` is the true size where the logits carry padding.  A negative target costs
-    nothing and has no gradient.
+    ``vocab_size``: true size if the logits have padding columns.  A negative target has loss 0 and
+    no gradient.  Collective over ``tp_group`` in forward.  Raises DataError for a target outside
+    the vocabulary (on a GPU a device-side assertion).
     """
     limit = vocab_size or vocab_parallel_logits.shape[-1] * tp_group.size()
     check_token_ids(target, limit, may_ignore=True)

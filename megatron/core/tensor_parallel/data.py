@@ -1,6 +1,6 @@
-"""A batch is read by the first rank of a tensor-parallel group and sent to the others.
+"""Broadcast of a batch: rank 0 of a tensor-parallel group reads it and sends it to the others.
 
-One broadcast of sizes, then one broadcast of all values, which share a dtype.
+Order of collectives: one broadcast of all shapes, then one of all values, which share a dtype.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def broadcast_data(
     *,
     tp_group: ProcessGroup,
 ) -> dict[str, Tensor]:
-    """The tensors named ``keys`` of the group's first rank, on the device.  Collective.
+    """Broadcast the tensors ``data[key]`` from the group's rank 0; return them on the device.
 
-    ``data`` is read on the first rank only.
+    All tensors have dtype ``datatype`` and at most 5 dimensions.  ``data`` is ignored on the other
+    ranks and may be None.  Collective over ``tp_group``.
     """
     is_source, where = tp_group.rank() == 0, device.current()
     if is_source:

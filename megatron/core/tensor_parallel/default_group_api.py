@@ -1,7 +1,8 @@
-"""The collectives under the signatures that scripts know: the group may be left out.
+"""Compatibility API: collectives with Megatron-LM's signatures, in which the group is optional.
 
-The package exports these; everything inside names its group and takes the functions of the
-modules below.
+The default is the tensor-parallel group of `parallel_state`.  The package exports these functions
+for user scripts.  Code in this repository passes groups and calls the functions of `mappings`,
+`cross_entropy` and `data` directly.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ reduce_scatter_to_sequence_parallel_region = _door(
 def gather_from_sequence_parallel_region(
     input_: Tensor, tensor_parallel_output_grad: bool = True, group: ProcessGroup | None = None
 ) -> Tensor:
-    """[s/tp, ...] -> [s, ...]"""
+    """All-gather along the first dimension: [s/tp, ...] -> [s, ...].  Collective."""
     return mappings.gather_from_sequence_parallel_region(
         input_, tensor_parallel_output_grad, group=_tp(group)
     )
@@ -61,9 +62,9 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     tp_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Loss of each token in float32: logits [..., p/tp], target [...] -> [...].
+    """Return the loss of each token in float32: logits [..., p/tp], target [...] -> [...].
 
-    What a GPTModel returns as logits has -inf in the columns that pad the vocabulary.
+    Padding columns need no special treatment: the logits of a GPTModel are -inf there.  Collective.
     """
     return cross_entropy.vocab_parallel_cross_entropy(
         vocab_parallel_logits, target, label_smoothing, tp_group=_tp(tp_group)
@@ -76,5 +77,8 @@ def broadcast_data(
     datatype: torch.dtype,
     tp_group: ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors named ``keys`` of the group's first rank, on the device.  Collective."""
+    """Broadcast the tensors ``keys`` from the group's rank 0; return them on the device.
+
+    Collective.
+    """
     return broadcast(keys, data, datatype, tp_group=_tp(tp_group))

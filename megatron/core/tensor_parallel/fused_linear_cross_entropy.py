@@ -1,11 +1,12 @@
-"""The output layer and the loss of each token in one step.
+"""Output layer and cross entropy in one autograd function.
 
-``t`` tokens, ``h`` width, ``p`` this rank's rows of the padded vocabulary, ``x/tp`` a share of
-``x``.  Collectives over the group: under sequence parallelism an all-gather of the input, one max
-and one sum forward; backward those of a column layer (`linear.linear_backward`).
+``t`` tokens, ``h`` hidden size, ``p`` this rank's rows of the padded vocabulary, ``x/tp`` one
+rank's share of ``x``.  Collectives over the group: in forward an all-gather of the input (sequence
+parallelism only), then one max and one sum all-reduce; in backward those of a column-parallel layer
+(`linear.linear_backward`).
 
-In chunks, logits are there of some tokens at a time: backward computes them again, which is a
-fourth product beside the three, and adds up the gradient of the weight.
+With chunks, the logits of only some tokens exist at a time.  Backward recomputes them, which costs
+a fourth GEMM besides the usual three, and accumulates the weight gradient over chunks.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class _LinearCrossEntropy(Function[Tensor]):
         x, weight, grad_logits, ignored = ctx.saved_tensors
         call = ctx.values
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        # Tokens weigh differently: scale rows of the narrow matrices, not of the wide one.
+        # Each token's gradient has its own factor: apply it to the [t, h] matrices, which are
+        # smaller than the [t, p] logits.
         grad = grad.masked_fill(ignored, 0) / gradient_scale(x.dtype)
         scale = grad.unsqueeze(-1).to(x.dtype)
         gather = call.gather_group
@@ -117,7 +119,7 @@ class _InChunks(Function[Tensor]):
         grad_x = torch.empty_like(total_x) if ctx.needs_input_grad[0] else None
         grads: list[Tensor | None] = [None, None]
         main = params[0] if call.is_own and adds_to_main_grad(params[0]) else None
-        # In 16 bits the sum would be rounded at every chunk.
+        # A 16-bit main gradient would be rounded after every chunk: sum in float32 instead.
         adds_chunks = main is not None and main.main_grad.itemsize > 2
         for i in range(0, total_x.shape[0], chunk_size):
             rows = slice(i, i + chunk_size)
@@ -138,7 +140,10 @@ class _InChunks(Function[Tensor]):
 
 
 def _sum(total: Tensor | None, term: Tensor | None, is_elsewhere: bool) -> Tensor | None:
-    """Over chunks in float32; a ``term`` that was added to a main gradient only has the shape."""
+    """Add a chunk's gradient ``term`` to ``total`` in float32.
+
+    ``is_elsewhere``: the term was added to the main gradient already and is a placeholder.
+    """
     if term is None or is_elsewhere:
         return term
     if total is None:
@@ -159,13 +164,16 @@ def linear_cross_entropy(
     cap: float | None = None,
     chunk_size: int = 0,
 ) -> Tensor:
-    """[t, h], [p, h], [t] -> loss of each token [t] in float32; a negative target costs nothing.
+    """Return the loss of each token [t] in float32 for x [t, h], weight [p, h] and target [t].
 
-    ``weight`` is this rank's share of the vocabulary, ``num_columns`` of its rows are true.  Under
-    ``sequence_parallel`` x is this rank's rows [t/tp, h].  Where nothing else uses the weight
-    (``is_own``) its gradient can be deferred: a queue then keeps the gradient of the logits,
-    [t, p] in the compute dtype.  ``chunk_size``: tokens whose logits are there at a time,
-    0 for all.  In chunks, as with a ``bias`` [p] or a ``cap`` by tanh, nothing is deferred.
+    ``weight`` is this rank's shard of the vocabulary; its first ``num_columns`` rows are not
+    padding.  A negative target has loss 0 and no gradient.  With ``sequence_parallel``, x is
+    [t/tp, h].  ``is_own``: nothing else uses the weight, so its gradient can be deferred; a queue
+    then keeps the gradient of the logits, [t, p] in the compute dtype.  ``cap``: soft cap of the
+    logits by tanh.  ``chunk_size``: number of tokens whose logits exist at a time, 0 for all.  With
+    chunks, a ``bias`` [p] or a ``cap``, gradients are not deferred.
+
+    Collective over ``group``, also in backward.
     """
     num_tokens = target.shape[0]
     part = VocabularyPart(group, num_columns, cap)

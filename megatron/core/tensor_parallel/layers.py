@@ -1,4 +1,4 @@
-"""Linear layers and the word embedding, cut over a tensor-parallel group.
+"""Linear layers and the word embedding, sharded over a tensor-parallel group.
 
 Shapes: ``s`` tokens, ``b`` sequences, ``i``/``o`` input and output width, ``x/tp`` this rank's
 share of ``x``; ``s/tp`` appears only under sequence parallelism (SP).
@@ -11,8 +11,8 @@ gathers the input again while the input gradient is computed, then reduces that 
 (all-reduce, or reduce-scatter under SP) while the weight gradient is computed.  A row layer
 reduces its output (all-reduce, or reduce-scatter under SP).
 
-A layer of an expert (``is_expert``) does not communicate: the dispatcher of tokens brings it all
-tokens, and adds up results and input gradients of the ranks.
+A layer of an expert (``is_expert``) does not communicate: the token dispatcher gathers all tokens
+of the expert and sums outputs and input gradients over the ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron.core.tensor_parallel.tied_embedding import look_up, takes_table
 
 
 class LayerConfig(Protocol):
-    """What these layers read of a config."""
+    """The config fields that these layers read."""
 
     @property
     def params_dtype(self) -> torch.dtype: ...
@@ -153,7 +153,11 @@ class ColumnParallelLinear(_ShardedLinear):
     def forward(
         self, x: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, i] (sequence parallelism: [s/tp, b, i]) -> [s, b, o/tp], or gathered [s, b, o]."""
+        """Multiply: [s, b, i] (SP: [s/tp, b, i]) -> [s, b, o/tp], or [s, b, o] if gathered.
+
+        Also returns the bias with ``skip_bias_add``, otherwise None.  ``runtime_gather_output``
+        overrides ``gather_output``.
+        """
         weight = self.weight if weight is None else weight
         assert weight is not None, "this layer has no weight of its own: pass one"
         bias, is_own = None if self.skip_bias_add else self.bias, weight is self.weight
@@ -219,7 +223,10 @@ class RowParallelLinear(_ShardedLinear):
             self.bias = new_parameter((output_size,), config.params_dtype, info)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[s, b, i/tp] -> [s, b, o], or [s/tp, b, o] under sequence parallelism."""
+        """Multiply: [s, b, i/tp] -> [s, b, o], or [s/tp, b, o] with sequence parallelism.
+
+        Also returns the bias with ``skip_bias_add``, otherwise None.
+        """
         if not self.input_is_parallel:
             assert not self.sequence_parallel, "sequence parallelism needs a parallel input"
             x = scatter_to_tensor_model_parallel_region(x, self.tp_group)
@@ -270,14 +277,14 @@ class ReplicatedLinear(Linear):
             self.bias = new_parameter(info.global_shape, config.params_dtype, info)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[.., i] -> [.., o]"""
+        """Multiply: [.., i] -> [.., o].  No communication."""
         return linear(x, self.weight, self.bias, quantizer=self.quantizer)
 
 
 def check_token_ids(token_ids: Tensor, num_tokens: int, *, may_ignore: bool = False) -> None:
     """Raise DataError unless all ids are in [0, num_tokens); on a GPU the device asserts later.
 
-    With ``may_ignore`` a negative id is a label that does not count.
+    With ``may_ignore`` negative ids are allowed: labels without a loss.
     """
     if token_ids.is_meta or token_ids.numel() == 0:
         return
@@ -321,16 +328,23 @@ class VocabParallelEmbedding(nn.Module):
         shape = self.num_tokens, embedding_dim
         info = param_info_for(shape, init_method, over=tp_group, is_embedding_or_output=True)
         self.weight = new_parameter((self.local_size, embedding_dim), config.params_dtype, info)
-        self.is_lent = False  # to an output layer, by `tied_weight`
+        self.is_lent = False  # whether the output layer uses the weight too, by `tied_weight`
         self._table: Tensor | None = None
 
     def tied_weight(self) -> Tensor:
-        """The weight for a product, as the last lookup has read it."""
+        """Return the weight for the output layer, in the autograd graph of the last lookup.
+
+        Each lookup's graph is used once: a second call returns the plain parameter.  See
+        tied_embedding.py.
+        """
         table, self._table = self._table, None
         return self.weight if table is None else table
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[b, s] -> [b, s, h]; with ``reduce_scatter_embeddings`` [s/tp, b, h]."""
+        """Look up ids: [b, s] -> [b, s, h], with ``reduce_scatter_embeddings`` [s/tp, b, h].
+
+        Raises DataError for an id outside the vocabulary (on a GPU a device-side assertion).
+        """
         check_token_ids(token_ids, self.num_tokens)
         if self.tp_group.size() == 1:
             y = self._look_up(token_ids)

@@ -1,8 +1,8 @@
-"""The product of a linear layer, its communication hidden behind matrix products.
+"""The GEMMs of a linear layer, overlapped with their communication.
 
-Collectives, in order: under sequence parallelism (SP) the input is all-gathered before the product;
-backward it is gathered again while the input gradient is computed, then that gradient is reduced
-(all-reduce, or reduce-scatter under SP) while the weight gradient is computed.
+Collectives, in order: with sequence parallelism (SP) forward all-gathers the input before the GEMM;
+backward all-gathers it again while it computes the input gradient, then reduces that gradient
+(all-reduce, or reduce-scatter with SP) while it computes the weight gradient.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ def linear(
     sequence_parallel: bool = False,
     quantizer: Quantizer | None = None,
 ) -> Tensor:
-    """x W^T + b, in torch's own form where nobody asks for more.
+    """Compute x W^T + b.
 
-    ``group``: the input gradient is summed over it.  ``is_own``: only this layer uses the weight.
+    ``group``: ranks over which the input gradient is summed; None for a layer without collectives.
+    ``is_own``: only this layer uses the weight, so its gradient may be deferred or added to
+    ``main_grad`` here.  ``quantizer``: runs the GEMMs in low precision.  Collective over ``group``.
     """
     if quantizer is not None:
         return quantizer(x, weight, bias, group, sequence_parallel)
@@ -54,7 +56,7 @@ def linear(
 class LinearCall(NamedTuple):
     """What backward of a linear layer needs besides saved tensors; arguments as in `linear`."""
 
-    weight: Tensor  # itself, for a queue and for main_grad
+    weight: Tensor  # the parameter object, which a queue and main_grad need
     bias: Tensor | None
     is_own: bool
     group: ProcessGroup | None
@@ -76,9 +78,9 @@ class LinearCall(NamedTuple):
 
 
 class _Linear(Function[Tensor]):
-    """x W^T + b whose weight gradient may be left in a queue, where the weight ``is_own``.
+    """x W^T + b with a weight gradient that may be deferred in a queue, if the weight ``is_own``.
 
-    With ``group`` it is the matmul of a column layer, its communication hidden behind matmuls.
+    With ``group`` it is a column-parallel layer: backward overlaps communication and GEMMs.
     """
 
     @staticmethod
@@ -110,11 +112,11 @@ def linear_backward(
     partial_grad_x: Callable[[], Tensor] | None,
     call: LinearCall,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias; the latter two None where a queue has taken them.
+    """Return the gradients of input, weight and bias; the last two are None if a queue took them.
 
-    ``partial_grad_x`` computes this rank's term of the input gradient, which is summed over
-    the group of ``call`` (all-reduce, or reduce-scatter under SP) beside the weight gradient's
-    GEMM.
+    ``partial_grad_x`` computes this rank's term of the input gradient.  The terms are summed over
+    the group of ``call`` (all-reduce, or reduce-scatter with SP) while the GEMM of the weight
+    gradient runs.  Collective over that group.
     """
     is_later = is_deferred(item)
     if not is_later:
@@ -127,14 +129,17 @@ def linear_backward(
     grads = (None, None) if is_later else item.compute()
     if reducing is not None:
         reducing.wait()
-    del term  # kept until the reduction had read it
+    del term  # the reduction reads it until `wait`
     return grad_x, *grads
 
 
 def start_reduction(
     grad: Tensor, group: ProcessGroup, sequence_parallel: bool
 ) -> tuple[dist.Work, Tensor]:
-    """Begin to sum ``grad`` over the group: the work to wait for, and where the sum will be."""
+    """Start to sum ``grad`` over the group; return the work to wait for and the output tensor.
+
+    An all-reduce in place, or with ``sequence_parallel`` a reduce-scatter along dim 0.
+    """
     if not sequence_parallel:
         return dist.all_reduce(grad, group=group, async_op=True), grad
     total = grad.new_empty((grad.shape[0] // group.size(), *grad.shape[1:]))

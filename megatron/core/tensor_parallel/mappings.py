@@ -1,7 +1,8 @@
-"""Collectives of tensor parallelism with their gradients.
+"""Collectives of tensor parallelism, with gradients.
 
-``s`` tokens, ``b`` sequences, ``h`` width; ``x/tp`` is the share of ``x`` that this rank holds.
-The group is always given; in a group of one rank every function returns its input.
+``s`` tokens, ``b`` sequences, ``h`` hidden size; ``x/tp`` is the share of ``x`` that this rank
+holds.  Every communication in the table is collective over the group.  In a group of one rank all
+functions return their input.
 
     region pair           forward                                   backward
     copy                  nothing                                   all-reduce
@@ -15,7 +16,7 @@ The group is always given; in a group of one rank every function returns its inp
     reduce-scatter seq.   reduce-scatter        [s, ..] -> [s/tp, ..]   all-gather
     all-to-all            part i to rank i      [tp, ..] -> [tp, ..]    the same
 
-* ``all_gather_last_dim_from_tensor_parallel_region``: each rank's gradient is one term of a sum.
+* ``all_gather_last_dim_from_tensor_parallel_region``: each rank's gradient is a partial sum.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Move = Callable[[Tensor, T], Tensor]
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the group, in a new tensor."""
+    """Sum over the group; return a new tensor, or ``x`` itself in a group of one rank."""
     if group.size() == 1:
         return x
     total = x.clone(memory_format=torch.contiguous_format)
@@ -91,7 +92,7 @@ def _swap_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def slice_of_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
-    """This rank's part of dim 0; a view."""
+    """Return this rank's part of dim 0 as a view: [n, ...] -> [n / size, ...]."""
     share = _share(x.shape[0], group)
     return x.narrow(0, group.rank() * share, share)
 
@@ -154,47 +155,62 @@ def reduce_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> 
 
 
 def gather_from_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[..., h/tp] -> [..., h]; backward keeps this rank's slice."""
+    """All-gather the last dimension: [..., h/tp] -> [..., h]; backward keeps this rank's slice.
+
+    Use it if all ranks compute the same from the result: no gradients are summed.
+    """
     return _pair(x, group, all_gather_last_dim, _own_last_dim)
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[..., h] -> [..., h/tp]; backward gathers the slices."""
+    """Keep this rank's slice of the last dimension: [..., h] -> [..., h/tp].
+
+    No communication in forward; backward all-gathers the slices.
+    """
     return _pair(x, group, _own_last_dim, all_gather_last_dim)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[..., h/tp] -> [..., h]; backward sums the ranks' gradients of this rank's slice."""
+    """All-gather the last dimension: [..., h/tp] -> [..., h]; backward reduce-scatters.
+
+    Use it if ranks compute different things from the result: their gradients are summed.
+    """
     return _pair(x, group, all_gather_last_dim, reduce_scatter_last_dim)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the ranks, each keeping its slice: [..., h] -> [..., h/tp]."""
+    """Reduce-scatter the last dimension: [..., h] -> [..., h/tp]; backward all-gathers."""
     return _pair(x, group, reduce_scatter_last_dim, all_gather_last_dim)
 
 
 def gather_from_sequence_parallel_region(
     x: Tensor, tensor_parallel_output_grad: bool = True, *, group: ProcessGroup
 ) -> Tensor:
-    """[s/tp, ...] -> [s, ...].
+    """All-gather the first dimension: [s/tp, ...] -> [s, ...].
 
-    With ``tensor_parallel_output_grad`` each rank's gradient is one term and backward sums them
-    (reduce-scatter); without, all ranks have the whole gradient and keep their slice.
+    With ``tensor_parallel_output_grad`` each rank's gradient is a partial sum and backward
+    reduce-scatters; without, each rank has the complete gradient and keeps its slice.
     """
     back = reduce_scatter_first_dim if tensor_parallel_output_grad else _own_first_dim
     return _pair(x, group, all_gather_first_dim, back)
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[s, ...] -> [s/tp, ...]; no communication forward, backward gathers the slices."""
+    """Keep this rank's slice of the first dimension: [s, ...] -> [s/tp, ...].
+
+    No communication in forward; backward all-gathers the slices.
+    """
     return _pair(x, group, _own_first_dim, all_gather_first_dim)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the ranks, each keeping its slice: [s, ...] -> [s/tp, ...]."""
+    """Reduce-scatter the first dimension: [s, ...] -> [s/tp, ...]; backward all-gathers."""
     return _pair(x, group, reduce_scatter_first_dim, all_gather_first_dim)
 
 
 def all_to_all_first_dim(x: Tensor, group: ProcessGroup) -> Tensor:
-    """[size, ...]: part i goes to rank i, and part i of the result came from rank i."""
+    """Run an all-to-all over dim 0, [size, ...]: part i is sent to, and received from, rank i.
+
+    Backward runs the same all-to-all on the gradient.
+    """
     return _pair(x, group, _swap_first_dim, _swap_first_dim)

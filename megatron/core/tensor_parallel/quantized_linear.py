@@ -1,15 +1,20 @@
-"""Linear layers whose three products take numbers of 8 or 4 bits.
+"""Linear layers with fp8 or fp4 GEMMs: forward, input gradient and weight gradient.
 
-``t`` tokens, ``i``/``o`` input and output width of this rank's matrix; x [t, i], weight [o, i],
-gradient g [t, o].  Forward x W^T, backward g W and g^T x, all by `low_precision.product`, which
-scales along the width that it sums over: where a block has a scale, x and g are quantised once for
-the row products and once, along the tokens, for the weight gradient.
+``t`` tokens, ``i``/``o`` input and output width of this rank's weight; x [t, i], weight [o, i],
+output gradient g [t, o].  Forward computes x W^T, backward g W and g^T x, all by
+`low_precision.product`.  Scales of blocks must run along the dimension that a GEMM sums over, so
+recipes with blocks quantise x and g twice: along the width for x W^T and g W, and along the tokens
+for g^T x.
 
-Collectives, beside those of `linear`: under sequence parallelism the codes of x are gathered in its
-place.  Where one scale serves the whole matrix, largest values are reduced over ``amax_group``, the
-ranks that hold other parts of a micro-batch's matrices: the weight's when it has changed, those of
-x and g in steps without a history, that of x under sequence parallelism without a history.
-`update_amax_histories` reduces those of all layers at the end of a step.
+Collectives, in addition to those of `linear`.  With sequence parallelism, the quantised x is
+all-gathered instead of x.  With one scale per tensor, amax values are max-reduced over
+``amax_group``, the ranks that hold other parts of a micro-batch's tensors:
+
+- of the weight, after each change;
+- of x and g with delayed scaling, as long as the history is empty;
+- of x with current scaling (no history) and sequence parallelism.
+
+`update_amax_histories` reduces the amax values of all layers at the end of a step.
 """
 
 from __future__ import annotations
@@ -37,33 +42,38 @@ from megatron.core.tensor_parallel.weight_gradient import (
     adds_to_main_grad,
 )
 
-_INPUT, _GRADIENT = 0, 1  # rows of a history
+_INPUT, _GRADIENT = 0, 1  # rows of an amax history
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the operands of a layer are quantised."""
+    """Quantisation settings of the GEMM operands of a layer."""
 
-    forward: FloatFormat  # of inputs and weights
-    backward: FloatFormat  # of gradients
-    block: int | None = None  # values in a row that share a scale; None: all of the matrix
-    has_square_blocks: bool = True  # of weights: one quantisation serves both orientations
-    wgrad: bool = True  # the weight gradient's product too
-    history: int = 0  # steps whose largest values decide the scale; 0: the matrix's own
-    takes_max: bool = False  # of the history, instead of the newest
-    margin: int = 0  # powers of two above the largest value of the history
+    forward: FloatFormat  # format of inputs and weights
+    backward: FloatFormat  # format of gradients
+    block: int | None = None  # values in a row that share a scale; None: one scale per tensor
+    has_square_blocks: bool = True  # weight blocks: both orientations use the same quantisation
+    wgrad: bool = True  # quantise the GEMM of the weight gradient too
+    history: int = 0  # length of the amax history in steps; 0: scale by the tensor's own amax
+    takes_max: bool = False  # use the maximum of the history instead of its newest value
+    margin: int = 0  # extra headroom of delayed scales, in powers of two
 
     @property
     def is_fp4(self) -> bool:
-        """Whether gradients are rounded at random, and outliers spread before the last product."""
+        """Whether the format is fp4.
+
+        Gradients are then rounded stochastically, and the operands of the weight gradient are
+        multiplied by an orthogonal matrix that spreads outliers.
+        """
         return self.forward is E2M1
 
 
 class LinearQuantizer(nn.Module):
-    """Does the products of one linear layer; holds what its recipe remembers.
+    """Runs the GEMMs of one linear layer in low precision; holds amax histories and cached weights.
 
-    ``amax_history`` [2, steps]: the largest input and gradient of each step over all micro-batches
-    and ranks, newest first; zero where there was no step yet.
+    ``amax_history`` [2, steps]: amax of inputs and of gradients in each step, over all
+    micro-batches and ranks, newest first; 0 for steps that have not happened.  ``amax`` [2]: those
+    of the current step so far, on this rank.
     """
 
     amax_history: Tensor
@@ -74,19 +84,18 @@ class LinearQuantizer(nn.Module):
     ) -> None:
         super().__init__()
         self.recipe, self.amax_group, self.is_expert = recipe, amax_group, is_expert
-        self._kept: dict[bool, Scaled] = {}  # the quantised weight, by orientation
-        self._kept_of: tuple[int, int] | None = None
+        self._kept: dict[bool, Scaled] = {}  # cached quantised weight; key: transposed blocks
+        self._kept_of: tuple[int, int] | None = None  # address and version of the cached weight
         self.keeps_transposed = False  # --keep-fp8-transpose-cache
-        self._transposed: Scaled | None = None  # [i, o] in rows, of the step so far
+        self._transposed: Scaled | None = None  # contiguous transposed weight [i, o] of this step
         if recipe.history:
             zeros = torch.zeros(2, recipe.history, device=weight.device)
             self.register_buffer("amax_history", zeros)
             set_info(
                 self.amax_history, ParamInfo(global_shape=(2, recipe.history), is_expert=is_expert)
             )
-            # Of the step so far, on this rank.
             self.register_buffer("amax", zeros.new_zeros(2), persistent=False)
-        self._is_warm = [False, False]
+        self._is_warm = [False, False]  # whether the rows of the history have a value
 
     def forward(
         self,
@@ -96,11 +105,15 @@ class LinearQuantizer(nn.Module):
         group: ProcessGroup | None,
         sequence_parallel: bool,
     ) -> Tensor:
-        """x W^T + b; the arguments are those of `linear`."""
+        """Compute x W^T + b; arguments and collectives as in `linear`."""
         return _QuantizedLinear.apply(x, weight, bias, self, group, sequence_parallel)
 
     def rows(self, which: int, x: Tensor, *, is_gathered: bool = False) -> Scaled:
-        """``x`` [t, w] for a product over w; ``is_gathered``: with the rows of other ranks."""
+        """Quantise ``x`` [t, w] for a GEMM that sums over w.
+
+        ``which``: _INPUT or _GRADIENT.  ``is_gathered``: ranks all-gather the result, so their
+        scales must be equal.  May be collective over ``amax_group``, as described above.
+        """
         recipe, to = self.recipe, self._format(which)
         if recipe.block is not None:
             at_random = recipe.is_fp4 and which == _GRADIENT
@@ -110,7 +123,7 @@ class LinearQuantizer(nn.Module):
             return quantize(x, to, amax=self._agreed(amax) if is_gathered else amax)
         past = self.amax_history[which]
         known = past.amax() if recipe.takes_max else past[0]
-        # Asks a GPU, as long as there is no history.
+        # This synchronises with a GPU, but only as long as the history is empty.
         self._is_warm[which] = self._is_warm[which] or bool(known > 0)
         if self._is_warm[which]:
             scaled, amax = quantize_and_look(x, to, known, recipe.margin)
@@ -130,7 +143,11 @@ class LinearQuantizer(nn.Module):
         return amax
 
     def columns(self, which: int, x: Tensor, group: ProcessGroup | None = None) -> Scaled:
-        """``x`` [t, w] for a product over t, where blocks have scales."""
+        """Quantise ``x`` [t, w] for a GEMM that sums over t; only for recipes with blocks.
+
+        Raises ConfigError if, with sequence parallelism (``group``), a block would contain tokens
+        of two ranks.
+        """
         recipe, size = self.recipe, self.recipe.block
         assert size is not None, "one scale serves both directions"
         if group is not None and len(x) % size:
@@ -144,13 +161,13 @@ class LinearQuantizer(nn.Module):
         return quantize(x, self._format(which), (size, 1), at_random=at_random)
 
     def weight(self, weight: Tensor, *, transposed: bool = False) -> Scaled:
-        """[o, i] or [i, o] for a product over the last.
+        """Quantise the weight [o, i], or ``transposed`` [i, o], for a GEMM over the last dimension.
 
-        It is kept until the weight changes, where a data-parallel wrapper keeps whole weights:
-        ``main_grad`` says so, and its optimizer and its gathers move the weight's version.  With
-        ``keeps_transposed`` the codes of [i, o] are kept in rows until then, under any wrapper at
-        most until `update_amax_histories`: backward passes, which alone ask for them, belong to a
-        step.
+        Lifetime of the cache: under a data-parallel wrapper that keeps complete weights, which
+        ``main_grad`` indicates, the result is cached until the weight changes (optimizer steps and
+        parameter all-gathers increase its version).  With ``keeps_transposed`` a contiguous copy of
+        the transposed weight is cached too, under any wrapper, at most until
+        `update_amax_histories`: only backward passes use it, and these end with the step.
         """
         state = weight.data_ptr(), weight._version
         is_whole = hasattr(weight, "main_grad")
@@ -167,11 +184,14 @@ class LinearQuantizer(nn.Module):
         return self._transposed
 
     def forget_transposed(self) -> None:
-        """The weight may change: drop what ``keeps_transposed`` has kept of it."""
+        """Drop the cached transposed weight, because the weight may change."""
         self._transposed = None
 
     def _quantized(self, weight: Tensor, kept: dict[bool, Scaled], transposed: bool) -> Scaled:
-        """The codes of ``weight``: as it is stored, from ``kept`` by orientation, or put there."""
+        """Return the quantised weight: the all-gathered codes, the one in ``kept``, or a new one.
+
+        A new one is added to ``kept``.
+        """
         gathered = getattr(weight, "gathered_codes", None)
         if gathered is not None and gathered.version == weight._version:
             stored: Scaled = gathered.scaled
@@ -196,18 +216,17 @@ class LinearQuantizer(nn.Module):
 
 
 def quantizers_of(models: Sequence[nn.Module]) -> list[LinearQuantizer]:
-    """Those of all layers."""
+    """Return the quantizers of all layers of ``models``."""
     return [m for model in models for m in model.modules() if isinstance(m, LinearQuantizer)]
 
 
 @torch.no_grad()
 def update_amax_histories(models: Sequence[nn.Module], groups: ProcessGroupCollection) -> None:
-    """Close a step: histories take its largest values, over all micro-batches and ranks.
+    """Append the amax values of the step, over all micro-batches and ranks, to the histories.
 
-    Transposed weights that were kept for its backward passes are dropped.
-
-    A layer that saw nothing, or what is not finite, repeats its newest.  Collective over tp_dp_cp,
-    and those of experts over expt_tp and expt_dp.
+    Call it at the end of each step.  A layer without tokens or with a non-finite amax repeats its
+    newest value.  Drops cached transposed weights.  Collective over tp_dp_cp, and for experts over
+    expt_tp and expt_dp.
     """
     found = quantizers_of(models)
     for quantizer in found:
@@ -231,11 +250,11 @@ def update_amax_histories(models: Sequence[nn.Module], groups: ProcessGroupColle
 class _QuantizedCall(NamedTuple):
     linear: LinearCall
     quantizer: LinearQuantizer
-    block: Block | None  # of the codes of x that are saved
+    block: Block | None  # block shape of the saved quantised x
 
 
 class _QuantizedLinear(Function[Tensor]):
-    """Keeps for backward the codes of x that the weight gradient takes, or x where it takes x."""
+    """Saves for backward x as the GEMM of the weight gradient needs it: quantised or not."""
 
     @staticmethod
     def forward(
@@ -288,7 +307,7 @@ class _QuantizedLinear(Function[Tensor]):
 
 
 class _ScaledWeightGrad(WeightGrad):
-    """`WeightGrad` of quantised operands; the codes of x are gathered as bytes."""
+    """`WeightGrad` with quantised operands; the codes of x are all-gathered as bytes."""
 
     def __init__(
         self,
@@ -300,7 +319,7 @@ class _ScaledWeightGrad(WeightGrad):
         *,
         group: ProcessGroup | None,
     ) -> None:
-        # A queue need not keep the gradient itself, unless its sum is still to be taken.
+        # A queue keeps the unquantised gradient only if the bias gradient, its sum, needs it.
         grad = codes.codes if bias is None else grad
         super().__init__(weight, bias, grad, x.codes.view(torch.uint8), group=group, is_own=True)
         self._codes, self._scaled = codes, x
@@ -322,7 +341,7 @@ class _ScaledWeightGrad(WeightGrad):
 
 
 def _gathered(rows: Scaled, group: ProcessGroup) -> Scaled:
-    """The rows of all ranks.  Collective: bytes of codes, and scales where rows have their own."""
+    """All-gather the rows: codes as bytes, and scales if they belong to blocks.  Collective."""
     codes = all_gather_first_dim(rows.codes.view(torch.uint8), group).view(rows.codes.dtype)
     scale = rows.scale if rows.block is None else all_gather_first_dim(rows.scale, group)
     return Scaled(codes, scale, rows.block)

@@ -33,7 +33,7 @@ R = TypeVar("R")
 MODEL_PARALLEL_STREAM = "model-parallel-rng"
 DATA_PARALLEL_STREAM = "data-parallel-rng"
 EXPERT_PARALLEL_STREAM = "expert-parallel-rng"
-CONTEXT_PARALLEL_STREAM = "context-parallel-rng"  # only where sequences are divided
+CONTEXT_PARALLEL_STREAM = "context-parallel-rng"  # exists with context parallelism only
 # Offsets between the seeds of the streams: fixed, since resumed runs continue the streams.
 _TENSOR_OFFSET = 2718
 _EXPERT_OFFSET = 1024
@@ -41,7 +41,7 @@ _CONTEXT_OFFSET = 100_000
 
 
 class RNGStatesTracker:
-    """Named streams of random numbers on this process's device."""
+    """Named random number streams on this process's device."""
 
     def __init__(self) -> None:
         self._streams: dict[str, device.RandomStream] = {}
@@ -49,27 +49,27 @@ class RNGStatesTracker:
         self._capturable = False
 
     def reset(self, *, capturable: bool = False) -> None:
-        """Forget all streams; those to come may be drawn from in a `device.Graph`, or not."""
+        """Remove all streams.  ``capturable``: CUDA graphs may use streams added later."""
         self._streams, self._seeds, self._capturable = {}, {}, capturable
 
     def is_initialized(self) -> bool:
-        """Whether there is any stream."""
+        """Return whether any stream exists."""
         return bool(self._streams)
 
     def has(self, name: str) -> bool:
-        """Whether there is a stream ``name``."""
+        """Return whether stream ``name`` exists."""
         return name in self._streams
 
     def streams(self) -> list[device.RandomStream]:
-        """All of them."""
+        """Return all streams."""
         return list(self._streams.values())
 
     def get_states(self) -> dict[str, Tensor]:
-        """A copy of every stream's state, for a checkpoint."""
+        """Return a copy of every stream's state by name, for a checkpoint."""
         return {name: stream.get_state() for name, stream in self._streams.items()}
 
     def set_states(self, states: dict[str, Tensor]) -> None:
-        """Continue the streams of a checkpoint."""
+        """Restore the streams of a checkpoint; streams that it does not have are removed."""
         before, self._streams = self._streams, {}
         for name, state in states.items():
             if name in before:  # captured CUDA graphs refer to this object: set its state in place
@@ -79,7 +79,7 @@ class RNGStatesTracker:
                 self._streams[name] = device.RandomStream(state, capturable=self._capturable)
 
     def add(self, name: str, seed: int) -> None:
-        """Begin stream ``name``.  Two streams never share a seed."""
+        """Create stream ``name``.  Name and seed must not be in use by another stream."""
         assert seed not in self._seeds.values(), f"seed {seed} is taken by another stream"
         assert name not in self._streams, f"stream {name} exists"
         before = device.rng_state()
@@ -89,18 +89,18 @@ class RNGStatesTracker:
         device.set_rng_state(before)
 
     def fork(self, name: str = MODEL_PARALLEL_STREAM) -> contextlib.AbstractContextManager[None]:
-        """Draw from stream ``name`` inside the block."""
+        """Return a context manager in which random numbers come from stream ``name``."""
         assert name in self._streams, f"no stream {name}: model_parallel_seed comes first"
         return self._streams[name].drawing()
 
 
-CudaRNGStatesTracker = RNGStatesTracker  # the name that scripts know
+CudaRNGStatesTracker = RNGStatesTracker  # Megatron-LM's name
 _tracker = RNGStatesTracker()
 each_rank_owns(__name__, "_tracker")
 
 
 def get_rng_tracker() -> RNGStatesTracker:
-    """The streams of this process."""
+    """Return the tracker of this rank's streams."""
     return _tracker
 
 
@@ -137,7 +137,10 @@ def model_parallel_cuda_manual_seed(
     inference_rng_tracker: bool = False,
     use_cudagraphable_rng: bool = False,
 ) -> None:
-    """`model_parallel_seed` for scripts."""
+    """Seed all streams; Megatron-LM's call, with the ranks of `parallel_state`.
+
+    The flags for random state trackers only make the streams usable in CUDA graphs.
+    """
     groups = parallel_state.current()
     model_parallel_seed(
         seed,
@@ -152,7 +155,7 @@ def model_parallel_cuda_manual_seed(
 def fork_if(
     condition: bool, name: str = MODEL_PARALLEL_STREAM
 ) -> contextlib.AbstractContextManager[None]:
-    """`RNGStatesTracker.fork` where ``condition`` holds and the stream exists."""
+    """Return `RNGStatesTracker.fork` if ``condition`` holds and the stream exists, else no-op."""
     if condition and _tracker.has(name):
         return _tracker.fork(name)
     return contextlib.nullcontext()
@@ -194,17 +197,17 @@ def _replayed(states: _States) -> Iterator[None]:
         _set_all_rng_states(now)
 
 
-_SAVED = object()  # in the place of a tensor, which autograd saves
+_SAVED = object()  # placeholder of a tensor argument, which autograd saves
 
 
 class _Call:
-    """A function, its arguments but tensors, and the random states before it ran."""
+    """A function, its arguments that are not tensors, and the random states before it ran."""
 
     def __init__(self, function: Callable[..., object], args: Sequence[object]) -> None:
         self.function = function
         self._states = _all_rng_states()
         self._args = [_SAVED if torch.is_tensor(arg) else arg for arg in args]
-        self.again: tuple[tuple[object, ...], list[object]] | None = None  # what `run_again` gave
+        self.again: tuple[tuple[object, ...], list[object]] | None = None  # result of `run_again`
 
     def run_again(
         self, tensors: Sequence[Tensor], needs_grad: Sequence[bool]
@@ -222,8 +225,8 @@ class _Call:
 
 class _CheckpointCall(NamedTuple):
     call: _Call
-    group: ProcessGroup | None  # that shares the first tensor,
-    shape: torch.Size  # which has this shape
+    group: ProcessGroup | None  # ranks over which the first tensor is saved in shards
+    shape: torch.Size  # shape of the first tensor
 
 
 class _Checkpoint(Function[R], Generic[R]):
@@ -296,10 +299,11 @@ def checkpoint(
     *args: object,
     tp_group: ProcessGroup | None = None,
 ) -> R:
-    """``function(*args)``, computed again in backward instead of keeping its activations.
+    """Return ``function(*args)`` without saving its activations; backward recomputes them.
 
-    Random streams are replayed.  With ``distribute_saved_activations`` each rank of ``tp_group``
-    keeps its share of the first tensor only; backward is then collective over the group.
+    The recomputation samples the same random numbers.  With ``distribute_saved_activations`` each
+    rank of ``tp_group`` saves only its shard of the first tensor argument, which must be the same
+    on all ranks; backward is then collective over the group.
     """
     assert not distribute_saved_activations or tp_group is not None, "which group shares it?"
     group = tp_group if distribute_saved_activations else None
@@ -322,14 +326,14 @@ class CheckpointWithoutOutput:
         self._outputs: tuple[Tensor, ...] = ()
 
     def checkpoint(self, function: Callable[..., R], *args: object) -> R:
-        """Run ``function`` without keeping its activations."""
+        """Run ``function`` without saving its activations; return its result."""
         result: R = _CheckpointWithoutOutput.apply(function, self, *_with_gradient(args))
         outputs = result if isinstance(result, tuple) else (result,)
         self._outputs = tuple(o for o in outputs if isinstance(o, Tensor))
         return result
 
     def discard_output_and_register_recompute(self, hook_tensor: Tensor) -> None:
-        """Free the output now; fill it again when the gradient of ``hook_tensor`` arrives."""
+        """Free the output now; recompute it when the gradient of ``hook_tensor`` is computed."""
         if not hook_tensor.requires_grad:
             return
         for output in self._outputs:
@@ -349,7 +353,7 @@ class CheckpointWithoutOutput:
 
 
 def _resize_storage(tensor: Tensor, num_bytes: int) -> None:
-    """Resize in place, for all views, as an operation that memory tracers see."""
+    """Resize the storage in place, by a torch operation, so that memory tracers see it."""
     torch.ops.inductor.resize_storage_bytes_(tensor, num_bytes)
 
 

@@ -1,7 +1,8 @@
-"""Rows of a table that an output layer multiplies with too: one gradient of both uses.
+"""Embedding lookup in a weight that the output layer uses too (tied embeddings).
 
-Alone the gradient of a lookup is as large as the table, and mostly zeros to be written and added.
-Here its rows go straight into the gradient of the product.  ``t`` tokens, ``h`` width.
+Autograd alone would create a gradient of the complete weight for the lookup, mostly zeros, and add
+it to the output layer's.  Here backward adds the rows of the lookup's gradient directly to the
+output layer's gradient.  ``t`` tokens, ``h`` hidden size, ``p`` rows of the weight.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from torch import Tensor
 
 from megatron.core.autograd import Context, Function
 
-Lookups = list[tuple[Tensor, Tensor]]  # ids and gradients of what was read, of one backward pass
+Lookups = list[tuple[Tensor, Tensor]]  # (ids [t], gradients [t, h]) of one backward pass
 
 
 class _Table(Function[Tensor]):
-    """The weight itself.  Its backward pass comes after those of all who use it."""
+    """Return the weight.  Autograd runs its backward after those of the lookup and output layer."""
 
     @staticmethod
     def forward(ctx: Context[tuple[Tensor, Lookups]], weight: Tensor, lookups: Lookups) -> Tensor:
@@ -27,9 +28,9 @@ class _Table(Function[Tensor]):
     @staticmethod
     def backward(ctx: Context[tuple[Tensor, Lookups]], grad: Tensor | None) -> tuple[Tensor, None]:
         weight, lookups = ctx.values
-        if grad is None:  # nothing was multiplied
+        if grad is None:  # the output layer was not used
             grad = torch.zeros_like(weight)
-        grad = grad.contiguous()  # of its own memory: an expanded one is copied
+        grad = grad.contiguous()  # an expanded gradient shares memory between rows: copy it
         while lookups:
             _add_rows(grad, *lookups.pop())
         return grad, None
@@ -49,20 +50,23 @@ class _LookUp(Function[Tensor]):
 
 
 def takes_table(weight: Tensor) -> bool:
-    """Whether `look_up` is of use: not on a GPU, which would add rows in any order."""
+    """Return whether to use `look_up`: not on a GPU, which adds rows in nondeterministic order."""
     is_used = torch.is_grad_enabled() and weight.requires_grad
     return is_used and weight.is_cpu and not torch.compiler.is_compiling()
 
 
 def look_up(ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of ``weight`` [p, h], and the weight to multiply with."""
+    """Return the rows ``ids`` of ``weight`` [p, h], and the weight to use in the output layer."""
     lookups: Lookups = []
     table = _Table.apply(weight, lookups)
     return _LookUp.apply(ids, table, lookups), table
 
 
 def _add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
-    """Add ``rows`` [t, h], those of an id summed up in float32 at its first place in order."""
+    """Add ``rows`` [t, h] to the rows ``ids`` of ``total``.
+
+    Rows of the same id are first summed in float32, at the id's first place in sorted order.
+    """
     places = ids.sort().values
     dtype = torch.promote_types(rows.dtype, torch.float32)
     sums = torch.zeros(rows.shape, dtype=dtype, device=rows.device)

@@ -32,9 +32,9 @@ _living: weakref.WeakSet[WeightGradQueue] = weakref.WeakSet()
 
 
 class MainGradParameter(nn.Parameter):
-    """What the type checker knows of a parameter to whose main gradient a layer adds.
+    """Type of parameters with a main gradient, for the type checker only.
 
-    No object has this class: `distributed.grad_buffer` gives parameters these attributes.
+    No object has this class: `distributed.grad_buffer` sets these attributes on parameters.
     """
 
     main_grad: Tensor
@@ -67,7 +67,7 @@ class WeightGrad:
 
     @property
     def params(self) -> list[Tensor]:
-        """The parameters that wait for their gradients."""
+        """The parameters whose gradients are to be computed."""
         return [p for p in (self.weight, self.bias) if p is not None]
 
     def start(self) -> None:
@@ -79,7 +79,10 @@ class WeightGrad:
             self.group = None
 
     def compute(self) -> tuple[Tensor | None, Tensor | None]:
-        """Gradient of the weight, or a placeholder if it was added to `main_grad`; of the bias."""
+        """Return the gradients of weight and bias.
+
+        The weight's is a placeholder if it was added to ``main_grad``.  Collective like `start`.
+        """
         self.start()
         if self._gathering is not None:
             self._gathering.wait()
@@ -94,12 +97,12 @@ class WeightGrad:
 
 
 def adds_to_main_grad(weight: Tensor | None) -> TypeGuard[MainGradParameter]:
-    """Whether the wrapper lets a layer add to ``weight.main_grad`` (`distributed.grad_buffer`)."""
+    """Return whether a layer may add to ``weight.main_grad`` (see `distributed.grad_buffer`)."""
     return hasattr(weight, "overwrite_main_grad")
 
 
 def has_main_grad(param: nn.Parameter) -> TypeGuard[MainGradParameter]:
-    """Whether a data-parallel wrapper keeps the gradient of ``param`` in a buffer."""
+    """Return whether a data-parallel wrapper keeps the gradient of ``param`` in a buffer."""
     return hasattr(param, "main_grad")
 
 
@@ -221,16 +224,16 @@ def _is_output_layer(param: Tensor) -> bool:
 
 
 def _collecting() -> WeightGradQueue | None:
-    """The queue that backward passes of this thread fill."""
+    """Return the queue that backward passes of this thread fill, None outside `collecting`."""
     return torch._C._get_obj_in_tls(_QUEUE) if torch._C._is_key_in_tls(_QUEUE) else None
 
 
 def may_be_deferred() -> bool:
-    """Whether there is a queue that may ask for gradients later."""
+    """Return whether a queue exists, so that backward may defer weight gradients."""
     return bool(_living)
 
 
 def is_deferred(item: WeightGrad) -> bool:
-    """Whether a queue has taken ``item``; else the caller computes it."""
+    """Offer ``item`` to this thread's queue; return whether it took it, else compute it at once."""
     queue = _collecting()
     return queue is not None and item.is_own and bool(item.params) and queue.takes(item)
