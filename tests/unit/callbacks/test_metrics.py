@@ -71,8 +71,10 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 @pytest.mark.feature("Logging: console, TensorBoard and a JSON-lines file show the same numbers")
 def test_all_places_get_the_same_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # On a busy machine the measured peak has a problem, and there is no MFU.
+    monkeypatch.setattr(metrics_module, "device_peak", lambda dtype: Peak(1e9, "made up"))
     run = fake_run(
         f"--log-throughput --log-params-norm --log-num-zeros-in-grad "
         f"--tensorboard-dir {tmp_path / 'tb'} --log-validation-ppl-to-tensorboard"
