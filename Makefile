@@ -3,13 +3,20 @@
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help check format test test-dist test-slow test-host-gpu fuzz fuzz-reshard fuzz-files kill soak bench docs quickstart
+# Processes that run tests: many tests wait for their ranks.  WORKERS=1 is pytest without xdist.
+WORKERS ?= 2
+PYTEST = -m pytest -q $(if $(filter-out 1,$(WORKERS)),-n $(WORKERS) --dist worksteal)
+
+.PHONY: help check format test test-unit test-dist test-slow test-all test-host-gpu fuzz fuzz-reshard \
+	fuzz-files kill soak bench docs quickstart
 
 help:
 	@echo "make check       ruff, mypy, the laws of the repository"
-	@echo "make test        all tests"
+	@echo "make test        all tests but the slow ones; WORKERS=2 processes run them"
+	@echo "make test-unit   the fast half of them: laws of the repository, units, golden files"
 	@echo "make test-dist   the multi-process tests only"
-	@echo "make test-slow   layouts that test leaves out, each of which shows few more pairs"
+	@echo "make test-slow   more random layouts, and layouts that each show few more pairs"
+	@echo "make test-all    test, test-slow, then fuzzing, kills and the soak"
 	@echo "make test-host-gpu  whole runs on a device that computes on the host: the ways of a GPU"
 	@echo "make fuzz N=200  random layouts against one process; FIRST=0 is the first seed, OF=t5 in all"
 	@echo "make fuzz-reshard N=50  random pairs of layouts: saved in one, loaded in the other"
@@ -31,13 +38,24 @@ format:
 	@python=$$(tools/env.sh) && $$python -m ruff check --fix . && $$python -m ruff format .
 
 test:
-	@python=$$(tools/env.sh) && $$python -m pytest -q tests
+	@python=$$(tools/env.sh) && $$python $(PYTEST) tests
+
+test-unit:
+	@python=$$(tools/env.sh) && $$python $(PYTEST) tests/repo tests/unit tests/golden
 
 test-dist:
-	@python=$$(tools/env.sh) && $$python -m pytest -q tests/distributed tests/functional
+	@python=$$(tools/env.sh) && $$python $(PYTEST) tests/distributed tests/functional
 
 test-slow:
-	@python=$$(tools/env.sh) && $$python -m pytest -q -m slow tests
+	@python=$$(tools/env.sh) && $$python $(PYTEST) -m slow tests
+
+test-all:
+	@python=$$(tools/env.sh) && $$python $(PYTEST) -m "slow or not slow" tests
+	@$(MAKE) -s fuzz N=30 FIRST=20
+	@$(MAKE) -s fuzz-reshard N=10
+	@$(MAKE) -s fuzz-files N=500
+	@$(MAKE) -s kill N=30
+	@$(MAKE) -s soak
 
 test-host-gpu:
 	@python=$$(tools/env.sh) && $$python -m tests.host_gpu pytest -q tests/functional
