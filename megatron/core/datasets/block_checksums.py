@@ -104,7 +104,7 @@ class Checksums:
 
     @classmethod
     def of_files(cls, path_prefix: str) -> Checksums:
-        """Compute the checksums of a file pair without .crc; reads both files completely."""
+        """Compute the checksums of an existing .bin/.idx pair; reads both files completely."""
         return cls.of(*(_crcs_of(path(path_prefix)) for path in (get_bin_path, get_idx_path)))
 
     def write(self, path_prefix: str) -> None:

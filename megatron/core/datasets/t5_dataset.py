@@ -75,7 +75,7 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
     def _find_sentinels(self) -> np.ndarray:
         """Return the ids of the sentinel tokens.
 
-        Raises ConfigError if there are fewer than an average sample needs.
+        Raises ConfigError if there are fewer than a sample of maximum length needs on average.
         """
         sentinels = getattr(self.config.tokenizer, "additional_special_tokens_ids", None) or ()
         most = self._num_hidden(self._longest_text)

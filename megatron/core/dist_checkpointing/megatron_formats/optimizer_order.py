@@ -114,7 +114,7 @@ def group_of(name: str, num_dims: int, asked: Arguments) -> tuple[float, bool]:
 def numbered_groups(
     known: Sequence[StateDict], params: Sequence[tuple[str, int]], asked: Arguments
 ) -> list[tuple[StateDict, list[str]]]:
-    """Return the groups with the numbers and the names of their ``params``, as they first appear.
+    """Return (group with its parameter numbers, names) pairs, in order of first appearance.
 
     ``params``: name and number of dimensions, in the order of the model.
     """
