@@ -1,1 +1,1 @@
-"""One optimizer step, and evaluation."""
+"""Train step and evaluation."""

@@ -1,4 +1,4 @@
-"""The losses that layers add to the model's own, for the log: of experts, of tokens ahead."""
+"""Auxiliary losses of a step, for the log: of expert layers and of multi-token prediction."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ Taken = list[tuple[int, str, Tensor]]  # layer index, name, sum over micro-batch
 def added_losses(
     run: Runtime, num_microbatches: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Auxiliary losses of a step by name: of experts, of single layers of experts, and of MTP.
+    """Return the auxiliary losses of a step by name.  Collective over all ranks.
 
-    The last are this rank's [sum, count].  Collective over all ranks.
+    Three dictionaries: the losses of expert layers averaged over layers; those of single layers,
+    with --moe-per-layer-logging; the losses of multi-token prediction, as this rank's [sum, count].
     """
     taken = [
         (losses.layer_index, name, value)
@@ -34,10 +35,11 @@ def added_losses(
 def _expert_losses(
     run: Runtime, taken: Taken, num_microbatches: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Mean over micro-batches, replicas and layers of each loss; empty for a dense model.
+    """Return the mean of each loss over micro-batches, data-parallel ranks and layers.
 
-    Second, with --moe-per-layer-logging, that of each layer under its TensorBoard tag,
-    ``moe/NAME_layer_I``.  Collective over all ranks.
+    The second dictionary contains, with --moe-per-layer-logging, the loss of each layer under its
+    TensorBoard tag, ``moe/NAME_layer_I``.  Both are empty for a dense model.  Collective over all
+    ranks.
     """
     model = run.config.model
     if model.num_moe_experts is None:
@@ -53,7 +55,7 @@ def _expert_losses(
         if name in names:
             table[names.index(name), layer_index] += value
     if run.groups.world.size() > 1:
-        # Ranks that share a micro-batch hold terms of a sum, replicas a value each.
+        # Ranks that share a micro-batch hold summands, data-parallel ranks complete values.
         dist.all_reduce(table, group=run.groups.world)
     table /= num_microbatches * run.groups.dp.size()
     rows = dict(zip(names, table, strict=True))

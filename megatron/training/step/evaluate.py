@@ -1,4 +1,4 @@
-"""Evaluation: the step without backward, on the same samples in every pass.
+"""Evaluation: forward passes over the same samples each time.
 
 Order of collectives: those of the forward passes, then one all-reduce per loss key over dp_cp.
 """
@@ -21,7 +21,7 @@ from megatron.training.step.train_step import forward_backward, reduce_losses, s
 
 
 class Loader(Protocol):
-    """Micro-batches of a data set; each `iter` begins at the first one."""
+    """Loader of the micro-batches of a data set; each `iter` begins at the first one."""
 
     dataset: Sized
 
@@ -29,7 +29,7 @@ class Loader(Protocol):
 
 
 def evaluate_all(run: Runtime, *, is_final: bool = False) -> list[EvalResult]:
-    """Evaluate every validation set; each starts at its first sample.  Collective."""
+    """Evaluate every validation set from its first sample on.  Collective over all ranks."""
     several = len(run.valid_loaders) > 1
     results = (
         evaluate(run, loader, set_index=i if several else None, is_final=is_final)
@@ -47,9 +47,10 @@ def evaluate(
     set_index: int | None = None,
     is_final: bool = False,
 ) -> EvalResult | None:
-    """Mean losses over --eval-iters global batches, or the whole set.  Collective.
+    """Return the mean losses over --eval-iters global batches.  Collective over all ranks.
 
-    None when --exit-duration-in-mins is over before the pass is, or a stop signal came.
+    With --full-validation, a validation set is evaluated completely.  Returns None if the time
+    limit of --exit-duration-in-mins or a stop signal ends the evaluation early.
     """
     config = run.config
     num_microbatches = run.batches.num_microbatches_at_full_size()
@@ -91,10 +92,10 @@ def evaluate(
 
 
 def _report_non_loss_data(run: Runtime, loader: Loader | None) -> None:
-    """Hand what a program looks at besides losses to its own function, with the TensorBoard writer.
+    """Call the program's ``process_non_loss_data_func`` on the rank with the TensorBoard writer.
 
-    It comes from the program's ``non_loss_data_func``, else from one more forward pass over the
-    first global batch.  Collective.
+    Its data comes from the program's ``non_loss_data_func``, or else from one more forward pass
+    over the first global batch.  Collective over all ranks.
     """
     process = run.process_non_loss_data_func
     if run.non_loss_data_func is not None:
@@ -107,15 +108,15 @@ def _report_non_loss_data(run: Runtime, loader: Loader | None) -> None:
             forward_only=True,
             collect_non_loss_data=True,
         )
-    writer = run.callbacks.tensorboard_writer()  # of the last rank
+    writer = run.callbacks.tensorboard_writer()  # None except on the last rank
     if process is not None and writer is not None:
         process(collected, run.state.iteration, writer)
 
 
 def whole_pass_iters(run: Runtime, loader: Loader | None) -> int:
-    """Global batches of a whole set, the last one filled up.
+    """Return the number of global batches in a complete pass, an incomplete last one included.
 
-    Collective over mp: the ranks that do not read have no loader.
+    Collective over mp: ranks that do not read data have no loader.
     """
     samples = 0 if loader is None else len(loader.dataset)
     (samples,) = agree_on(run.groups.mp, samples)

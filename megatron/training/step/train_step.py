@@ -1,8 +1,9 @@
 """One optimizer step.
 
-Order of collectives: what forward and backward need (tensor parallel), the gradient reduction of
-the data-parallel wrapper, the norm inside the optimizer, then the losses of layers of experts over
-all ranks, the reported losses and those of tokens ahead over dp_cp.
+Order of collectives: those of forward and backward; the gradient reduction of the data-parallel
+wrapper; the gradient norm inside the optimizer; the losses of expert layers over all ranks; the
+reported losses, then the losses of multi-token prediction, over dp_cp.  Last, where requested: the
+comparison of weights, the norm of the parameters and their hash.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ from megatron.training.runtime.state import StepResult
 from megatron.training.step.aux_loss_logging import added_losses
 from megatron.training.step.weight_hash import check_replicas, params_hash
 
-Data = Iterator[object] | None  # micro-batches, on the ranks that read
+Data = Iterator[object] | None  # micro-batches; None on ranks that do not read data
 
 
 def train_step(run: Runtime) -> StepResult:
-    """Forward, backward and update on one global batch.  Collective over all ranks.
+    """Run forward, backward and the parameter update on one global batch.
 
-    A step of --iterations-to-skip takes its data and does nothing with it.  Raises NonFiniteError
-    when a loss or gradient is not finite and the run checks for it.
+    Collective over all ranks.  The caller advances ``run.state``.  A step of --iterations-to-skip
+    reads its data and computes nothing.  Where the run checks for it, raises NonFiniteError for a
+    loss or gradient that is not finite, and ReplicasDiffer for weights that differ between
+    data-parallel ranks.
     """
     run.phase = "training"
     config = run.config
@@ -93,7 +96,10 @@ def train_step(run: Runtime) -> StepResult:
 def _all_losses(
     run: Runtime, reported: list[dict[str, Tensor]], num_microbatches: int
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Losses of the step by key, with those that layers have added; those of single layers."""
+    """Return all losses of the step by key, and the losses of single expert layers.
+
+    Collective over all ranks.
+    """
     experts, layers, ahead = added_losses(run, num_microbatches)
     if not run.has_loss:
         return {}, {}
@@ -102,7 +108,7 @@ def _all_losses(
 
 
 def _pass_over(data: Data | list[Data], num_microbatches: int) -> None:
-    """Read the micro-batches of a step, on the ranks that read."""
+    """Read and drop the micro-batches of a step, on the ranks that read data."""
     for iterator in data if isinstance(data, list) else [data]:
         if iterator is not None:
             for _ in range(num_microbatches):
@@ -110,7 +116,10 @@ def _pass_over(data: Data | list[Data], num_microbatches: int) -> None:
 
 
 def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
-    """Leave the gradients of the step in the buffers; returns what each micro-batch reported."""
+    """Compute the gradients of the step into the gradient buffers.
+
+    Returns the losses that each micro-batch reported (last stage).  Collective over all ranks.
+    """
     for chunk in _wrapped(run.model_chunks):
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
@@ -131,7 +140,10 @@ def _gradients(run: Runtime, num_microbatches: int) -> list[dict[str, Tensor]]:
 
 @in_phase("parameter update")
 def _update(run: Runtime) -> tuple[bool, float | None, int | None]:
-    """Whether the parameters were updated, the gradient norm, how many gradients are zero."""
+    """Run the optimizer step.
+
+    Returns whether it updated the parameters, the gradient norm and the number of zero gradients.
+    """
     if run.pending_save is not None:
         run.pending_save.wait_for_copies()
     run.timers("optimizer", log_level=1).start(barrier=run.config.optimizer.barrier_with_L1_time)
@@ -154,7 +166,7 @@ def _flip_a_bit(chunk: DataParallelBase) -> None:
 
 
 def _scaled_loss(run: Runtime, loss: Tensor) -> Tensor:
-    """The loss to call backward on."""
+    """Return ``loss`` times the loss scale, to call backward on."""
     if fault_point("step.gradient", step=run.state.iteration + 1) == "nan":
         loss = loss * float("nan")
     scaled: Tensor = run.optimizer.scale_loss(loss)
@@ -171,14 +183,17 @@ def forward_backward(
     collect_non_loss_data: bool = False,
     hooks: StepHooks | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Run the schedule; returns the reported dictionary of each micro-batch (last stage)."""
+    """Run the pipeline schedule.  Collective over all ranks.
+
+    Returns the dictionary that the loss function reported for each micro-batch (last stage).
+    """
     check = FiniteLosses() if run.config.ddp.check_for_nan_in_grad else None
     hooks = hooks or StepHooks(
         grad_scale_func=partial(_scaled_loss, run) if run.optimizer is not None else None,
         finalize_model_grads_func=partial(_finalize, run, check),
         loss_check_func=check,
         pass_func=partial(_begin_pass, run),
-        timers=None if forward_only else run.timers,  # evaluation is no part of training time
+        timers=None if forward_only else run.timers,  # evaluation is not training time
         barrier_with_level_1_timers=run.config.optimizer.barrier_with_L1_time,
     )
     return get_forward_backward_func()(
@@ -208,7 +223,10 @@ def _finalize(
     chunks: Sequence[DataParallelBase],
     num_tokens: Tensor | None,
 ) -> None:
-    """What follows the last backward pass.  Collective over all ranks."""
+    """Reduce the gradients after the last backward pass.  Collective over all ranks.
+
+    Also checks the losses, and updates the biases of MoE routers and the amax histories.
+    """
     if check is not None:
         check.check()
     finalize_model_grads(chunks, num_tokens, run.groups)
@@ -219,19 +237,21 @@ def _finalize(
 def reduce_losses(
     reported: Iterable[dict[str, Tensor]], group: dist.ProcessGroup
 ) -> dict[str, Tensor]:
-    """One number per loss key from what each micro-batch reported.
+    """Return one value per loss key from what each micro-batch reported.
 
-    A pair [sum, count] becomes sum over sum, over micro-batches and replicas; a single value is
-    averaged over micro-batches only.  Collective over ``group``.
+    A pair [sum, count] becomes the total sum divided by the total count, over micro-batches and
+    ``group``; a single value is averaged over this rank's micro-batches only.  Collective over
+    ``group``.
     """
     totals = sum_losses(reported)
     return {key: _finish(total, group) for key, total in totals.items()}
 
 
 def sum_losses(reported: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Per key [sum, count] over micro-batches; of a single value [sum, count, 0].
+    """Return for each key [sum, count] over micro-batches; for single values [sum, count, 0].
 
-    Which of the two it is shows in the shape: to read a number would wait for the device.
+    The shape distinguishes the two cases, because reading a value would synchronise with the
+    device.
     """
     totals: dict[str, Tensor] = {}
     for losses in reported:
@@ -255,7 +275,10 @@ def _not_finite(loss: Tensor | float) -> bool:
 
 
 def _params_norm(run: Runtime) -> float | None:
-    """Every step, as TensorBoard shows it; the line shows that of its last step."""
+    """Return the norm of the parameters with --log-params-norm, else None.
+
+    Computed at every step for TensorBoard; the log line shows the value of its last step.
+    """
     if not run.config.logging.log_params_norm:
         return None
     return calc_params_l2_norm(run.model_chunks, run.groups)

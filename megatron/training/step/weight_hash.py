@@ -1,4 +1,4 @@
-"""Hashes of the weights: one to compare runs by, and one per weight to compare replicas by."""
+"""Hashes of the weights: to compare runs, and to compare data-parallel ranks of a run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ from megatron.training.checkpointing.checkpoint_tensors import RunParts, model_t
 
 
 class ReplicasDiffer(MegatronError, RuntimeError):
-    """Weights that should be equal on all replicas are not."""
+    """Weights that should be equal on all data-parallel ranks differ."""
 
 
 def params_hash(parts: RunParts) -> int:
-    """Hash of all weights, below 2**64; the same in every layout.  Collective over all ranks."""
+    """Return a 64-bit hash of all weights; it is the same in every layout.
+
+    Collective over all ranks.
+    """
     return hash_of_all(to_write(model_tensors(parts), share_work=False), parts.groups.world)
 
 
 def check_replicas(parts: RunParts, iteration: int) -> None:
-    """Compare each weight over its data-parallel replicas.  Collective over all ranks.
+    """Compare each weight over its data-parallel ranks.  Collective over all ranks.
 
-    Raises ReplicasDiffer on every rank, naming ranks and weights; most replicas are right.
+    Raises ReplicasDiffer on every rank; the message lists the ranks whose weights differ from those
+    of the most ranks, and the weights.
     """
     tensors = model_tensors(parts)
     problems: list[str] = []
@@ -46,7 +50,10 @@ def check_replicas(parts: RunParts, iteration: int) -> None:
 
 
 def _differences(tensors: Sequence[ShardedTensor], group: ProcessGroup, rank: int) -> list[str]:
-    """What this rank holds otherwise than most of ``group``."""
+    """Return a message for each tensor whose hash is not the most common one in ``group``.
+
+    Collective over ``group``.
+    """
     if not tensors or group.size() == 1:
         return []
     mine = torch.stack([hash_here(tensor) for tensor in tensors])
