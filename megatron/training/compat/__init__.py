@@ -1,1 +1,1 @@
-"""What exists for scripts that were written for Megatron-LM, and for nothing else."""
+"""Compatibility API: functions for scripts that were written for Megatron-LM."""

@@ -15,21 +15,25 @@ from megatron.training.arguments.resolve import resolve
 from megatron.training.config.run import RunConfig
 from megatron.training.process.rank_print import rank, world_size
 
-# What validate_args() leaves in a namespace: the RunConfig that it stands for.
+# Attribute of a namespace in which validate_args() stores its RunConfig.
 _VALIDATED = "validated_run"
 
 
 def parse_args(
     extra_args_provider: parsing.ExtraArgsProvider | None = None, ignore_unknown_args: bool = False
 ) -> Namespace:
-    """The command line as the reference's scripts expect it: with rank and world_size."""
+    """Parse the command line; the result also has rank and world_size, as in Megatron-LM."""
     args = parsing.parse_args(extra_args_provider, ignore_unknown_args)
     vars(args).update(rank=rank(), world_size=world_size())
     return args
 
 
 def resolve_args(args: Namespace, world_size: int) -> RunConfig:
-    """`resolve`, also of arguments that were validated before and perhaps changed since."""
+    """Return the resolved configuration of ``args``.  Raises ConfigError.
+
+    Also accepts validated arguments that a script has changed since: unchanged derived values are
+    then derived again.
+    """
     before = vars(args).get(_VALIDATED)
     if before is None:
         return resolve(args, world_size)
@@ -55,7 +59,10 @@ def validate_args(args: Namespace, defaults: Mapping[str, object] | None = None)
 def core_transformer_config_from_args(
     args: argparse.Namespace, config_class: type[TransformerConfig] | None = None
 ) -> TransformerConfig:
-    """The model section of ``args``, which come from get_args() or validate_args()."""
+    """Return the model configuration of ``args`` from get_args() or validate_args().
+
+    Raises ConfigError if ``args`` are not validated.
+    """
     if "activation_func" not in vars(args):
         raise ConfigError(
             "core_transformer_config_from_args() needs validated arguments: call validate_args() "

@@ -1,4 +1,4 @@
-"""The reference's names for scripts: they speak of the run that is going on."""
+"""Megatron-LM's checkpoint functions for scripts; they act on the current run."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ def save_checkpoint(
     non_persistent_ckpt: bool = False,
     **layout: object,
 ) -> None:
-    """Save the given objects with the counters of the run in ``--save``.  Collective.
+    """Save the given objects and the counters of the run in ``--save``.  Collective.
 
-    ``non_persistent_ckpt``: in the place of short-lived ones.
+    With ``non_persistent_ckpt``, saves a non-persistent checkpoint instead
+    (--non-persistent-ckpt-type).  ``checkpointing_context`` and the ranks in ``layout`` have no
+    effect: the run determines the layout.
 
-    ``checkpointing_context`` and the ranks in ``layout`` change nothing: the run knows its layout.
-    The checkpoint is on disk when this returns, also with --async-save: nobody would look after
-    one in the background.
+    The checkpoint is on disk when this returns, also with --async-save, because a script does not
+    poll a background save.  Raises ConfigError, SaveFailed.
     """
     del checkpointing_context, layout
     run = global_vars.get_run()
@@ -75,10 +76,10 @@ def load_checkpoint(
     strict: bool = True,
     checkpointing_context: object = None,
 ) -> tuple[int, float]:
-    """Fill the given objects from the directory of option ``load_arg``.  Collective.
+    """Load the given objects from the directory of option ``load_arg``.  Collective.
 
-    Returns iteration and floating-point operations so far, both 0 if there is nothing to load;
-    the counters of the run are set.  Without ``strict``, differing keys are logged.
+    Also sets the counters of the run.  Returns the iteration and the floating-point operations so
+    far, both 0 if there is nothing to load.  Without ``strict``, differing keys are logged.
     """
     del checkpointing_context
     run = global_vars.get_run()
@@ -96,9 +97,9 @@ def load_checkpoint(
 def load_args_from_checkpoint(
     args: argparse.Namespace, load_arg: str = "load", checkpointing_context: object = None
 ) -> tuple[argparse.Namespace, argparse.Namespace | None]:
-    """``args`` with the model's shape from a checkpoint, and the arguments it was made with.
+    """Set the model's flags in ``args`` from a checkpoint; return them and the stored arguments.
 
-    The second is None if there is no checkpoint.
+    The stored arguments are None if there is no checkpoint.
     """
     del checkpointing_context
     asked = apply_checkpoint_args(args, vars(args)[load_arg])
@@ -113,9 +114,10 @@ def get_checkpoint_name(
     return_base_dir: bool = False,
     basename: str = "model_optim_rng.pt",
 ) -> str:
-    """The folder of an iteration (``return_base_dir``), or this rank's file in the old tree.
+    """Return the folder of an iteration (``return_base_dir``), or this rank's file in it.
 
-    ``mp_rank_TT[_PPP][_EEE]``: the ranks that count are those of the run, not ``ranks``.
+    The file is that of Megatron-LM's legacy format, ``mp_rank_TT[_PPP][_EEE]/BASENAME``.  It is
+    named by the ranks of the current run; ``ranks`` have no effect.
     """
     del ranks
     folder = checkpoint_folder(checkpoints_path, iteration, release)

@@ -1,4 +1,4 @@
-"""The running Runtime, for scripts; nothing inside ``megatron/`` calls get_args."""
+"""The current Runtime, for scripts; nothing inside ``megatron/`` calls get_args()."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ each_rank_owns(__name__, "_runtime", "_namespace")
 
 
 def set_run(run: Runtime | None) -> None:
-    """Make ``run`` what the functions below answer from."""
+    """Set or clear the run from which the functions of this module return values."""
     global _runtime, _namespace
     _runtime, _namespace = run, None
 
 
 def get_run() -> Runtime:
-    """The running Runtime."""
+    """Return the current Runtime.  Raises RuntimeError before start-up."""
     if _runtime is None:
         raise RuntimeError("nothing runs yet: call pretrain() or initialize_megatron() first")
     return _runtime
 
 
 def get_args() -> ReadOnlyNamespace:
-    """The configuration and the counters in the old flat form, read-only.
+    """Return configuration and counters as Megatron-LM's flat namespace, read-only.
 
-    One object for the whole run, whose counters are brought up to date at each call.
+    It is one object for the whole run; each call updates its counters.
     """
     global _namespace
     if _namespace is None:
@@ -42,21 +42,21 @@ def get_args() -> ReadOnlyNamespace:
 
 
 def get_tokenizer() -> MegatronTokenizer:
-    """The tokenizer of the run."""
+    """Return the tokenizer of the run."""
     tokenizer: MegatronTokenizer = get_run().tokenizer
     return tokenizer
 
 
 def get_timers() -> Timers:
-    """The timers of the run."""
+    """Return the timers of the run."""
     return get_run().timers
 
 
 def get_tensorboard_writer() -> Any:
-    """The TensorBoard writer on the last rank, else None."""
+    """Return the TensorBoard writer on the last rank, else None."""
     return get_run().callbacks.tensorboard_writer()
 
 
 def get_wandb_writer() -> Any:
-    """The W&B run on the last rank, else None."""
+    """Return the W&B run on the last rank, else None."""
     return get_run().callbacks.wandb_writer()

@@ -12,9 +12,9 @@ from megatron.training.estimates.theoretical_memory import print_memory
 def report_theoretical_memory(
     args: Namespace, num_microbatches: int | None = None, verbose: bool = False
 ) -> None:
-    """`print_memory` for scripts, from get_args() or validated arguments.
+    """Print the estimated memory for ``args`` from get_args() or validate_args().
 
-    Raises ConfigError where the padded vocabulary size is not known.
+    Raises ConfigError if the padded vocabulary size is not known.
     """
     if not args.padded_vocab_size:
         raise ConfigError(

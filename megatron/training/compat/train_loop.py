@@ -1,7 +1,7 @@
-"""Megatron-LM's functions for the train loop of scripts.
+"""Megatron-LM's functions for scripts with their own train loop.
 
-They act on the run that ``initialize_megatron()`` has started, take its arguments and return what
-Megatron-LM's return.  ``train_step`` counts the step, so a script does not.
+They act on the run that ``initialize_megatron()`` has started, and have the arguments and results
+of Megatron-LM's.  ``train_step`` counts the step, so a script must not.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from megatron.training.step import evaluate
 from megatron.training.step import train_step as optimizer_step
 
 T = TypeVar("T")
-ThreeSets = tuple[object, object, object]  # of training, validation and test
+ThreeSets = tuple[object, object, object]  # training, validation, test
 
 
 def get_model(
     model_provider_func: setup.ModelProvider, model_type: object = None, wrap_with_ddp: bool = True
 ) -> list[nn.Module]:
-    """The model chunks of this rank.  Collective."""
+    """Build and return the model chunks of this rank.  Collective over all ranks."""
     del model_type
     run = get_run()
     setup.build_model_chunks(run, model_provider_func, wrap=wrap_with_ddp)
@@ -50,7 +50,7 @@ def get_model(
 
 
 def get_optimizer_param_scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The schedule of ``optimizer``'s parameter groups that the flags ask for."""
+    """Build the scheduler of ``optimizer``'s parameter groups that the flags request."""
     run = get_run()
     run.optimizer = optimizer
     scheduler = run.scheduler = build_scheduler(run)
@@ -65,9 +65,10 @@ def setup_model_and_optimizer(
     lr_mult: float = 1.0,
     checkpointing_context: object = None,
 ) -> tuple[list[nn.Module], MegatronOptimizer, OptimizerParamScheduler]:
-    """Model chunks, optimizer and scheduler, filled from ``--load``.  Collective.
+    """Build model chunks, optimizer and scheduler, and load ``--load``.  Collective.
 
-    The conditions take a parameter's name and the parameter.
+    ``no_wd_decay_cond(name, param)`` selects parameters without weight decay; ``scale_lr_cond(name,
+    param)`` those whose learning rate is multiplied by ``lr_mult``.
     """
     del model_type, checkpointing_context
     run = get_run()
@@ -81,7 +82,7 @@ def setup_model_and_optimizer(
 
 
 class DataIterator(Generic[T]):
-    """Micro-batches without end; ``iter()`` of it is one pass from the first on."""
+    """Endless iterator over micro-batches; ``iter()`` of it is one pass from the first on."""
 
     def __init__(self, loader: DataLoader[T]) -> None:
         self.loader, self.dataset = loader, loader.dataset
@@ -99,7 +100,10 @@ class DataIterator(Generic[T]):
 
 
 def get_train_valid_test_num_samples() -> tuple[int | None, int | None, int | None]:
-    """How many samples each set must offer."""
+    """Return how many samples the training, validation and test sets must provide.
+
+    None stands for one complete pass.
+    """
     return loaders.train_valid_test_num_samples(get_run())
 
 
@@ -107,7 +111,7 @@ def build_train_valid_test_datasets(
     build_train_valid_test_datasets_provider: loaders.Provider,
     train_valid_test_num_samples: Sequence[int | None] | None = None,
 ) -> ThreeSets:
-    """What the provider gives for the samples asked for."""
+    """Call the provider with the numbers of samples; return its data sets."""
     return build_train_valid_test_datasets_provider(
         train_valid_test_num_samples or get_train_valid_test_num_samples()
     )
@@ -116,9 +120,10 @@ def build_train_valid_test_datasets(
 def build_train_valid_test_data_iterators(
     build_train_valid_test_datasets_provider: loaders.Provider,
 ) -> ThreeSets:
-    """Iterators of the three sets, None where this rank reads nothing.  Collective.
+    """Build iterators of the three sets, None where this rank reads no data.  Collective.
 
-    Training goes on at the run's consumed samples; several validation sets are a list.
+    Training continues after the run's consumed samples.  With --multiple-validation-sets the second
+    item is a list.
     """
     run = get_run()
     loaders.build_data(run, build_train_valid_test_datasets_provider)
@@ -140,13 +145,13 @@ def train_step(
     config: object = None,
     forward_backward_func: object = None,
 ) -> tuple[Mapping[str, Tensor | float], int, bool, bool, int, Tensor | float | None, int | None]:
-    """Forward, backward and update on one global batch; the step is counted.  Collective.
+    """Run one optimizer step on a global batch, and count it.  Collective over all ranks.
 
-    Returns losses (last stage), 1 if the update was skipped, should_checkpoint, should_exit,
-    exit code, gradient norm and number of zeros.  Nobody here asks for a checkpoint or an exit:
-    what is not finite raises.
+    Returns losses (last stage), 1 if the update was skipped, should_checkpoint, should_exit, exit
+    code, gradient norm and number of zeros.  should_checkpoint and should_exit are always False: a
+    value that is not finite raises NonFiniteError.
     """
-    del config  # of the model, which has it
+    del config  # the model has its own
     if forward_backward_func not in (None, get_forward_backward_func()):
         raise ConfigError(
             "train_step(forward_backward_func=...): the layout has one schedule, that of "
@@ -175,7 +180,10 @@ def evaluate_and_print_results(
     write_to_tensorboard: bool = True,
     non_loss_data_func: Callable[..., object] | None = None,
 ) -> None:
-    """Mean losses over ``--eval-iters`` global batches, printed on the last rank.  Collective."""
+    """Evaluate ``--eval-iters`` global batches; print the mean losses on the last rank.
+
+    Collective over all ranks.
+    """
     del iteration, config, verbose  # the run and the model have them
     run = get_run()
     run.forward_step_func, run.model_chunks = forward_step_func, chunks_of(model)
@@ -204,10 +212,10 @@ def training_log(
     params_norm: float | None,
     num_zeros_in_grad: int | None,
 ) -> bool:
-    """Log the step that `train_step` has made, as the flags ask for.  Collective.
+    """Log the step that `train_step` has made, as the flags request.  Collective.
 
-    Needs `setup_model_and_optimizer`.  Sums over steps are kept here, ``total_loss_dict`` stays
-    as it is.  Returns False: memory is reported when it is asked for.
+    Call `setup_model_and_optimizer` first.  Sums over steps are stored in the run;
+    ``total_loss_dict`` is not changed.  Always returns False: flags decide when memory is reported.
     """
     del total_loss_dict, iteration, report_memory_flag
     run = get_run()
@@ -224,7 +232,7 @@ def training_log(
         skipped=bool(skipped_iter),
     )
     timer = run.timers("interval-time", log_level=0)
-    if not timer.is_running:  # as a rule the script has started it before its loop
+    if not timer.is_running:  # usually the script has started it before its loop
         timer.start()
     for callback in run.callbacks:
         if isinstance(callback, Metrics):
@@ -242,7 +250,7 @@ def save_checkpoint_and_time(
     non_persistent_ckpt: bool = False,
     train_data_iterator: object = None,
 ) -> None:
-    """`save_checkpoint`, with its time among the timers.  Collective."""
+    """Call `save_checkpoint` and log its time.  Collective over all ranks."""
     del checkpointing_context, train_data_iterator
     run = get_run()
     run.timers("save-checkpoint", log_level=0).start(barrier=True)
@@ -259,7 +267,7 @@ def save_checkpoint_and_time(
 
 
 def update_train_iters(args: argparse.Namespace) -> None:
-    """Fill ``args.train_iters`` from ``train_samples``; in get_args() it is filled."""
+    """Set ``args.train_iters`` from ``train_samples``; get_args() has it set already."""
     if args.train_iters or not args.train_samples:
         return
     batches = NumMicroBatchesCalculator.from_config(args, args.data_parallel_size)

@@ -1,4 +1,4 @@
-"""Small helpers that training scripts import."""
+"""Helper functions that training scripts import."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def unwrap_model(
 def unwrap_model(
     model: nn.Module | list[nn.Module], wrappers: Iterable[type] | None = None
 ) -> nn.Module | list[nn.Module]:
-    """The model inside data-parallel and precision wrappers; lists stay lists."""
+    """Return the model inside data-parallel and precision wrappers; for a list, a list."""
     if isinstance(model, list):
         return [unwrap_model(m) for m in model]
     while isinstance(inner := model._modules.get("module"), nn.Module):
@@ -49,7 +49,10 @@ def unwrap_model(
 
 
 def average_losses_across_data_parallel_group(losses: Iterable[Tensor]) -> Tensor:
-    """Mean of each loss over the replicas.  Collective over dp_cp."""
+    """Return the mean of each loss over the data-parallel ranks, in one 1-D tensor.
+
+    Collective over dp_cp.
+    """
     stacked = torch.cat([loss.detach().reshape(1) for loss in losses])
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(stacked, group=group)
@@ -57,12 +60,15 @@ def average_losses_across_data_parallel_group(losses: Iterable[Tensor]) -> Tenso
 
 
 def chunks_of(model: Model) -> list[nn.Module]:
-    """The model chunks of a script, which may pass the only one itself."""
+    """Return the model chunks as a list; a script may pass a single module."""
     return [model] if isinstance(model, nn.Module) else list(model)
 
 
 def calc_params_l2_norm(model: Model, force_create_fp32_copy: bool = False) -> float:
-    """L2 norm of all parameters of the model.  Collective over the ranks that hold it."""
+    """Return the L2 norm of all parameters of the model.
+
+    Collective over the ranks that hold it.
+    """
     del force_create_fp32_copy  # sums are in fp32 whatever the parameters are
     return clip_grads.calc_params_l2_norm(chunks_of(model), parallel_state.current())
 
@@ -70,7 +76,10 @@ def calc_params_l2_norm(model: Model, force_create_fp32_copy: bool = False) -> f
 def get_batch_on_this_tp_rank(
     data_iterator: Iterator[dict[str, Tensor]] | None,
 ) -> dict[str, Tensor | None]:
-    """`load_batch` for scripts that pass nothing but the iterator: what this rank's stages need."""
+    """Return the tensors of a micro-batch that the stages of this rank need.
+
+    TP rank 0 reads them from the iterator and broadcasts them.  Collective over tp.
+    """
     run = global_vars.get_run()
     tables = [
         implementation_of(run.config).batch(run.config, stage, run.placement.num_stages)
