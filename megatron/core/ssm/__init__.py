@@ -1,1 +1,1 @@
-"""Layers that carry a state along the sequence: Mamba-2, and stacks that mix it with attention."""
+"""State-space models: Mamba-2 layers, and hybrid stacks of Mamba, attention, MLP and MoE layers."""

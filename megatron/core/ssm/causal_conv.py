@@ -1,4 +1,4 @@
-"""A convolution along the sequence, each channel by itself, that sees no later token."""
+"""Causal depthwise convolution along the sequence."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ def causal_conv(
     before: Tensor | None = None,
     sequence: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [s, b, c], weight [c, 1, w], bias [c] -> silu(y) [s, b, c] and the last w - 1 inputs.
+    """Convolve x [s, b, c] with weight [c, 1, w], add bias [c] and apply SiLU.
 
-    ``before`` [w - 1, b, c] are the inputs that came before (default: zeros).  Tokens of different
-    packed sequences (``sequence`` [s], the index of each) do not see each other.
+    Returns [s, b, c] and the last w - 1 inputs, which are ``before`` [w - 1, b, c] (default: zeros)
+    of the next call in generation.  ``sequence`` [s]: index of each token's packed sequence; the
+    convolution does not mix sequences.
     """
     width = weight.shape[-1]
     if before is None:
         before = x.new_zeros(width - 1, *x.shape[1:])
     inputs = torch.cat([before.to(x.dtype), x])
-    if sequence is not None:  # what came before belongs to the first sequence
+    if sequence is not None:  # the inputs in ``before`` belong to the first sequence
         sequence = torch.cat([sequence[:1].expand(width - 1), sequence])
     return F.silu(_Conv.apply(inputs, weight, bias, sequence)), inputs[x.shape[0] :]
 
 
 class _Conv(Function[Tensor]):
-    """Inputs [w - 1 + s, b, c] -> [s, b, c]: sums of shifted inputs, with no copy of a shift."""
+    """Convolution [w - 1 + s, b, c] -> [s, b, c]: sums shifted views of the inputs, no copies."""
 
     @staticmethod
     def forward(
@@ -59,7 +60,7 @@ class _Conv(Function[Tensor]):
 
 
 def _visible(x: Tensor, sequence: Tensor | None, tap: int, last: int) -> Tensor:
-    """``x`` [s, b, c], zero where input ``tap`` of a token belongs to another sequence than it."""
+    """Return ``x`` [s, b, c] with zeros where a token's input ``tap`` is of another sequence."""
     if sequence is None or tap == last:
         return x
     return x.masked_fill((sequence[tap : tap + len(x)] != sequence[last:])[:, None, None], 0)

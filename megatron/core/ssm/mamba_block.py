@@ -1,4 +1,4 @@
-"""A stack of Mamba, attention, MLP and expert layers, or the part of it that a stage holds."""
+"""Hybrid stack of Mamba, attention, MLP and MoE layers: the part of one pipeline stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class MambaStackSubmodules:
-    """The layer of each kind."""
+    """Specs of the layer kinds."""
 
     mamba_layer: Slot = IdentityOp
     attention_layer: Slot = IdentityOp
@@ -32,7 +32,7 @@ class MambaStackSubmodules:
 
 
 class MambaStack(TransformerBlock):
-    """Layers as the pattern says; the last stage ends with a norm."""
+    """The layers of one pipeline stage, whose kinds a pattern gives; the last stage has a norm."""
 
     def __init__(
         self,
@@ -49,7 +49,10 @@ class MambaStack(TransformerBlock):
         pg_collection: ProcessGroupCollection,
         vp_stage: int | None = None,
     ) -> None:
-        """See `layer_pattern` for the pattern; the config says the residual's precision."""
+        """Build the layers; see `layer_pattern` for the pattern.
+
+        ``residual_in_fp32`` is ignored: ``config.fp32_residual_connection`` decides.
+        """
         del residual_in_fp32
         pattern = layer_pattern(
             config.num_layers, hybrid_attention_ratio, hybrid_mlp_ratio, hybrid_override_pattern

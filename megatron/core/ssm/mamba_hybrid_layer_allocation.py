@@ -1,4 +1,4 @@
-"""Which kind of layer stands where in a hybrid stack: a letter for each layer.  Arithmetic only."""
+"""Layer pattern of a hybrid stack: one letter per layer for its kind (pure arithmetic)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def layer_pattern(
     mlp_ratio: float = 0.0,
     override: str | None = None,
 ) -> str:
-    """``override``, or the shares of attention and MLP layers spread evenly over Mamba layers.
+    """Return ``override``, or a pattern with attention and MLP layers evenly among Mamba layers.
 
-    Raises ConfigError where that is no pattern of ``num_layers``.
+    The ratios are fractions of ``num_layers``.  Raises ConfigError for ratios outside 0 to 1, and
+    for an override with another length or unknown letters.
 
     >>> layer_pattern(12, attention_ratio=1 / 6, mlp_ratio=0.5)
     'M--*M-M-*-M-'
@@ -30,10 +31,10 @@ def layer_pattern(
     letters = [MAMBA] * num_layers
     num_attention, num_mlp = round(num_layers * attention_ratio), round(num_layers * mlp_ratio)
     num_mamba = num_layers - num_attention
-    if num_attention:  # a stretch of Mamba layers before, between and after them
+    if num_attention:  # equal numbers of Mamba layers before, between and after them
         for i in _spread(range(num_layers), num_mamba / (num_attention + 1)):
             letters[i] = ATTENTION
-    if num_mlp:  # among the Mamba layers that are left
+    if num_mlp:  # replace Mamba layers that remain
         places = [i for i, letter in enumerate(letters) if letter == MAMBA]
         for i in _spread(places, (num_mamba - num_mlp) / num_mlp):
             letters[i] = MLP
@@ -41,7 +42,7 @@ def layer_pattern(
 
 
 def _spread(places: Sequence[int], gap: float) -> Iterator[int]:
-    """Of ``places`` those before which, on the average, ``gap`` others are passed over."""
+    """Yield evenly spaced ``places``, with on average ``gap`` skipped places before each."""
     left = gap
     for place in places:
         if left < 0.5:
@@ -54,7 +55,7 @@ def _spread(places: Sequence[int], gap: float) -> Iterator[int]:
 def pattern_problems(
     num_layers: int, attention_ratio: float, mlp_ratio: float, override: str | None
 ) -> Iterator[str]:
-    """A sentence, with the cure, for each thing that is wrong with what was asked for."""
+    """Yield an error message, with a suggested fix, for each invalid value."""
     ratios = {"--hybrid-attention-ratio": attention_ratio, "--hybrid-mlp-ratio": mlp_ratio}
     for flag, ratio in ratios.items():
         if not 0 <= ratio <= 1:

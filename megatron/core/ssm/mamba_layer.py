@@ -1,4 +1,4 @@
-"""A layer of a Mamba stack: norm, mixer, residual."""
+"""Mamba layer: norm, mixer, residual."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import ResidualLayer
 
 @dataclass
 class MambaLayerSubmodules:
-    """Slots of the layer."""
+    """Submodules of the layer."""
 
     norm: Slot = IdentityOp
     mixer: Slot = IdentityOp
@@ -27,7 +27,7 @@ class MambaLayerSubmodules:
 
 
 class MambaLayer(ResidualLayer):
-    """A mixer, added to the residual stream."""
+    """Layer with a Mamba-2 mixer, whose output is added to the residual stream."""
 
     def __init__(
         self,
@@ -38,7 +38,10 @@ class MambaLayer(ResidualLayer):
         *,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        """``layer_number`` counts from 1 over the whole model; the config says the residual's."""
+        """Build the submodules.  ``layer_number`` counts from 1 over the complete model.
+
+        ``residual_in_fp32`` is ignored: ``config.fp32_residual_connection`` decides.
+        """
         del residual_in_fp32
         super().__init__(config, layer_number, None, pg_collection=pg_collection)
         self.norm = self.build_norm(submodules.norm)
@@ -56,7 +59,10 @@ class MambaLayer(ResidualLayer):
         packed_seq_params: PackedSeqParams | None = None,
         **of_attention: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> [s, b, h]; what attention layers are told is of no use here."""
+        """Run the layer: [s, b, h] -> [s, b, h], and None in place of a cross-attention context.
+
+        Arguments of attention layers, which a hybrid stack passes to all layers, are ignored.
+        """
         mix = partial(
             self.mixer, inference_context=inference_context, packed_seq_params=packed_seq_params
         )

@@ -1,12 +1,12 @@
 """The Mamba-2 mixer: projection, short convolution, state-space scan, gated norm, projection.
 
-``s`` tokens, ``b`` sequences, ``h`` width of the model, ``i`` inner width, ``n`` heads of width
-``p`` (i = n p), ``g`` groups of heads that share B and C, ``d`` state width; ``x/tp`` this rank's
-share.  The projection gives z [i], x [i], B [g d], C [g d] and dt [n], one behind the other, each
-divided over the tensor-parallel ranks.
+``s`` tokens, ``b`` sequences, ``h`` hidden size, ``i`` inner width, ``n`` heads of width ``p``
+(i = n p), ``g`` groups of heads that share B and C, ``d`` state width; ``x/tp`` this rank's share.
+The input projection computes z [i], x [i], B [g d], C [g d] and dt [n], concatenated in this order;
+each of them is sharded over tensor-parallel ranks.
 
-Where context-parallel ranks share a sequence, they trade its tokens for heads before the
-convolution and back after the scan: an all-to-all each, also in backward.
+Collectives: those of the two linear layers over tp.  With context parallelism, an all-to-all over
+cp from tokens to heads before the convolution and one back after the scan, also in backward.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class MambaMixerSubmodules:
-    """Slots of the mixer."""
+    """Submodules of the mixer."""
 
     in_proj: Slot | None = None
     out_proj: Slot | None = None
 
 
 class MambaMixer(MegatronModule):
-    """A Mamba-2 mixer, its heads divided over the tensor-parallel group."""
+    """Mamba-2 mixer with heads sharded over the tensor-parallel group."""
 
     def __init__(
         self,
@@ -58,7 +58,10 @@ class MambaMixer(MegatronModule):
         chunk_size: int = 64,
         pg_collection: ProcessGroupCollection,
     ) -> None:
-        """``layer_number`` counts from 1 over the whole model; ``expand``: i over h."""
+        """Create the parameters.  ``layer_number`` counts from 1; ``expand`` is i / h.
+
+        Raises ConfigError for sizes that do not fit each other or the parallelism.
+        """
         super().__init__(config)
         for problem in mixer_problems(config):
             raise ConfigError(problem)
@@ -100,7 +103,7 @@ class MambaMixer(MegatronModule):
     def _sharded(
         self, shape: tuple[int, ...], init: Init, blocks: tuple[int, ...] = (1,)
     ) -> nn.Parameter:
-        """A parameter whose first dimension is cut over the tensor-parallel ranks."""
+        """Create a parameter whose first dimension is sharded over tensor-parallel ranks."""
         local = shape[0] // self.tp_group.size(), *shape[1:]
         info = param_info_for(shape, init, over=self.tp_group, blocks=blocks)
         return new_parameter(local, self.config.params_dtype, info)
@@ -112,7 +115,10 @@ class MambaMixer(MegatronModule):
         inference_context: KVCache | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> WithBias:
-        """[s, b, h] -> [s, b, h], and None for a bias that is still to be added."""
+        """Mix tokens: [s, b, h] -> [s, b, h], and None, since no bias is left to add.
+
+        Collective over tp and cp.
+        """
         mixed, _ = self.in_proj(hidden_states)
         z, xbc, dt = mixed.split([self.inner, sum(self.convolved), self.num_heads], -1)
         num_tokens = mixed.shape[0] * self.cp_group.size()
@@ -133,7 +139,10 @@ class MambaMixer(MegatronModule):
     def _scan(
         self, xbc: Tensor, dt: Tensor, sequence: Tensor | None, cache: KVCache | None = None
     ) -> Tensor:
-        """Whole sequences of this rank's heads: x B C [s, b, ..], dt [s, b, n] -> [s, b, i]."""
+        """Convolve and scan complete sequences for this rank's heads.
+
+        ``xbc``: x, B and C concatenated [s, b, ..]; dt [s, b, n]; returns [s, b, i].
+        """
         layer = self.layer_number - 1
         kept = None if cache is None else cache.recurrent_state(layer)
         before, state = kept or (None, None)
@@ -162,16 +171,19 @@ class MambaMixer(MegatronModule):
             cache.keep_state(layer, (before, state))
         return y.flatten(2)
 
-    # ---- shares of a context-parallel rank -------------------------------------------------
+    # ---- the heads of a context-parallel rank ----------------------------------------------
 
     def _heads_for_tokens(self, xbc: Tensor, dt: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        """All tokens of a share of the heads, with the groups that those use."""
+        """All-to-all from local tokens of all heads to all tokens of this rank's heads and groups.
+
+        Collective over cp.
+        """
         x, B, C = self._by_heads(xbc, -1)
         x, B, C, dt = heads_for_tokens((x, B, C, dt.unsqueeze(-1)), order, self.cp_group)
         return torch.cat([x.flatten(2), B.flatten(2), C.flatten(2)], -1), dt.squeeze(-1)
 
     def _own_channels(self, param: Tensor) -> Tensor:
-        """Of a parameter of x, B and C the channels of this rank's heads and their groups."""
+        """Return this cp rank's channels (of its heads and groups) of a parameter of x, B and C."""
         size, rank = self.cp_group.size(), self.cp_group.rank()
         if size == 1:
             return param
@@ -182,7 +194,10 @@ class MambaMixer(MegatronModule):
         return param.chunk(self.cp_group.size())[self.cp_group.rank()]
 
     def _by_heads(self, mixed: Tensor, dim: int) -> list[Tensor]:
-        """x in heads, B and C in groups along ``dim``; groups stand once for each rank in need."""
+        """Split dimension ``dim`` into x by heads, B and C by groups.
+
+        With fewer groups than cp ranks, groups are repeated so that they divide evenly.
+        """
         x, *both = mixed.split(self.convolved, dim)
         size = self.cp_group.size()
         times = size // gcd(self.num_groups, size)
@@ -195,7 +210,7 @@ class MambaMixer(MegatronModule):
 
 
 class CausalConv(nn.Module):
-    """Weight [c/tp, 1, w] and bias [c/tp] of a convolution of x, B and C."""
+    """Parameters of the convolution of x, B and C: weight [c/tp, 1, w] and bias [c/tp]."""
 
     def __init__(self, mixer: MambaMixer, channels: tuple[int, ...], width: int) -> None:
         super().__init__()
@@ -205,14 +220,14 @@ class CausalConv(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of y silu(z), each group by itself, with the weight of all: [i/tp]."""
+    """RMSNorm of y silu(z) over each group separately; ``weight`` [i/tp] covers all groups."""
 
     def __init__(self, weight: nn.Parameter, num_groups: int, eps: float) -> None:
         super().__init__()
         self.weight, self.num_groups, self.eps = weight, num_groups, eps
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """2 x [s, b, i/tp] -> [s, b, i/tp]"""
+        """Gate and normalise: 2 x [s, b, i/tp] -> [s, b, i/tp]."""
         groups = (y * F.silu(z)).chunk(self.num_groups, -1)
         weights = self.weight.chunk(self.num_groups)
         normed = [rms_norm(x, w, self.eps) for x, w in zip(groups, weights, strict=True)]

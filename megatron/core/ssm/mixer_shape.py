@@ -1,4 +1,4 @@
-"""Sizes of a Mamba-2 mixer, what they must divide, and what they cost: arithmetic only."""
+"""Sizes of a Mamba-2 mixer, their constraints, and its parameters and FLOPs (pure arithmetic)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class MixerShape:
-    """Sizes before any parallelism divides them."""
+    """Global sizes of a mixer, before sharding."""
 
     hidden: int
     num_heads: int
@@ -37,21 +37,21 @@ class MixerShape:
 
     @property
     def num_parameters(self) -> int:
-        """Of the mixer, without the norm before it."""
+        """Number of parameters of the mixer, without the norm before it."""
         matrices = self.hidden * (sum(self.projected) + self.inner)
         convolution = sum(self.convolved) * (self.conv_width + 1)
         return matrices + convolution + 3 * self.num_heads + self.inner
 
     @property
     def flops_per_token(self) -> int:
-        """Forward: the matrices, the convolution, and the scan counted as a recurrence."""
+        """Forward FLOPs per token: matmuls, convolution, and the scan counted as a recurrence."""
         matrices = 2 * self.hidden * (sum(self.projected) + self.inner)
         convolution = 2 * self.conv_width * sum(self.convolved)
         return matrices + convolution + 6 * self.inner * self.state_dim
 
 
 def mixer_shape(config: TransformerConfig, expand: int = 2, conv_width: int = 4) -> MixerShape:
-    """Of every mixer of a model."""
+    """Return the sizes of the mixers of a model, which are all equal."""
     return MixerShape(
         hidden=config.hidden_size,
         num_heads=config.mamba_num_heads or expand * config.hidden_size // config.mamba_head_dim,
@@ -63,10 +63,10 @@ def mixer_shape(config: TransformerConfig, expand: int = 2, conv_width: int = 4)
 
 
 def mixer_problems(config: TransformerConfig) -> Iterator[str]:
-    """A sentence, with the cure, for each size that does not fit the others or the layout."""
+    """Yield an error message, with a suggested fix, for sizes that do not divide each other."""
     given = config.mamba_head_dim, config.mamba_num_groups, config.mamba_state_dim
     if min(*given, 1 if config.mamba_num_heads is None else config.mamba_num_heads) < 1:
-        return  # said where numbers are too small
+        return  # the check of smallest values reports this
     width, inner = config.mamba_head_dim, 2 * config.hidden_size
     if config.mamba_num_heads is None and inner % width:
         yield (

@@ -1,4 +1,4 @@
-"""A layer of a Mamba stack that is an MLP alone: a transformer layer with other slots empty."""
+"""MLP layer of a hybrid stack: a transformer layer without attention submodules."""
 
 from megatron.core.transformer.transformer_layer import TransformerLayer as MLPLayer
 

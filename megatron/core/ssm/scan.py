@@ -1,13 +1,13 @@
-"""The state-space recurrence of Mamba-2 (Dao and Gu, 2024), computed by chunks.
+"""The state-space recurrence of Mamba-2 (arXiv 2405.21060), computed in chunks.
 
-``s`` tokens, ``b`` sequences, ``h`` heads, ``p`` head width, ``g`` groups, ``n`` state width; a
-group of h/g heads shares B and C.  For each head, with a state S [p, n]:
+``s`` tokens, ``b`` sequences, ``h`` heads, ``p`` head width, ``g`` groups, ``n`` state width; the
+r = h/g heads of a group share B and C.  For each head, with a state S [p, n]:
 
     S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T          y_t = S_t C_t + D x_t
 
-Within a chunk of ``l`` tokens y is attention whose weights decay instead of being normalised,
-y_i = sum over j <= i of (C_i B_j) exp(a_i - a_j) dt_j x_j, with a the running sum of dt A.  Between
-chunks only S is handed on.  Decays and states are float32 at least.
+Within a chunk of ``l`` tokens, y is attention with decaying weights in place of a softmax,
+y_i = sum over j <= i of (C_i B_j) exp(a_i - a_j) dt_j x_j, with a the cumulative sum of dt A.  From
+one of the ``c`` chunks to the next, only S is passed.  Decays and states are in float32 at least.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from torch import Tensor
 from megatron.core import device
 from megatron.core.autograd import Context, Function
 
-# Elements of an [l, l] matrix for each head that are worked on at a time: on a CPU they stay in
-# its cache.
+# Elements of the [l, l] weight matrices that are computed at a time; on a CPU they fit its cache.
 _AT_ONCE_CPU = 1 << 17
 _AT_ONCE_GPU = 1 << 28
 
@@ -40,19 +39,20 @@ def chunked_scan(
     sequence: Tensor | None = None,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """x [s, b, h, p], dt [s, b, h] > 0, A [h] < 0, B and C [s, b, g, n], D [h] -> y and a state.
+    """Compute the recurrence with matmuls over chunks; backward recomputes weights within chunks.
 
-    ``state`` [b, h, p, n] comes before the first token (default: zeros).  ``sequence`` [s] is the
-    index of the packed sequence of each token, each of which starts from zeros, but for the first.
-    Returns y [s, b, h, p] in the dtype of x and the state after the last token.  By products of
-    matrices; what lies within a chunk is computed again in backward.
+    x [s, b, h, p], dt [s, b, h] > 0, A [h] < 0, B and C [s, b, g, n], D [h].  ``state``
+    [b, h, p, n]: state before the first token (default: zeros).  ``sequence`` [s]: index of each
+    token's packed sequence; the first one starts from ``state``, the others from zeros.
+
+    Returns y [s, b, h, p] in the dtype of x, and the state [b, h, p, n] after the last token.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     (s, b, h, p), (g, n) = x.shape, B.shape[2:]
     length = min(chunk_size, s)
 
     def chunks(m: Tensor, *heads: int) -> Tensor:
-        """[s, b, ...] -> [c, b, g, l, ...]; tokens behind the end have dt 0 and add nothing."""
+        """Split into chunks: [s, b, ...] -> [c, b, g, l, ...]; padding has dt 0, so no effect."""
         m = F.pad(m, (0, 0) * (m.dim() - 1) + (0, -s % length)) if s % length else m
         m = m.reshape(-1, length, b, g, *heads)
         return m.permute(0, 2, 3, 1, *range(4, m.dim()))
@@ -61,16 +61,18 @@ def chunked_scan(
     a = (steps * A.to(wide).view(g, 1, -1)).cumsum(3)
     Bs, Cs = chunks(B, n), chunks(C, n)  # [c, b, g, l, n]
     places = None
-    if sequence is not None:  # padding belongs to the last one
+    if sequence is not None:  # padding belongs to the last sequence
         places = torch.cat([sequence, sequence[-1:].expand(-s % length)]).view(-1, length)
     y = _WithinChunks.apply(Cs, Bs, xs * steps[..., None].to(x.dtype), a, places)
 
     left, start = a[:, :, :, -1:] - a, a
-    if places is not None:  # what a sequence keeps at the end of a chunk, and sees of its start
+    # Only tokens of the last sequence of a chunk add to the state after it; only tokens of the
+    # sequence that continues from the previous chunk read the state before it.
+    if places is not None:
         before = torch.cat([places[:1, 0], places[:-1, -1]])
         left = left.masked_fill(_over_heads(places != places[:, -1:]), -math.inf)
         start = start.masked_fill(_over_heads(places != before[:, None]), -math.inf)
-    weights = (steps * left.exp()).to(x.dtype)  # rounded once
+    weights = (steps * left.exp()).to(x.dtype)  # round the product, not its factors
     weighted = (xs * weights[..., None]).flatten(4)  # [c, b, g, l, (r p)]
     made = (weighted.transpose(-1, -2) @ Bs).to(wide)  # [c, b, g, (r p), n]
     kept = start[:, :, :, -1].exp()[..., None].expand(*a.shape[:3], h // g, p).flatten(3)[..., None]
@@ -87,7 +89,7 @@ def chunked_scan(
 
 
 def _over_heads(mask: Tensor) -> Tensor:
-    """[c, l] -> [c, 1, 1, l, 1]"""
+    """Insert dimensions for sequences, groups and heads: [c, l] -> [c, 1, 1, l, 1]."""
     return mask[:, None, None, :, None]
 
 
@@ -95,7 +97,8 @@ class _WithinChunks(Function[Tensor]):
     """y_i = sum over j <= i of (C_i B_j) exp(a_i - a_j) x_j, in each chunk and head.
 
     C and B [c, b, g, l, n], x and y [c, b, g, l, r, p], a [c, b, g, l, r] not increasing along l.
-    Tokens of different ``places`` [c, l] do not see each other.  Backward makes the weights again.
+    ``places`` [c, l]: index of each token's sequence; tokens of different sequences do not
+    interact.  Backward recomputes the weights.
     """
 
     @staticmethod
@@ -131,7 +134,7 @@ class _WithinChunks(Function[Tensor]):
 
 
 def _blocks(a: Tensor) -> Iterator[slice]:
-    """Chunks whose weights are held at a time."""
+    """Yield slices of chunks whose weight matrices are in memory at a time."""
     size = math.prod(a.shape[1:]) * a.shape[3]
     limit = _AT_ONCE_GPU if device.is_cuda(a.device) else _AT_ONCE_CPU
     step = max(1, limit // max(size, 1))
@@ -140,7 +143,10 @@ def _blocks(a: Tensor) -> Iterator[slice]:
 
 
 def _decays(a: Tensor, places: Tensor | None) -> Tensor:
-    """[c, b, g, l, r] -> exp(a_i - a_j) where j <= i, else 0: [c, b, g, r, l, l]."""
+    """Return the decays exp(a_i - a_j), 0 for j > i: [c, b, g, l, r] -> [c, b, g, r, l, l].
+
+    They are also 0 between tokens of different sequences.
+    """
     a = a.transpose(3, 4)
     length = a.shape[-1]
     later = torch.ones(length, length, dtype=torch.bool, device=a.device).triu_(1)
