@@ -1,1 +1,1 @@
-"""Layers of other packages in the places of ours."""
+"""Implementations of layers by other packages."""

@@ -1,7 +1,7 @@
-"""Transformer Engine in the places of our layers: ``--transformer-impl transformer_engine``.
+"""Layers that compute with Transformer Engine (``--transformer-impl transformer_engine``).
 
-The names are those of Megatron Core.  They import without the package, and say what is missing
-when one is built.
+The names are those of Megatron Core.  They can be imported without the package; building a layer
+then raises MissingDependency.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ __getattr__ = lazy_exports(__name__, _HOMES)
 
 
 def SplitAlongDim(x: Tensor, dim: int, sizes: Sequence[int]) -> tuple[Tensor, ...]:  # noqa: N802
-    """``x`` in pieces of ``sizes`` along ``dim``."""
+    """Split ``x`` along ``dim`` into parts of the given ``sizes``."""
     return torch.split(x, list(sizes), dim)
 
 
 class _DelayedScaling(Protocol):
-    """What is read of a config."""
+    """The config fields that `TEDelayedScaling` reads."""
 
     fp8_margin: int
     fp8_amax_history_len: int
@@ -43,8 +43,11 @@ def TEDelayedScaling(  # noqa: N802
     fp8_format: object,
     override_linear_precision: tuple[bool, ...] = (),
 ) -> object:
-    """The package's recipe of delayed scaling, for scripts that enter its autocast themselves."""
-    keeps = {"override_linear_precision": override_linear_precision}  # of versions that have it
+    """Return the package's delayed scaling recipe, for scripts that enter its autocast themselves.
+
+    Raises MissingDependency without the package.
+    """
+    keeps = {"override_linear_precision": override_linear_precision}  # not in all versions
     return optional.require("transformer_engine.common.recipe", WANTED_BY).DelayedScaling(
         margin=config.fp8_margin,
         fp8_format=fp8_format,

@@ -1,4 +1,4 @@
-"""The attention core of Transformer Engine, where it can do what a call asks for."""
+"""Attention core that uses Transformer Engine for the calls that it supports."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from megatron.core.transformer.attention_masks import causal_window
 from megatron.core.transformer.context_parallel import Exchange
 from megatron.core.transformer.dot_product_attention import CAUSAL, DotProductAttention
 
-# Which of its three kinds of kernels it may take, in variables that it reads in each call.
+# Environment variables, read by the package in each call, that allow its three kinds of kernels.
 _VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _SWITCHES = {AttnBackend.flash: "100", AttnBackend.fused: "010"}
 _BACKENDS = (AttnBackend.auto, *_SWITCHES)
 
 
 class TEDotProductAttention(DotProductAttention):
-    """`DotProductAttention`, by Transformer Engine where nothing but causality hides keys.
+    """`DotProductAttention` that runs in Transformer Engine if no mask but the causal one is given.
 
-    It exchanges keys and values over cp itself.  Masks, biases, soft caps, plain scores, and
-    windows or sinks under context parallelism go the way of the class above.
+    The package does the context-parallel communication itself.  The base class computes everything
+    that it does not support: masks, biases, soft caps, query-key layer scaling, unfused attention,
+    and windows or sinks with context parallelism.
     """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self._module: list[nn.Module] = []  # hidden from torch; made in the first call
+        # Created in the first call; in a list, so that it is not a registered submodule.
+        self._module: list[nn.Module] = []
         backend = self.config.attention_backend
         has_many_ranks = self.exchange is not None
         trading = None if self.exchange is None else self.exchange.heads
@@ -64,7 +66,7 @@ class TEDotProductAttention(DotProductAttention):
             and attention_mask is None
             and attention_bias is None
             and query.dtype in engine.DTYPES
-            and (len(query) == len(key) or not is_causal)  # no cache of earlier keys
+            and (len(query) == len(key) or not is_causal)  # causal: no KV cache
             and key.shape[2] % self._ranks_of_heads == 0
         )
         if not fits:
@@ -84,7 +86,7 @@ class TEDotProductAttention(DotProductAttention):
         return out if packed_seq_params is None else out.unsqueeze(1)
 
     def _module_for(self, query: Tensor, key: Tensor) -> nn.Module:
-        """The package's module for this rank's heads, in the present mode."""
+        """Return the package's module for this rank's heads, in training or evaluation mode."""
         if not self._module:
             softmax = self.config.softmax_type
             more = {} if softmax == "vanilla" else {"softmax_type": softmax}
@@ -95,7 +97,7 @@ class TEDotProductAttention(DotProductAttention):
                 attention_dropout=self.dropout,
                 softmax_scale=self.scale,
                 attention_type=self.attention_type,
-                layer_number=1,  # the depth says nothing to it
+                layer_number=1,  # only query-key layer scaling, not used here, would read it
                 **more,
                 **({} if self.exchange is None else _exchange(self.exchange)),
             )
@@ -113,7 +115,7 @@ def _packed(packed: PackedSeqParams) -> dict[str, object]:
 
 
 def _exchange(exchange: Exchange) -> dict[str, object]:
-    """How keys and values travel over cp, in the package's words."""
+    """Return the package's arguments for context-parallel communication."""
     heads, ring = exchange.heads, exchange.ring
     group: object = exchange.cp
     kind = "p2p" if ring is not None else "all_gather"
@@ -130,7 +132,10 @@ def _exchange(exchange: Exchange) -> dict[str, object]:
 
 
 def _choose_kernels(backend: AttnBackend) -> None:
-    """Tell the package of --attention-backend.  Raises ConfigError if it was told otherwise."""
+    """Set the package's environment variables for --attention-backend.
+
+    Raises ConfigError if one of them is set to another value already.
+    """
     for name, value in zip(_VARIABLES, _SWITCHES[backend], strict=True):
         if os.environ.setdefault(name, value) != value:
             raise ConfigError(

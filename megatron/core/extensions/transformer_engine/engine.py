@@ -1,11 +1,12 @@
-"""A module of Transformer Engine that computes with parameters of ours.
+"""Transformer Engine modules that compute with the parameters of our own layers.
 
-Parameters, their records and their names stay those of our own layers: so do initial values,
-checkpoints and optimizer states, whatever computes.  The package's module is made on meta, is
-hidden from torch, and is given the parameters anew in each call.  What it alone could save are
-histories of delayed scaling, pickled and cut as the layout is: matrices of that recipe stay ours.
+Parameters, their ParamInfo and their names are those of our layers, so initial values, checkpoints
+and optimizer states do not depend on the implementation.  The package's module is created on the
+meta device, is not a registered submodule, and receives the parameters before each call.  Its only
+own state is the amax history of delayed scaling, which it saves pickled and in shards of the
+current layout; therefore our own layers compute with that recipe.
 
-Versions 2.4 to 2.20 of the package are known: tests/golden/transformer_engine.json.
+Tested with versions 2.4 to 2.20 of the package: tests/golden/transformer_engine.json.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WANTED_BY = "--transformer-impl transformer_engine"
 _LAYER = "a layer of Transformer Engine, of --spec or a script"
 _PACKAGE, _OLDEST = "transformer_engine", (2, 4)
 _PYTORCH, _RECIPE = f"{_PACKAGE}.pytorch", f"{_PACKAGE}.common.recipe"
-DTYPES = (torch.bfloat16, torch.float16)  # of its kernels; products of fp32 come out as TF32
+DTYPES = (torch.bfloat16, torch.float16)  # fp32 is excluded: the package's GEMMs use TF32
 _RECIPES = {
     "tensorwise": "Float8CurrentScaling",
     "blockwise": "Float8BlockScaling",
@@ -35,7 +36,7 @@ _RECIPES = {
 
 
 def package() -> ModuleType:
-    """Its layers.  Raises MissingDependency, or ConfigError where there is no GPU."""
+    """Return the package's PyTorch API.  Raises MissingDependency, or ConfigError without a GPU."""
     layers = optional.require(_PYTORCH, _LAYER)
     if (reason := _why_no_gpu()) is not None:
         raise ConfigError(f"{_LAYER}: {reason}; use one of our own")
@@ -43,7 +44,7 @@ def package() -> ModuleType:
 
 
 def unsupported_reason() -> str | None:
-    """Why its layers cannot run here; None where they can."""
+    """Return why the package's layers cannot run on this machine; None if they can."""
     reason = optional.why_missing(_PYTORCH)
     if reason is None:
         version = optional.require(_PACKAGE, WANTED_BY).__version__
@@ -58,9 +59,9 @@ def _why_no_gpu() -> str | None:
 
 
 def unsupported_matrices_reason(config: TransformerConfig) -> str | None:
-    """Why our own layers do the matrix products of this model; None where Transformer Engine may.
+    """Return why our own layers must compute this model's GEMMs; None if Transformer Engine may.
 
-    It has to import here.
+    The package must be installed.
     """
     if config.why_own_matrices is not None:
         return config.why_own_matrices
@@ -75,7 +76,10 @@ def unsupported_matrices_reason(config: TransformerConfig) -> str | None:
 
 
 def recipe_of(config: TransformerConfig) -> object:
-    """The package's recipe of this model's format.  Raises ConfigError where it has none."""
+    """Return the package's recipe for the model's fp8 or fp4 flags.
+
+    Raises ConfigError if our own layers must compute the GEMMs.
+    """
     reason = unsupported_matrices_reason(config)
     if reason is not None:
         raise ConfigError(f"the spec of the layer names matrices of Transformer Engine: {reason}")
@@ -92,7 +96,10 @@ def _recipe_name(config: TransformerConfig) -> str:
 
 
 class Engine:
-    """Calls a module of the package, of class ``kind``, with what ``parameters`` gives by name."""
+    """Calls a module of the package, of class ``kind``, with the parameters of our layer.
+
+    ``parameters`` returns them by the package's names; ``arguments`` are those of the constructor.
+    """
 
     def __init__(
         self,
@@ -105,21 +112,22 @@ class Engine:
             **arguments, params_dtype=config.params_dtype, device="meta"
         )
         self._parameters = parameters
-        self.recipe: object = None  # of products in 8 or 4 bits
-        self._seen: list[tuple[int, int]] = []
+        self.recipe: object = None  # the package's fp8 or fp4 recipe
+        self._seen: list[tuple[int, int]] = []  # (address, version) of the last call's weights
 
     def __call__(self, x: Tensor, *of_layer: object) -> Tensor:
-        """As the quantizer of `linear`; the module knows what else the layer says."""
+        """Run as the quantizer of `linear`; the module has the layer's other arguments already."""
         return self.run(x)
 
     def run(self, x: Tensor, *more: object) -> Tensor:
-        """What the module makes of ``x``; collective where it was told of a group."""
+        """Run the module on ``x``.  Collective if the module was built with a group."""
         given = {name: p for name, p in self._parameters().items() if p is not None}
         self.module._parameters.update(given)
         weights = [p for p in given.values() if p.dim() == 2]
         for weight in weights:
             if adds_to_main_grad(weight):
-                # Its modules add to zeros: without the attribute the buffer is zeroed for them.
+                # The package adds to main_grad and does not know this attribute.  Without it, the
+                # gradient buffer is zeroed before each step.
                 del weight.overwrite_main_grad
                 self.module.fuse_wgrad_accumulation = True
         if self.recipe is None:
@@ -130,11 +138,11 @@ class Engine:
         return y
 
     def _has_changed(self, weights: list[nn.Parameter]) -> bool | None:
-        """Whether weights are to be quantised anew; None: they are not to be kept.
+        """Return whether weights must be quantised again; None: the package must not cache them.
 
-        As with `LinearQuantizer` they are kept where ``main_grad`` tells of whole weights.  Weights
-        change between steps alone: the package writes the gradient of the first pass over what is
-        there, and adds the others.
+        As in `LinearQuantizer`, they are cached if ``main_grad`` shows that a data-parallel wrapper
+        keeps complete weights.  The result is passed as ``is_first_microbatch``, by which the
+        package also overwrites gradients instead of adding: weights may change between steps only.
         """
         if not torch.is_grad_enabled() or not all(hasattr(p, "main_grad") for p in weights):
             return None
@@ -144,9 +152,9 @@ class Engine:
 
 
 def quantized(recipe: object) -> contextlib.AbstractContextManager[object]:
-    """Products inside are quantised by ``recipe``, also those of their backward pass.
+    """Return the package's autocast: GEMMs inside it, and their backward pass, use ``recipe``.
 
-    It is entered around each module, so that a recomputed pass finds it wherever it begins.
+    Each module call enters it separately, so that recomputation may begin at any module.
     """
     te = package()
     if hasattr(te, "autocast"):

@@ -1,8 +1,8 @@
-"""Linear layers and norms whose products Transformer Engine computes.
+"""Linear layers and norms that compute with Transformer Engine.
 
-Shapes and parameters are those of the layers they derive from; the names of a norm inside a matrix
-are those of a norm before it (`param_info.name_parameters`).  Collectives are the same too, but it
-is the package that gathers, reduces and overlaps, and that gathers codes where it quantises.
+Shapes and parameters are those of the base classes.  The parameters of a norm fused into a linear
+layer have the names of a separate norm (`param_info.name_parameters`).  Collectives are the same
+too, but the package runs them: it overlaps them with GEMMs, and gathers quantised inputs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class _Computed(Linear):
-    """A linear layer whose product an `Engine` computes, in the place of its quantizer."""
+    """Base of linear layers whose GEMMs an `Engine` computes, in place of the quantizer."""
 
     config: TransformerConfig
     bias: nn.Parameter | None
     engine: Engine | None = None
 
     def use_engine(self, kind: str, mode: str, group: ProcessGroup | None, **more: object) -> None:
-        """``group``: the ranks that the weight is cut over, and that the package talks to."""
+        """Create the engine, of the package's class ``kind``.
+
+        ``mode`` is "column" or "row"; ``group``: the ranks over which the weight is sharded, with
+        which the package communicates; None for a layer without communication.
+        """
         assert self.weight is not None, "the engine of a layer without a weight"
         out_features, in_features = self.weight.shape
         if group is not None:
@@ -50,20 +54,20 @@ class _Computed(Linear):
         )
 
     def engine_parameters(self) -> dict[str, nn.Parameter | None]:
-        """By the package's names."""
+        """Return the parameters by the package's names."""
         return {"weight": self.weight, "bias": self.bias}
 
     def quantize(self, recipe: Recipe, amax_group: ProcessGroup) -> None:
-        """Let the package multiply in few bits; it reduces largest values itself."""
+        """Run the GEMMs in fp8 or fp4 by the package, which reduces amax values itself."""
         del recipe, amax_group
         if self.engine is not None:
             self.engine.recipe = recipe_of(self.config)
 
     @staticmethod
     def product_of_all(linears: Sequence[_Computed]) -> Callable[[Tensor, Sequence[int]], Tensor]:
-        """One product of the rows [m, i] of several layers, so many each, and their weights.
+        """Return a grouped GEMM of these layers: (rows [m, i], rows per layer) -> [m, o].
 
-        Biases are left to the caller.
+        Rows are sorted by layer.  The caller adds biases.
         """
         first, total = linears[0], len(linears)
         config = first.config
@@ -95,7 +99,7 @@ class _Computed(Linear):
 
 
 class TEColumnParallelLinear(_Computed, ColumnParallelLinear):
-    """`ColumnParallelLinear`; with a weight from the caller, its own way."""
+    """`ColumnParallelLinear` by Transformer Engine; with a weight from the caller, by our code."""
 
     kind = "Linear"
 
@@ -114,12 +118,12 @@ class TEColumnParallelLinear(_Computed, ColumnParallelLinear):
         )
 
     def norm_arguments(self) -> dict[str, object]:
-        """What the package wants to know of a norm before the matrix."""
+        """Return the package's arguments for a fused norm before the GEMM."""
         return {}
 
 
 class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
-    """The norm of hidden states and the matrix behind it, in one."""
+    """Norm of hidden states, fused with the `TEColumnParallelLinear` that follows it."""
 
     kind = "LayerNormLinear"
 
@@ -129,7 +133,7 @@ class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
         self.layer_norm_weight, self.layer_norm_bias = norm.weight, norm.bias
 
     def norm_arguments(self) -> dict[str, object]:
-        """See there."""
+        """See `TEColumnParallelLinear.norm_arguments`."""
         return {
             "eps": self.config.layernorm_epsilon,
             "normalization": self.config.normalization,
@@ -137,13 +141,13 @@ class TELayerNormColumnParallelLinear(TEColumnParallelLinear):
         }
 
     def engine_parameters(self) -> dict[str, nn.Parameter | None]:
-        """See there."""
+        """Return the parameters of norm and linear layer by the package's names."""
         of_norm = {"layer_norm_weight": self.layer_norm_weight}
         return {**super().engine_parameters(), **of_norm, "layer_norm_bias": self.layer_norm_bias}
 
 
 class TERowParallelLinear(_Computed, RowParallelLinear):
-    """`RowParallelLinear`."""
+    """`RowParallelLinear` by Transformer Engine."""
 
     def __init__(self, *sizes: int, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(*sizes, config=config, **arguments)
@@ -158,13 +162,13 @@ class TERowParallelLinear(_Computed, RowParallelLinear):
         )
 
     def summed_product(self, x: Tensor) -> Tensor:
-        """See there."""
+        """Return x W^T, reduced over the ranks; see `RowParallelLinear.summed_product`."""
         assert self.engine is not None, "built with the layer"
         return self.engine.run(x)
 
 
 class TELinear(_Computed, ReplicatedLinear):
-    """`ReplicatedLinear`."""
+    """`ReplicatedLinear` by Transformer Engine."""
 
     def __init__(self, *sizes: int, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(*sizes, config=config, **arguments)
@@ -172,13 +176,13 @@ class TELinear(_Computed, ReplicatedLinear):
         self.use_engine("Linear", "", None, bias=self.bias is not None)
 
 
-# Matrices of experts: those of a rank are multiplied at once where --moe-grouped-gemm asks for it.
+# Linear layers of experts: --moe-grouped-gemm runs those of a rank as one grouped GEMM.
 TEColumnParallelGroupedLinear = TEColumnParallelLinear
 TERowParallelGroupedLinear = TERowParallelLinear
 
 
 class TENorm(Norm):
-    """`Norm`; a float32 residual stream goes its own way."""
+    """`Norm` by Transformer Engine; with a float32 residual stream, by our code."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **more: Any
@@ -194,5 +198,5 @@ class TENorm(Norm):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., h]"""
+        """Normalise: [..., h] -> [..., h]."""
         return self._engine.run(x) if x.dtype == self.weight.dtype else super().forward(x)
