@@ -66,7 +66,7 @@ def use_in_this_thread() -> None:
 
 @contextlib.contextmanager
 def simulate_device(
-    wanted: Literal["auto", "cpu", "cuda"], *, without_memory: bool = True
+    wanted: str, *, without_memory: bool = True
 ) -> Iterator[None]:
     """Code inside takes the ways of a GPU, unless the CPU is wanted.
 

@@ -5,31 +5,31 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron.training.arguments import config_keys
 from megatron.training.arguments.sections import options_by_dest
 from megatron.training.arguments.suggestions import suggestion
 from megatron.training.arguments.value_rules import problem_of_type, shown
 
-_EXPECTED: dict[Any, str] = {int: "a whole number is needed", float: "a number is needed"}
+_EXPECTED: dict[object, str] = {int: "a whole number is needed", float: "a number is needed"}
 
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser that goes on after a bad value and suggests spellings."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+    def __init__(self, *, description: str, usage: str) -> None:
+        super().__init__(description=description, usage=usage, allow_abbrev=False)
         self.problems: list[str] = []
         self.warnings: list[str] = []
 
-    def read_value(self, action: argparse.Action, text: str) -> Any:
+    def read_value(self, action: argparse.Action, text: str) -> object:
         """One word as ``action`` reads it; a mistake is noted and gives None."""
         value = self._get_value(action, text)
         self._check_value(action, value)
         return value
 
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+    def _get_value(self, action: argparse.Action, arg_string: str) -> object:
         parse = self._registry_get("type", action.type, action.type)
         value = None
         try:
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         self.problems.append(f"{_name(action)} {shown(arg_string)}: {problem}")
         return None
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is None or value in action.choices or value is None:
             return
         near = difflib.get_close_matches(str(value), [str(c) for c in action.choices], n=1)

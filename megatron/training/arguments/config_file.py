@@ -40,7 +40,7 @@ def write_config(run: RunConfig, path: str | os.PathLike[str]) -> None:
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def resolved_values(run: RunConfig) -> dict[str, dict[str, Any]]:
+def resolved_values(run: RunConfig) -> dict[str, dict[str, object]]:
     """Every value of every section, as JSON has it."""
     return {
         name: {f.name: _plain(vars(vars(run)[name])[f.name]) for f in fields(cls)}
@@ -48,7 +48,7 @@ def resolved_values(run: RunConfig) -> dict[str, dict[str, Any]]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """``value`` as JSON has it; what JSON lacks becomes the text that the flag would take."""
     if isinstance(value, enum.Enum):
         return value.name
@@ -90,14 +90,14 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         ) from None
 
 
-def _read_content(text: str, path: str | os.PathLike[str]) -> Any:
+def _read_content(text: str, path: str | os.PathLike[str]) -> object:
     try:
         return json.loads(text)
     except ValueError:  # not JSON, or a number with more digits than Python reads
         return _read_yaml(text, path)
 
 
-def _read_yaml(text: str, path: str | os.PathLike[str]) -> Any:
+def _read_yaml(text: str, path: str | os.PathLike[str]) -> object:
     unset = sorted({name for name in re.findall(r"\$\{(\w+)\}", text) if name not in os.environ})
     if unset:
         raise ConfigError(
@@ -107,8 +107,8 @@ def _read_yaml(text: str, path: str | os.PathLike[str]) -> Any:
     return parse_yaml(expanded, f"--yaml-cfg {path}", ConfigError)
 
 
-def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(content: Mapping[str, object]) -> dict[str, object]:
+    flat: dict[str, object] = {}
     for key, value in content.items():
         name = str(key).lstrip("-").replace("-", "_")
         if name.startswith("_") and not str(key).startswith("-"):
@@ -120,7 +120,7 @@ def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def set_defaults_from(parser: Parser, content: Mapping[str, Any], path: str) -> None:
+def set_defaults_from(parser: Parser, content: Mapping[str, object], path: str) -> None:
     """Let the values of a file be the defaults of ``parser``; mistakes join its problems."""
     actions: dict[str, argparse.Action] = {action.dest: action for action in parser._actions}
     names = _field_names()
@@ -149,7 +149,7 @@ def _field_names() -> dict[str, tuple[str, bool]]:
     }
 
 
-def _coerce(parser: Parser, action: argparse.Action, value: Any, path: str) -> Any:
+def _coerce(parser: Parser, action: argparse.Action, value: object, path: str) -> object:
     """``value`` as the command line would have made it; a problem is noted, not raised."""
     is_switch = action.nargs == 0
     if value is None and not (is_switch and action.default is True):
@@ -165,6 +165,7 @@ def _coerce(parser: Parser, action: argparse.Action, value: Any, path: str) -> A
     many = action.nargs in ("*", "+") or isinstance(action.nargs, int)
     if many != isinstance(value, list) and (many or action.type in (None, int, float, str)):
         # A single word may stand for a list of one, as on the command line.
-        value = [value] if many else " ".join(str(v) for v in value)
-    values = [parser.read_value(action, str(v)) for v in (value if many else [value])]
+        value = " ".join(str(v) for v in value) if isinstance(value, list) else [value]
+    words = value if many and isinstance(value, list) else [value]
+    values = [parser.read_value(action, str(word)) for word in words]
     return values if many else values[0]

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
 class ConfigField:
     """A field that no flag sets.  Exactly one of ``refused`` and ``ignored`` is given."""
 
-    default: Any = None  # the value that asks for nothing; null always does
+    default: object = None  # the value that asks for nothing; null always does
     refused: str | None = None
     ignored: str | None = None
 
@@ -25,7 +24,7 @@ class ConfigField:
 class Translation:
     """The keys of a file as dests, and messages about those that cannot be translated."""
 
-    values: dict[str, Any]
+    values: dict[str, object]
     problems: list[str]
     warnings: list[str]
 
@@ -130,7 +129,7 @@ _TRANSLATED = ("activation_func", "gated_linear_unit", "bias_activation_fusion",
 NAMES = (*FIELDS, *RENAMED, *_TRANSLATED)
 
 
-def translate(content: dict[str, Any]) -> Translation:
+def translate(content: dict[str, object]) -> Translation:
     """Replace config fields in ``content`` (key -> value) by the dests of flags."""
     values = {RENAMED.get(key, key): value for key, value in content.items() if key not in FIELDS}
     given = {key: values.pop(key) for key in _TRANSLATED if key in values}
@@ -150,11 +149,11 @@ def translate(content: dict[str, Any]) -> Translation:
     return Translation(values, problems, warnings)
 
 
-def _unavailable(key: str, value: Any, fix: str) -> str:
+def _unavailable(key: str, value: object, fix: str) -> str:
     return f"{key}: {value!r} is not available: {fix}"
 
 
-def _activation(given: dict[str, Any], values: dict[str, Any]) -> Iterator[str]:
+def _activation(given: dict[str, object], values: dict[str, object]) -> Iterator[str]:
     """Set the switch that ``activation_func`` and ``gated_linear_unit`` ask for."""
     name, is_gated = given.get("activation_func"), bool(given.get("gated_linear_unit"))
     on = sorted(dest for dest in _SWITCHES if values.get(dest) is True)
@@ -179,14 +178,14 @@ def _activation(given: dict[str, Any], values: dict[str, Any]) -> Iterator[str]:
         values[switch] = True
 
 
-def _bias_fusion(given: dict[str, Any], values: dict[str, Any]) -> None:
+def _bias_fusion(given: dict[str, object], values: dict[str, object]) -> None:
     """A field for the fusion of any activation; the flags are one for each activation."""
     if given.get("bias_activation_fusion") is False:
         for dest in _BIAS_FUSIONS:
             values.setdefault(dest, False)
 
 
-def _initialisation(given: dict[str, Any], values: dict[str, Any]) -> Iterator[str]:
+def _initialisation(given: dict[str, object], values: dict[str, object]) -> Iterator[str]:
     method = given.get("init_method")
     if method == "xavier_uniform":
         values["init_method_xavier_uniform"] = True

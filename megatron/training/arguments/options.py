@@ -56,22 +56,22 @@ GROUPS = (
 )
 
 
-_METAVAR: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
+_METAVAR: dict[object, str] = {int: "N", float: "X", str: "TEXT"}
 
 
-def _metavar(kind: Any, opt: Option) -> str:
+def _metavar(kind: object, opt: Option) -> str:
     if opt.choices is None:
         return _METAVAR.get(kind, "VALUE")
     names = [c.name if isinstance(c, enum.Enum) else str(c) for c in opt.choices if c is not None]
     return "{" + ",".join(names) + "}"
 
 
-def groups_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
+def groups_of(parser: argparse.ArgumentParser) -> dict[str, argparse._ArgumentGroup]:
     """All headings as empty argument groups of ``parser``, in order."""
     return {heading: parser.add_argument_group(heading) for heading in GROUPS}
 
 
-def value_type(annotation: Any) -> Any:
+def value_type(annotation: object) -> object:
     """``int`` for ``int``, ``int | None`` and ``tuple[int, ...]``."""
     inner = [a for a in typing.get_args(annotation) if a not in (type(None), Ellipsis)]
     is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) in (
@@ -85,7 +85,7 @@ def value_type(annotation: Any) -> Any:
     return value_type(inner[0])
 
 
-def namespace_default(f: dataclasses.Field[Any], opt: Option) -> Any:
+def namespace_default(f: dataclasses.Field[Any], opt: Option) -> object:
     """What the namespace holds when the flag is not given: lists, as argparse makes them."""
     default = cli_default(f, opt)
     if opt.inverted:
@@ -94,9 +94,9 @@ def namespace_default(f: dataclasses.Field[Any], opt: Option) -> Any:
 
 
 def add_options(
-    groups: Mapping[str, Any],
+    groups: Mapping[str, argparse._ArgumentGroup],
     config_class: type,
-    describe: Callable[[Any, Option], str] | None = None,
+    describe: Callable[[dataclasses.Field[Any], Option], str] | None = None,
 ) -> None:
     """Add every flag of ``config_class`` under its heading; ``describe`` words the help line."""
     hints = _type_hints(config_class)
@@ -123,7 +123,7 @@ def add_options(
 _type_hints = functools.cache(typing.get_type_hints)  # half of the time of a parser
 
 
-def is_switch(annotation: Any, opt: Option) -> bool:
+def is_switch(annotation: object, opt: Option) -> bool:
     """Whether the flag takes no value: the field is ``bool`` or ``bool | None``."""
     is_bool = annotation is bool or set(typing.get_args(annotation)) == {bool, type(None)}
     return is_bool and opt.parse is None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from megatron.training.arguments.argument_parser import Parser
 from megatron.training.arguments.config_file import read_config_file, set_defaults_from
@@ -44,7 +43,7 @@ def parse_args(
     extra_args_provider: ExtraArgsProvider | None = None,
     ignore_unknown_args: bool = False,
     argv: Sequence[str] | None = None,
-    args_defaults: Mapping[str, Any] | None = None,
+    args_defaults: Mapping[str, object] | None = None,
 ) -> argparse.Namespace:
     """The command line as a namespace, on top of --yaml-cfg's file.
 
@@ -80,7 +79,7 @@ def _yaml_cfg(words: Sequence[str]) -> str | None:
     return path
 
 
-def apply_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]) -> list[str]:
+def apply_defaults(args: argparse.Namespace, defaults: Mapping[str, object]) -> list[str]:
     """Set what is None to a program's default.
 
     A sentence comes back for each that a flag's own default keeps out, where a person may think

@@ -106,7 +106,7 @@ def states(args: Namespace) -> tuple[list[str], list[str]]:
     return refused, ignored
 
 
-def _refused_value(value: Any, opt: Option) -> str | None:
+def _refused_value(value: object, opt: Option) -> str | None:
     values = value if isinstance(value, list) else [value]
     return next((opt.refused_values[v] for v in values if v in opt.refused_values), None)
 
@@ -115,7 +115,7 @@ def resolve(
     args: Namespace,
     world_size: int,
     *,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
     problems: Iterable[str] = (),
 ) -> RunConfig:
     """The run that ``args`` ask for on ``world_size`` ranks.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import is_dataclass
 from functools import cache
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 from megatron.core.config.option import Option, dest_of, flag_of, options_of
 from megatron.training.arguments.options import namespace_default
@@ -26,7 +26,7 @@ ALL_CLASSES: tuple[type, ...] = (*SECTIONS.values(), *FLAGS_ONLY)
 
 
 @cache
-def flags_and_defaults() -> dict[str, tuple[str, Any]]:
+def flags_and_defaults() -> dict[str, tuple[str, object]]:
     """dest -> flag and value when it is not given."""
     return {
         dest_of(f, opt): (flag_of(f, opt), namespace_default(f, opt))

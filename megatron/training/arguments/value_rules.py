@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import isfinite, isnan
-from typing import Any
 
 from megatron.core.config.option import INT64_MAX, Option
 from megatron.training.arguments.sections import flags_and_defaults, options_by_dest
@@ -15,7 +14,7 @@ from megatron.training.arguments.sections import flags_and_defaults, options_by_
 _LONGEST_SHOWN = 200  # characters of a value in a message
 
 
-def problem_of_type(value: Any, opt: Option) -> str | None:
+def problem_of_type(value: object, opt: Option) -> str | None:
     """Why no flag takes ``value``, which may be a sequence; None if there is no reason."""
     for part in value if isinstance(value, list | tuple) else (value,):
         if isinstance(part, str) and not part.strip():
@@ -36,7 +35,7 @@ def shown(text: str) -> str:
     return text
 
 
-def out_of_range(given: Mapping[str, Any]) -> Iterator[str]:
+def out_of_range(given: Mapping[str, object]) -> Iterator[str]:
     """Messages about values of ``given`` (dest -> value) outside the range of their flag."""
     for dest, opt in options_by_dest().items():
         flag, default = flags_and_defaults()[dest]
@@ -50,7 +49,7 @@ def out_of_range(given: Mapping[str, Any]) -> Iterator[str]:
                 break
 
 
-def has_excessive_number(given: Mapping[str, Any]) -> bool:
+def has_excessive_number(given: Mapping[str, object]) -> bool:
     """Whether a number is too large to go on with: derivations and checks list all layers."""
     return any(
         isinstance(part, int) and part > opt.at_most
@@ -59,11 +58,11 @@ def has_excessive_number(given: Mapping[str, Any]) -> bool:
     )
 
 
-def _parts(value: Any) -> tuple[Any, ...]:
+def _parts(value: object) -> tuple[object, ...]:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-def _problem_of_range(number: Any, opt: Option) -> str | None:
+def _problem_of_range(number: object, opt: Option) -> str | None:
     if isinstance(number, bool) or not isinstance(number, int | float):
         return None
     if opt.at_least is not None and number < opt.at_least and opt.parse is None:

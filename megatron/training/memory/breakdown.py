@@ -10,9 +10,10 @@ import gc
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from megatron.core import device
 from megatron.core.params.param_info import local_part
@@ -30,7 +31,7 @@ class Owner(NamedTuple):
     kind: str
     name: str
     num_bytes: int
-    count: int
+    num_tensors: int
 
 
 def owners(run: Runtime) -> list[Owner]:
@@ -78,7 +79,7 @@ class _Ledger:
         return [Owner(*key, size, self._count[key]) for key, size in self._bytes.most_common()]
 
 
-def _named_parameters(run: Runtime) -> Iterator[tuple[str, Any]]:
+def _named_parameters(run: Runtime) -> Iterator[tuple[str, nn.Parameter]]:
     for chunk in run.model_chunks:
         for name, param in chunk.named_parameters():
             yield name.removeprefix("module.").removeprefix("module."), param
@@ -112,9 +113,9 @@ def _saved_for_backward(run: Runtime, tensors: list[Tensor]) -> Iterator[tuple[s
         todo += [(following, module) for following in inputs]
 
 
-def _last_nodes(nodes: list[Any]) -> list[Any]:
+def _last_nodes(nodes: list[Node]) -> list[Node]:
     """Of the graphs that end in ``nodes`` those that no other reads; they keep all others."""
-    consumed: dict[int, Any] = {}  # the nodes themselves, so that no id comes again
+    consumed: dict[int, Node] = {}  # the nodes themselves, so that no id comes again
     todo = list(nodes)
     while todo:
         new = {id(child): child for child in _inputs(todo.pop()) if id(child) not in consumed}
@@ -123,18 +124,18 @@ def _last_nodes(nodes: list[Any]) -> list[Any]:
     return [node for node in nodes if id(node) not in consumed]
 
 
-def _viewed(node: Any) -> Any:
+def _viewed(node: Node) -> Node:
     """What ``node`` is a view of: products read the transpose of a weight."""
     while type(node).__name__ in _VIEWS and _inputs(node):
         (node,) = _inputs(node)
     return node
 
 
-def _inputs(node: Any) -> list[Any]:
+def _inputs(node: Node) -> list[Node]:
     return [following for following, _ in node.next_functions if following is not None]
 
 
-def _saved(node: Any) -> Iterator[Tensor]:
+def _saved(node: Node) -> Iterator[Tensor]:
     """What one operation keeps; nothing once its backward pass has been."""
     names = [name for name in dir(node) if name.startswith("_saved_")] or ["saved_tensors"]
     for name in names:

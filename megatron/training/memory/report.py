@@ -91,7 +91,7 @@ def _largest(held: list[Owner]) -> Iterator[str]:
     yield f"what holds most, GiB (of {sum(o.num_bytes for o in held) / _GIB:.3f} in tensors):"
     for owner in held[:_SHOWN]:
         of = f" of {owner.name}" if owner.name else ""
-        yield f"  {owner.num_bytes / _GIB:9.3f}  {owner.kind}{of} ({owner.count})"
+        yield f"  {owner.num_bytes / _GIB:9.3f}  {owner.kind}{of} ({owner.num_tensors})"
     rest = sum(owner.num_bytes for owner in held[_SHOWN:])
     yield f"  {rest / _GIB:9.3f}  everything else"
 

@@ -77,7 +77,7 @@ def _num_microbatches(run: Runtime) -> int:
     return min(run.batches.num_microbatches_at_full_size(), _ROUNDS * max(stages, group))
 
 
-def _first_microbatch_again(data: Any) -> tuple[Any, Any]:
+def _first_microbatch_again(data: Any) -> tuple[object, object]:
     """Iterators that go on as ``data`` would have, and some that repeat its first micro-batch."""
     if isinstance(data, list):
         pairs = [_first_microbatch_again(one) for one in data]
@@ -90,7 +90,7 @@ def _first_microbatch_again(data: Any) -> tuple[Any, Any]:
     return itertools.chain([first], data), itertools.repeat(first)
 
 
-def _evaluate(run: Runtime, data: Any, count: int) -> None:
+def _evaluate(run: Runtime, data: object, count: int) -> None:
     for chunk in run.model_chunks:
         chunk.eval()
     with torch.no_grad():

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.core.pipeline_parallel.plan import PassKind
+
 
 class Collective(NamedTuple):
     """One operation between ranks."""
@@ -60,7 +62,7 @@ class RankCost:
 
     state: State
     num_parameters: int
-    passes: dict[tuple[str, int], PassCost]  # of (kind, chunk)
+    passes: dict[tuple[PassKind, int], PassCost]  # of (kind, chunk)
     message: int  # bytes between two stages
     lasting: int  # bytes of tables and the like that the first passes have made
     step_peak: int  # bytes of the optimizer's step, above ``state`` and ``lasting``

@@ -8,7 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.core.config.errors import ConfigError
 from megatron.training.arguments.resolve import resolve
@@ -22,7 +22,7 @@ class Change(NamedTuple):
     """Flags as one would type them, and what they set: dest -> value."""
 
     words: str
-    values: dict[str, Any]
+    values: dict[str, object]
 
 
 class Fit(NamedTuple):

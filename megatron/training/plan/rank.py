@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core import device, rank_local
 from megatron.core.diagnostics.timers import Timers
+from megatron.core.distributed.data_parallel_base import DataParallelBase
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.distributed.sharding import is_fully_sharded, reshards_after_forward
 from megatron.core.num_microbatches_calculator import NumMicroBatchesCalculator
@@ -37,7 +37,7 @@ from megatron.core.parallel.process_groups_config import ProcessGroupCollection
 from megatron.core.params.param_info import local_part
 from megatron.core.pipeline_parallel.executor import Executor, StepTask
 from megatron.core.pipeline_parallel.microbatch import LossRule
-from megatron.core.pipeline_parallel.plan import Transfer, Work
+from megatron.core.pipeline_parallel.plan import PassKind, Transfer, Work
 from megatron.core.pipeline_parallel.schedules import messages_of
 from megatron.core.pipeline_parallel.step_hooks import StepHooks
 from megatron.core.pipeline_parallel.transfer import Mailbox
@@ -58,9 +58,6 @@ from megatron.training.runtime.groups import create_groups
 from megatron.training.runtime.runtime import Runtime
 from megatron.training.runtime.setup import build_model_chunks
 
-# What needs memory, a package or a compiler.
-_NOT_HERE = {"perform_initialization": False, "moe_enable_deepep": False, "compile": "none"}
-
 
 def cost_of_rank(
     config: RunConfig, rank: int, padded_vocab_size: int, shapes: KnownShapes | None = None
@@ -77,9 +74,13 @@ def cost_of_rank(
                 "cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=config.world_size
             )
             # Else torch warns when the group is destroyed.
-            dist.group.WORLD._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+            world = dist.distributed_c10d._get_default_group()
+            world._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
             # Constants are all that would be written, and there is nowhere to write them.
-            model = replace(config.model, **_NOT_HERE)
+            # A kernel of DeepEP and a compiler are not here either.
+            model = replace(
+                config.model, perform_initialization=False, moe_enable_deepep=False, compile="none"
+            )
             return _cost(_build(replace(config, model=model), padded_vocab_size), shapes)
     finally:
         if dist.is_initialized():
@@ -133,6 +134,11 @@ def _own_tables() -> Iterator[None]:
             table.cache_clear()
 
 
+_LossFunction = Callable[
+    [Tensor | Sequence[Tensor | None]], tuple[Tensor, Tensor, dict[str, Tensor]]
+]
+
+
 class _Neighbours(Mailbox):
     """In place of the other stages."""
 
@@ -184,9 +190,9 @@ def _cost(run: Runtime, shapes: KnownShapes | None) -> RankCost:
     )
     data, num_stages = run.config.data, run.placement.num_stages
     tokens = data.seq_length, data.decoder_seq_length or 0, run.config.training.micro_batch_size
-    shapes, dtype = messages_of(run.config.model, run.groups, tokens, num_stages)
+    messages, dtype = messages_of(run.config.model, run.groups, tokens, num_stages)
     repeats = Repeats(tracker, run.model_chunks if _may_skip(run) else ())
-    trial = _Trial(run, tracker, repeats, shapes, dtype)
+    trial = _Trial(run, tracker, repeats, messages, dtype)
     with tracker:
         passes = {
             (kind, chunk): cost
@@ -211,7 +217,7 @@ def _cost(run: Runtime, shapes: KnownShapes | None) -> RankCost:
         ),
         num_parameters=sum(local_part(p).numel() for p in _parameters(run)),
         passes=passes,
-        message=max(map(prod, shapes), default=0) * dtype.itemsize,
+        message=max(map(prod, messages), default=0) * dtype.itemsize,
         lasting=lasting,
         step_peak=step.peak,
         step_sent=step.sent,
@@ -233,7 +239,7 @@ class _Trial:
         self.run, self.tracker, self.repeats = run, tracker, repeats
         self.shapes, self.dtype = shapes, dtype
 
-    def passes(self, chunk: int) -> dict[str, PassCost]:
+    def passes(self, chunk: int) -> dict[PassKind, PassCost]:
         """What the passes of a micro-batch through ``chunk`` take, which is not the step's last.
 
         One has gone before, so that tables and gradients are there.
@@ -244,7 +250,8 @@ class _Trial:
             run.placement, run.groups.pp, StepHooks(), shapes=self.shapes, dtype=self.dtype
         )
         has_weight = model.pipeline_schedule is not None and model.pipeline_schedule[:2] == "zb"
-        kinds = ["forward", "backward", "weight"] if has_weight else ["forward", "backward"]
+        kinds: list[PassKind] = ["forward", "backward"]
+        kinds += ["weight"] if has_weight else []
         is_deferred = model.defer_embedding_wgrad_compute and run.groups.pp.size() > 1
         executor = Executor(
             run.model_chunks,
@@ -307,7 +314,9 @@ def _may_skip(run: Runtime) -> bool:
     return not is_fully_sharded(run.config.ddp) and not schedule.startswith("zb")
 
 
-def _forward_step(run: Runtime, data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Any]:
+def _forward_step(
+    run: Runtime, data: Iterator[dict[str, Tensor]], model: nn.Module
+) -> tuple[Tensor, _LossFunction]:
     batch = next_batch(run, data, model)
     return registry.implementation_of(run.config).apply(model, batch), _loss
 
@@ -342,9 +351,10 @@ def _finish_step(run: Runtime) -> None:
     tokens = None
     if run.config.model.calculate_per_token_loss:
         tokens = torch.ones((), dtype=torch.float64, device=device.current())
-    finalize_model_grads(run.model_chunks, tokens)
+    chunks = [chunk for chunk in run.model_chunks if isinstance(chunk, DataParallelBase)]
+    finalize_model_grads(chunks, tokens)
     run.optimizer.step()
-    for chunk in run.model_chunks:
+    for chunk in chunks:
         chunk.finish_param_sync(values=False)
 
 

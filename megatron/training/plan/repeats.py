@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,10 @@ from torch import Tensor, nn
 
 from megatron.core.transformer.transformer_block import Span, TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.plan.tracing import Measured, Segment, Tracker, joined
+from megatron.training.plan.tracing import Label, Measured, Segment, Tracker, joined
 
 _OWN_PACKAGE = "megatron."
 _NAMES = {"layer_number", "layer_index"}  # of a layer, in logs and caches
-
-
-class Label(NamedTuple):
-    """A span: the identity of its block, and its number in the block."""
-
-    block: int
-    number: int
 
 
 class Repeats:
@@ -86,7 +79,7 @@ class Repeats:
         block: TransformerBlock,
         span: Span,
         hidden_states: Tensor,
-        shared: dict[str, Any],
+        shared: dict[str, object],
     ) -> Tensor:
         if id(block) not in self._blocks:
             self._blocks[id(block)] = _Block(block)
@@ -206,12 +199,12 @@ class _Signatures:
             parts.append((name, type(module), self._settings(own, type(module)), tuple(tensors)))
         return tuple(parts)
 
-    def _settings(self, values: dict[str, Any], owner: type) -> Hashable:
+    def _settings(self, values: dict[str, object], owner: type) -> Hashable:
         # A class of a user may compute with the number of a layer.
         ignored = _NAMES if owner.__module__.startswith(_OWN_PACKAGE) else set()
         return tuple((k, self._setting(v)) for k, v in values.items() if k not in ignored)
 
-    def _setting(self, value: Any) -> Hashable:
+    def _setting(self, value: object) -> Hashable:
         if isinstance(value, float):
             return value != 0  # a scale or a probability: only whether it is used matters
         if value is None or isinstance(value, (bool, int, str, type, range)):
@@ -231,7 +224,7 @@ class _Signatures:
             return value.group_name
         is_ours = type(value).__module__.startswith(_OWN_PACKAGE)
         if is_ours and hasattr(value, "__dict__") and not isinstance(value, _SHARED):
-            self._known[id(value)] = type(value)  # seen from inside itself
+            self._known[id(value)] = id(type(value))  # seen from inside itself
             return type(value), self._settings(vars(value), type(value))
         return id(value)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -42,10 +43,12 @@ class KnownShapes:
     """Calls operations, each combination of shapes once; one object may serve many plans."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Any] = {}  # of a key: layouts of what the operation returns
-        self._is_pure: dict[Any, bool] = {}
+        self._known: dict[Hashable, object] = {}  # of a key: layouts of what the operation returns
+        self._is_pure: dict[OpOverload, bool] = {}
 
-    def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def result(
+        self, func: OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         """What ``func(*args, **kwargs)`` returns."""
         if func not in self._is_pure:
             self._is_pure[func] = _is_pure(func)
@@ -71,7 +74,7 @@ class _NoKeyError(Exception):
     """An argument is a tensor with memory."""
 
 
-def _key(value: Any) -> Hashable:
+def _key(value: object) -> Hashable:
     if isinstance(value, Tensor):
         if not _has_only_shape(value):
             raise _NoKeyError
@@ -85,7 +88,7 @@ def _layout(tensor: Tensor) -> _Layout:
     return _Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-def _layouts(result: Any) -> Any:
+def _layouts(result: object) -> object:
     """None where an equal result cannot be made of them."""
     tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
     layouts = tree_map_only(Tensor, _layout, result)
@@ -96,16 +99,16 @@ def _layouts(result: Any) -> Any:
     return layouts if is_meta and is_alone and sizes == made else None
 
 
-def _is_pure(func: Any) -> bool:
+def _is_pure(func: OpOverload) -> bool:
     schema = func._schema
     no_alias = all(a.alias_info is None for a in (*schema.arguments, *schema.returns))
     takes_tensors = any("Tensor" in str(a.type) for a in schema.arguments)
     return func.namespace == "aten" and no_alias and takes_tensors and func not in _HIDDEN_VIEWS
 
 
-def _writes_values(func: Any) -> bool:
+def _writes_values(func: OpOverload) -> bool:
     return func.namespace == "aten" and func._schema.name.split("::")[1] in _WRITES_VALUES
 
 
-def _has_only_shape(tensor: Any) -> bool:
+def _has_only_shape(tensor: object) -> TypeGuard[Tensor]:
     return isinstance(tensor, Tensor) and tensor.is_meta and not isinstance(tensor, FakeTensor)

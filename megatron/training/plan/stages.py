@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.core.pipeline_parallel.plan import Placement
 from megatron.core.pipeline_parallel.schedules import plan_of
 from megatron.core.pipeline_parallel.simulate import Durations, Simulated, simulate
 from megatron.core.transformer.heterogeneous.heterogeneous_config import layer_shapes
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run import RunConfig
 from megatron.training.estimates.loss_chunks import chunk_line, resolve_loss_chunks
 from megatron.training.estimates.model_layers import layers_of, layers_of_stages
@@ -136,7 +136,7 @@ def plan_run(
     )
 
 
-def _group(model: Any) -> int:
+def _group(model: TransformerConfig) -> int:
     return model.microbatch_group_size_per_vp_stage or 1
 
 
@@ -159,7 +159,7 @@ def _kind(
     return ends, tuple(tuple(every[i] for i in chunk) for chunk in layers)
 
 
-def _layers_differ(model: Any) -> bool:
+def _layers_differ(model: TransformerConfig) -> bool:
     per_layer = (model.window_attn_skip_freq, model.no_rope_freq)
     is_per_layer = any(value is not None for value in per_layer) or len(model.cp_comm_type) > 1
     return layer_shapes(model) is not None or is_per_layer

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -47,10 +48,17 @@ class Measured(NamedTuple):
     sent: Counter[Collective]
 
 
+class Label(NamedTuple):
+    """A span of layers: the identity of its block, and its number in the block."""
+
+    block: int
+    number: int
+
+
 class Segment(NamedTuple):
     """A part of a measured function, from one mark to the next."""
 
-    label: Hashable  # of the mark at its begin; None for the first part
+    label: Label | None  # of the mark at its begin; None for the first part
     peak: int  # above what was alive at its begin
     kept: int
     sent: Counter[Collective]
@@ -82,15 +90,15 @@ class Tracker(TorchDispatchMode):
 
         ``shapes`` of earlier plans make this one faster.
         """
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self._shapes = shapes or KnownShapes()
         self._share_of_true = share_of_true
         self.alive = self.peak = 0
         self.collectives: Counter[Collective] = Counter()
         self._segments: list[Segment] = []
-        self._label: Hashable = None
+        self._label: Label | None = None
         self._sizes: dict[int, int] = {}  # of storages made inside
-        self._labels: dict[int, Hashable] = {}  # under which they were made
+        self._labels: dict[int, Label | None] = {}  # under which they were made
         self._existing = {_storage(tensor)._cdata for tensor in existing}
         self._depth = 0  # of the phases of FSDP2
         self._resizable: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # made in such a phase
@@ -111,19 +119,19 @@ class Tracker(TorchDispatchMode):
         self._end()
         return self._segments.copy()
 
-    def mark(self, label: Hashable) -> None:
+    def mark(self, label: Label) -> None:
         """End the present segment and begin another one."""
         self._end()
         self._begin(label)
 
-    def alive_by_label(self) -> Counter[Hashable]:
+    def alive_by_label(self) -> Counter[Label | None]:
         """Bytes that are alive, by the label of the segment that has made them."""
-        sizes: Counter[Hashable] = Counter()
+        sizes: Counter[Label | None] = Counter()
         for key, label in self._labels.items():
             sizes[label] += self._sizes[key]
         return sizes
 
-    def _begin(self, label: Hashable) -> None:
+    def _begin(self, label: Label | None) -> None:
         self._read_sizes()
         self._label, self._alive_before, self.peak = label, self.alive, self.alive
         self._sent_before = self.collectives.copy()
@@ -135,8 +143,12 @@ class Tracker(TorchDispatchMode):
         self._label = None
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         del types
         if func is _aten._local_scalar_dense.default and _has_no_memory(args[0]):
             return 1  # a norm that is finite, a check that holds
@@ -190,7 +202,7 @@ class Tracker(TorchDispatchMode):
         del self._labels[key]
         self._resizable.pop(key, None)
 
-    def _note_collective(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _note_collective(self, func: OpOverload, args: tuple[object, ...]) -> None:
         kind = _KINDS.get(func.name().split("::")[1].split(".")[0])
         groups = [a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a)]
         if kind is None or not groups:
@@ -216,7 +228,8 @@ def attention_without_memory(*args: Any, **kwargs: Any) -> Tensor:
         kept = _aten._scaled_dot_product_efficient_attention(
             *args, bias.expand(*args[0].shape[:-1], args[1].shape[-2]), *rest, scale=kwargs["scale"]
         )
-        return kept[0]
+        kept_out: Tensor = kept[0]
+        return kept_out
     out: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
         *args,
         kwargs["dropout_p"],

@@ -21,7 +21,7 @@ def in_phase(words: str) -> Callable[[Phased[P, R]], Phased[P, R]]:
 
     def decorate(function: Phased[P, R]) -> Phased[P, R]:
         @functools.wraps(function)
-        def inside(run: Runtime, *args: P.args, **kwargs: P.kwargs) -> R:
+        def inside(run: Runtime, /, *args: P.args, **kwargs: P.kwargs) -> R:
             before = run.phase
             run.phase = words
             result = function(run, *args, **kwargs)

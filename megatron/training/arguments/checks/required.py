@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from megatron.training.config.run import RunConfig
 
@@ -38,7 +37,7 @@ def tokenizer_has_its_files(run: RunConfig) -> Iterator[str]:
     t = run.tokenizer
     files = {"--vocab-file": t.vocab_file, "--merge-file": t.merge_file}
     model, size = {"--tokenizer-model": t.tokenizer_model}, {"--vocab-size": t.vocab_size}
-    needed: dict[str, dict[str, Any]] = {
+    needed: dict[str, Mapping[str, object]] = {
         "GPT2BPETokenizer": files,
         "BertWordPieceLowerCase": {"--vocab-file": t.vocab_file},
         "BertWordPieceCase": {"--vocab-file": t.vocab_file},
