@@ -1,1 +1,1 @@
-"""Checkpoints from and to other programs, tensor by tensor: no model is built, no GPU is needed."""
+"""Convert checkpoints from and to other formats, tensor by tensor; no GPU is needed."""

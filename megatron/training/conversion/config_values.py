@@ -1,4 +1,4 @@
-"""Types and ranges of what is read from a config.json, before anything is computed from it."""
+"""Check types and ranges of the values of a config.json before anything is computed from them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.core.config.errors import CheckpointError
 
-_MANY_LAYERS = 10_000  # of layers, experts, heads: more than any model has
+_MANY_LAYERS = 10_000  # layers, experts or heads: no model has more
 _WIDEST = 2**31 - 1
 Test = Callable[[object], bool]
 
@@ -27,7 +27,7 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and _is_number(value) and value > 0
 
 
-# What an entry has to be, and the test for it.  A null counts as absent everywhere.
+# Pairs of a description, for the error message, and a test.  A null counts as absent.
 _COUNT = ("an integer above 0 and below 2**31", _is_between(1, _WIDEST))
 _FEW = ("an integer from 1 to 10000", _is_between(1, _MANY_LAYERS))
 _FEW_OR_NONE = ("an integer from 0 to 10000", _is_between(0, _MANY_LAYERS))
@@ -67,7 +67,11 @@ _EXPECTED = {name: kind for kind, names in _KINDS.items() for name in names.spli
 
 
 def check_values(config: Mapping[str, object], path: Path) -> None:
-    """Raise CheckpointError unless the entries of ``path`` that are used here have their types."""
+    """Raise CheckpointError if a known entry of ``config`` has a wrong type or is out of range.
+
+    ``path`` is the file that the error message names.  Unknown entries and nulls are not checked;
+    the entries of nested objects are.
+    """
     for name, value in config.items():
         if value is None or name not in _EXPECTED:
             continue

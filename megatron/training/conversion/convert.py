@@ -1,7 +1,7 @@
-"""From a checkpoint in one form to one in another.
+"""Convert a checkpoint from one format to another.
 
-Between our formats everything is kept: weights, optimizer, counters, scheduler.  From and to
-Hugging Face it is the weights and the model's description.
+Between the formats of `FORMATS` everything is converted: weights, optimizer, counters, scheduler.
+From and to Hugging Face, only the weights and the description of the model are.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ from megatron.training.tokenizer import (
 
 HF = "hf"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-BESIDE = "huggingface"  # folder beside our checkpoints: config.json, tokenizer, generation config
+BESIDE = "huggingface"  # folder next to iter_*: config.json, tokenizer, generation config
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 _ALWAYS_FP32 = (".router.expert_bias", AMAX_HISTORY)
 _EMBEDDING = "embedding.word_embeddings.weight"
-# What shapes a model beside the flags of --use-checkpoint-args, and what any run needs.
+# Arguments that define a model, besides those of --use-checkpoint-args; values that every run
+# needs to be resolved.
 _MORE = ("bias_gelu_fusion", "bias_swiglu_fusion", "tokenizer_model", "encoder_num_layers")
 _TO_RESOLVE = {"skip_train": True, "micro_batch_size": 1, "transformer_impl": "local"}
 Say = Callable[[str], None]
@@ -63,37 +64,40 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionRequest:
-    """What the command line asks for."""
+    """Options of one conversion, from the command line."""
 
     source: Path
     target: Path
     format: str
     family: str | None = None
-    dtype: torch.dtype | None = None  # None: as it is
-    vocab_size: int | None = None  # tokens, where the checkpoint has padding
-    args: Arguments = field(default_factory=dict)  # dest -> value, written into ours
+    dtype: torch.dtype | None = None  # None: unchanged
+    vocab_size: int | None = None  # number of tokens, if the embedding has padding
+    args: Arguments = field(default_factory=dict)  # dest -> value, replaces saved arguments
     step: int | None = None
-    kind: str | None = None  # refuse a model of another
-    is_release: bool = False  # weights alone, to begin from
+    kind: str | None = None  # refuse a model of another kind
+    is_release: bool = False  # write weights only, without training state
     verify: bool = True
     max_shard_bytes: int | None = None
-    rename: Callable[[str], str | None] | None = None  # our key -> another, None: leave it out
+    rename: Callable[[str], str | None] | None = None  # None: omit the tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A checkpoint: tensors under our keys, and the rest of it."""
+    """Checkpoint to convert: tensors by global name, and all its other content."""
 
     tensors: Mapping[str, LazyTensor]
     args: Arguments
     common: Common
     layout: Layout
     rank_states: Mapping[int, JsonObject] = field(default_factory=dict)
-    beside: Path | None = None  # a folder with Hugging Face's small files
+    beside: Path | None = None  # folder with config.json, tokenizer and similar
 
 
 def convert(wanted: ConversionRequest, say: Say = print) -> Path:
-    """Write what ``wanted`` describes; the folder that was written.  Raises CheckpointError."""
+    """Run the conversion that ``wanted`` describes and return the folder that was written.
+
+    ``say`` receives progress messages.  Raises CheckpointError.
+    """
     is_theirs = (wanted.source / hf_folder.CONFIG).exists()
     if not is_theirs and find(str(wanted.source), wanted.step) is None:
         raise CheckpointError(
@@ -140,7 +144,7 @@ def _from_hf(wanted: ConversionRequest, say: Say) -> Source:
 
 
 def read_source(wanted: ConversionRequest) -> Source:
-    """A checkpoint of ours; its tensors are read when they are made."""
+    """Open a checkpoint of one of `FORMATS`; each tensor is read from disk when it is used."""
     content = open_checkpoint(wanted.source, wanted.step)
     reader = open_reader(content.folder)
     tensors = {
@@ -153,7 +157,7 @@ def read_source(wanted: ConversionRequest) -> Source:
     beside = content.folder.parent / BESIDE
     model = content.asked.get("tokenizer_model")
     if not beside.is_dir() and isinstance(model, str) and hf_folder.has_tokenizer(Path(model)):
-        beside = Path(model)  # a path of the checkpoint: nothing but a tokenizer's
+        beside = Path(model)  # the checkpoint chose this path: only a tokenizer is read
     return Source(
         tensors=tensors,
         args={**content.asked, "model_kind": kind or _kind_of(tensors)},
@@ -164,7 +168,7 @@ def read_source(wanted: ConversionRequest) -> Source:
     )
 
 
-# A part of a name that models of one kind alone have; what Megatron-LM wrote says no kind.
+# Substring of names that only one model kind has; Megatron-LM does not store the kind.
 _KINDS = {".mixer.": "mamba", ".cross_attention.": "t5", "encoder.layers.": "bert"}
 
 
@@ -192,7 +196,7 @@ def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
         config = came_with
     name = "torch_dtype" if "torch_dtype" in config else "dtype"
     config = {**config, name: dtype, "vocab_size": shape.vocab_size}
-    config.pop("quantization_config", None)  # weights are written plain
+    config.pop("quantization_config", None)  # weights are written unquantized
     with hf_folder.new_folder(wanted.target) as folder:
         hf_folder.write_config(folder, config)
         hf_folder.write_weights(folder, tensors, wanted.max_shard_bytes)
@@ -205,7 +209,10 @@ def _to_hf(source: Source, wanted: ConversionRequest, say: Say) -> Path:
 
 
 def _refuse_two_kinds_of_state(source: Source, wanted: ConversionRequest) -> None:
-    """Formats that number parameters have the same state of each.  Raises CheckpointError."""
+    """Raise CheckpointError unless all parameters have the same kinds of optimizer state.
+
+    The formats torch and torch_dcp number the parameters and store the same state for each.
+    """
     names: dict[str, set[str]] = {}
     for key in source.tensors:
         if key.startswith(OPTIMIZER_PREFIX) and "fp32_param" not in key:
@@ -223,7 +230,7 @@ def _to_ours(source: Source, wanted: ConversionRequest, say: Say) -> Path:
     if wanted.format in ("torch", "torch_dcp"):
         _refuse_two_kinds_of_state(source, wanted)
     if wanted.args:
-        run_config(source.args, **_layout_of(wanted.args))  # says why the model cannot be cut so
+        run_config(source.args, **_layout_of(wanted.args))  # raises if not supported
     if format.is_foreign:
         source = _for_megatron(source)
     common = {
@@ -257,9 +264,9 @@ def _to_ours(source: Source, wanted: ConversionRequest, say: Say) -> Path:
 
 
 def _for_megatron(source: Source) -> Source:
-    """With the values that Megatron-LM derives from its command line, and padded vocabularies.
+    """Add the arguments that Megatron-LM derives from its command line, and pad vocabularies.
 
-    Random states are kept where the layout is the one that they are of.
+    Random states are kept only if the requested layout is the one that they were saved with.
     """
     layout = _layout_of(source.args)
     run = run_config(source.args, **layout)
@@ -302,13 +309,14 @@ def _record(tensor: LazyTensor) -> ShardedTensor:
 
 
 def run_config(args: Arguments, tp: int = 1, pp: int = 1, ep: int = 1) -> RunConfig:
-    """The model and tokenizer of a command line, whatever else it asked for, cut as is said.
+    """Resolve the model and tokenizer arguments of a saved run, for these parallel sizes.
 
-    Raises ConfigError where it asks for what is not in this version, or cannot be cut so.
+    All other arguments are ignored.  Raises ConfigError if the arguments request something that is
+    not implemented, or if the model does not support these sizes.
     """
     names = {*FORCED, *IF_UNSET, *_MORE, *(n for n in args if n.startswith(FORCED_PREFIXES))}
     described = {name: args[name] for name in names if args.get(name) is not None}
-    path = described.pop("heterogeneous_layers_config_path", None)  # a file elsewhere: not opened
+    path = described.pop("heterogeneous_layers_config_path", None)  # never opened
     if path and not described.get("heterogeneous_layers_config_encoded_json"):
         raise CheckpointError(
             f"the checkpoint was saved with --heterogeneous-layers-config-path {path} and does not "
@@ -330,21 +338,25 @@ def _layout_of(args: Arguments) -> dict[str, int]:
 
 
 def _config_beside(source: Source) -> JsonObject:
-    """The config.json that the model came with, if it did."""
+    """Return the config.json that was saved with the model, or {}."""
     if source.beside is None or not (source.beside / hf_folder.CONFIG).exists():
         return {}
     return hf_folder.read_config(source.beside)
 
 
 def _describes(config: Config, family: Family, shape: ModelShape) -> bool:
-    """Whether ``config`` still is the config.json of the model, but for its vocabulary."""
+    """Return whether ``config`` describes ``shape``, apart from the vocabulary size."""
     if config.get("model_type") != family.model_type:
         return False
     return replace(family.shape(config), vocab_size=shape.vocab_size) == shape
 
 
 def _vocab_size(source: Source, wanted: ConversionRequest) -> int:
-    """Rows of the embedding that are tokens: all of them, unless a rule of padding made some."""
+    """Return the number of embedding rows that are tokens; the other rows are padding.
+
+    This is ``wanted.vocab_size`` if given, else the tokenizer's size if padding it by
+    --make-vocab-size-divisible-by gives the number of rows, else all rows.
+    """
     rows = source.tensors[_EMBEDDING].shape[0]
     if wanted.vocab_size is not None:
         return wanted.vocab_size
@@ -360,10 +372,13 @@ def _vocab_size(source: Source, wanted: ConversionRequest) -> int:
 
 
 def _tokenizer_args(wanted: ConversionRequest, shape: ModelShape) -> dict[str, object]:
-    """The tokenizer that came with the model; rows of the embedding, where it has fewer tokens."""
+    """Return the arguments of the source's tokenizer, or of a NullTokenizer if it has none.
+
+    If the embedding has more rows than the tokenizer has tokens, padded_vocab_size keeps them.
+    """
     rows = shape.vocab_size
     if not hf_folder.has_tokenizer(wanted.source):
-        return {"tokenizer_type": "NullTokenizer", "vocab_size": rows - 1}  # one more is its EOD
+        return {"tokenizer_type": "NullTokenizer", "vocab_size": rows - 1}  # it adds EOD
     found: dict[str, object] = {
         "tokenizer_type": "HuggingFaceTokenizer",
         "tokenizer_model": str((wanted.target / BESIDE).resolve()),
@@ -375,7 +390,7 @@ def _tokenizer_args(wanted: ConversionRequest, shape: ModelShape) -> dict[str, o
 
 
 def _special_ids(run: RunConfig) -> dict[str, int | None]:
-    """bos, eos and pad of the run's tokenizer, as config.json names them."""
+    """Return the tokenizer's bos, eos and pad ids under config.json's names; None if unknown."""
     spec = TokenizerSpec.of(run.tokenizer)
     ids: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if spec.tokenizer_type in (None, "NullTokenizer"):

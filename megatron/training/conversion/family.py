@@ -1,4 +1,8 @@
-"""What is known of a family of Hugging Face models: its config.json and its tensors, both ways."""
+"""Conversion tables of one family of Hugging Face models: config.json and tensor names.
+
+In this package "ours" are the global tensor names of this program and the values of `ModelShape`;
+"theirs" are the tensor names and config.json entries of Hugging Face.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from megatron.training.conversion.shape import ModelShape
 from megatron.training.conversion.tensors import AHEAD, AHEAD_LAYER, Rule, tensors_of
 
 Config: TypeAlias = Mapping[str, Any]  # config.json, or an object in it
-Values: TypeAlias = Mapping[str, Any]  # of a `ModelShape`, or of config.json, by name
-Names: TypeAlias = Mapping[str, str | Rule]  # ours -> theirs, of tensors or of modules
+Values: TypeAlias = Mapping[str, Any]  # value by name, of a `ModelShape` or of config.json
+Names: TypeAlias = Mapping[str, str | Rule]  # our name -> theirs, of tensors or modules
 _IN_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.(.*)")
 _IN_AHEAD = re.compile(AHEAD.replace(".", r"\.").format(r"(\d+)") + "(.*)")
 _OF_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
@@ -22,7 +26,7 @@ _OF_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*)")
 
 @dataclass(frozen=True)
 class Field:
-    """Some entries of config.json, and the values of `ModelShape` that they stand for."""
+    """Conversion of some entries of config.json to values of `ModelShape` and back."""
 
     read: Callable[[Config], Values] = lambda config: {}
     write: Callable[[ModelShape], Values] = lambda shape: {}
@@ -30,20 +34,27 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """``outside`` and ``layer`` name their tensors by ours, ``layer`` behind ``layer_prefix``.
+    """Hugging Face model family: how its config.json and its tensors are converted.
 
-    A name without ``.weight`` or ``.bias`` at its end stands for both.
-    ``layer_prefix`` has {} for the number of the layer, and {stack} where there are an encoder and
-    a decoder; a key of ``layer`` that begins with one of these is of it alone.  ``elsewhere``: what
-    a tensor is whose place depends on the model, by its whole names, None for others.
-    In names of experts ``{}`` stands for the number, in ours and in theirs.  ``ahead`` names those
-    of a layer that predicts tokens further ahead, a layer of its own in theirs; ``copies`` what
-    such a layer repeats, by our name outside; ``repeats``: their names of what some files hold
-    once more -> ours.  ``spellings``: pieces of names in other files -> in theirs.  ``stacked``:
-    ends of names of tensors that hold all experts of a layer, of which ``name.3`` is number 3's in
-    the tables.  ``heads``: what names of ours begin with that a checkpoint may lack.  ``blank``:
-    theirs that only zeros may be in, and their shapes, as ours has no such tensor.
-    ``always`` holds for every model of the family, whatever its config.json says.
+    In tables of names, a name without ``.weight`` or ``.bias`` at its end stands for both, and
+    ``{}`` stands for the number of an expert.
+
+    - ``fields``: conversions of config.json; ``always``: values that all models of the family have.
+    - ``outside``: our name -> theirs, of tensors outside of layers.
+    - ``layer``: our name -> theirs, of tensors in a layer, both without the prefix of the layer.
+      A key that begins with ``encoder.`` or ``decoder.`` is valid for that stack only.
+    - ``layer_prefix``: their prefix of a layer; {} is its number, {stack} is encoder or decoder.
+    - ``elsewhere``: called with our complete name of a tensor; returns their complete name or a
+      rule if the position of the tensor depends on the model, else None.
+    - ``ahead``: our name -> theirs, of tensors in a multi-token prediction (MTP) layer, numbered in
+      theirs after the model's layers; ``copies``: our name outside -> their name in each MTP layer,
+      of tensors that these layers repeat.
+    - ``repeats``: their name -> ours, of tensors that some files store a second time.
+    - ``spellings``: substring of names in other files -> its replacement.
+    - ``stacked``: ends of names of tensors that hold all experts of a layer; the tables call the
+      entry of expert 3 ``name.3``.
+    - ``heads``: prefixes of our names of tensors that a checkpoint may lack.
+    - ``blank``: their name -> shape, of tensors without a counterpart in ours, which must be zero.
     """
 
     model_type: str
@@ -61,15 +72,15 @@ class Family:
     heads: tuple[str, ...] = ()
     blank: Callable[[ModelShape], Mapping[str, tuple[int, ...]]] = lambda shape: {}
     always: Values = field(default_factory=dict)
-    no_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)  # ends of names of constant buffers
+    no_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)  # ends of names of buffers to skip
 
     @property
     def kind(self) -> str:
-        """Of its models."""
+        """Model kind of the family: gpt, bert, t5 or mamba."""
         return str(self.always.get("kind", "gpt"))
 
     def shape(self, config: Config) -> ModelShape:
-        """The model that config.json describes.  Raises CheckpointError for what is not here."""
+        """Return the model that config.json describes.  Raises CheckpointError if unsupported."""
         try:
             return self._shape(config)
         except KeyError as error:
@@ -98,7 +109,7 @@ class Family:
         return ModelShape(**values)
 
     def config(self, shape: ModelShape) -> JsonObject:
-        """A config.json of ``shape``, as far as the family can say it."""
+        """Return a config.json for ``shape``, without values that the family has no entry for."""
         out: JsonObject = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -109,19 +120,19 @@ class Family:
         return out
 
     def prefix_of_depth(self, depth: int, shape: ModelShape) -> str:
-        """In front of their tensors of a layer that predicts ahead; behind the model's."""
+        """Return their prefix of MTP layer ``depth``, numbered after the model's layers."""
         return self.layer_prefix.format(shape.num_layers + depth, stack="decoder")
 
     def rules(self, shape: ModelShape) -> dict[str, Rule]:
-        """Our global name -> rule, of every tensor of ``shape``.  Raises CheckpointError."""
+        """Return our name -> rule, for every tensor of ``shape``.  Raises CheckpointError."""
         return {name: self.rule(name, shape) for name in tensors_of(shape)}
 
     def name_of(self, name: str, shape: ModelShape) -> str:
-        """Their name of a tensor that is one in both."""
+        """Return their name of a tensor that corresponds to exactly one of theirs."""
         return self.rule(name, shape).theirs[0]
 
     def rule(self, name: str, shape: ModelShape) -> Rule:
-        """The rule of our tensor ``name``.  Raises CheckpointError."""
+        """Return the rule of our tensor ``name``.  Raises CheckpointError if there is none."""
         prefix, tail, expert, stack = "", name, "", ""
         table = self.outside
         if found := _IN_LAYER.fullmatch(name):
@@ -142,7 +153,7 @@ class Family:
 
 
 def _named(table: Names, name: str) -> Rule | None:
-    """The rule of a tensor of ours, which the table names itself or by its module."""
+    """Return the rule that ``table`` has for a tensor or for its module, else None."""
     if name in table:
         return _rule_of(table[name])
     module, _, kind = name.rpartition(".")

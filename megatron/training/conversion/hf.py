@@ -1,6 +1,7 @@
-"""Between Hugging Face folders and our tensors: which of theirs makes which of ours.
+"""Convert tensors of Hugging Face folders to ours and back.
 
-Nothing is read here but JSON: tensors are `LazyTensor`s, made when they are written.
+Tensors are `LazyTensor`s, computed when they are written.  Only those that must be zero or equal to
+another tensor are read at once, to check this.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from megatron.training.conversion.tensors import Rule, output_of, size_of, tenso
 from megatron.training.models.registry import model_kind
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-_MANY = 100  # more than any two models differ in
+_MANY = 100  # counts as more differences than any two models have
 
 
 @dataclass(frozen=True)
 class HFModel:
-    """What a Hugging Face folder describes, and its tensors under our names."""
+    """Content of a Hugging Face folder: family, config.json, shape, and tensors by our names."""
 
     family: Family
     config: Config
     shape: ModelShape
     tensors: Mapping[str, LazyTensor]
-    fresh: tuple[str, ...] = ()  # tensors that the folder has none of
+    fresh: tuple[str, ...] = ()  # names of tensors that the folder lacks
 
 
 def family_of(config: Config) -> Family:
-    """By ``model_type``.  Raises CheckpointError for one that has no table here."""
+    """Return the family of config.json's ``model_type``.  Raises CheckpointError if unknown."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise CheckpointError(
@@ -50,9 +51,9 @@ def family_of(config: Config) -> Family:
 
 
 def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:
-    """Their tensors as ours.
+    """Convert their tensors to ours.
 
-    Raises CheckpointError unless each of theirs is used once, and every one of ours comes whole.
+    Raises CheckpointError unless each of their tensors is used once and each of ours is complete.
     """
     family = family_of(config)
     shape = family.shape(config)
@@ -90,7 +91,10 @@ def import_model(config: Config, weights: Mapping[str, LazyTensor]) -> HFModel:
 
 
 def _check_counts(shape: ModelShape, weights: Mapping[str, LazyTensor]) -> None:
-    """Raise CheckpointError for more layers or experts than there can be, before naming each."""
+    """Raise CheckpointError if config.json has more layers or experts than the weights can hold.
+
+    This runs before the names of all tensors are listed, which takes too long for a huge count.
+    """
     rows = max((tensor.shape[0] for tensor in weights.values() if tensor.shape), default=0)
     for what, count, most in (
         ("layers", shape.num_layers, len(weights)),
@@ -115,7 +119,7 @@ def _respelled(weights: Mapping[str, LazyTensor], family: Family) -> dict[str, L
 
 
 def _fresh(name: str, size: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
-    """Values to begin with, the same each time: of a head that nobody has trained."""
+    """Initialize a tensor of a head that the checkpoint lacks; its name determines the values."""
 
     def make() -> Tensor:
         if len(size) == 1:
@@ -127,12 +131,12 @@ def _fresh(name: str, size: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
 
 
 def _find(left: Mapping[str, LazyTensor], name: str) -> str | None:
-    """``name`` as the file has it.  Some files leave out the model's own name."""
+    """Return ``name`` as the file spells it, or None.  Some files omit the model's prefix."""
     return next((s for s in (name, name.partition(".")[2]) if s in left), None)
 
 
 def _take(left: dict[str, LazyTensor], name: str, family: Family) -> LazyTensor:
-    """Remove a tensor from those that are left."""
+    """Remove a tensor from ``left`` and return it.  Raises CheckpointError if it is missing."""
     if (spelling := _find(left, name)) is not None:
         return left.pop(spelling)
     raise CheckpointError(f"the weights have no {name}, which a {family.architecture} needs")
@@ -163,7 +167,7 @@ def _made_of(parts: list[LazyTensor], rule: Rule, shape: ModelShape) -> Tensor:
 def _one_behind_the_other(
     parts: list[LazyTensor], dtype: torch.dtype, size: tuple[int, ...]
 ) -> Tensor:
-    """Each read to where it belongs."""
+    """Concatenate tensors along dimension 0: read each directly into its slice of the result."""
     whole = torch.empty(size, dtype=dtype)
     for part, place in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
         if isinstance(part, Entries) and part.fill is not None:
@@ -178,9 +182,10 @@ def _meta(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _as_stored(shape: ModelShape, family: Family, weights: Mapping[str, LazyTensor]) -> ModelShape:
-    """Without what config.json names and nobody stored: layers that predict ahead.
+    """Correct ``shape`` where config.json differs from the weights.
 
-    T5 is tied where its output layer is not there, or once more the embedding.
+    MTP layers without weights are removed.  A model with an encoder is tied if its output layer is
+    missing or equals the embedding.
     """
     first = family.prefix_of_depth(0, shape)
     if shape.mtp_num_layers and not any(name.startswith(first) for name in weights):
@@ -194,7 +199,7 @@ def _as_stored(shape: ModelShape, family: Family, weights: Mapping[str, LazyTens
 
 
 def _copies(shape: ModelShape, family: Family) -> dict[str, str]:
-    """Their tensors that repeat another -> ours."""
+    """Return their names of tensors that repeat another tensor -> our names of the latter."""
     out = dict(family.repeats)
     if shape.is_tied:
         out[family.name_of(output_of(shape), shape)] = _EMBEDDING
@@ -202,7 +207,7 @@ def _copies(shape: ModelShape, family: Family) -> dict[str, str]:
 
 
 def _copies_ahead(shape: ModelShape, family: Family) -> dict[str, str]:
-    """Those of layers that predict ahead, which are always written."""
+    """Return `_copies` of the MTP layers alone, which an export always writes."""
     output = output_of(shape)
     return {
         family.prefix_of_depth(depth, shape) + theirs: (
@@ -216,9 +221,9 @@ def _copies_ahead(shape: ModelShape, family: Family) -> dict[str, str]:
 def export_model(
     shape: ModelShape, tensors: Mapping[str, LazyTensor], family: Family
 ) -> list[LazyTensor]:
-    """Our tensors as theirs, in our order.  Vocabulary padding is left behind.
+    """Convert our tensors to theirs, in our order, without vocabulary padding.
 
-    Raises CheckpointError unless the tensors are those of ``shape``.
+    Raises CheckpointError unless ``tensors`` are those of ``shape``.
     """
     letters = tensors_of(shape)
     tensors = {name: t for name, t in tensors.items() if not name.endswith(AMAX_HISTORY)}
@@ -254,7 +259,10 @@ def _parts(rule: Rule, make: Callable[[], Tensor], shape: ModelShape) -> list[Te
 
 
 def _shared(make: Callable[[], list[Tensor]], count: int) -> list[Callable[[], Tensor]]:
-    """Each of the ``count`` results of ``make``, which are kept until the last one is taken."""
+    """Return one function for each of the ``count`` tensors that one call of ``make`` returns.
+
+    The results stay in memory until the last function is called: call them in order.
+    """
     kept: list[Tensor] = []
 
     def take(index: int) -> Tensor:
@@ -275,9 +283,10 @@ def _without_padding(tensor: LazyTensor, size: tuple[int, ...], *, is_cut: bool)
 
 
 def choose_family(shape: ModelShape, wanted: str | None, first: str | None = None) -> Family:
-    """A family whose config.json can say all of ``shape``: ``wanted``, else one tried ``first``.
+    """Return a family whose config.json can describe ``shape``.
 
-    Raises CheckpointError with what the nearest family lacks.
+    Only ``wanted`` is tried if it is given, else all families of the model kind, ``first`` before
+    the others.  Raises CheckpointError with what the nearest family lacks.
     """
     if wanted is not None and wanted not in FAMILIES:
         raise CheckpointError(f"--family {wanted}: the families here are {', '.join(FAMILIES)}")
@@ -297,7 +306,7 @@ def choose_family(shape: ModelShape, wanted: str | None, first: str | None = Non
     for family in map(FAMILIES.__getitem__, names):
         try:
             lacks = list(shape.differences(family.shape(family.config(shape))))
-        except CheckpointError as error:  # it says so much, and what it says is not built here
+        except CheckpointError as error:  # its config.json would not be supported
             lacks, sentence = [str(error)] * _MANY, f"{family.architecture}: {error}"
         else:
             sentence = f"{family.architecture} has no {', '.join(lacks[:4])}"

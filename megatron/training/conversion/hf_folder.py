@@ -1,7 +1,7 @@
-"""A Hugging Face model folder: config.json, weights, and the small files beside them.
+"""Hugging Face model folder: config.json, weights, and small files such as the tokenizer.
 
 Weights are read from safetensors, one file or several with an index, or from ``pytorch_model.bin``
-by torch's loader that runs no code; they are written as safetensors.
+with ``torch.load(weights_only=True)``, which executes no code.  They are written as safetensors.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def read_config(folder: Path) -> JsonObject:
-    """config.json.  Raises CheckpointError."""
+    """Read and check config.json.  Raises CheckpointError."""
     if not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder} is {NO_MODEL}")
     config = _read_json(folder / CONFIG)
@@ -72,7 +72,7 @@ def _read_json(path: Path) -> JsonObject:
 
 
 def read_weights(folder: Path) -> dict[str, LazyTensor]:
-    """The tensors of ``folder`` by name, read when they are made.  Raises CheckpointError."""
+    """Return the tensors of ``folder`` by name; each is read on use.  Raises CheckpointError."""
     for name, read in ((_SAFETENSORS, _read_safetensors), (_BIN, _read_bin)):
         index = folder / f"{name}.index.json"
         if index.exists():
@@ -85,7 +85,10 @@ def read_weights(folder: Path) -> dict[str, LazyTensor]:
 def _read_parts(
     index: Path, read: Callable[[Path], Mapping[str, LazyTensor]]
 ) -> dict[str, LazyTensor]:
-    """The tensors of the files that ``index`` names, which lie beside it."""
+    """Return the tensors of all files that ``index`` names; the files are in its folder.
+
+    Raises CheckpointError if the index and the files do not agree.
+    """
     mapped = _read_json(index).get("weight_map")
     if not isinstance(mapped, dict) or not mapped:
         raise CheckpointError(
@@ -121,7 +124,7 @@ def _read_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _check_has_elements(path: Path, name: str, shape: Sequence[int]) -> None:
-    """A shape like [2**60, 0] takes no bytes, so that nothing else bounds its numbers."""
+    """Refuse shapes such as [2**60, 0]: they take no bytes, so file sizes do not bound them."""
     if 0 in shape:
         raise CheckpointError(f"{path}: {name} has shape {list(shape)}, which is without elements")
 
@@ -133,7 +136,7 @@ def _read(path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...]) ->
 
 
 def _read_into(path: Path, start: int, out: Tensor) -> None:
-    """``out`` is contiguous."""
+    """Fill ``out``, which must be contiguous, with the bytes of ``path`` from ``start`` on."""
     data = bytes_of(out)
     with open(path, "rb", buffering=0) as file:
         done = 0
@@ -169,7 +172,7 @@ def _read_bin(path: Path) -> dict[str, LazyTensor]:
             )
         _check_has_elements(path, name, tensor.shape)
         is_plain = tensor.layout is torch.strided and not tensor.is_quantized
-        # A view of stride 0 would grow when it is copied.
+        # A view with stride 0 takes more memory once it is copied.
         if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
             raise CheckpointError(f"{path}: {name} is sparse, quantised or expanded, not plain")
     return {
@@ -179,13 +182,13 @@ def _read_bin(path: Path) -> dict[str, LazyTensor]:
 
 
 def _is_zip(path: Path) -> bool:
-    """Whether torch can map the file instead of reading it whole."""
+    """Return whether torch can map the file into memory instead of reading all of it."""
     with open(path, "rb") as file:
         return file.read(4) == b"PK\3\4"
 
 
 def files_beside(folder: Path) -> list[Path]:
-    """Tokenizer, generation config, chat template, licence: what is small and no weight."""
+    """List the small files: tokenizer, generation config, chat template, licence."""
     found = {path for pattern in _BESIDE for path in folder.glob(pattern)}
     return sorted(
         path
@@ -202,10 +205,10 @@ def has_tokenizer(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder that appears whole as ``path``: it has another name until the block ends.
+    """Create the folder ``path`` atomically: it has a temporary name until the block ends.
 
-    An error within the block leaves nothing behind.  Raises CheckpointError if ``path`` is there
-    and not empty.
+    An error within the block removes the folder.  Raises CheckpointError if ``path`` is a file or a
+    folder that is not empty.
     """
     if path.is_dir() and any(path.iterdir()) or path.is_file():
         raise CheckpointError(f"{path} is there already: name a new folder, or remove it")
@@ -224,10 +227,14 @@ def new_folder(path: Path) -> Iterator[Path]:
 def write_weights(
     folder: Path, tensors: Sequence[LazyTensor], max_shard_bytes: int | None = None
 ) -> None:
-    """Write ``tensors``, one after the other, into one file or into parts with an index."""
+    """Write ``tensors`` into one safetensors file, or into several files with an index.
+
+    ``max_shard_bytes`` (default `MAX_SHARD_BYTES`) limits the size of a file; a larger tensor has a
+    file of its own.
+    """
     shards: list[list[LazyTensor]] = [[]]
     limit = MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
-    for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):  # each stays aligned
+    for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):  # keeps all aligned
         if shards[-1] and sum(t.num_bytes for t in (*shards[-1], tensor)) > limit:
             shards.append([])
         shards[-1].append(tensor)
@@ -250,7 +257,7 @@ def write_config(folder: Path, config: Mapping[str, object]) -> None:
 
 
 def copy_beside(source: Path, folder: Path) -> list[str]:
-    """Copy and fsync the small files of ``source`` that ``folder`` does not have; their names."""
+    """Copy and fsync the small files of ``source`` that ``folder`` lacks; return their names."""
     copied = [path for path in files_beside(source) if not (folder / path.name).exists()]
     for path in copied:
         shutil.copyfile(path, folder / path.name)

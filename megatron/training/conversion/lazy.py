@@ -1,6 +1,6 @@
-"""Tensors that are made when they are needed: ahead of their turn, taken apart, put together.
+"""Lazy tensors: computed one ahead of their use, split into entries, stacked from entries.
 
-Of ``name`` [E, ..], which holds something of all experts of a layer, expert 3's is ``name.3``.
+A stacked tensor ``name`` [E, ..] has one entry per expert of a layer: ``name.3`` is expert 3's.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from megatron.core.dist_checkpointing.safetensors_file import LazyTensor
 
 
 def made_ahead(tensors: Sequence[LazyTensor]) -> list[LazyTensor]:
-    """``tensors``, to be made in this order.  Two are in memory at a time."""
+    """Return ``tensors`` such that a thread computes each while the previous one is in use.
+
+    Make them in this order.  Two are in memory at a time.
+    """
     thread = ThreadPoolExecutor(1, "tensor ahead")
     coming: dict[int, Future[Tensor]] = {}
 
     def take(index: int) -> Tensor:
-        """Wait for a tensor, and begin with the next."""
+        """Wait for tensor ``index`` and start to compute the next."""
         made = coming.pop(index, None) or thread.submit(tensors[index].make)
         tensor = made.result()
         if index + 1 < len(tensors):
@@ -34,9 +37,9 @@ def made_ahead(tensors: Sequence[LazyTensor]) -> list[LazyTensor]:
 
 @dataclass(frozen=True)
 class Entries(LazyTensor):
-    """A tensor of which an entry of the first dimension can be made alone.
+    """Lazy tensor of which each entry along dimension 0 can be computed alone.
 
-    ``fill``: makes the whole in given memory, of its shape and dtype.
+    ``fill`` writes the complete tensor into memory of its shape and dtype.
     """
 
     make_entry: Callable[[int], Tensor]
@@ -44,7 +47,7 @@ class Entries(LazyTensor):
 
 
 def unstacked(weights: Mapping[str, LazyTensor], ends: tuple[str, ...]) -> dict[str, LazyTensor]:
-    """``weights``, with a tensor for each entry of those whose names end so."""
+    """Split tensors whose names end with one of ``ends`` into one tensor per entry."""
     out: dict[str, LazyTensor] = {}
     for name, tensor in weights.items():
         if not name.endswith(ends):
@@ -58,12 +61,15 @@ def unstacked(weights: Mapping[str, LazyTensor], ends: tuple[str, ...]) -> dict[
 
 
 def entry_of(tensor: LazyTensor, number: int) -> Tensor:
-    """Entry ``number`` of the first dimension."""
+    """Compute entry ``number`` along dimension 0."""
     return tensor.make_entry(number) if isinstance(tensor, Entries) else tensor.make()[number]
 
 
 def stacked(tensors: Iterable[LazyTensor], ends: tuple[str, ...]) -> list[LazyTensor]:
-    """The way back; parts come in the order of their numbers."""
+    """Undo `unstacked`: stack ``name.0``, ``name.1``, .. into ``name``.
+
+    Entries of a tensor must come in the order of their numbers.
+    """
     parts: dict[str, list[LazyTensor]] = {}
     for tensor in tensors:
         name = tensor.name.rpartition(".")[0]
@@ -83,7 +89,7 @@ def stacked(tensors: Iterable[LazyTensor], ends: tuple[str, ...]) -> list[LazyTe
 
 
 def _together(parts: list[LazyTensor]) -> Tensor:
-    """One after the other into the whole, so that little is in memory beside it."""
+    """Stack ``parts``, computed one at a time so that only one is in memory beside the result."""
     whole = torch.empty((len(parts), *parts[0].shape), dtype=parts[0].dtype)
     for place, part in zip(whole, parts, strict=True):
         place.copy_(part.make())

@@ -1,11 +1,11 @@
-"""Weights of Hugging Face folders that are stored in few bits, made plain when they are read.
+"""Dequantize weights of Hugging Face folders to bf16 when they are read.
 
-mxfp4 (gpt-oss): ``name_blocks`` [E, rows, groups, 16] uint8, two 4-bit numbers a byte, the low one
-first, and ``name_scales`` [E, rows, groups] uint8, a power of two for each 32 numbers.  ``name`` is
-the transpose of these matrices: [E, 32 groups, rows].
+mxfp4 (gpt-oss): ``name_blocks`` [E, rows, groups, 16] uint8 has two 4-bit values per byte, the low
+half first; ``name_scales`` [E, rows, groups] uint8 has the exponent of a power of two, plus 127,
+for each 32 values.  ``name`` is the transpose of these matrices: [E, 32 groups, rows].
 
-fp8 (DeepSeek V3): ``name`` [o, i] in float8_e4m3, and ``name_scale_inv`` in float32, a factor for
-each square of it.
+fp8 (DeepSeek V3): ``name`` [o, i] is in float8_e4m3; ``name_scale_inv`` in float32 has a factor for
+each block of it (weight_block_size).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron.training.conversion.lazy import Entries, entry_of
 
 _BLOCKS, _SCALES, _INVERSE = "_blocks", "_scales", "_scale_inv"
 _EXPONENT_OF_ONE = 127
-# By three bits: two of exponent, one of mantissa.  The fourth is the sign.
+# Values of the low three bits: two of exponent, one of mantissa.  The fourth is the sign.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def plain_numbers(weights: Mapping[str, LazyTensor], config: Config) -> dict[str, LazyTensor]:
-    """``weights`` with those in few bits as bf16.
+    """Return ``weights`` with quantized tensors replaced by bf16 ones, dequantized on use.
 
-    Raises CheckpointError for another kind, and where weights and scales do not fit.
+    Raises CheckpointError for another quantization, and if weights and scales do not match.
     """
     told = config.get("quantization_config")
     out = dict(weights)
@@ -112,7 +112,7 @@ def _from_mxfp4(name: str, blocks: LazyTensor, scales: LazyTensor) -> Entries:
 
 
 def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[.., g, 16] bytes of two numbers and [.., g] exponents -> [.., 32 g] in bf16, exactly."""
+    """Dequantize [.., g, 16] bytes of two values and [.., g] exponents to exact bf16 [.., 32 g]."""
     both = torch.stack((blocks & 0xF, blocks >> 4), -1).flatten(-2).long()
     table = torch.tensor([*_FP4, *(-value for value in _FP4)])
     exponents = scales.to(torch.int32).unsqueeze(-1) - _EXPONENT_OF_ONE

@@ -1,7 +1,7 @@
-"""What a model computes, in words that do not depend on flags: what two descriptions compare.
+"""Description of what a model computes, independent of flags, to compare two models.
 
-Flags say many things twice (`--swiglu` or an activation, a window everywhere or a list of
-layers); here each has one spelling, so that equal models have equal shapes.
+Several flags can express the same model (`--swiglu` or an activation, a window for all layers or a
+list of layers).  `ModelShape` has one form for each, so that equal models have equal shapes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from megatron.training.checkpointing.checkpoint_args import EXPERTS, LATENT, YAR
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import model_kind, model_kind_of
 
-ENDLESS = 2048  # stands for the longest sequence of a model whose positions do not end
-# What layers of a hybrid read, by their symbols, as it is said where there are none of them.
+ENDLESS = 2048  # max_position_embeddings of models without a longest sequence
+# Symbols of a hybrid's layers -> values that only they use; set to these if it has no such layers.
 _READ_BY: dict[str, dict[str, object]] = {
     "*": {
         **{"num_attention_heads": 1, "num_query_groups": 1, "kv_channels": 1, "softmax_scale": 1.0},
@@ -35,7 +35,7 @@ _READ_BY: dict[str, dict[str, object]] = {
     "-E": {"activation": "silu", "is_gated": True},
     "*-E": {"add_bias_linear": False},
 }
-# Values that only some models read; the others have the defaults.
+# Values that only some models use; `__post_init__` sets them to their defaults in all others.
 _READ_BY_SOME: tuple[tuple[Callable[[ModelShape], bool], Iterable[str]], ...] = (
     (lambda shape: shape.num_experts is not None, (*EXPERTS, "expert_layers")),
     (lambda shape: shape.multi_latent_attention, LATENT),
@@ -63,7 +63,7 @@ _READ_BY_SOME: tuple[tuple[Callable[[ModelShape], bool], Iterable[str]], ...] = 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A model.  Numbers are global, names those of our flags where there is one."""
+    """Description of a model.  Sizes are global; names are those of our flags where one exists."""
 
     kind: str = "gpt"  # or bert, t5, mamba
     num_layers: int
@@ -92,13 +92,13 @@ class ModelShape:
     longrope_short_factor: tuple[float, ...] | None = None
     longrope_long_factor: tuple[float, ...] | None = None
     longrope_original_max_position_embeddings: int | None = None
-    windows: tuple[int | None, ...] = ()  # of each layer: how many tokens back it sees
-    qk_norm: str | None = None  # head: each head by itself; wide: all together
+    windows: tuple[int | None, ...] = ()  # per layer: number of earlier tokens it attends to
+    qk_norm: str | None = None  # head: per head; wide: over all heads; latent: of MLA
     softmax_scale: float = 0.0
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     embedding_scale: float = 1.0
-    output_scale: float = 1.0  # of what the output layer reads
+    output_scale: float = 1.0  # of the output layer's input
     is_tied: bool = False
     num_experts: int | None = None
     expert_layers: tuple[bool, ...] = ()  # whether each layer has experts
@@ -119,7 +119,7 @@ class ModelShape:
     qk_head_dim: int | None = None
     qk_pos_emb_head_dim: int | None = None
     v_head_dim: int | None = None
-    rotary_scaling_factor: float = 1.0  # 1: no YaRN, and no more of it is said
+    rotary_scaling_factor: float = 1.0  # 1: no YaRN, and its other values are unset
     yarn_original_max_position_embeddings: int | None = None
     yarn_beta_fast: float | None = None
     yarn_beta_slow: float | None = None
@@ -130,7 +130,7 @@ class ModelShape:
     activation_func_clamp_value: float | None = None
     glu_linear_offset: float = 0.0
     mtp_num_layers: int | None = None
-    has_binary_head: bool = False  # of BERT, and two kinds of tokens
+    has_binary_head: bool = False  # BERT: two sentences, two token types
     decoder_num_layers: int | None = None  # of T5, whose encoder has num_layers
     relative_attention_num_buckets: int | None = None
     relative_attention_max_distance: int | None = None
@@ -142,24 +142,24 @@ class ModelShape:
     moe_router_dtype: str | None = field(default=None, compare=False)
     attention_dropout: float = field(default=0.0, compare=False)
     hidden_dropout: float = field(default=0.0, compare=False)
-    others: tuple[str, ...] = ()  # flags of a model that no family has
+    others: tuple[str, ...] = ()  # flags that no family supports
 
     def __post_init__(self) -> None:
-        """One spelling of what says the same."""
+        """Normalize: replace values that mean the same by one form."""
         fill = object.__setattr__
         for is_read, names in _READ_BY_SOME:
             for name in () if is_read(self) else names:
                 fill(self, name, getattr(ModelShape, name))
         if self.expert_layers and all(self.expert_layers) and self.moe_ffn_hidden_size:
             fill(self, "ffn_hidden_size", self.moe_ffn_hidden_size)
-        if self.moe_router_num_groups == self.moe_router_group_topk:  # no group is left out
+        if self.moe_router_num_groups == self.moe_router_group_topk:  # all groups are chosen
             fill(self, "moe_router_num_groups", None)
             fill(self, "moe_router_group_topk", None)
             fill(self, "moe_router_group_score_topk", None)
         elif self.moe_router_topk == (
             (self.moe_router_group_score_topk or 0) * (self.moe_router_group_topk or 0)
         ):
-            fill(self, "moe_router_group_score_topk", None)  # what it is if not given
+            fill(self, "moe_router_group_score_topk", None)  # the default
         if self.moe_router_topk_scaling_factor == 1:
             fill(self, "moe_router_topk_scaling_factor", None)
         if self.position_embedding_type == "relative" or set(self.pattern) == {"M"}:
@@ -171,7 +171,7 @@ class ModelShape:
 
     @cached_property
     def dims(self) -> dict[str, int]:
-        """The sizes that shapes of tensors are made of, under the letters of `tensors`."""
+        """Sizes that tensor shapes are made of, by the letters of `tensors`."""
         heads, halves = self.num_attention_heads, 2 if self.is_gated else 1
         query, key = heads * self.kv_channels, self.num_query_groups * self.kv_channels
         expert = self.moe_ffn_hidden_size or 0
@@ -212,7 +212,7 @@ class ModelShape:
         return {"m": heads, "i": inner, "c": convolved, "z": inner + convolved + heads, "w": 4}
 
     def differences(self, other: ModelShape) -> Iterator[str]:
-        """One phrase for each value in which ``other`` differs."""
+        """Yield one phrase for each value in which ``other`` differs."""
         for f in fields(self):
             mine, others = getattr(self, f.name), getattr(other, f.name)
             if f.compare and mine != others:
@@ -220,7 +220,7 @@ class ModelShape:
 
 
 def shape_of(run: RunConfig, vocab_size: int) -> ModelShape:
-    """The model that ``run`` builds over ``vocab_size`` tokens."""
+    """Return the shape of the model that ``run`` builds for ``vocab_size`` tokens."""
     m, lm = run.model, run.language_model
     kind = model_kind_of(run)
     scale = m.embedding_scale
@@ -270,7 +270,7 @@ def _yarn(m: TransformerConfig, longest: int | None) -> dict[str, float | None]:
     return {name: value for name, value in defaults.items() if getattr(m, name) is None}
 
 
-# What `args_of` spells otherwise.
+# Fields that `args_of` converts rather than copies.
 _CONVERTED = frozenset(
     "kind vocab_size activation is_gated rope_scaling_factor windows qk_norm softmax_scale "
     "embedding_scale output_scale is_tied expert_layers has_binary_head pattern others".split()
@@ -278,7 +278,7 @@ _CONVERTED = frozenset(
 
 
 def args_of(shape: ModelShape) -> dict[str, object]:
-    """The flags that build ``shape``, dest -> value."""
+    """Return the flags, dest -> value, that build ``shape``."""
     values = {f.name: getattr(shape, f.name) for f in fields(shape) if f.name not in _CONVERTED}
     values = {name: value for name, value in values.items() if value is not None}
     seen = {window for window in shape.windows if window is not None}
@@ -298,7 +298,7 @@ def args_of(shape: ModelShape) -> dict[str, object]:
         values["rope_type"] = "yarn"
     if shape.softmax_scale != shape.kv_channels**-0.5:
         values["softmax_scale"] = shape.softmax_scale
-    root = math.sqrt(shape.hidden_size)  # 0 stands for it
+    root = math.sqrt(shape.hidden_size)  # the flag's value for it is 0
     if shape.embedding_scale != 1:
         values["embedding_scale"] = shape.embedding_scale if shape.embedding_scale != root else 0.0
     if shape.output_scale != 1:

@@ -1,12 +1,17 @@
-"""The tensors of a model under our global names, and how those of others are laid out in them.
+"""Global names and shapes of a model's tensors, and rules to convert them from and to others.
 
-Letters of shapes: v vocabulary, p positions, h width, q and k rows of queries and of keys, qkv
-both with the values, 2k keys and values, n heads, d head width, f inner width of the MLP, F both
-halves of a gated one; e experts, x and X as f and F of an expert, s and S of the shared ones; of
-latent attention lq and lk the narrow vectors, lkr with the rotated part, kv and o rows of what is
-raised and of values; b buckets of distances; of a Mamba mixer i its inner width, m heads, c what
-is convolved over w tokens, z rows of the first matrix.  Numbers are themselves.
-A star marks the dimension that tensor parallelism cuts.
+Letters of shapes (their values are `ModelShape.dims`):
+
+- v vocabulary, p positions, h hidden size, hh twice that, b buckets of relative positions
+- attention: n heads, d head width, q rows of queries, k rows of keys, 2k of keys and values, qkv of
+  all three
+- MLP: f inner width, F rows of its first matrix (2 f if gated); of an expert x and X, of the shared
+  experts s and S; e number of experts
+- latent attention: lq and lk ranks of queries and of keys and values, lkr rank lk with the rotary
+  part, kv rows of the up-projected keys and values, o rows of values
+- Mamba mixer: i inner width, m heads, c channels of the convolution, w its width, z rows of in_proj
+
+An integer stands for itself.  A star marks the dimension that tensor parallelism shards.
 """
 
 from __future__ import annotations
@@ -20,17 +25,17 @@ from torch import Tensor
 from megatron.training.conversion.shape import ModelShape
 from megatron.training.models.registry import model_kind
 
-AHEAD = "mtp.layers.{}."  # layers that predict tokens further ahead
+AHEAD = "mtp.layers.{}."  # multi-token prediction layers
 AHEAD_LAYER = "transformer_layer."
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Which of their tensors make up one of ours: its rows are theirs, one after the other.
+    """How their tensors make up one of ours; by default they are concatenated along dimension 0.
 
-    ``is_qkv``: theirs are all queries, all keys, all values, in one tensor or in three, or keys and
-    values in two; ours go by group of heads.  ``transposed``: their matrices are [in, out].
-    ``by_turns``: a row of the gate and one of what it gates alternate in theirs.
+    ``is_qkv``: theirs have all queries, then all keys, then all values, in one tensor or in three,
+    or keys and values in two; ours is ordered by query group.  ``transposed``: their matrices are
+    [in, out].  ``by_turns``: in theirs, rows of the gate and of the up projection alternate.
     """
 
     theirs: tuple[str, ...]
@@ -40,11 +45,11 @@ class Rule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether ours is theirs, one behind the other."""
+        """Whether ours is the concatenation of theirs."""
         return not (self.is_qkv or self.transposed or self.by_turns)
 
     def to_ours(self, parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-        """Their tensors, in order -> ours."""
+        """Convert their tensors, in the order of ``theirs``, to ours."""
         parts = [part.t() if self.transposed else part for part in parts]
         if self.by_turns:
             return torch.cat([part[first::2] for first in range(2) for part in parts])
@@ -56,7 +61,7 @@ class Rule:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def to_theirs(self, ours: Tensor, shape: ModelShape) -> list[Tensor]:
-        """Ours -> their tensors, in order; views where it can be."""
+        """Convert our tensor to theirs, in the order of ``theirs``; views where possible."""
         parts: Sequence[Tensor] = [ours]
         if self.by_turns:
             parts = [torch.stack(ours.chunk(2), 1).flatten(0, 1)]
@@ -74,18 +79,18 @@ class Rule:
 
 
 def tensors_of(shape: ModelShape) -> dict[str, tuple[str, ...]]:
-    """Global name -> letters of the shape, of every tensor of the model."""
+    """Return global name -> letters of the shape, for every tensor of the model."""
     return {name: tuple(letters.split()) for name, letters in _KINDS[shape.kind](shape)}
 
 
 def output_of(shape: ModelShape) -> str:
-    """The name of the output layer's weight, where it is not the word embedding."""
+    """Return the name of the output layer's weight in a model that does not tie it."""
     prefix = "lm_head." if model_kind(shape.kind).has_encoder else ""
     return f"{prefix}output_layer.weight"
 
 
 def size_of(letters: Sequence[str], shape: ModelShape) -> tuple[int, ...]:
-    """The numbers that ``letters`` stand for."""
+    """Return the sizes that ``letters`` stand for."""
     plain = (letter.removeprefix("*") for letter in letters)
     return tuple(int(each) if each.isdecimal() else shape.dims[each] for each in plain)
 

@@ -1,4 +1,4 @@
-"""Whether two forms of a model compute the same logits: theirs by `transformers`, ours here."""
+"""Check that a model computes the same logits in `transformers` and in this program."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megatron.core.params.param_info import info_of
 from megatron.training.config.run import RunConfig
 from megatron.training.models.registry import build_model_stage, model_kind_of
 
-TOLERANCE = 1e-4  # of the largest logit, or of 1
+TOLERANCE = 1e-4  # relative to the largest logit, or absolute if that is below 1
 _PROMPTS, _LENGTH = 3, 16
-_BYTES_PER_WEIGHT = 4.5  # float32, and what is around it
+_BYTES_PER_WEIGHT = 4.5  # float32 and overhead
 
 
 def compare_logits(
@@ -32,10 +32,10 @@ def compare_logits(
     vocab_size: int,
     fresh: Sequence[str] = (),
 ) -> str:
-    """Compare on three random prompts, in float32; a sentence about it.
+    """Compare the logits of three random prompts in float32 and return a message about it.
 
-    Raises CheckpointError if they differ.  Not compared where `transformers` or memory lacks, and
-    what ``fresh`` tensors make.
+    Raises CheckpointError if they differ by more than `TOLERANCE`.  Nothing is compared if
+    `transformers` or memory is missing; outputs that depend on ``fresh`` tensors are left out.
     """
     reason = optional.why_missing("transformers")
     if reason is not None:
@@ -86,15 +86,15 @@ def _their_logits(folder: Path, run: RunConfig, prompts: Tensor) -> list[Tensor]
 def our_logits(
     run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int, prompts: Tensor
 ) -> list[Tensor]:
-    """[b, s] ids -> [b, s, v], of the model that ``run`` describes with ``tensors`` in it.
+    """Return logits [b, s, v] of ids [b, s], by the model that ``run`` and ``tensors`` describe.
 
-    Of BERT also [b, 2], whether two sentences are in order.
+    For BERT with a binary head, also its logits [b, 2].
     """
     return list(our_outputs(our_model(run, tensors, vocab_size), run, prompts))
 
 
 def their_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
-    """What `our_outputs` is compared with, of a model of `transformers`."""
+    """Yield the outputs of a `transformers` model, to compare with those of `our_outputs`."""
     kind = model_kind_of(run)
     if kind.has_encoder:
         yield model(input_ids=ids, decoder_input_ids=ids.flip(1), use_cache=False).logits
@@ -106,7 +106,7 @@ def their_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Ten
 
 
 def our_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tensor]:
-    """The logits of ids [b, s]; a decoder behind an encoder reads them backwards."""
+    """Yield the logits of ids [b, s]; the decoder of an encoder-decoder reads them reversed."""
     kind = model_kind_of(run)
     if kind.has_encoder:
         yield model(ids, ids.flip(1))
@@ -118,13 +118,13 @@ def our_outputs(model: nn.Module, run: RunConfig, ids: Tensor) -> Iterator[Tenso
 
 
 def _types(ids: Tensor) -> Tensor:
-    """The second half is another sentence."""
+    """Return token types of ids [b, s]: the second half is the second sentence."""
     return (torch.arange(ids.shape[1]) >= ids.shape[1] // 2).long().expand_as(ids)
 
 
 @torch.no_grad()
 def our_model(run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int) -> nn.Module:
-    """The model that ``run`` describes, in float32 and not training, with ``tensors`` in it."""
+    """Build the model that ``run`` describes, in float32 and eval mode, and load ``tensors``."""
     config = replace(
         run.model, params_dtype=torch.float32, bf16=False, fp16=False, perform_initialization=False
     )
@@ -138,13 +138,13 @@ def our_model(run: RunConfig, tensors: Mapping[str, LazyTensor], vocab_size: int
     for name, param in model.named_parameters():
         param.copy_(tensors[info_of(param).name or name].make())
     for name, buffer in model.named_buffers():
-        if name in tensors:  # the balancing bias of experts
+        if name in tensors:  # router.expert_bias
             buffer.copy_(tensors[name].make())
     return model
 
 
 def _alone() -> ProcessGroupCollection:
-    """One rank, without a default process group."""
+    """Return process groups of a single rank, without a default process group."""
     one = ProcessGroup(HashStore(), 0, 1)
     dense, expert = make_grids(1)
     groups = dict.fromkeys(("world", "tp", "pp", "cp", "dp", "dp_cp"), one)

@@ -1,9 +1,9 @@
-"""BERT as it was published, and as Megatron-LM orders it.
+"""BERT, with norms as published and with norms as in Megatron-LM.
 
-The published one has norms behind the residual sum, which ours has in the next layer.  Ours is
-equal with --apply-residual-connection-post-layernorm: the first layer's norm is that of their
-embeddings, the norm before each MLP stands in their attention, that before a later layer and the
-final one at the end of their layer before.
+The published model has a norm after each residual sum.  Ours is equivalent with
+--apply-residual-connection-post-layernorm, but the norms belong to other modules: the input norm of
+our first layer is the norm of their embeddings, the norm before each MLP is in their attention, and
+the input norm of each later layer and the final norm are at the end of their previous layer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _read_types(config: Config) -> Values:
 
 
 def _types(model: str, alone: str) -> Field:
-    """Kinds of tokens, which ours has together with the head for pairs of sentences."""
+    """Convert type_vocab_size: ours has token types only together with the binary head."""
 
     def write(shape: ModelShape) -> Values:
         return {
@@ -51,7 +51,7 @@ def _types(model: str, alone: str) -> Field:
 
 
 def _no_types(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """One kind of tokens adds nothing."""
+    """Return the token type embedding that must be zero: a single type adds nothing."""
     name = "bert.embeddings.token_type_embeddings.weight"
     return {} if shape.has_binary_head else {name: (1, shape.hidden_size)}
 
@@ -61,7 +61,7 @@ _FIELDS = (
     same("layer_norm_eps", "norm_epsilon", 1e-12),
     same("attention_probs_dropout_prob", "attention_dropout", 0.1),
     same("hidden_dropout_prob", "hidden_dropout", 0.1),
-    demand("hidden_act", "gelu"),  # the head of ours has no other
+    demand("hidden_act", "gelu"),  # our LM head supports no other
     demand("position_embedding_type", "absolute"),
     demand("tie_word_embeddings", True),
     demand("is_decoder", False),
@@ -112,7 +112,7 @@ BERT = Family(
     no_weights=("embeddings.position_ids",),
 )
 
-# Norms before attention and MLP, and one behind the last layer.
+# Norms before attention and before the MLP, and one after the last layer.
 MEGATRON_BERT = replace(
     BERT,
     model_type="megatron-bert",

@@ -44,7 +44,7 @@ def _read_rope(config: Config) -> Values:
 
 
 def _write_rope(shape: ModelShape) -> Values:
-    """With the name of the type as DeepSeek's own code reads it."""
+    """Write RoPE entries, with the type also under ``type``, which DeepSeek's own code reads."""
     out = ROPE.write(shape)
     scaling = out["rope_scaling"] and {"type": "yarn", **out["rope_scaling"]}
     return {**out, "rope_scaling": scaling}
@@ -55,7 +55,7 @@ _FIELDS = (
     same("attention_dropout", "attention_dropout", 0.0),
     Field(_read_rope, _write_rope),
     same("rms_norm_eps", "norm_epsilon", 1e-6),
-    demand("rms_norm_eps", 1e-6),  # transformers' norms of narrow vectors have no other
+    demand("rms_norm_eps", 1e-6),  # the only epsilon of latent norms in transformers
     activation("hidden_act", "silu"),
     tied(False),
     demand("attention_bias", False),
@@ -95,7 +95,7 @@ _LAYER: Names = {
 
 
 def _read_method(config: Config) -> Values:
-    """Groups count only where the method names them."""
+    """Read the expert groups, which are used only with topk_method group_limited_greedy."""
     method = config.get("topk_method", "greedy")
     if method == "group_limited_greedy":
         return _GROUPS.read(config)

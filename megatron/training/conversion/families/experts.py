@@ -1,4 +1,4 @@
-"""Experts: their entries of config.json, the names of their tensors, and Llama with them."""
+"""Mixture of experts: config.json entries, tensor names, and Llama-like families with experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size")
 
 
 def gated(ours: str, theirs: str, gate: str, up: str, down: str) -> Names:
-    """The matrices of a gated MLP."""
+    """Return the names of a gated MLP's matrices."""
     return {
         f"{ours}.linear_fc1": Rule((f"{theirs}.{gate}", f"{theirs}.{up}")),
         f"{ours}.linear_fc2": f"{theirs}.{down}",
@@ -29,9 +29,9 @@ EXPERT_LAYER: Names = {
     **gated("mlp.experts.local_experts.{}", "mlp.experts.{}", *PROJECTIONS),
 }
 
-# Whether the weights of the chosen experts sum to 1: a softmax over them, or over all.
+# True: softmax over the chosen experts, so that weights sum to 1; False: softmax over all experts.
 NORMED = same("norm_topk_prob", "moe_router_pre_softmax", False, not_, not_)
-# By how much the weights of the chosen experts are multiplied.
+# Factor of the weights of the chosen experts.
 SCALED = same(
     "routed_scaling_factor",
     "moe_router_topk_scaling_factor",
@@ -80,7 +80,7 @@ SHARED = Field(_read_shared, _write_shared)
 
 
 def groups(counted: int) -> Field:
-    """Groups of experts, which are chosen by their best ``counted`` experts."""
+    """Convert group-limited routing; a group's score is that of its ``counted`` best experts."""
 
     def read(config: Config) -> Values:
         return {
@@ -100,7 +100,7 @@ def groups(counted: int) -> Field:
 
 _SOFTMAX: Values = {"moe_router_score_function": "softmax"}
 
-# Every layer has experts, which have the width that others say of an MLP.
+# Every layer has experts; intermediate_size is the width of an expert.
 IN_ALL_LAYERS = (
     same("num_local_experts", "num_experts"),
     TOPK,
@@ -128,13 +128,13 @@ MIXTRAL = llama_like(
 
 
 def _is_windowed(config: Config, layer: int) -> bool:
-    """Every other layer of those below."""
+    """Return whether a layer has a window: even layers below max_window_layers do."""
     return layer % 2 == 0 and layer < int(config.get("max_window_layers", 28))
 
 
 _QWEN = (*SILU, TOPK, WIDTH, NORMED, SPARSE)
 
-# Qwen 2 with experts, and one with a gate that every token visits.
+# Qwen 2 with experts and a gated shared expert.
 QWEN2_MOE = llama_like(
     "qwen2_moe",
     "Qwen2Moe",
@@ -153,7 +153,7 @@ QWEN2_MOE = llama_like(
 
 
 def _read_count(config: Config) -> Values:
-    """Published models say ``num_experts``; transformers 5.23 writes the other name."""
+    """Read num_experts of published models, or num_local_experts of transformers 5.23."""
     count = config.get("num_experts") or config.get("num_local_experts")
     if not count:
         raise CheckpointError("config.json has no num_experts")

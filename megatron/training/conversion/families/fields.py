@@ -1,4 +1,4 @@
-"""Entries of config.json that several families have."""
+"""Conversions of config.json entries that several families share."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def same(
     read: Convert | None = None,
     write: Convert | None = None,
 ) -> Field:
-    """One value under two names; ``read`` and ``write`` convert between its two forms.
+    """Convert a value that has one name in config.json and one in `ModelShape`.
 
-    ``default`` is their class's where config.json has none, or a function of config.json.
+    ``read`` and ``write`` convert between its two forms.  ``default`` replaces a missing entry: the
+    default of their config class, or a function of config.json.
     """
 
     def from_theirs(config: Config) -> Values:
@@ -51,7 +52,7 @@ def same(
 
 
 def demand(theirs: str, value: object, *, is_required: bool = False) -> Field:
-    """A switch with one setting that can be converted; absent, it has that setting."""
+    """Require the only value that can be converted; the entry may be missing unless required."""
 
     def read(config: Config) -> Values:
         found = config[theirs] if is_required else config.get(theirs, value)
@@ -65,7 +66,10 @@ def demand(theirs: str, value: object, *, is_required: bool = False) -> Field:
 
 
 def activation(theirs: str, default: str, *others: str) -> Field:
-    """The MLP's activation, under the first of some names that config.json has a value for."""
+    """Convert the activation of the MLP.
+
+    It is read from the first of ``others`` and ``theirs`` that has a value, else it is ``default``.
+    """
 
     def read(config: Config) -> Values:
         found = [config[name] for name in (*others, theirs) if config.get(name)]
@@ -76,26 +80,26 @@ def activation(theirs: str, default: str, *others: str) -> Field:
 
     def write(shape: ModelShape) -> Values:
         names = [name for name, ours in ACTIVATIONS.items() if ours == shape.activation]
-        is_default = default in names or not names  # without a name it is not the family
+        is_default = default in names or not names  # no name: `choose_family` refuses the family
         return {theirs: default if is_default else names[-1]}
 
     return Field(read, write)
 
 
 def tied(default: bool) -> Field:
-    """Whether the output layer is the word embedding."""
+    """Convert whether the output layer shares the word embedding."""
     return same("tie_word_embeddings", "is_tied", default, bool)
 
 
 def norm(default: float) -> Field:
-    """The epsilon of RMSNorm."""
+    """Convert the epsilon of RMSNorm."""
     return same("rms_norm_eps", "norm_epsilon", default)
 
 
 def rope_of(config: Config) -> JsonObject:
-    """``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` before it.
+    """Return config.json merged with its RoPE entries, which take precedence.
 
-    With the other entries of config.json, which stand in for what they lack.
+    These are ``rope_parameters`` in transformers 5, ``rope_theta`` and ``rope_scaling`` before it.
     """
     out = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, **config}
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -121,7 +125,7 @@ def _read_rope(config: Config) -> Values:
 
 
 def _write_rope(shape: ModelShape) -> Values:
-    """In the spelling that every version of transformers reads."""
+    """Write RoPE entries in the form that every version of transformers reads."""
     out: JsonObject = {"rope_theta": float(shape.rotary_base), "rope_scaling": None}
     if shape.rotary_percent != 1:
         out["partial_rotary_factor"] = shape.rotary_percent
@@ -153,7 +157,7 @@ def _write_mscale(shape: ModelShape) -> Values:
 
 
 _LENGTH = "original_max_position_embeddings"
-# rope_type -> the value of ours that is not its default then, and the entries of rope_scaling.
+# rope_type -> the value of ours that then differs from its default, entries of rope_scaling.
 _ROPE_TYPES: dict[str, tuple[str, tuple[Field, ...]]] = {
     "linear": (
         "rotary_seq_len_interpolation_factor",
@@ -198,9 +202,10 @@ ROPE = Field(_read_rope, _write_rope)
 
 
 def windows(pattern: Callable[[Config, int], bool] | None = None, *, switch: bool = False) -> Field:
-    """Sliding windows: of all layers, or of those that ``layer_types`` or ``pattern`` name.
+    """Convert sliding windows of all layers, or of those in ``layer_types`` or ``pattern``.
 
-    Their window counts the token itself.  ``switch``: ``use_sliding_window`` turns them on.
+    Their window size counts the token itself, ours does not.  With ``switch``, windows are used
+    only if ``use_sliding_window`` is set.
     """
 
     def read(config: Config) -> Values:
@@ -229,7 +234,7 @@ def windows(pattern: Callable[[Config, int], bool] | None = None, *, switch: boo
 
 
 def alike(*names: str) -> tuple[Field, ...]:
-    """Required values that have one name in theirs and in ours."""
+    """Convert required values that have the same name in theirs and in ours."""
     return tuple(same(name, name) for name in names)
 
 

@@ -1,7 +1,7 @@
 """gpt-oss: sinks, windows in every other layer, YaRN, experts with biases and clamped gates.
 
-Experts of a layer are one tensor [E, in, out], rows of gate and up by turns; published models have
-them in mxfp4 (`quantized`), which is not written.
+The experts of a layer are one tensor [E, in, out], in which outputs of the gate and of the up
+projection alternate.  Published models store it in mxfp4 (`quantized`), which is read, not written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Llama 1 to 3, and the dense families that are told by what they do otherwise."""
+"""Llama 1 to 3, and dense families that are defined by their differences from Llama."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.training.conversion.families.fields import (
 from megatron.training.conversion.family import Config, Family, Field, Names, Values
 from megatron.training.conversion.tensors import Rule
 
-# A layer with norms before attention and MLP; families take from it what they share.
+# Layer with norms before attention and MLP; other families reuse its entries.
 LAYER: Names = {
     "input_layernorm": "input_layernorm",
     "self_attention.linear_qkv": Rule(
@@ -56,7 +56,7 @@ def llama_like(
     always: Values | None = None,
     stacked: tuple[str, ...] = (),
 ) -> Family:
-    """Llama with ``fields`` beside its own and ``layer`` over its names of tensors."""
+    """Return Llama's family with additional ``fields``; ``layer`` overrides names of tensors."""
     return Family(
         model_type=model_type,
         architecture=f"{name}ForCausalLM",
@@ -69,7 +69,7 @@ def llama_like(
 
 
 SILU = (activation("hidden_act", "silu"), tied(False))
-# Without biases of attention, which config.json could ask for.
+# attention_bias must be false or missing.
 NO_BIAS = demand("attention_bias", False)
 
 LLAMA = llama_like("llama", "Llama", *SILU, HEAD_DIM, _BIAS, demand("pretraining_tp", 1))
@@ -79,7 +79,7 @@ MISTRAL = llama_like("mistral", "Mistral", *SILU, HEAD_DIM, windows())
 
 
 def _is_upper(config: Config, layer: int) -> bool:
-    """Whether a layer lies above those that attend fully."""
+    """Return whether a layer has a window: those from max_window_layers on do."""
     return layer >= int(config.get("max_window_layers", 28))
 
 
@@ -99,8 +99,8 @@ QWEN3 = llama_like(
     always={"qk_norm": "head"},
 )
 
-# Norms stored as distances from one, a gated GELU and scaled embeddings.
-_GEMMA: Values = {"apply_layernorm_1p": True, "embedding_scale": 0}  # 0: root of the width
+# Norm weights stored minus one, gated GELU, scaled embeddings.
+_GEMMA: Values = {"apply_layernorm_1p": True, "embedding_scale": 0}  # 0: sqrt(hidden_size)
 _GEMMA_FIELDS = (same("head_dim", "kv_channels", 256), tied(True), NO_BIAS)
 GEMMA = llama_like(
     "gemma",
@@ -116,7 +116,7 @@ _NORMS_BEHIND = {
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
 
-# Gemma with norms on both sides, soft caps, and a window in every other layer.
+# Gemma with norms before and after each part, soft caps, and a window in every other layer.
 GEMMA2 = llama_like(
     "gemma2",
     "Gemma2",
@@ -151,7 +151,7 @@ PHI3 = llama_like(
     },
 )
 
-# Norms behind attention and MLP, and norms over all queries and all keys.
+# Norms after attention and after the MLP, and QK norms over all heads together.
 OLMO2 = llama_like(
     "olmo2",
     "Olmo2",

@@ -1,6 +1,6 @@
-"""Mamba-2, mixers alone; Nemotron-H, each layer a mixer, attention, an MLP or experts.
+"""Mamba-2 (only mixers) and Nemotron-H (each layer a mixer, attention, an MLP or experts).
 
-Each layer is behind a norm.  Positions of Mamba-2 are in the order of the scan.
+A norm precedes each layer.  There are no position embeddings.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _LAYER: Names = {
     "norm": "norm",
     **{f"mixer.{name}": f"mixer.{name}" for name in _MIXER.split()},
 }
-# What a mixer of ours always is.
+# Options of which our mixer supports only one setting.
 _PLAIN = (
     demand("use_bias", False),
     demand("use_conv_bias", True),
@@ -96,7 +96,7 @@ MAMBA2 = Family(
 
 _SYMBOLS = {
     **{"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"},
-    **{"mamba": "M", "attention": "*"},  # as older files call them
+    **{"mamba": "M", "attention": "*"},  # names in older files
 }
 _NAMES = {symbol: name for name, symbol in reversed(_SYMBOLS.items())}
 
@@ -161,8 +161,8 @@ def _projections(ours: str, theirs: str) -> Names:
     return {f"{ours}.linear_fc1": f"{theirs}.up_proj", f"{ours}.linear_fc2": f"{theirs}.down_proj"}
 
 
-# transformers takes steps of at least this, which no model was trained with; its logarithm is asked
-# for too.
+# transformers clamps steps to this minimum, models are trained without one.  Not 0: transformers
+# also takes its logarithm.
 _STEPS = Field(write=lambda shape: {"time_step_min": 1e-20})
 
 NEMOTRON_H = Family(

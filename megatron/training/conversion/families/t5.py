@@ -1,6 +1,7 @@
-"""T5, the original (ReLU, tied, output scaled) and 1.1 (gated GELU, an output layer of its own).
+"""T5, the original (ReLU, tied, output scaled) and 1.1 (gated GELU, separate output layer).
 
-A half's relative positions are in its first layer in theirs.  Scores are not scaled.
+In theirs, the first layer of each stack holds its relative position embedding.  Attention scores
+are not scaled.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _write_ends(shape: ModelShape) -> Values:
 
 
 def _elsewhere(name: str, shape: ModelShape) -> Rule | None:
-    """A gated MLP: both halves of the first matrix."""
+    """Return the rule of a gated MLP's first matrix, which joins wi_0 and wi_1; else None."""
     found = re.fullmatch(r"(\w+)\.layers\.(\d+)\.mlp\.linear_fc1\.weight", name)
     if found is None or not shape.is_gated:
         return None
