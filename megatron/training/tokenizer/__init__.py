@@ -1,4 +1,4 @@
-"""Text to ids: tokenizers of several libraries behind one interface."""
+"""Tokenizers of several libraries behind one interface: text to ids and back."""
 
 from megatron.training.tokenizer.base import MegatronTokenizer as MegatronTokenizer
 from megatron.training.tokenizer.base import MissingToken as MissingToken

@@ -1,7 +1,7 @@
-"""What every tokenizer offers: text to ids and back, its vocabulary, its special ids, its identity.
+"""Interface of all tokenizers: text to ids and back, vocabulary, special ids, identity.
 
-A special id that a vocabulary does not have is an error that says so when it is asked for, never
-a None that surfaces later as an index.
+Reading a special id that the vocabulary lacks raises `MissingToken`, rather than returning a None
+that fails later as an index.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megatron.training.tokenizer.bpe_rules import BpeRules
 
 
 class MissingToken(ConfigError, AttributeError):
-    """The vocabulary has no such special token; also an AttributeError, so that hasattr works."""
+    """A special token that the vocabulary lacks; an AttributeError, so that hasattr works."""
 
 
 class TokenBatch(NamedTuple):
-    """The ids of many texts in a row, and how many belong to each text."""
+    """Concatenated ids of many texts, and the number of ids of each text."""
 
     ids: np.ndarray  # int32 [sum(lengths)]
     lengths: np.ndarray  # int64 [texts]
 
 
 class _Special:
-    """The id of a special token, as an attribute of a tokenizer."""
+    """Descriptor of a special token's id, as an attribute of a tokenizer."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -40,10 +40,10 @@ class _Special:
 
 
 class MegatronTokenizer(ABC):
-    """Base of all tokenizers.
+    """Base class of all tokenizers.
 
     ``tokenizer_paths`` and ``tokenizer_options`` identify the tokenizer in the names of index
-    caches: both are part of a file format, order included.
+    caches.  Their values and their order are part of a file format.
     """
 
     def __init__(self, *tokenizer_paths: str | None, **tokenizer_options: object) -> None:
@@ -56,52 +56,52 @@ class MegatronTokenizer(ABC):
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """The ids of ``text``."""
+        """Return the ids of ``text``."""
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens included."""
+        """Return the text of ``ids``, including special tokens."""
 
     @property
     @abstractmethod
     def vocab(self) -> Mapping[str, int]:
-        """Token to id."""
+        """Token -> id."""
 
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Number of ids, before any padding."""
+        """Number of ids, without padding."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> TokenBatch:
-        """The ids of many texts at once; text by text equal to ``tokenize``."""
+        """Tokenize many texts; the ids of each equal those of ``tokenize``."""
         return pack([self.tokenize(text) for text in texts])
 
     def offsets(self, ids: Sequence[int], text: str) -> list[int]:
-        """The character of ``text`` at which each of ``ids`` starts."""
+        """Return the index in ``text`` of the character at which each of ``ids`` starts."""
         raise MissingToken(f"{self.name} keeps no offsets of its tokens into the text")
 
     def bpe_rules(self) -> BpeRules | None:
-        """What a faster library needs to give the same ids; None where there is none."""
+        """Return byte-level BPE rules for a faster library; None if it cannot be used."""
         return None
 
     def appended_tokens(self) -> Set[str]:
-        """Special tokens that stand outside the model: without them other text has the same ids."""
+        """Return special tokens outside of the model: other text has the same ids without them."""
         return frozenset()
 
     @cached_property
     def inv_vocab(self) -> Mapping[int, str]:
-        """Id to token."""
+        """Id -> token."""
         return {index: token for token, index in self.vocab.items()}
 
     def id_of(self, role: str) -> int | None:
-        """The id of ``eod``, ``bos``, ...; None where the vocabulary has no such token."""
+        """Return the id of ``eod``, ``bos``, ...; None if the vocabulary has no such token."""
         try:
             return int(getattr(self, role))
         except MissingToken:
             return None
 
     def _special(self, role: str) -> int:
-        """The id of ``eod``, ``bos``, ...: what a kind of tokenizer says for all of them."""
+        """Return the id of ``eod``, ``bos``, ...; subclasses implement it for their tokens."""
         raise self._missing(role.upper())
 
     eod = _Special("eod")  # ends a document
@@ -136,7 +136,7 @@ def pack(rows: Sequence[Sequence[int] | np.ndarray]) -> TokenBatch:
 
 
 def replace_rows(batch: TokenBatch, rows: Mapping[int, Sequence[int] | np.ndarray]) -> TokenBatch:
-    """The batch with the ids of some texts exchanged."""
+    """Replace the ids of some texts in a batch; ``rows`` maps index of text -> ids."""
     if not rows:
         return batch
     ends = batch.lengths.cumsum()

@@ -13,9 +13,10 @@ _CONTINUES_WORD = "##"
 
 
 class _BertWordPieceTokenizer(LibraryTokenizer):
-    """``[BOS]``, ``[EOS]`` and the ``<extra_id_N>`` of T5 come after the vocabulary's own ids.
+    """WordPiece tokenizer for BERT and T5.
 
-    Text that reads like a special token is text.
+    ``[BOS]``, ``[EOS]`` and the ``<extra_id_N>`` of T5 get ids after those of the vocabulary file.
+    Special tokens in a text are tokenized as ordinary text.
     """
 
     special_tokens: Mapping[str, str] = {
@@ -52,14 +53,14 @@ class _BertWordPieceTokenizer(LibraryTokenizer):
     decode = detokenize
 
     def decode_token_ids(self, token_ids: Sequence[int]) -> str:
-        """Words separated by single spaces, without ``[PAD]`` and ``[CLS]``."""
+        """Return words separated by single spaces, without ``[PAD]`` and ``[CLS]``."""
         tokens = [self.inv_vocab[index] for index in token_ids]
         kept = [token for token in tokens if token not in ("[PAD]", "[CLS]")]
         return " ".join(kept).replace(" " + _CONTINUES_WORD, "")
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:
-        """The ids of ``<extra_id_0>``, ``<extra_id_1>``, ...; T5 marks hidden spans with them."""
+        """Ids of ``<extra_id_0>``, ``<extra_id_1>``, ..., which mark masked spans in T5."""
         return [self.vocab[f"<extra_id_{i}>"] for i in range(self._num_extra_ids)]
 
 

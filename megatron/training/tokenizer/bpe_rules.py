@@ -1,4 +1,4 @@
-"""The rules of a byte-level BPE, in the form that faster libraries load."""
+"""Rules of a byte-level BPE, in the form that faster libraries load."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from functools import cache
 
 @dataclass(frozen=True)
 class BpeRules:
-    """A ``tokenizer.json`` without its post-processor, and what goes around each text's ids."""
+    """``tokenizer.json`` without post-processor, and the ids to add around each text."""
 
     tokenizer_json: str
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
-    added_tokens: tuple[str, ...] = ()  # words found in a text before it is cut
+    added_tokens: tuple[str, ...] = ()  # matched in a text before it is split
 
 
 def without_post_processor(tokenizer_json: str) -> str:
-    """The same rules, adding nothing at either end and never cutting or padding."""
+    """Return the rules without post-processor, truncation and padding."""
     rules = json.loads(tokenizer_json)
     for key in ("post_processor", "truncation", "padding"):
         rules[key] = None
@@ -27,9 +27,10 @@ def without_post_processor(tokenizer_json: str) -> str:
 
 @cache
 def byte_of_character() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for.
+    """Return the byte that each character of a byte-level vocabulary stands for.
 
-    Printable Latin-1 characters stand for themselves, the other bytes, in order, for U+0100 on.
+    Printable Latin-1 characters stand for themselves.  The characters from U+0100 on stand for the
+    other bytes, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,4 +1,4 @@
-"""From the command line's options to a tokenizer, and from its size to the model's."""
+"""Build a tokenizer from command-line options, and pad the size of its vocabulary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.training.tokenizer.spec import TokenizerSpec
 from megatron.training.tokenizer.tiktoken import CustomTikTokenizer
 
 BuildTokenizer = Callable[[TokenizerSpec], MegatronTokenizer]
-# --tokenizer-type -> what builds it, without those of user code.
+# --tokenizer-type -> constructor, without the types that user code registers.
 TOKENIZERS: dict[str, BuildTokenizer] = {
     "BertWordPieceLowerCase": lambda spec: _BertWordPieceTokenizer(
         spec.need("vocab_file"), True, spec.vocab_extra_ids
@@ -62,7 +62,7 @@ def register_tokenizer(name: str, build: BuildTokenizer) -> None:
 
 
 def create_tokenizer(spec: TokenizerSpec) -> MegatronTokenizer:
-    """Build what ``spec`` asks for; ConfigError says what is missing or wrong."""
+    """Build the tokenizer of ``spec``.  Raises ConfigError for missing or wrong options."""
     kind = spec.tokenizer_type
     if kind in REFUSED:
         raise ConfigError(
@@ -91,13 +91,16 @@ def create_tokenizer(spec: TokenizerSpec) -> MegatronTokenizer:
 def pad_vocab_size(
     vocab_size: int, make_vocab_size_divisible_by: int, tensor_model_parallel_size: int
 ) -> int:
-    """``vocab_size`` rounded up so that every tensor-parallel rank has an equal, round share."""
+    """Round ``vocab_size`` up so that it divides evenly among tensor-parallel ranks.
+
+    Each rank's share is a multiple of ``make_vocab_size_divisible_by``.
+    """
     multiple = make_vocab_size_divisible_by * tensor_model_parallel_size
     return -(-vocab_size // multiple) * multiple
 
 
 def padding_message(vocab_size: int, padded: int) -> str:
-    """The line that rank 0 prints."""
+    """Return the line about padding that rank 0 prints."""
     return (
         f" > padded vocab (size: {vocab_size}) with {padded - vocab_size} dummy tokens "
         f"(new size: {padded})"

@@ -1,7 +1,7 @@
-"""Traps of tokenizers and token files, caught before a model is built.
+"""Checks that find mistakes in tokenizer and token files before a model is built.
 
-Each check raises ConfigError or DataError with the values and the cure, and does nothing else;
-none is a collective.  They read a bounded part of the data.
+Each check raises ConfigError or DataError with the values and a suggested fix.  The checks read a
+bounded part of the data; none is a collective.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megatron.training.tokenizer.fingerprint import Fingerprint, read_fingerprin
 from megatron.training.tokenizer.null import _NullTokenizer
 
 _SAMPLED_SEQUENCES = 256  # spread evenly over the file
-_SAMPLED_OBJECTS = 16  # the same in object storage, where each is a request
+_SAMPLED_OBJECTS = 16  # fewer in object storage, where each read is a request
 _SAMPLED_TOKENS = 1 << 22
-_LONGEST_SAMPLE = 1 << 16  # tokens at the end of a sequence that are looked at
+_LONGEST_SAMPLE = 1 << 16  # tokens that are read, at the end of a sequence
 
 
 def check_eod(tokenizer: MegatronTokenizer, wanted_by: str) -> int:
-    """The EOD id; ConfigError naming ``wanted_by`` if the tokenizer has none."""
+    """Return the EOD id.  Raises ConfigError naming ``wanted_by`` if the tokenizer has none."""
     try:
         return tokenizer.eod
     except MissingToken as error:
@@ -31,7 +31,7 @@ def check_eod(tokenizer: MegatronTokenizer, wanted_by: str) -> int:
 
 
 def check_vocab(tokenizer: MegatronTokenizer, padded_vocab_size: int) -> None:
-    """Every id of the tokenizer must have a row in the embedding."""
+    """Raise ConfigError unless every id of the tokenizer has a row in the embedding."""
     largest = max(tokenizer.vocab.values(), default=-1)
     needed = max(largest + 1, tokenizer.vocab_size)
     if needed > padded_vocab_size:
@@ -43,9 +43,9 @@ def check_vocab(tokenizer: MegatronTokenizer, padded_vocab_size: int) -> None:
 
 
 def check_same_tokenizer(prefix: str, tokenizer: MegatronTokenizer) -> None:
-    """The data must come from the run's tokenizer, where ``prefix.tokenizer.json`` says which.
+    """Raise DataError unless the fingerprint ``prefix.tokenizer.json`` fits ``tokenizer``.
 
-    NullTokenizer makes no claim on text and goes with any data.
+    Data without this file is accepted.  NullTokenizer does not read text and fits any data.
     """
     written = read_fingerprint(prefix)
     if written is None or isinstance(tokenizer, _NullTokenizer):
@@ -59,7 +59,7 @@ def check_same_tokenizer(prefix: str, tokenizer: MegatronTokenizer) -> None:
 
 
 def check_data_ids(dataset: IndexedDataset, padded_vocab_size: int) -> None:
-    """No id in a sample of the data may lie outside the vocabulary."""
+    """Raise DataError if a sample of the data has an id outside of the vocabulary."""
     for tokens in _sample(dataset):
         if not tokens.size:
             continue
@@ -73,7 +73,7 @@ def check_data_ids(dataset: IndexedDataset, padded_vocab_size: int) -> None:
 
 
 def check_data_has_eod(dataset: IndexedDataset, eod: int, flags: Sequence[str]) -> None:
-    """Flags that act at document ends have no effect on data without EOD: say so at once."""
+    """Raise DataError if ``flags`` act at document ends and a sample of the data has no EOD."""
     if flags and not any(np.any(tokens == eod) for tokens in _sample(dataset)):
         raise DataError(
             f"{' '.join(flags)} act at the end of documents (id {eod}), and a sample of "
@@ -88,7 +88,7 @@ def check_data(
     padded_vocab_size: int,
     eod_flags: Sequence[str] = (),
 ) -> None:
-    """All checks of one data set at the start of training.
+    """Run all checks of one data set, at the start of training.
 
     ``eod_flags`` are those given of --reset-position-ids, --reset-attention-mask and
     --eod-mask-loss.
@@ -100,7 +100,7 @@ def check_data(
 
 
 def _sample(dataset: IndexedDataset) -> Iterator[np.ndarray]:
-    """The ends of evenly spaced sequences, up to some million tokens."""
+    """Yield the ends of evenly spaced sequences, a few million tokens at most."""
     limit = _SAMPLED_SEQUENCES if dataset.object_storage_config is None else _SAMPLED_OBJECTS
     count = min(len(dataset), limit)
     left = _SAMPLED_TOKENS

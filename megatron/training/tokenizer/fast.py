@@ -1,8 +1,8 @@
-"""The fastest library that gives a tokenizer's own ids.
+"""Choose the fastest library that gives the same ids as a tokenizer's own library, its owner.
 
-``gigatoken`` and ``tiktoken`` run the rules of a byte-level BPE many times faster than the library
-that owns them.  Each is compared with the owner on a sample of the texts and on a probe of Unicode
-and of the special tokens; any difference rules it out.
+``gigatoken`` and ``tiktoken`` run byte-level BPE many times faster than the owner.  Each is
+compared with the owner on a sample of the texts and on texts that probe Unicode and the special
+tokens; a library with any difference is not used.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron.training.tokenizer.bpe_rules import BpeRules
 from megatron.training.tokenizer.fast_gigatoken import GigatokenEncoder
 from megatron.training.tokenizer.fast_tiktoken import TiktokenEncoder
 
-_PROBE_STRIDE = 128  # code points; scripts are assigned in blocks
-# Ranges where categories change; the others are ideographs and Hangul, one kind throughout.
+_PROBE_STRIDE = 128  # code points between samples; scripts are assigned in blocks
+# Code points whose category varies; each of _UNIFORM has one throughout (ideographs, Hangul).
 _MIXED = ((0, 0x3400), (0x4DB0, 0x4E10), (0x9FF0, 0xAC10), (0xD7A0, 0xD800), (0xF900, 0x17010),
           (0x1AFF0, 0x20000))  # fmt: skip
 _UNIFORM = ((0x3400, 0x4DB0), (0x4E10, 0x9FF0), (0xAC10, 0xD7A0), (0xE000, 0xF900),
@@ -30,21 +30,21 @@ _CHARACTERS_PER_TEXT = 32
 
 
 class TextEncoder(Protocol):
-    """Texts to ids, many at once."""
+    """Interface of an encoder, which converts many texts to ids in one call."""
 
     @property
     def name(self) -> str:
-        """Of the library, as --tokenizer-backend has it."""
+        """Name of the library, as in --tokenizer-backend."""
 
     @property
     def added_tokens(self) -> Sequence[str]:
-        """Words found in a text before it is cut."""
+        """Tokens that are matched in a text before it is split."""
 
     def encode_batch(self, texts: Sequence[str]) -> TokenBatch:
-        """Text by text what the tokenizer's ``tokenize`` gives."""
+        """Return for each text the ids that the tokenizer's ``tokenize`` returns."""
 
 
-# The fastest first; each gives None for rules that it cannot run.
+# Fastest first.  Each returns None for rules that it cannot run.
 _LIBRARIES: dict[str, Callable[[BpeRules, MegatronTokenizer], TextEncoder | None]] = {
     "gigatoken": GigatokenEncoder.load,
     "tiktoken": TiktokenEncoder.load,
@@ -53,7 +53,7 @@ BACKENDS = ("auto", *_LIBRARIES, "owner")
 
 
 class OwnerEncoder:
-    """The library that owns the tokenizer."""
+    """Encoder that calls the tokenizer's own library."""
 
     name = "owner"
     added_tokens: Sequence[str] = ()
@@ -63,10 +63,11 @@ class OwnerEncoder:
 
 
 def candidates(tokenizer: MegatronTokenizer, backend: str = "auto") -> Iterator[TextEncoder]:
-    """Encoders from the fastest to the owner, those that are here and can run these rules.
+    """Yield the available encoders, from the fastest to the owner.
 
-    Each but the owner is to be held to ``difference`` before its ids are used.  A ``backend``
-    other than auto asks for one of them; ConfigError if it cannot be had.
+    An encoder is available if its library is installed and can run the rules of the tokenizer.
+    Check each but the owner with `difference` before using its ids.  A ``backend`` other than auto
+    requests one encoder; raises ConfigError if it is not available.
     """
     rules = tokenizer.bpe_rules()
     for name, load in _LIBRARIES.items():
@@ -90,7 +91,7 @@ def candidates(tokenizer: MegatronTokenizer, backend: str = "auto") -> Iterator[
 def difference(
     tokenizer: MegatronTokenizer, encoder: TextEncoder, sample: Sequence[str]
 ) -> str | None:
-    """Why ``encoder`` must not stand in for ``tokenizer``; None if its ids are the owner's."""
+    """Return why ``encoder`` cannot replace ``tokenizer``; None if their ids are equal."""
     if isinstance(encoder, OwnerEncoder):
         return None
     texts = [*probe_texts(encoder.added_tokens), *sample]
@@ -107,10 +108,10 @@ def _equal(wanted: TokenBatch, found: TokenBatch) -> bool:
 
 
 def probe_texts(added_tokens: Iterable[str]) -> list[str]:
-    """Texts on which two tokenizers differ that cut text at other places.
+    """Return texts on which tokenizers differ that split text at different places.
 
-    A character of every run of one Unicode category stands between letters, between digits and
-    alone; then the special tokens in a text, and long runs.
+    One character of every run of equal Unicode category is placed next to letters, digits and
+    blanks.  Then follow the special tokens within text, and long runs.
     """
     characters = _one_of_each_kind()
     texts = [

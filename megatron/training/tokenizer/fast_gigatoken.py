@@ -1,4 +1,4 @@
-"""Byte-level BPE by ``gigatoken``: it remembers the ids of every word it has met."""
+"""Byte-level BPE with ``gigatoken``, which caches the ids of every word that it has met."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron.training.tokenizer.bpe_rules import BpeRules
 
 logger = logging.getLogger(__name__)
 
-_SHORT_TEXT = 400  # characters on average, below which one call for all texts is faster
-_MEMORY_GROWTH = 1 << 30  # bytes of remembered words, after which it starts afresh
+_SHORT_TEXT = 400  # mean characters per text below which one call for all texts is faster
+_MEMORY_GROWTH = 1 << 30  # bytes of cached words after which the encoder is rebuilt
 
 
 class GigatokenEncoder:
-    """Encodes on the calling thread: worker processes share the cores, not threads."""
+    """Encoder on the calling thread only: worker processes already use all cores."""
 
     name = "gigatoken"
 
@@ -31,7 +31,7 @@ class GigatokenEncoder:
 
     @classmethod
     def load(cls, rules: BpeRules, _owner: MegatronTokenizer) -> GigatokenEncoder | None:
-        """None, with the reason in the log, if gigatoken has no fast path for these rules."""
+        """Return an encoder; None, with the reason logged, if gigatoken has no fast path for it."""
         try:
             return cls(rules)
         except (RuntimeError, ValueError, TypeError, KeyError) as error:
@@ -63,6 +63,6 @@ class GigatokenEncoder:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process."""
+    """Return the resident memory of this process."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

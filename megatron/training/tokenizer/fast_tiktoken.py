@@ -1,8 +1,8 @@
-"""Byte-level BPE by ``tiktoken``, for rules under which both merge alike.
+"""Byte-level BPE with ``tiktoken``, for rules whose merges it reproduces.
 
-``tiktoken`` merges the neighbours whose joined bytes have the lowest rank; the rules merge the
-pair that stands first in a list.  The two agree if the list makes each token once, in order of
-rank, and every token's own bytes merge back into it.
+``tiktoken`` merges the neighbours whose joined bytes have the lowest rank; the rules merge the pair
+that comes first in a list.  The two agree if the list makes each token once, in order of rank, and
+every token's own bytes merge back into it.
 """
 
 from __future__ import annotations
@@ -35,21 +35,24 @@ _LONG_TEXT = 10000
 
 
 class Encoding(Protocol):
-    """A `tiktoken.Encoding`, as far as it is used here."""
+    """Interface of `tiktoken.Encoding`, as far as it is used."""
 
     special_tokens_set: set[str]
 
     def encode(
         self, text: str, *, allowed_special: str, disallowed_special: tuple[str, ...]
     ) -> list[int]:
-        """Ranks of a text whose special tokens keep their meaning."""
+        """Return the ranks of a text, recognising its special tokens."""
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """Ranks of a text in which everything is text."""
+        """Return the ranks of a text, treating special tokens as ordinary text."""
 
 
 class TiktokenEncoder:
-    """Encodes on the calling thread; a text with endless blanks goes to the owner."""
+    """Encoder on the calling thread only: worker processes already use all cores.
+
+    Texts with very long runs of blanks are passed to the owner.
+    """
 
     name = "tiktoken"
 
@@ -64,7 +67,7 @@ class TiktokenEncoder:
 
     @classmethod
     def load(cls, rules: BpeRules, owner: MegatronTokenizer) -> TiktokenEncoder | None:
-        """None, with the reason in the log, if tiktoken would merge otherwise."""
+        """Return an encoder; None, with the reason logged, if tiktoken would merge differently."""
         tokenizer_json = json.loads(rules.tokenizer_json)
         pattern = _pattern(tokenizer_json)
         ranks = _ranks(tokenizer_json["model"])
@@ -91,7 +94,7 @@ class TiktokenEncoder:
         return replace_rows(batch, {i: self._owner.tokenize_batch([texts[i]]).ids for i in endless})
 
     def _encode(self, text: str) -> list[int]:
-        text.encode()  # a lone surrogate is an error here as with the owner, not a replacement
+        text.encode()  # raises for a lone surrogate, as the owner does; tiktoken replaces it
         if self._has_specials:
             return self.encoding.encode(text, allowed_special="all", disallowed_special=())
         return self.encoding.encode_ordinary(text)
@@ -102,7 +105,7 @@ def _has_endless_blanks(text: str) -> bool:
 
 
 def _pattern(tokenizer_json: JsonObject) -> str | None:
-    """How the rules cut a text, as one regular expression; None if they do more than that."""
+    """Return the regular expression by which the rules split a text; None if they do more."""
     if tokenizer_json["normalizer"] is not None:
         return None
     step = tokenizer_json["pre_tokenizer"] or {}
@@ -118,7 +121,7 @@ def _pattern(tokenizer_json: JsonObject) -> str | None:
 
 
 def _ranks(model: JsonObject) -> dict[bytes, int] | None:
-    """Bytes of every token, in the order in which the rules make them; None if not in order."""
+    """Return bytes -> rank of every token, in the order of the merges; None if ranks do not fit."""
     unusual = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if model["type"] != "BPE" or any(map(model.get, unusual)):
         return None
@@ -138,9 +141,9 @@ def _ranks(model: JsonObject) -> dict[bytes, int] | None:
 
 
 def _tokens_merge_back(model: JsonObject, pairs: Sequence[Sequence[str]]) -> bool:
-    """Whether the merges alone turn the bytes of every token into that token."""
+    """Return whether the merges alone turn the bytes of every token into that token."""
     if model.get("ignore_merges"):
-        return True  # a piece that is a token is that token, under both rules
+        return True  # both libraries look up a complete piece before they merge
     library = require("tokenizers", "--tokenizer-backend tiktoken")
     tokens = [left + right for left, right in pairs]
     merges = [(left, right) for left, right in pairs]
@@ -150,7 +153,7 @@ def _tokens_merge_back(model: JsonObject, pairs: Sequence[Sequence[str]]) -> boo
 
 
 def _specials(added: Sequence[JsonObject], first_rank: int) -> dict[str, int] | None:
-    """Ranks for the added tokens; None if they match text in a way tiktoken cannot."""
+    """Return ranks of the added tokens; None if tiktoken cannot match them in the same way."""
     contents = [token["content"] for token in added]
     bent = any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in added)
     ambiguous = any(a != b and b.startswith(a) for a in contents for b in contents)

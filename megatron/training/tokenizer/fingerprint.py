@@ -1,8 +1,8 @@
-"""Which tokenizer wrote a data set: ``<prefix>.tokenizer.json`` beside ``<prefix>.bin``.
+"""Fingerprint of the tokenizer that wrote a data set: ``<prefix>.tokenizer.json``.
 
-The fingerprint covers what the tokenizer does (ids of the vocabulary, of some texts, of EOD), not
-where its files lie or which library runs it.  ``<extra_id_N>`` at the end of the vocabulary do not
-count: --vocab-extra-ids appends them, and every other id stays the same.
+The fingerprint covers the ids that the tokenizer gives (of the vocabulary, of some texts, of EOD),
+not the path of its files or the library that runs it.  ``<extra_id_N>`` at the end of the
+vocabulary are excluded: --vocab-extra-ids appends them, and every other id stays the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.config.errors import DataError
 from megatron.training.tokenizer.base import MegatronTokenizer
 from megatron.training.tokenizer.null import _NullTokenizer
 
-# Texts on which tokenizers with one vocabulary and other rules differ.
+# Texts on which tokenizers with equal vocabularies but different rules differ.
 _TEXTS = (
     "Hello, world! It's 1,234.5 o'clock.\n\n\tdef f(x):\n        return x  # na\u00efve caf\u00e9",
     " \u4f60\u597d\uff0c\u4e16\u754c \U0001f600 e\u0301 \ufb01 \u00a0 ",
@@ -33,7 +33,7 @@ Vocabulary = list[tuple[int, str]]  # sorted
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What the sidecar file holds."""
+    """Content of the sidecar file."""
 
     tokenizer: str
     vocab_size: int
@@ -49,9 +49,9 @@ class Fingerprint:
         return cls(tokenizer.name, vocab_size, behaviour.eod, behaviour.digest(counted))
 
     def fits(self, tokenizer: MegatronTokenizer) -> bool:
-        """Whether every id of the data means the same to ``tokenizer``.
+        """Return whether every id of the data means the same to ``tokenizer``.
 
-        Earlier versions counted the ``<extra_id_N>`` of the tokenizer that wrote the data.
+        Fingerprints of earlier versions include the ``<extra_id_N>`` of the tokenizer.
         """
         behaviour = _Behaviour(tokenizer)
         return any(
@@ -60,7 +60,7 @@ class Fingerprint:
         )
 
     def write(self, prefix: str) -> None:
-        """Write the sidecar of ``prefix``, whole or not at all."""
+        """Write the sidecar of ``prefix`` atomically."""
         temporary = sidecar_path(prefix) + ".tmp"
         with open(temporary, "w", encoding="utf-8") as file:
             json.dump(asdict(self), file, indent=1)
@@ -71,12 +71,12 @@ class Fingerprint:
 
 
 def sidecar_path(prefix: str) -> str:
-    """The file beside ``prefix.bin`` that says which tokenizer made it."""
+    """Return the path of the fingerprint, which is beside ``prefix.bin``."""
     return prefix + ".tokenizer.json"
 
 
 def read_fingerprint(prefix: str) -> Fingerprint | None:
-    """The sidecar of ``prefix``; None if there is none, DataError if it is damaged."""
+    """Read the sidecar of ``prefix``; None if there is none.  Raises DataError if it is damaged."""
     path = sidecar_path(prefix)
     try:
         with open(path, encoding="utf-8") as file:
@@ -91,7 +91,7 @@ def read_fingerprint(prefix: str) -> Fingerprint | None:
 
 
 class _Behaviour:
-    """What a fingerprint digests; gathered once, as a vocabulary may have 200 k tokens."""
+    """Values that a fingerprint digests, computed once: a vocabulary may have 200 k tokens."""
 
     def __init__(self, tokenizer: MegatronTokenizer) -> None:
         # Sorted by id and token: the order of two tokens with one id may differ between processes.
@@ -111,7 +111,7 @@ class _Behaviour:
 def _equivalent_vocabularies(
     behaviour: _Behaviour, tokenizer: MegatronTokenizer, vocab_size: int
 ) -> Iterator[Vocabulary]:
-    """Vocabularies that give the same ids, of which one may have been digested for the data."""
+    """Yield vocabularies with equal ids; the fingerprint of the data may be of any of them."""
     whole = behaviour.vocabulary
     counted = _without_extra_ids(whole)
     yield counted

@@ -21,17 +21,17 @@ from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken, To
 from megatron.training.tokenizer.bpe_rules import BpeRules, without_post_processor
 
 _WANTED_BY = "--tokenizer-type HuggingFaceTokenizer"
-# Classes of transformers that take tokenizer.json as it is.
+# Classes of transformers that use tokenizer.json unchanged.
 _PLAIN_CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
 _ROLES = ("bos", "eos", "pad", "cls", "sep", "mask")
-# For a bare tokenizer.json, which names no roles: common names of the end of a text.
+# Common names of the end-of-text token, for a tokenizer.json without a config.
 _COMMON_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eod|>")
 
 
 class _HuggingFaceTokenizer(MegatronTokenizer):
-    """What the tokenizer's own files say, special tokens around the text included.
+    """Tokenizer defined by its files, including special tokens that they add around a text.
 
-    ``<extra_id_N>`` that the files do not have get ids behind theirs.
+    ``<extra_id_N>`` that the files lack get ids after theirs.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
         else:
             self._library = None
             self._tokens = _tokens_of_wrapper(self._wrapper)
-        if self._library is not None:  # files of sentence models cut and fill up by themselves
+        if self._library is not None:  # files of sentence embedders enable both
             self._library.no_truncation()
             self._library.no_padding()
         extra = [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]
@@ -122,12 +122,12 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
 
     @property
     def decoder(self) -> Mapping[int, str]:
-        """Id to token."""
+        """Id -> token."""
         return self.inv_vocab
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:
-        """The ids of ``<extra_id_0>``, ``<extra_id_1>``, ... as far as there are any."""
+        """Ids of ``<extra_id_0>``, ``<extra_id_1>``, ..., as far as they exist."""
         names = map("<extra_id_{}>".format, itertools.count())
         return [self.vocab[name] for name in itertools.takewhile(self.vocab.__contains__, names)]
 
@@ -139,7 +139,7 @@ class _HuggingFaceTokenizer(MegatronTokenizer):
 
 
 def _local_files(path: str) -> tuple[str | None, JsonObject]:
-    """The tokenizer.json at ``path``, if there is one, and the tokenizer_config.json beside it."""
+    """Return the tokenizer.json at ``path``, if it exists, and its tokenizer_config.json."""
     directory = path if os.path.isdir(path) else os.path.dirname(path)
     file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
     if not os.path.isfile(file):
@@ -193,7 +193,7 @@ def _load_wrapper(path: str, options: Mapping[str, object]) -> Any:
 
 
 def _tokens_of(config: JsonObject, library: Any) -> dict[str, int]:
-    """Role to id, from tokenizer_config.json; EOS by a common name where no config names one."""
+    """Return role -> id, from tokenizer_config.json; without this file, EOS by a common name."""
     tokens: dict[str, int] = {}
     for role in _ROLES:
         named = config.get(f"{role}_token")

@@ -1,4 +1,4 @@
-"""Tokenizers that run on the ``tokenizers`` library: what they share, and GPT2BPETokenizer."""
+"""Tokenizers that use the ``tokenizers`` library: their base class, and GPT2BPETokenizer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron.training.tokenizer.bpe_rules import BpeRules
 
 
 class Encoding(Protocol):
-    """The tokens of a text."""
+    """Interface of `tokenizers.Encoding`: the tokens of a text."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
 
 
 class Library(Protocol):
-    """A `tokenizers.Tokenizer`, as far as it is used here."""
+    """Interface of `tokenizers.Tokenizer`, as far as it is used."""
 
     def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Encoding: ...
     def encode_batch_fast(
@@ -34,9 +34,9 @@ class Library(Protocol):
 
 
 class LibraryTokenizer(MegatronTokenizer):
-    """Wraps a ``tokenizers.Tokenizer``; nothing is added around the text."""
+    """Wrapper of a ``tokenizers.Tokenizer``; adds no tokens around a text."""
 
-    special_tokens: Mapping[str, str]  # role -> token, of those that it has
+    special_tokens: Mapping[str, str]  # role -> token
 
     def __init__(
         self, library: Library, *tokenizer_paths: str, **tokenizer_options: object
@@ -84,7 +84,7 @@ class LibraryTokenizer(MegatronTokenizer):
 class _GPT2BPETokenizer(LibraryTokenizer):
     """GPT2BPETokenizer: byte-level BPE from ``vocab.json`` and ``merges.txt``.
 
-    Text that reads like a special token is text; ``<|endoftext|>`` ends a document.
+    Special tokens in a text are tokenized as ordinary text; ``<|endoftext|>`` is EOD.
     """
 
     special_tokens = dict.fromkeys(("eod", "eos"), "<|endoftext|>")

@@ -1,4 +1,4 @@
-"""NullTokenizer and NullMultimodalTokenizer: text that already is ids, written in decimal."""
+"""NullTokenizer and NullMultimodalTokenizer: the text consists of ids, written in decimal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from megatron.core.config.errors import ConfigError
 from megatron.training.tokenizer.base import MegatronTokenizer
 
 _IMAGE_TOKEN = "<image>"
-_IMAGE_TOKEN_ID = -200  # no id of text: the model puts the image's features in its place
+_IMAGE_TOKEN_ID = -200  # outside the vocabulary: the model inserts image features
 
 
 class _NullTokenizer(MegatronTokenizer):
-    """``vocab_size`` ids of text; one more, the last, is EOD."""
+    """Tokenizer of ids 0 to ``vocab_size`` - 1; the id ``vocab_size`` is EOD."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__(None, vocab_size=vocab_size)
@@ -46,12 +46,12 @@ class _NullTokenizer(MegatronTokenizer):
 
     @property
     def additional_special_tokens_ids(self) -> list[int] | None:
-        """None: every id is text, but EOD."""
+        """None: EOD is the only special token."""
         return None
 
 
 class _NullMultimodalTokenizer(_NullTokenizer):
-    """The same, and a word that stands for an image."""
+    """NullTokenizer with a token that stands for an image."""
 
     def __init__(
         self, vocab_size: int, image_token: str | None = None, image_token_id: int | None = None
@@ -61,7 +61,7 @@ class _NullMultimodalTokenizer(_NullTokenizer):
         self._image_token_id = _IMAGE_TOKEN_ID if image_token_id is None else image_token_id
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int]:
-        """The id of a word, or of each of several; the image word has its own."""
+        """Return the id of a word, or of each of several, including the image token."""
         if isinstance(tokens, str):
             is_image = tokens == self._image_token
             return self._image_token_id if is_image else self.tokenize(tokens)[0]

@@ -1,4 +1,4 @@
-"""Tokenizers that run on the ``sentencepiece`` library: three readings of one model file."""
+"""Tokenizers that use the ``sentencepiece`` library: three uses of one model file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.training.tokenizer.base import (
 
 
 class _PieceTokenizer(MegatronTokenizer):
-    """The model file as it is: ids are pieces, EOD is the model's end-of-sequence piece."""
+    """Unchanged SentencePiece model: ids are pieces, EOD is its end-of-sequence piece."""
 
     def __init__(self, model_file: str, vocab_extra_ids: int = 0) -> None:
         super().__init__(model_file, vocab_extra_ids=vocab_extra_ids)
@@ -66,16 +66,16 @@ class _PieceTokenizer(MegatronTokenizer):
 
     @property
     def additional_special_tokens_ids(self) -> list[int] | None:
-        """None: the model file has no spare ids."""
+        """None: the model file has no extra ids."""
         return None
 
 
 class _GPTSentencePieceTokenizer(_PieceTokenizer):
-    """GPTSentencePieceTokenizer: nothing but the model file."""
+    """GPTSentencePieceTokenizer: the unchanged model."""
 
 
 class _Llama2Tokenizer(_PieceTokenizer):
-    """Llama2Tokenizer: a text begins with BOS."""
+    """Llama2Tokenizer: adds BOS before a text."""
 
     def tokenize(self, text: str, bos: bool = True, eos: bool = False) -> list[int]:
         return [self.bos] * bos + super().tokenize(text) + [self.eos] * eos
@@ -85,10 +85,10 @@ class _Llama2Tokenizer(_PieceTokenizer):
 
 
 class _SentencePieceTokenizer(_PieceTokenizer):
-    """SentencePieceTokenizer: the model's pieces, then special tokens BERT and T5 need.
+    """SentencePieceTokenizer: the model's pieces and the special tokens of BERT and T5.
 
-    ``<CLS> <SEP> <EOD> <MASK>``, the names of PAD, BOS, EOS (the model's, where it has them) and
-    ``<extra_id_N>`` get ids after the pieces.  In a text these words mean the special id.
+    ``<CLS> <SEP> <EOD> <MASK>``, ``<PAD> <BOS> <EOS>`` unless the model has such tokens, and
+    ``<extra_id_N>`` get ids after the pieces.  They are recognised in a text.
     """
 
     def __init__(self, model_file: str, vocab_extra_ids: int = 0) -> None:
@@ -148,5 +148,5 @@ class _SentencePieceTokenizer(_PieceTokenizer):
 
     @property
     def additional_special_tokens_ids(self) -> list[int]:
-        """The ids of ``<extra_id_0>``, ``<extra_id_1>``, ..."""
+        """Ids of ``<extra_id_0>``, ``<extra_id_1>``, ..."""
         return [self._vocab[token] for token in self._extra]

@@ -1,4 +1,4 @@
-"""What is needed to build a tokenizer, and no more."""
+"""Options from which a tokenizer is built."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.config.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerSpec:
-    """The tokenizer options of the command line."""
+    """Tokenizer options of the command line."""
 
     tokenizer_type: str | None = None
     vocab_file: str | None = None
@@ -26,7 +26,7 @@ class TokenizerSpec:
 
     @classmethod
     def of(cls, source: object) -> TokenizerSpec:
-        """Pick the fields out of a namespace or a config; None there, or nothing: the default."""
+        """Read the fields from a namespace or a config; missing fields and None get defaults."""
         if dataclasses.is_dataclass(source):
             names = {f.name for f in dataclasses.fields(source)}
             values = {name: getattr(source, name) for name in names}
@@ -37,7 +37,7 @@ class TokenizerSpec:
         return cls(**{name: value for name, value in said.items() if name in known})
 
     def need(self, field: str) -> Any:
-        """The value of ``field``, which this type of tokenizer cannot do without."""
+        """Return the value of ``field``.  Raises ConfigError if it is not set."""
         value = getattr(self, field)
         if value is None:
             flag = "--" + field.replace("_", "-")

@@ -1,7 +1,7 @@
 """TikTokenizer: byte-pair ranks from a file, run by the ``tiktoken`` library.
 
-The special tokens have the first ids, the ranks follow.  A file is a JSON list of ranks (or an
-object that holds it under ``vocab``, as tekken.json), or lines of base64 bytes and rank.
+The special tokens have the first ids, the ranks follow.  The file is a JSON list of ranks, or a
+JSON object with this list under ``vocab`` (tekken.json), or lines of base64 bytes and rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.optional import require
 from megatron.training.tokenizer.base import MegatronTokenizer, MissingToken, TokenBatch, pack
 from megatron.training.tokenizer.spec import TokenizerSpec
 
-# How a text is cut before byte pairs are merged; both are published with the ranks they fit.
+# Patterns that split a text before bytes are merged; each is published with its ranks.
 PATTERN_TIKTOKEN_V1 = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -33,7 +33,7 @@ _NEEDED = ("<unk>", "<s>", "</s>")
 
 
 class CustomTikTokenizer(MegatronTokenizer):
-    """Special tokens never come out of a text: it is all bytes to the ranks."""
+    """Tokenizer of a file of ranks; special tokens in a text are ordinary text."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class CustomTikTokenizer(MegatronTokenizer):
 
     @classmethod
     def build(cls, spec: TokenizerSpec) -> CustomTikTokenizer:
-        """From the command line: --tokenizer-model, --vocab-size and --tiktoken-..."""
+        """Build from --tokenizer-model, --vocab-size and --tiktoken-... of the command line."""
         pattern, special = spec.need("tiktoken_pattern"), spec.tiktoken_special_tokens
         if pattern not in _PATTERNS:
             raise ConfigError(f"--tiktoken-pattern {pattern!r} is unknown; use v1 or v2")
@@ -115,7 +115,7 @@ class CustomTikTokenizer(MegatronTokenizer):
 
     @property
     def unk(self) -> int:
-        """The id of the unknown: no text gives it."""
+        """Id of the unknown token; no text contains it."""
         return self._special("unk")
 
     def _special(self, role: str) -> int:
@@ -132,7 +132,7 @@ class CustomTikTokenizer(MegatronTokenizer):
 
 
 def _special_tokens(special_tokens: Sequence[str] | None, count: int) -> tuple[str, ...]:
-    """The named special tokens, then fillers up to ``count``."""
+    """Return the named special tokens, filled up to ``count`` with ``<SPECIAL_N>``."""
     named = tuple(_SPECIAL_TOKENS if special_tokens is None else special_tokens)
     missing = [token for token in _NEEDED if token not in named]
     if len(set(named)) != len(named) or missing:
@@ -149,7 +149,7 @@ def _special_tokens(special_tokens: Sequence[str] | None, count: int) -> tuple[s
 
 
 def _read_ranks(path: str, count: int) -> dict[bytes, int]:
-    """The first ``count`` ranks of the file."""
+    """Return token -> rank for the first ``count`` ranks of the file.  Raises ConfigError."""
     try:
         with open(path, "rb") as file:
             content = file.read()
@@ -160,7 +160,7 @@ def _read_ranks(path: str, count: int) -> dict[bytes, int]:
             "token_bytes, a tekken.json, or lines of base64 and rank"
         ) from error
     ranks = {token: rank for rank, token in sorted(tokens.items()) if rank < count}
-    # The library ends the process at text with a byte that has no token.
+    # tiktoken ends the process at a byte that has no token.
     has_bytes = all(bytes([byte]) in ranks for byte in range(256))
     if sorted(ranks.values()) != list(range(len(ranks))) or not has_bytes:
         raise ConfigError(
@@ -180,6 +180,6 @@ def _parse_ranks(content: bytes) -> dict[int, bytes]:
 
 
 def _readable(token: bytes) -> str:
-    """The token as text, or its escaped bytes where it is only a part of a character."""
+    """Return the token as text, or its escaped bytes if they are not complete characters."""
     text = token.decode(errors="replace")
     return repr(token)[2:-1] if "\ufffd" in text else text

@@ -1,7 +1,7 @@
-"""Names and signatures of the reference, for scripts written against it.
+"""Functions with Megatron-LM's names and signatures, for scripts written for it.
 
-They take a namespace; the application itself calls ``create_tokenizer`` and
-``padded_vocab_size``.
+They take an argparse namespace; the application itself calls ``create_tokenizer`` and
+``pad_vocab_size``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def build_tokenizer(args: Namespace) -> MegatronTokenizer:
 def _vocab_size_with_padding(
     orig_vocab_size: int, args: Namespace, logging_enabled: bool = True
 ) -> int:
-    """The vocabulary rounded up for ``args``' tensor parallelism; rank 0 says so."""
+    """Return the vocabulary size padded for tensor parallelism; rank 0 prints it."""
     padded = pad_vocab_size(
         orig_vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
     )
