@@ -1,1 +1,1 @@
-"""Process groups: how ranks are arranged, which groups exist, and what they share."""
+"""Process groups: rank order, creation of groups, and data that their ranks share."""

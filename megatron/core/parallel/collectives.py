@@ -1,4 +1,4 @@
-"""Collectives under the names of the newest torch."""
+"""Collectives of torch.distributed under the names of torch 2.13."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Collective(Protocol):
     ) -> None: ...
 
 
-# torch 2.13 warns of the names that are the only ones in 2.11.
+# torch 2.11 has only the old names, which torch 2.13 deprecates with a warning.
 all_gather_single: _Collective = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single: _Collective = vars(dist).get(
     "reduce_scatter_single", dist.reduce_scatter_tensor

@@ -1,7 +1,7 @@
-"""Settings of each NCCL communicator: read from a file, passed to torch with the process group.
+"""NCCL settings of each process group, read from --nccl-communicator-config-path.
 
 The names of groups are those of `ProcessGroupCollection`; Megatron-LM's names are aliases.  A
-setting changes speed, never a value.
+setting changes speed, never the result of a collective.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.core.config.errors import ConfigError
 from megatron.core.optional import require
 
 _log = logging.getLogger(__name__)
-# Megatron-LM's name of a group -> ours, where they differ.
+# Megatron-LM's name of a group -> the names in `ProcessGroupCollection`, if they differ.
 _ALIASES: dict[str, tuple[str, ...]] = {
     "hcp": ("cp_inner", "cp_outer"),
     "ep_tp": ("expt_tp",),
@@ -38,7 +38,7 @@ _NETWORKS = ("ib", "socket")
 
 @dataclass(frozen=True)
 class CommunicatorSettings:
-    """Settings of one communicator; None leaves NCCL's own default."""
+    """NCCL settings of one communicator; None keeps NCCL's default."""
 
     is_high_priority_stream: bool = False
     cga_cluster_size: int | None = None
@@ -47,7 +47,7 @@ class CommunicatorSettings:
     net_name: str | None = None
 
     def torch_options(self, timeout: timedelta | None) -> dist.ProcessGroupNCCL.Options:
-        """``ProcessGroupNCCL.Options`` with these settings; torch has the class in CUDA builds."""
+        """Return these settings as ``ProcessGroupNCCL.Options``, which only CUDA builds have."""
         options = dist.ProcessGroupNCCL.Options(
             is_high_priority_stream=self.is_high_priority_stream
         )
@@ -57,13 +57,13 @@ class CommunicatorSettings:
             if value is not None:
                 setattr(nccl, name, value)
         if timeout is not None:
-            options._timeout = timeout  # torch warns where it differs from new_group's timeout
+            options._timeout = timeout  # torch warns if it differs from new_group's timeout
         return options
 
 
 @dataclass(frozen=True)
 class Communicators:
-    """How process groups are created: the timeout, and the settings of groups that have some."""
+    """Factory of process groups: their timeout, and NCCL settings by name of the group."""
 
     timeout: timedelta | None = None
     settings: Mapping[str, CommunicatorSettings] = field(default_factory=dict)
@@ -76,9 +76,10 @@ class Communicators:
         high_priority_groups: Iterable[str] = (),
         warn: Callable[[str], None] = _log.warning,
     ) -> Communicators:
-        """Communicators of the initialised default group's backend; only NCCL has settings.
+        """Build the factory from the flags; settings are read only if the backend is NCCL.
 
-        Raises ConfigError, MissingDependency.
+        Needs an initialised default group.  Calls ``warn`` for each entry that has no effect.
+        Raises ConfigError for an invalid file or value, MissingDependency without PyYAML.
         """
         if dist.get_backend() != dist.Backend.NCCL:
             return cls(timeout)
@@ -89,11 +90,18 @@ class Communicators:
         return cls(timeout, settings)
 
     def settings_of(self, name: str) -> CommunicatorSettings | None:
-        """The settings of group ``name``; ``intra_`` groups without any take the whole group's."""
+        """Return the settings of group ``name``, or None.
+
+        An ``intra_`` group without settings has those of the group that it is part of.
+        """
         return self.settings.get(name) or self.settings.get(name.removeprefix("intra_"))
 
     def create(self, ranks: Sequence[int], name: str) -> ProcessGroup:
-        """The group of ``ranks``.  Collective over the world."""
+        """Create the group of ``ranks``.  Collective over the world.
+
+        Returns the default group, without creating one, if it has the same ranks and ``name`` has
+        no settings.
+        """
         settings = self.settings_of(name)
         if settings is None and len(ranks) == dist.get_world_size():
             world = dist.group.WORLD
@@ -107,7 +115,10 @@ class Communicators:
 
 
 def read_settings(path: str) -> dict[str, Any]:
-    """The content of --nccl-communicator-config-path.  Raises ConfigError, MissingDependency."""
+    """Read the YAML file of --nccl-communicator-config-path.
+
+    Raises ConfigError for an invalid file, MissingDependency without PyYAML.
+    """
     flag = f"--nccl-communicator-config-path {path}"
     yaml = require("yaml", flag)
     try:
@@ -126,10 +137,10 @@ def read_settings(path: str) -> dict[str, Any]:
 def resolve_settings(
     content: Mapping[str, Mapping[str, Any]], high_priority_groups: Iterable[str] = ()
 ) -> tuple[dict[str, CommunicatorSettings], list[str]]:
-    """Settings by our names of groups, and a warning for each entry that has no effect.
+    """Return settings by group name, and a warning for each entry that has no effect.
 
-    ``content`` as `read_settings` returns it.  Raises ConfigError for a value that NCCL would
-    refuse.
+    The keys are the names in `ProcessGroupCollection`; ``content`` is the result of
+    `read_settings`.  Raises ConfigError for a value that NCCL does not accept.
     """
     settings: dict[str, CommunicatorSettings] = {}
     warnings: list[str] = []

@@ -1,9 +1,9 @@
-"""Which tokens of a sequence a context-parallel rank holds: the one place that knows.
+"""Context-parallel partition of a sequence: which token positions each rank holds.
 
-A sequence is cut into 2 cp chunks, and rank i holds chunks i and 2 cp - 1 - i in this order: under
-a causal mask all ranks have equal work.  Packed sequences are cut one by one.  ``lengths`` are the
-global lengths of the sequences in a row of a micro-batch, one after the other; a *global* index
-counts the tokens of that row, a *local* one those that a rank holds.
+A sequence is split into 2 cp chunks, and rank i holds chunks i and 2 cp - 1 - i in this order:
+under a causal mask all ranks have equal work.  Packed sequences are split one by one.  ``lengths``
+are the global lengths of the sequences that a row of a micro-batch concatenates.  A *global* index
+counts the tokens of that row, a *local* index the tokens of the row that one rank holds.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from megatron.core.config.errors import ConfigError
 def local_sequence_length(
     seq_length: int, *, cp: int = 1, tp: int = 1, sequence_parallel: bool = False
 ) -> int:
-    """Tokens of a sequence in the hidden states of one rank, between the layers."""
+    """Return the length of a sequence in the hidden states of one rank, between the layers."""
     return seq_length // (cp * tp if sequence_parallel else cp)
 
 
 def sequence_divisor(*, cp: int = 1, tp: int = 1, sequence_parallel: bool = False) -> int:
-    """What the length of a sequence must be a multiple of: two chunks for each rank of cp, of which
-    each rank of tp takes an even share under sequence parallelism."""
+    """Return the number that must divide the length of a sequence.
+
+    Each rank of cp holds two chunks of equal length; under sequence parallelism tp splits its
+    tokens evenly.
+    """
     return cp * lcm(2 if cp > 1 else 1, tp if sequence_parallel else 1)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens ``start .. stop`` (global) of the sequence that lies in ``first .. last``."""
+    """Tokens ``start .. stop`` of the sequence ``first .. last``, in global indices."""
 
     start: int
     stop: int
@@ -45,9 +48,9 @@ class Span:
 
 @lru_cache(maxsize=64)
 def held_spans(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Span, ...]:
-    """The spans that ``rank`` of ``size`` holds, in local order.
+    """Return the spans that ``rank`` of ``size`` holds, in local order.
 
-    Raises ConfigError where a packed sequence cannot be cut evenly.
+    Raises ConfigError if a packed sequence cannot be split evenly.
     """
     spans, first = [], 0
     for length in lengths:
@@ -71,7 +74,7 @@ def held_spans(lengths: tuple[int, ...], rank: int, size: int) -> tuple[Span, ..
 def held_tokens(
     lengths: tuple[int, ...], rank: int, size: int, device: torch.device | None = None
 ) -> Tensor:
-    """Global index of each local token: [s/cp]."""
+    """Return the global index of each local token: [s/cp]."""
     spans = held_spans(lengths, rank, size)
     return torch.cat([torch.arange(s.start, s.stop, device=device) for s in spans])
 
@@ -80,9 +83,10 @@ def held_tokens(
 def order_of_gathered(
     lengths: tuple[int, ...], ranks: tuple[int, ...], size: int, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """How to sort what ``ranks`` hold, one behind the other, by global index, and how to undo it.
+    """Return the permutation (order, undo) between gathered and global order of tokens.
 
-    ``gathered[order]`` is sorted; ``sorted[undo]`` is as gathered.
+    ``gathered`` concatenates the local tokens of ``ranks``.  ``gathered[order]`` is sorted by
+    global index; ``gathered[order][undo]`` is ``gathered`` again.
     """
     order = torch.cat([held_tokens(lengths, r, size, device) for r in ranks]).argsort()
     return order, order.argsort()
@@ -90,14 +94,17 @@ def order_of_gathered(
 
 @lru_cache(maxsize=64)
 def sequence_ends(lengths: tuple[int, ...], device: torch.device | None = None) -> Tensor:
-    """Where the sequence of each token of a row ends: [s]."""
+    """Return, for each token of a row, the global index at which its sequence ends: [s]."""
     ends = zip(lengths, accumulate(lengths), strict=True)
     return torch.cat([torch.full((length,), end, device=device) for length, end in ends])
 
 
 @dataclass(frozen=True)
 class Block:
-    """Local queries of one rank that meet local keys of another, all or those not after them."""
+    """Block of attention scores: local queries of one rank times local keys of another.
+
+    ``is_causal``: a query attends only to keys at or before its own position in the block.
+    """
 
     queries: slice
     keys: slice
@@ -108,10 +115,10 @@ class Block:
 def blocks_of(
     lengths: tuple[int, ...], rank: int, source: int, size: int, is_causal: bool
 ) -> tuple[Block, ...]:
-    """What ``rank`` computes with the keys of ``source``: a block for each sequence.
+    """Return the blocks that ``rank`` computes with the keys of ``source``, one per sequence.
 
-    Under causality a rank needs only the first chunk of an earlier rank, and for a later one only
-    its second chunk needs the keys.
+    Under a causal mask, the queries of ``rank`` attend only to the first chunk of an earlier rank;
+    to the keys of a later rank, only the queries of its second chunk attend.
     """
     blocks, start = [], 0
     for length in lengths:
@@ -125,9 +132,9 @@ def blocks_of(
 
 
 def row_lengths(packed: Sequence[int] | None, num_tokens: int) -> tuple[int, ...]:
-    """Lengths of the sequences in a row of ``num_tokens``: one, or those packed into it.
+    """Return the lengths of the sequences in a row of ``num_tokens``; ``packed`` None: one.
 
-    Raises ConfigError unless they fill it.
+    Raises ConfigError unless the lengths of ``packed`` sum to ``num_tokens``.
     """
     if packed is None:
         return (num_tokens,)

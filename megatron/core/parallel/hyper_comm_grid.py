@@ -1,7 +1,7 @@
-"""A grid of ranks with any named axes, for programs that place several modules on one world.
+"""Rank grid with arbitrary named axes, for programs that place several modules on one world.
 
-Unlike `create_process_groups`, which makes all groups of the usual layout at once, a HyperCommGrid
-makes the groups it is asked for, over any combination of its axes and over a part of the world.
+`create_process_groups` creates all groups of the usual layout at once.  A HyperCommGrid creates
+single groups on request, over any combination of its axes and over a part of the world.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.core.parallel.rank_grid import RankGrid
 
 
 class HyperCommGrid:
-    """Ranks ``rank_offset`` up to ``rank_offset + size``, the first axis varying fastest.
+    """Grid of the ranks ``rank_offset`` to ``rank_offset + size``; the first axis varies fastest.
 
     >>> grid = HyperCommGrid([2, 2, 2], ["tp", "cp", "dp"])  # doctest: +SKIP
     >>> dp_cp = grid.create_pg(["dp", "cp"])  # doctest: +SKIP
@@ -28,9 +28,9 @@ class HyperCommGrid:
         rank_offset: int = 0,
         backend: str | None = None,
     ) -> None:
-        """``backend`` of the groups; None is that of the default group.
+        """Lay out the ranks; ``backend`` None: groups have the backend of the default group.
 
-        Raises ValueError for a shape that is none, RuntimeError when it exceeds the world.
+        Raises ValueError for an invalid shape, RuntimeError if the grid exceeds the world.
         """
         if len(shape) != len(dim_names):
             raise ValueError(f"{len(shape)} sizes {list(shape)} for {len(dim_names)} names")
@@ -48,10 +48,10 @@ class HyperCommGrid:
         self._groups: dict[tuple[str, ...], ProcessGroup | None] = {}
 
     def create_pg(self, dims: str | Sequence[str], **kwargs: object) -> ProcessGroup | None:
-        """Make the groups that span ``dims``; this rank's, or None outside the grid.
+        """Create the groups that span ``dims``; return this rank's group, None outside the grid.
 
-        Collective over the world.  ``kwargs`` go to torch, such as ``timeout`` and ``group_desc``.
-        Raises KeyError if they exist already.
+        Collective over the world.  ``kwargs`` are passed to torch, for example ``timeout`` and
+        ``group_desc``.  Raises KeyError if the groups exist already.
         """
         key = self._key(dims)
         if key in self._groups:
@@ -65,18 +65,21 @@ class HyperCommGrid:
         return mine
 
     def get_pg(self, dims: str | Sequence[str]) -> ProcessGroup | None:
-        """This rank's group of `create_pg`, whose order of names does not matter."""
+        """Return this rank's group that `create_pg` has created; ``dims`` may be in any order.
+
+        Raises KeyError if the groups do not exist.
+        """
         key = self._key(dims)
         if key not in self._groups:
             raise KeyError(f"no groups of {'-'.join(key)}: create_pg comes first")
         return self._groups[key]
 
     def get_rank_enum(self, dims: str | Sequence[str]) -> list[list[int]]:
-        """World ranks of every group that spans ``dims``."""
+        """Return the world ranks of every group that spans ``dims``."""
         return self._grid.groups(*self._key(dims))
 
     def _key(self, dims: str | Sequence[str]) -> tuple[str, ...]:
-        """``dims`` in the grid's order."""
+        """Return ``dims`` in the grid's order."""
         wanted = [dims] if isinstance(dims, str) else list(dims)
         unknown = [name for name in wanted if name not in self.dim_names]
         if unknown or not wanted or len(set(wanted)) != len(wanted):

@@ -1,7 +1,8 @@
-"""Megatron's ``parallel_state`` for code that was written against it.
+"""Megatron's ``parallel_state``, for user code that calls it.
 
-Functions that read one variable.  Only the compatibility API imports them (models, the DDP wrapper
-and the optimizer when called without groups); everything deeper takes its groups as arguments.
+The functions read one variable, the installed `ProcessGroupCollection`.  Only the compatibility API
+imports them (models, the DDP wrapper and the optimizer when called without groups); all other code
+receives its groups as arguments.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from megatron.core.parallel.process_groups_config import (
 
 
 def install(groups: ProcessGroupCollection) -> None:
-    """Make ``groups`` what the functions below answer from."""
+    """Make ``groups`` the ones that the functions of this module return."""
     if is_initialized():
         raise RuntimeError("model parallel groups exist already; destroy_model_parallel() first")
     set_installed(groups)
 
 
 def current() -> ProcessGroupCollection:
-    """The installed groups."""
+    """Return the installed groups.  Raises RuntimeError without any."""
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
@@ -52,8 +53,8 @@ def initialize_model_parallel(
 ) -> None:
     """Create and install the groups of this world.  Collective over all ranks.
 
-    Needs an initialised default process group.  The number of virtual stages is a property of the
-    model, not of the groups; it is accepted because callers pass it.
+    Needs an initialised default process group.  ``virtual_pipeline_model_parallel_size`` has no
+    effect: it is a property of the model, not of the groups.
     """
     dense, expert = make_grids(
         dist.get_world_size(),
@@ -80,12 +81,12 @@ def initialize_model_parallel(
 
 
 def destroy_model_parallel() -> None:
-    """Forget the installed groups."""
+    """Uninstall the groups; the process groups themselves continue to exist."""
     set_installed(None)
 
 
 def is_initialized() -> bool:
-    """Whether groups are installed."""
+    """Return whether groups are installed."""
     return get_installed() is not None
 
 
@@ -97,10 +98,10 @@ is_unitialized = lambda: not is_initialized()  # noqa: E731  (the spelling scrip
 
 
 def _group(name: str) -> Callable[..., ProcessGroup | None]:
-    """A function that gives the installed group ``name``; `ProcessGroupCollection` says what."""
+    """Return a getter of the installed group ``name`` (see `ProcessGroupCollection`)."""
 
     def get(check_initialized: bool = True) -> ProcessGroup | None:
-        """The group of this rank; without ``check_initialized`` None where none is installed."""
+        """Return this rank's group; without ``check_initialized``, None if none is installed."""
         return getattr(current() if check_initialized else get_installed(), name, None)
 
     return get
@@ -124,9 +125,10 @@ get_position_embedding_group = _group("pos_embd")
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
-    """Replicas; with context parallelism, everyone who holds the same parameters.
+    """Return the data-parallel group; ``with_context_parallel``: all ranks with equal parameters.
 
-    ``partial_data_parallel``: those of them that share one instance of the distributed optimizer.
+    ``partial_data_parallel``: only those ranks of dp_cp that share one instance of the distributed
+    optimizer.
     """
     if partial_data_parallel:
         assert with_context_parallel, "an optimizer is shared with context parallelism"
@@ -135,17 +137,21 @@ def get_data_parallel_group(
 
 
 def get_hierarchical_context_parallel_groups() -> list[ProcessGroup]:
-    """Inner and outer group of a two-level exchange."""
+    """Return the inner and the outer group of two-level context parallelism (a2a+p2p)."""
     return [current().cp_inner, current().cp_outer]
 
 
 def get_tensor_and_data_parallel_group(with_context_parallel: bool = False) -> ProcessGroup:
-    """Everyone on one stage."""
+    """Return the group tp x dp; ``with_context_parallel``: all ranks of one pipeline stage."""
     return current().tp_dp_cp if with_context_parallel else current().tp_dp
 
 
 def get_expert_data_parallel_group(partial_expert_data_parallel: bool = False) -> ProcessGroup:
-    """Replicas of the same experts; partial: those in one instance of the optimizer."""
+    """Return the group of ranks with the same experts.
+
+    ``partial_expert_data_parallel``: only those that share one instance of the distributed
+    optimizer.
+    """
     return current().intra_expt_dp if partial_expert_data_parallel else current().expt_dp
 
 
@@ -153,17 +159,17 @@ def get_expert_data_parallel_group(partial_expert_data_parallel: bool = False) -
 
 
 def _size(name: str) -> Callable[[], int]:
-    """A function that gives the size of the installed group ``name``."""
+    """Return a getter of the size of the installed group ``name``."""
     return lambda: getattr(current(), name).size()
 
 
 def _rank(name: str) -> Callable[[], int]:
-    """A function that gives this rank's place in the installed group ``name``."""
+    """Return a getter of this rank's index in the installed group ``name``."""
     return lambda: getattr(current(), name).rank()
 
 
 def _world_rank(name: str, place: int) -> Callable[[], int]:
-    """A function that gives the world rank at ``place`` of the installed group ``name``."""
+    """Return a getter of the world rank of member ``place`` of the installed group ``name``."""
     return lambda: dist.get_process_group_ranks(getattr(current(), name))[place]
 
 
@@ -185,12 +191,12 @@ get_expert_data_parallel_rank = _rank("expt_dp")
 
 
 def get_context_parallel_global_ranks() -> list[int]:
-    """World ranks of those that share a sequence."""
+    """Return the world ranks of this rank's context-parallel group."""
     return dist.get_process_group_ranks(current().cp)
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """None: the groups know no virtual stages."""
+    """Return None: virtual stages are not stored with the groups."""
     return None
 
 
@@ -198,29 +204,29 @@ get_virtual_pipeline_model_parallel_rank = get_virtual_pipeline_model_parallel_w
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank (and ``vp_stage``, unless ignored) holds the embedding."""
+    """Return whether this rank is on the first stage; unless ignored, ``vp_stage`` must be 0."""
     return current().is_first_stage and (ignore_virtual or not vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank (and ``vp_stage``, unless ignored) computes the loss."""
+    """Return whether this rank is on the last stage; unless ignored, ``vp_stage`` must be 0."""
     return current().is_last_stage and (ignore_virtual or not vp_stage)
 
 
 def get_data_parallel_world_size(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> int:
-    """Number of replicas."""
+    """Return the size of `get_data_parallel_group`."""
     return get_data_parallel_group(with_context_parallel, partial_data_parallel).size()
 
 
 def get_data_parallel_rank(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> int:
-    """This replica's number."""
+    """Return this rank's index in `get_data_parallel_group`."""
     return get_data_parallel_group(with_context_parallel, partial_data_parallel).rank()
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """World rank of the first replica's member like this one."""
+    """Return the world rank of the first member of `get_data_parallel_group`."""
     return dist.get_global_rank(get_data_parallel_group(with_context_parallel), 0)

@@ -1,4 +1,4 @@
-"""The process groups of this rank, passed to whoever communicates."""
+"""Process groups of this rank: their layout, creation and collection in one object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core.parallel.communicators import Communicators, CommunicatorSett
 from megatron.core.parallel.rank_grid import RankGrid
 from megatron.core.rank_local import each_rank_owns
 
-# Joined axes: where at most one of them is larger than one, its group is theirs.
+# Groups that join several axes: if at most one axis is larger than 1, its group is the joined one.
 _JOINS = {
     "mp": ("tp", "pp"),
     "tp_cp": ("tp", "cp"),
@@ -22,31 +22,31 @@ _JOINS = {
     "tp_ep": ("expt_tp", "ep"),
     "tp_ep_pp": ("expt_tp", "ep", "pp"),
 }
-# Of a distributed optimizer in one instance.
+# Groups of one instance of the distributed optimizer -> the group that they equal by default.
 _WHOLE = {"intra_dp_cp": "dp_cp", "intra_expt_dp": "expt_dp", "intra_dist_opt": "world"}
-# Axes that are off unless a program says otherwise.  Replicas are not among them: gradients that
-# are not reduced are a silent error.
+# Axes whose default is a group of this rank alone.  Data parallelism is not among them: without its
+# group, gradients would silently not be reduced.
 _MAY_BE_OFF = ("tp", "pp", "cp", "ep", "pos_embd", "inter_dist_opt")
 
 
 @dataclass(init=False, kw_only=True, eq=False)
 class ProcessGroupCollection:
-    """The groups this rank belongs to, of size 1 where an axis is off.  Each is set once.
+    """Process groups that this rank belongs to, of size 1 for an unused axis.  Each is set once.
 
     Names: axes joined by ``_``; ``expt_`` marks the grid of expert layers.  `create_process_groups`
-    sets all of them.  A program that brings groups of its own gives those it has, here or by
-    assignment, after init_process_group; of the others, those that follow from them are filled in
-    when they are first read, and AttributeError names the rest.  Reading creates no process group:
-    the one of this rank alone, for axes that are off, exists since construction.
+    sets all groups.  A program with groups of its own passes them as arguments, or assigns them,
+    after init_process_group.  Reading a group that is not set derives it from the others if
+    possible, else raises AttributeError.  Reading never creates a process group: the constructor
+    already has created the group of this rank alone, which unused axes get.
     """
 
     tp: ProcessGroup
     pp: ProcessGroup
     dp: ProcessGroup
     cp: ProcessGroup
-    cp_inner: ProcessGroup  # a2a+p2p: neighbours in cp, who trade heads; else this rank
-    cp_outer: ProcessGroup  # a2a+p2p: one of each set of neighbours, in a ring; else cp
-    mp: ProcessGroup  # one model replica of the dense layers: tp x pp
+    cp_inner: ProcessGroup  # a2a+p2p: neighbours in cp, all-to-all of heads; else this rank
+    cp_outer: ProcessGroup  # a2a+p2p: ring over one rank of each cp_inner; else cp
+    mp: ProcessGroup  # one copy of the dense layers: tp x pp
     tp_cp: ProcessGroup
     tp_dp: ProcessGroup
     tp_dp_cp: ProcessGroup
@@ -54,22 +54,23 @@ class ProcessGroupCollection:
     ep: ProcessGroup
     expt_tp: ProcessGroup
     tp_ep: ProcessGroup
-    tp_ep_pp: ProcessGroup  # one model replica of the expert layers
+    tp_ep_pp: ProcessGroup  # one copy of the expert layers
     expt_dp: ProcessGroup  # gradients of expert parameters are reduced here
-    # A distributed optimizer may stand in several instances, each over a block of the replicas.
+    # The distributed optimizer may have several instances, each over a block of data-parallel ranks
+    # and with a complete copy of the optimizer state.
     intra_dp_cp: ProcessGroup  # ranks of dp_cp that share one instance
-    intra_expt_dp: ProcessGroup  # the same of expt_dp
+    intra_expt_dp: ProcessGroup  # ranks of expt_dp that share one instance
     inter_dist_opt: ProcessGroup  # ranks that own the same shares, one in each instance
-    intra_dist_opt: ProcessGroup  # all ranks of this instance, over the whole model
-    # Stages that hold the word embedding: first and last, and first of a decoder behind an encoder;
-    # else this rank.
+    intra_dist_opt: ProcessGroup  # all ranks of this instance, over all model-parallel ranks
+    # Stages with the word embedding: first, last, and the first stage of the decoder in an
+    # encoder-decoder model.  On other stages: this rank.
     embd: ProcessGroup
-    pos_embd: ProcessGroup  # those of them that look tokens up; else this rank
-    stack: ProcessGroup  # stages of an encoder, or of the decoder behind it; else pp
+    pos_embd: ProcessGroup  # stages that look up input tokens; on other stages: this rank
+    stack: ProcessGroup  # encoder-decoder model: stages of the encoder or of the decoder; else pp
     world: ProcessGroup
     dense_grid: RankGrid
     expert_grid: RankGrid
-    _alone: ProcessGroup  # this rank by itself, where other groups are not given
+    _alone: ProcessGroup  # this rank alone, for axes that are not set
 
     def __init__(self, **groups: ProcessGroup | RankGrid) -> None:
         for name, group in groups.items():
@@ -88,14 +89,17 @@ class ProcessGroupCollection:
         self.__dict__[name] = value
 
     def __getattr__(self, name: str) -> ProcessGroup:
-        """A group that was not given; called only for names that are not set."""
+        """Derive group ``name`` from the others; Python calls it only if ``name`` is not set."""
         if name not in self.__dataclass_fields__:
             raise AttributeError(name)
         self.__dict__[name] = group = self._that_follows(name)
         return group
 
     def _that_follows(self, name: str) -> ProcessGroup:
-        """Group ``name``, from those that were given."""
+        """Derive group ``name`` from the groups that are set.  Raises AttributeError if impossible.
+
+        Creates no process group.
+        """
         if name in _MAY_BE_OFF:
             return self._alone
         if name == "world":
@@ -129,7 +133,7 @@ class ProcessGroupCollection:
     def use_mpu_process_groups(
         cls, required_pgs: Sequence[str] | None = None
     ) -> ProcessGroupCollection:
-        """The installed groups of `parallel_state`, or those of them that are named."""
+        """Return the installed groups of `parallel_state`, or only ``required_pgs`` of them."""
         if _installed is None:
             raise RuntimeError(
                 "model parallel groups do not exist: initialize_model_parallel() first"
@@ -141,17 +145,17 @@ class ProcessGroupCollection:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
+        """Whether this rank is on the first pipeline stage, which has the input embedding."""
         return self.pp.rank() == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
+        """Whether this rank is on the last pipeline stage, which computes the loss."""
         return self.pp.rank() == self.pp.size() - 1
 
 
 def _this_rank_alone(groups: Iterable[object]) -> ProcessGroup:
-    """One of ``groups`` that has this rank alone, else a new one.  Not collective."""
+    """Return one of ``groups`` with this rank alone, else a new group.  Not collective."""
     for group in groups:
         if isinstance(group, ProcessGroup) and group.size() == 1:
             return group
@@ -161,18 +165,18 @@ def _this_rank_alone(groups: Iterable[object]) -> ProcessGroup:
     return alone
 
 
-_installed: ProcessGroupCollection | None = None  # what `parallel_state` answers from
+_installed: ProcessGroupCollection | None = None  # read by the functions of `parallel_state`
 each_rank_owns(__name__, "_installed")
 
 
 def set_installed(groups: ProcessGroupCollection | None) -> None:
-    """Make ``groups`` what `parallel_state` answers from."""
+    """Set the groups that the functions of `parallel_state` read."""
     global _installed
     _installed = groups
 
 
 def get_installed() -> ProcessGroupCollection | None:
-    """What `set_installed` was given last."""
+    """Return the groups of the last call of `set_installed`."""
     return _installed
 
 
@@ -186,10 +190,10 @@ def make_grids(
     expt_tp: int | None = None,
     order: str = "tp-cp-ep-dp-pp",
 ) -> tuple[RankGrid, RankGrid]:
-    """The layouts of dense and of expert layers over ``world_size`` ranks.
+    """Return the rank grids of dense and of expert layers over ``world_size`` ranks.
 
-    ``order`` names the axes, fastest first; ``tp-cp-ep-pp-dp`` is the other one in use.
-    Raises ValueError when the degrees do not divide the world.
+    ``order`` names the axes, fastest first; ``tp-cp-ep-pp-dp`` is the other order in use.  Raises
+    ValueError if the degrees do not divide the world, or if the grids have different pipelines.
     """
     expt_tp = tp if expt_tp is None else expt_tp
     dense_cut, expert_cut = tp * pp * cp, expt_tp * ep * pp
@@ -199,7 +203,7 @@ def make_grids(
     dense = {"tp": tp, "cp": cp, "ep": 1, "dp": world_size // dense_cut, "pp": pp}
     expert = {"tp": expt_tp, "cp": 1, "ep": ep, "dp": world_size // expert_cut, "pp": pp}
     if ep == 1 and expt_tp == tp:
-        expert = dense  # also where the order puts other axes between cp and dp
+        expert = dense  # equal grids also if the order has other axes between cp and dp
     axes = order.split("-")
     grids = RankGrid({a: dense[a] for a in axes}), RankGrid({a: expert[a] for a in axes})
     if grids[0].groups("pp") != grids[1].groups("pp"):
@@ -222,10 +226,10 @@ def create_process_groups(
 ) -> ProcessGroupCollection:
     """Create all groups on all ranks.  Collective: every rank calls it with the same arguments.
 
-    Groups with equal members and equal settings are created once and shared.  ``context_levels``
-    are the sizes of ``cp_inner`` and ``cp_outer``; ``encoder_stages`` come before those of a
-    decoder.  ``only_mine`` leaves out the groups of others, which only a back end without other
-    ranks allows.  Raises ValueError when the replicas cannot be cut into the instances.
+    Groups with equal members and equal settings are created once and shared.  ``context_levels``:
+    sizes of ``cp_inner`` and ``cp_outer``; ``encoder_stages``: number of first stages that hold the
+    encoder; ``only_mine``: create only this rank's groups (for a backend that simulates the other
+    ranks).  Raises ValueError if the instances do not divide the data-parallel ranks.
     """
     shards = optimizer_shards(dense, num_distributed_optimizer_instances)
     expert_shards = optimizer_shards(expert, num_distributed_optimizer_instances)
@@ -293,12 +297,12 @@ def create_process_groups(
 
 
 def optimizer_shards(grid: RankGrid, num_instances: int) -> list[list[list[int]]]:
-    """Per group of replicas its ranks in equal blocks, one for each instance.
+    """Split each data-parallel group (dp x cp) into equal blocks of ranks, one per instance.
 
     >>> optimizer_shards(RankGrid({"tp": 2, "cp": 1, "dp": 4}), 2)
     [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
 
-    Raises ValueError when the instances do not divide the replicas.
+    Raises ValueError if the number of instances does not divide the size of the groups.
     """
     replicas = grid.groups("dp", "cp")
     size, rest = divmod(len(replicas[0]), num_instances)
@@ -311,17 +315,17 @@ def optimizer_shards(grid: RankGrid, num_instances: int) -> list[list[list[int]]
 
 
 def _union_by_instance(shards: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """All ranks of each instance, from `optimizer_shards`."""
+    """Return all ranks of each instance, given the result of `optimizer_shards`."""
     return [sorted(r for block in blocks for r in block) for blocks in zip(*shards, strict=True)]
 
 
 def _together(pipelines: Sequence[Sequence[int]], stages: Set[int]) -> Iterator[Sequence[int]]:
-    """``stages`` of each pipeline in one group, each of its others in one of its own."""
+    """Yield, for each pipeline, one group of ``stages`` and a group of its own for each other."""
     for pipeline in pipelines:
         yield [rank for stage, rank in enumerate(pipeline) if stage in stages]
         yield from ([rank] for stage, rank in enumerate(pipeline) if stage not in stages)
 
 
 def _halves(pipelines: Sequence[Sequence[int]], first: int) -> Iterator[Sequence[int]]:
-    """The ``first`` stages of each pipeline, and the others."""
+    """Yield, for each pipeline, a group of its ``first`` stages and a group of the others."""
     yield from (half for p in pipelines for half in (p[:first], p[first:]) if half)

@@ -1,11 +1,11 @@
-"""Keys of a process group's store that only the ranks of this run can write.
+"""Authenticated keys in a process group's store, which only the ranks of this run can write.
 
-Everybody who reaches the TCP port of a store can read, overwrite and delete its keys.  The ranks of
-a run therefore share a secret that never stands in the store (`agree_on_secret`): names of keys are
-derived from it, and a value carries a message authentication code of its key and itself.  What
-somebody else has written counts as absent.
+Any program that reaches the TCP port of a store can read, overwrite and delete its keys.  The ranks
+of a run therefore share a secret that is never written to the store (`agree_on_secret`): names of
+keys are derived from it, and each value is stored with a message authentication code (MAC) of key
+and value.  A value with a wrong MAC counts as absent.
 
-Not protected: counters, which only say how long to wait; deleted keys; a store that is flooded.
+Not protected: counters, which only determine how long ranks wait; deletion of keys; flooding.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.distributed import Store
 from megatron.core import device
 
 SECRET_BYTES = 32
-_CODE_DIGITS = 64  # of SHA-256 in hexadecimal
-# Counter of ranks that have ended without a word; see `megatron.training.process.failure_watch`.
+_CODE_DIGITS = 64  # hexadecimal digits of SHA-256
+# Counter of ranks that ended without reporting; see `megatron.training.process.failure_watch`.
 LOST_RANKS = "lost_ranks"
 
 
 def agree_on_secret() -> bytes:
-    """32 random bytes, the same on all ranks.  Collective over all ranks.
+    """Return 32 random bytes, the same on all ranks.  Collective over all ranks.
 
     Rank 0 broadcasts them over the process group, not over the store.
     """
@@ -39,40 +39,43 @@ def agree_on_secret() -> bytes:
 
 
 class RunStore:
-    """``store`` for the ranks that know ``secret``.  One thread at a time; `clone` for another."""
+    """Authenticated view of ``store`` for the ranks that share ``secret``.
+
+    Not thread-safe: another thread needs a `clone`.
+    """
 
     def __init__(self, store: Store, secret: bytes) -> None:
         self._store, self._secret = store, secret
 
     def clone(self) -> RunStore:
-        """The same keys through another connection."""
+        """Return a view of the same keys through a connection of its own."""
         return RunStore(self._store.clone(), self._secret)  # type: ignore[attr-defined]
 
     def set(self, name: str, value: str) -> None:
-        """Write ``value``."""
+        """Write ``value`` under ``name``."""
         key = self._key(name)
         self._store.set(key, self._sealed(key, value))
 
     def get(self, name: str) -> str | None:
-        """The value, None if no rank of this run has written one.  Does not wait."""
+        """Return the value, or None if no rank of this run has written one.  Does not block."""
         key = self._key(name)
         if not self._store.check([key]):
             return None
         return self._opened(key, self._store.get(key))
 
     def set_first(self, name: str, value: str) -> str:
-        """Write ``value`` unless a rank of this run has written one; the value that stands."""
+        """Write ``value`` unless a rank of this run has already done so; return the stored one."""
         key, before = self._key(name), ""
         sealed = self._sealed(key, value)
         found = self._store.compare_set(key, before, sealed)
         first = self._opened(key, found)
-        if first is None:  # somebody else has written it
+        if first is None:  # a program outside of this run has written it
             self._store.set(key, sealed)
             return value
         return first
 
     def add(self, name: str, amount: int) -> int:
-        """Add to a counter, which is not protected; its new value."""
+        """Add ``amount`` to a counter and return its new value.  Counters are not protected."""
         return int(self._store.add(self._key(name), amount))
 
     def _key(self, name: str) -> str:
