@@ -1,4 +1,4 @@
-"""The library: typed frozen configs, explicit process groups; no argparse, no globals."""
+"""Library for training transformers: frozen typed configurations, explicit process groups."""
 
 from megatron.core.lazy import lazy_exports
 

@@ -1,4 +1,4 @@
-"""Activation functions of the MLP that torch has no name for."""
+"""Activation functions of the MLP that torch does not provide as functions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0)^2"""
+    """Return max(x, 0)^2."""
     return F.relu(x).square()
 
 
 def openai_gelu(x: Tensor) -> Tensor:
-    """GELU by its tanh approximation."""
+    """Return the tanh approximation of GELU."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -21,5 +21,5 @@ fast_gelu = openai_gelu
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x * sigmoid(1.702 x)"""
+    """Return x * sigmoid(1.702 x), an approximation of GELU."""
     return x * torch.sigmoid(1.702 * x)

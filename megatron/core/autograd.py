@@ -1,4 +1,4 @@
-"""The types of custom autograd functions, which torch leaves open."""
+"""Types for custom autograd functions, which torch does not annotate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 
 class Function(torch.autograd.Function, Generic[R]):
-    """`torch.autograd.Function` whose ``apply`` returns R."""
+    """Subclass of `torch.autograd.Function` whose ``apply`` returns R."""
 
     if TYPE_CHECKING:
 
@@ -21,11 +21,11 @@ class Function(torch.autograd.Function, Generic[R]):
 
 
 class Context(Protocol[V]):
-    """What ``forward`` and ``backward`` get first.
+    """Type of the context, the first argument of ``forward`` and ``backward``.
 
-    ``values`` are what forward leaves for backward besides saved tensors.  Autograd frees saved
-    tensors after backward and refuses those that have changed; parameters are among the values
-    where backward needs the objects themselves.
+    ``values``: objects that forward passes to backward besides saved tensors.  Autograd frees saved
+    tensors after backward, and raises if one was changed in place.  Parameters are passed in
+    ``values`` if backward needs the parameter objects themselves.
     """
 
     values: V

@@ -1,7 +1,7 @@
-"""Losses that a layer adds to the model's own: their gradients, and their values for the log.
+"""Auxiliary losses of layers: add their gradients, collect their values for the log.
 
-Each module that has such losses keeps an `AuxLosses` as ``aux_losses``; what drives the step sets
-their weight.
+A module with auxiliary losses stores an `AuxLosses` as its attribute ``aux_losses``; the function
+that runs the step calls `AuxLosses.begin`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,31 @@ from megatron.core.autograd import Context, Function
 
 
 class AuxLosses:
-    """Of one layer on one rank.  ``values``: sums over the micro-batches of a step, by name."""
+    """Auxiliary losses of one layer on this rank.
+
+    ``values``: name -> sum of the reported values over the micro-batches since the last `take`.
+    """
 
     def __init__(self, layer_index: int) -> None:
-        self.layer_index = layer_index  # from 0 over the whole model
-        # In the gradient of a step: 1 / micro-batches, times what scales the loss of the model.
+        self.layer_index = layer_index  # 0-based index in the complete model
+        # Factor of the gradient: 1 / number of micro-batches, times the scale of the model's loss.
         self.weight: float | Tensor = 1.0
         self.values: dict[str, Tensor] = {}
-        # What a loss over the whole step has counted so far, and in how many micro-batches.
+        # For a loss over all micro-batches of a step: counts so far, and number of micro-batches.
         self.counted: Tensor | None = None
         self.num_counted = 0
 
     def begin(self, weight: float | Tensor) -> None:
-        """A step begins, of which a micro-batch counts ``weight``."""
+        """Begin a step whose auxiliary losses have the factor ``weight`` in each micro-batch."""
         self.weight, self.counted, self.num_counted = weight, None, 0
 
     def attach(
         self, x: Tensor, name: str, loss: Tensor, coefficient: float, reported: Tensor | None = None
     ) -> Tensor:
-        """``x``, through whose backward pass ``coefficient * loss`` gets its gradient.
+        """Return ``x``; its backward pass also computes gradients of ``coefficient * loss``.
 
-        Logs ``reported``, by default the loss, once where the pass is recomputed.
+        Adds ``reported`` (default: the loss) to ``values``.  Does nothing with gradients disabled,
+        so that a recomputed forward pass counts once.
         """
         if not torch.is_grad_enabled():
             return x
@@ -44,7 +48,7 @@ class AuxLosses:
         return _Attach.apply(x, loss * coefficient, self)
 
     def take(self) -> dict[str, Tensor]:
-        """The values so far, which start again from nothing."""
+        """Return ``values`` and reset them."""
         values, self.values = self.values, {}
         return values
 
@@ -63,7 +67,7 @@ class _Attach(Function[Tensor]):
 
 
 def aux_losses_of(models: Iterable[nn.Module]) -> Iterator[AuxLosses]:
-    """Those of the layers of ``models``, in order."""
+    """Yield the auxiliary losses of all modules of ``models``, in order."""
     for model in models:
         for module in model.modules():
             losses = module.__dict__.get("aux_losses")

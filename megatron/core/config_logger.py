@@ -1,7 +1,7 @@
-"""--config-logger-dir: write configuration objects as JSON files (Megatron Core's module).
+"""Write configuration objects as JSON files to --config-logger-dir (API of Megatron Core).
 
-A file is called ``{prefix}.rank_{rank}.iter{count}.json``; ``count`` tells apart objects of one
-prefix in the order in which this process wrote them.
+The name of a file is ``{prefix}.rank_{rank}.iter{count}.json``; ``count`` numbers the files with
+the same prefix in the order in which this process writes them.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ import torch.distributed as dist
 
 from megatron.core.rank_local import each_rank_owns
 
-_counts: dict[str, int] = {}  # path -> files written with it
+_counts: dict[str, int] = {}  # path without count -> number of calls of `get_path_count`
 each_rank_owns(__name__, "_counts")
 
 
 def get_config_logger_path(config: object) -> str:
-    """The folder that ``config`` names, "" for none."""
+    """Return ``config.config_logger_dir``, or "" if it has none."""
     return str(vars(config).get("config_logger_dir", ""))
 
 
 def has_config_logger_enabled(config: object) -> bool:
-    """Whether ``config`` names a folder."""
+    """Return whether ``config`` has a ``config_logger_dir``."""
     return get_config_logger_path(config) != ""
 
 
 def get_path_count(path: str) -> int:
-    """How often this process has asked for ``path`` before; counts the call."""
+    """Return the number of earlier calls with ``path`` in this process, and count this call."""
     count = _counts.get(path, 0)
     _counts[path] = count + 1
     return count
 
 
 def get_path_with_count(path: str) -> str:
-    """``path`` with a number that no earlier call for it has returned."""
+    """Return ``path`` with a count that no earlier call with this path has returned."""
     return f"{path}.iter{get_path_count(path)}"
 
 
 class JSONEncoderWithMcoreTypes(json.JSONEncoder):
-    """Writes dataclasses as objects, functions and types by name, everything else as text."""
+    """JSON encoder: dataclasses as objects, functions and types by name, others as ``str(o)``."""
 
     def default(self, o: object) -> object:
         if dataclasses.is_dataclass(o) and not isinstance(o, type):
@@ -55,10 +55,10 @@ class JSONEncoderWithMcoreTypes(json.JSONEncoder):
 def log_config_to_disk(
     config: object, dict_data: Mapping[str, object], prefix: str = "", rank_str: str = ""
 ) -> None:
-    """Write ``dict_data`` below the folder of ``config``.
+    """Write ``dict_data`` as a JSON file into ``config.config_logger_dir``.
 
-    Without ``prefix`` the file has the name of the class of ``dict_data["self"]``, which is left
-    out; ``rank_str`` replaces the rank.
+    The default ``prefix`` is the class name of ``dict_data["self"]``, or "config"; the entries
+    "self" and "__class__" are not written.  ``rank_str`` replaces the rank in the file name.
     """
     folder = Path(get_config_logger_path(config))
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Names for choices that several rooms share.  Torch-free."""
+"""Enumerations that several packages use, under the names of Megatron Core.  No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class ModelType(enum.Enum):
-    """What kind of stack a model provider builds."""
+    """Kind of model that a model provider builds."""
 
     encoder_or_decoder = 1
     encoder_and_decoder = 2
@@ -15,7 +15,7 @@ class ModelType(enum.Enum):
 
 
 class AttnBackend(enum.Enum):
-    """Which implementation of the attention core may run."""
+    """Implementation of core attention."""
 
     flash = 1
     fused = 2
@@ -25,7 +25,7 @@ class AttnBackend(enum.Enum):
 
 
 class AttnMaskType(enum.Enum):
-    """Which keys a query may see."""
+    """Attention mask: the keys that a query attends to."""
 
     padding = 1
     causal = 2
@@ -35,14 +35,14 @@ class AttnMaskType(enum.Enum):
 
 
 class AttnType(enum.Enum):
-    """Where keys and values come from."""
+    """Source of keys and values."""
 
     self_attn = 1
     cross_attn = 2
 
 
 class LayerType(enum.Enum):
-    """What a slot of a pipeline layout holds."""
+    """Kind of layer in --pipeline-model-parallel-layout."""
 
     embedding = 1
     loss = 2

@@ -1,8 +1,8 @@
-"""File names that come from files: in an index, a manifest, a pickle, an object's key.
+"""Check file names that are read from files: from an index, a manifest, a pickle, an object key.
 
-Whoever wrote such a file may have written any string into it, so a name is checked before it is
-joined to a folder.  Symbolic links are followed as usual: the cache of the Hugging Face hub is
-made of them, and whoever can make a link in a folder can also replace the files in it.
+Such a file may contain any string, so a name is checked before it is joined to a folder.  Symbolic
+links are followed: the cache of the Hugging Face hub consists of them, and a program that can
+create a link in a folder can also replace the files in it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from megatron.core.config.errors import CheckpointError, MegatronError
 
-_TOO_LONG = 256  # bytes of a name that no common file system takes
+_TOO_LONG = 256  # bytes; common file systems accept names of at most 255
 
 
 def path_inside(
@@ -22,10 +22,11 @@ def path_inside(
     below: bool = False,
     error: type[MegatronError] = CheckpointError,
 ) -> Path:
-    """The path of file ``name`` directly inside ``folder``; with ``below``, at any depth in it.
+    """Return the path of file ``name`` directly inside ``folder``; ``below``: at any depth.
 
-    Raises ``error``, which names ``said_by`` (the file that holds ``name``), for everything else:
-    an absolute path, ``..``, an empty name, a value that is not text.
+    ``said_by``: the file that contains ``name``, for the error message.  Raises ``error`` for an
+    absolute path, ``..``, an empty or too long name, unprintable characters, or a value that is not
+    a string.
     """
     if isinstance(name, str) and name.isprintable():
         parts = PurePosixPath(name).parts

@@ -1,7 +1,7 @@
-"""What is imported when first asked for: exports of a package (PEP 562), values of a table.
+"""Import at first use: exports of a package (PEP 562), values of a table.
 
-Programs that prepare data import ``megatron.core`` and ``megatron.training`` packages without
-paying for torch, and a run imports the kinds of model and file that it has, not all there are.
+So programs that prepare data import packages of ``megatron.core`` and ``megatron.training`` without
+importing torch, and a run imports only the model kinds and file formats that it uses.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 
 def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module ``__getattr__`` for ``package``.
+    """Return a module ``__getattr__`` for ``package`` that imports exports at first use.
 
-    ``homes`` maps a public name to the module that defines it; a module that is itself the export
-    maps to its own path.
+    ``homes`` maps each public name to the module that defines it.  If that module has no attribute
+    of this name, the export is the module itself.
     """
 
     def __getattr__(name: str) -> Any:
@@ -28,7 +28,7 @@ def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]
 
 
 class LazyTable(Mapping[str, Any]):
-    """name -> the value that ``homes`` says as ``path.of.module.name``."""
+    """Mapping whose values are imported at first use; ``homes``: key -> "module.path.NAME"."""
 
     def __init__(self, homes: Mapping[str, str]) -> None:
         self._homes = homes

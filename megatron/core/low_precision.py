@@ -1,10 +1,11 @@
-"""Numbers of 8 and 4 bits: quantising matrices, and products of quantised ones.
+"""Quantise matrices to 8-bit and 4-bit floating-point formats, and multiply quantised matrices.
 
-A matrix [r, c] becomes codes and scales; a value is its code times its scale.  One scale serves the
-whole matrix, or each block of rows x columns has one of its own.  Scales are powers of two: then a
-value below the largest is rounded alike whatever the largest is, until it is 2^-14 of that, and
-every value is a bfloat16 number, so that a product of dequantised matrices has the same terms as
-one in the format itself.  Those of e2m1 are such a power times a number of e4m3 (nvfp4).
+A matrix [r, c] becomes codes and scales; a value is its code times its scale.  The matrix has one
+scale, or one scale per block of rows x columns.  Scales are powers of two.  So the rounding of a
+value does not depend on the largest value, unless it is below 2^-14 of that (a subnormal in e4m3);
+and each dequantised value is exact in bfloat16, so that a matmul of dequantised matrices sums the
+same products as a matmul in the format itself.  A scale of e2m1 (nvfp4) is a power of two times an
+e4m3 value.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from torch import Tensor
 from megatron.core import device
 
 Block = tuple[int, int]  # rows, columns
-_SINGLE = torch.float32  # whose bits are put together and taken apart here
-HADAMARD = 16  # tokens that `rotated` mixes
+_SINGLE = torch.float32  # this file reads and writes its bit patterns as int32
+HADAMARD = 16  # number of rows (tokens) that `rotated` mixes
 
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """What a value is rounded to: ``dtype`` holds the codes, ``largest`` is the largest of them."""
+    """Floating-point format: ``dtype`` stores the codes, ``largest`` is the largest finite one."""
 
     dtype: torch.dtype
     largest: float
@@ -33,25 +34,25 @@ class FloatFormat:
 
 E4M3 = FloatFormat(torch.float8_e4m3fn, 448.0)
 E5M2 = FloatFormat(torch.float8_e5m2, 57344.0)
-E2M1 = FloatFormat(torch.float8_e4m3fn, 6.0)  # its 15 numbers are among those of e4m3
+E2M1 = FloatFormat(torch.float8_e4m3fn, 6.0)  # e4m3 represents all 15 values of e2m1 exactly
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """A quantised matrix: codes [r, c], and fp32 scales, one [] or those of blocks [r/x, c/y]."""
+    """Quantised matrix: codes [r, c] and fp32 scales, one [] or one per block [r/x, c/y]."""
 
     codes: Tensor
     scale: Tensor
     block: Block | None = None
 
     def t(self) -> Scaled:
-        """Transposed: a view."""
+        """Return the transposed matrix, a view."""
         if self.block is None:
             return Scaled(self.codes.t(), self.scale)
         return Scaled(self.codes.t(), self.scale.t(), self.block[::-1])
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What the codes stand for: [r, c]; exact in bfloat16 and wider."""
+        """Return the dequantised values [r, c]; exact in bfloat16 and wider dtypes."""
         return self.codes.to(dtype) * _spread(self.scale, self.block, self.codes.shape).to(dtype)
 
 
@@ -64,11 +65,12 @@ def quantize(
     margin: int = 0,
     at_random: bool = False,
 ) -> Scaled:
-    """Round ``x`` [r, c]; what is not finite makes all values under its scale NaN.
+    """Quantise ``x`` [r, c] to the format ``to``, with one scale or one per ``block``.
 
-    ``amax``: the largest value to make room for, where that is not the block's own; what lies
-    above becomes the largest number.  ``margin``: powers of two to keep free above it.
-    ``at_random`` (e2m1) rounds up as often as a value lies near the upper neighbour.
+    ``amax``: the magnitude that the scale must represent (default: the maximum of ``x`` or of each
+    block); larger values are clamped.  ``margin``: headroom above ``amax``, in powers of two.
+    ``at_random`` (e2m1 only): round stochastically.  Inf or NaN in ``x`` makes all values with the
+    same scale NaN.
     """
     amax = largest(x, block) if amax is None else amax
     x = x if x.dtype != torch.float16 else x.float()
@@ -83,12 +85,12 @@ def quantize(
 
 
 def codes_of(x: Tensor, to: FloatFormat, scale: Tensor) -> Tensor:
-    """``x`` over a power of two, rounded; what lies above the range becomes the largest number."""
+    """Return ``x / scale`` rounded to the format and clamped; ``scale`` is a power of two."""
     return (x * (1 / scale).to(x.dtype)).clamp(-to.largest, to.largest).to(to.dtype)
 
 
 def largest(x: Tensor, block: Block | None = None) -> Tensor:
-    """The largest magnitude in ``x`` [], or in each block of it; NaN where it holds one."""
+    """Return the largest magnitude of ``x`` [], or of each block, in fp32; NaN if it has a NaN."""
     if block is None:
         if not x.numel():
             return torch.zeros((), device=x.device)
@@ -101,7 +103,10 @@ def largest(x: Tensor, block: Block | None = None) -> Tensor:
 
 
 def power_of_two(amax: Tensor, top: float, margin: int = 0) -> Tensor:
-    """The smallest power of two by which ``amax`` is at most ``top``, times 2^margin; or NaN."""
+    """Return 2^margin times the smallest power of two s with amax / s <= top.
+
+    NaN if ``amax`` is not finite.
+    """
     mantissa, exponent = torch.frexp(amax.float())
     top_mantissa, top_exponent = math.frexp(top)
     exponent = exponent - top_exponent + (mantissa > top_mantissa) + margin
@@ -110,9 +115,10 @@ def power_of_two(amax: Tensor, top: float, margin: int = 0) -> Tensor:
 
 
 def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """a b^T: [m, k] and [n, k] -> [m, n].  ``fast`` lets a GPU keep fewer bits of partial sums.
+    """Return a b^T: [m, k] and [n, k] -> [m, n].
 
-    In the format itself where the device has that for one scale a matrix, else dequantised.
+    Runs in fp8 if the device has such GEMMs and both matrices have a single scale; else on
+    dequantised matrices.  ``fast`` lets a GPU accumulate with fewer bits.
     """
     is_plain = a.block is None and b.block is None and dtype != torch.float64
     if is_plain and a.codes.numel() and device.multiplies_fp8(a.codes.device):
@@ -122,7 +128,7 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool = False) -> 
 
 
 def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """`product` by torch's own operation, which wants 16 values of k at a time."""
+    """Compute `product` by ``torch._scaled_mm``, which needs k to be a multiple of 16."""
     left, right = _in_sixteens(a.codes), _in_sixteens(b.codes)
     return torch._scaled_mm(
         left,
@@ -135,7 +141,7 @@ def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype, *, fast: bool) -> Tensor
 
 
 def _in_sixteens(codes: Tensor) -> Tensor:
-    """Contiguous, zeros behind each row."""
+    """Return contiguous codes with rows padded by zeros to a multiple of 16."""
     codes, missing = codes.contiguous(), -codes.shape[1] % 16
     if not missing:
         return codes
@@ -143,14 +149,15 @@ def _in_sixteens(codes: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Every 16 rows of ``x`` [t, c] mixed by an orthogonal matrix; rows of zeros fill up the last.
+    """Multiply each block of 16 rows of ``x`` [t, c] by a fixed orthogonal (Hadamard) matrix.
 
-    A large value is spread over 16, while a product over the rows of two such matrices stays.
+    Pads t with zeros to a multiple of 16.  This spreads an outlier over 16 rows; a matmul that sums
+    over the rows of two rotated matrices has the same result as without rotation.
     """
     mix = torch.ones(1, 1, dtype=torch.float32, device=x.device)
     while len(mix) < HADAMARD:
         mix = torch.cat([torch.cat([mix, mix], 1), torch.cat([mix, -mix], 1)])
-    # Any signs do; these have no pattern that a row of data would have.
+    # Any signs keep the matrix orthogonal; these are irregular, unlike structure in the data.
     signs = torch.tensor([1.0, 1, -1, 1, 1, 1, -1, -1, 1, -1, 1, -1, -1, -1, -1, 1])
     mix = (mix * signs.to(x.device) / math.sqrt(HADAMARD)).to(x.dtype)
     blocks = F.pad(x, (0, 0, 0, -len(x) % HADAMARD)).view(-1, HADAMARD, x.shape[1])
@@ -158,7 +165,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def _spread(scale: Tensor, block: Block | None, shape: torch.Size) -> Tensor:
-    """The scale of each value [r, c], or the one of all []."""
+    """Return the scale of each value [r, c]; without blocks the single scale []."""
     if block is None:
         return scale
     rows, columns = (scale.repeat_interleave(block[0], 0), block[1])
@@ -166,13 +173,19 @@ def _spread(scale: Tensor, block: Block | None, shape: torch.Size) -> Tensor:
 
 
 def _to_e2m1(x: Tensor, at_random: bool) -> Tensor:
-    """0, 0.5, 1, 1.5, 2, 3, 4, 6 and so on: half of the power of two below, at least 0.5, apart."""
+    """Round to the values of e2m1, 0, 0.5, 1, 1.5, 2, 3, 4, 6; larger results are not clamped.
+
+    The distance of neighbours is 0.5 below 2, 1 below 4, and 2 above.
+    """
     step = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0))
     return (x / step + _chance(x)).floor() * step if at_random else (x / step).round() * step
 
 
 def _chance(x: Tensor) -> Tensor:
-    """Numbers in [0, 1) that value and place decide: no generator, so nothing to save or resume."""
+    """Return pseudo-random values in [0, 1): a hash of each value and its position.
+
+    A hash has no generator state, which a checkpoint would have to save.
+    """
     place = torch.arange(x.numel(), device=x.device).view_as(x)
     bits = x.to(_SINGLE).contiguous().view(torch.int32).long() * 0x9E3779B1 + place * 0x85EBCA77
     bits = ((bits ^ (bits >> 15)) * 0xC2B2AE3D) & 0xFFFFFFFF

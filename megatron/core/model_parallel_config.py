@@ -1,4 +1,4 @@
-"""How the world is cut up, and how its parts talk."""
+"""Configuration of model parallelism: sizes, pipeline schedule and communication."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _moe = partial(option, group="moe")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParallelConfig:
-    """How the world is cut up, and how its parts talk."""
+    """Configuration of model parallelism: sizes, pipeline schedule and communication."""
 
     clone_scatter_output_in_embedding: bool = _training(
         True,

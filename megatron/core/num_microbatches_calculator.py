@@ -1,7 +1,7 @@
-"""Batch sizes over a run, as pure functions of the samples consumed so far.
+"""Compute batch sizes of a run, as pure functions of the number of samples consumed so far.
 
-All sizes are in samples.  A ramp-up grows the global batch in equal increments; the functions at
-the end are Megatron's names over one installed calculator, for scripts that use them.
+All sizes are in samples.  A ramp-up increases the global batch size in equal increments.  The
+functions at the end of this file are Megatron's API: they read one installed calculator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class BatchOptions(Protocol):
-    """The batch flags of a run."""
+    """Flags that set the batch size of a run."""
 
     @property
     def micro_batch_size(self) -> int | None: ...
@@ -32,7 +32,7 @@ class BatchOptions(Protocol):
 
 @dataclass(frozen=True)
 class BatchSizeRampup:
-    """From ``start``, by ``increment``, over ``num_samples`` up to the full batch size."""
+    """Ramp-up of the batch size from ``start``, by ``increment``, over ``num_samples`` samples."""
 
     start: int
     increment: int
@@ -40,7 +40,7 @@ class BatchSizeRampup:
 
     @classmethod
     def parse(cls, values: Sequence[str | int]) -> BatchSizeRampup:
-        """The three numbers of --rampup-batch-size.  Raises ConfigError when they are not."""
+        """Parse the values of --rampup-batch-size.  Raises ConfigError unless 3 integers."""
         try:
             start, increment, num_samples = (int(value) for value in values)
         except ValueError:
@@ -54,10 +54,10 @@ class BatchSizeRampup:
 
 @dataclass(frozen=True, kw_only=True)
 class NumMicroBatchesCalculator:
-    """How many samples and micro-batches a step takes, given the samples consumed before it.
+    """Number of samples and micro-batches of a step, given the samples consumed before it.
 
     With ``decrease_batch_size_if_needed`` a step runs the largest batch that divides evenly over
-    the replicas; the rest of the nominal batch counts as skipped.
+    the data-parallel ranks; the rest of the nominal batch counts as skipped.
     """
 
     global_batch_size_wanted: int
@@ -73,7 +73,7 @@ class NumMicroBatchesCalculator:
     def from_config(
         cls, options: BatchOptions, data_parallel_size: int
     ) -> NumMicroBatchesCalculator:
-        """The calculator of a run.  Raises ConfigError when the sizes do not fit together."""
+        """Build the calculator of a run.  Raises ConfigError if the sizes are inconsistent."""
         micro = options.micro_batch_size
         if micro is None:
             raise ConfigError("--micro-batch-size is missing: give the samples of one forward pass")
@@ -89,40 +89,43 @@ class NumMicroBatchesCalculator:
 
     @property
     def samples_per_microbatch(self) -> int:
-        """Samples of one micro-batch over all replicas."""
+        """Number of samples of one micro-batch over all data-parallel ranks."""
         return self.micro_batch_size * self.data_parallel_size
 
     @property
     def full_global_batch_size(self) -> int:
-        """The batch after ramp-up, as it runs."""
+        """Global batch size after ramp-up, decreased to a multiple if the run does so."""
         return self._running(self.global_batch_size_wanted)
 
     def num_microbatches_at_full_size(self) -> int:
-        """Micro-batches of a replica after ramp-up; evaluation uses them from the start."""
+        """Return the micro-batches per rank after ramp-up; evaluation uses them from the start."""
         return self.full_global_batch_size // self.samples_per_microbatch
 
     def nominal_batch_size(self, consumed_samples: int) -> int:
-        """The batch that was asked for at this point of the run."""
+        """Return the global batch size that the flags set after ``consumed_samples``."""
         ramp = self.rampup
         if ramp is None or ramp.num_samples == 0 or consumed_samples > ramp.num_samples:
             return self.global_batch_size_wanted
         increments = (self.global_batch_size_wanted - ramp.start) // ramp.increment
         if increments == 0:
             return ramp.start
-        # In floating point as in the reference: the same run changes size at the same step.
+        # Megatron-LM divides in floating point: so a run changes its batch size at the same step.
         reached = int(consumed_samples / (ramp.num_samples / increments))
         return ramp.start + reached * ramp.increment
 
     def global_batch_size(self, consumed_samples: int) -> int:
-        """The batch that is run: the nominal one, or less where that does not divide evenly."""
+        """Return the global batch size that runs: the nominal one, or less if it is not divisible.
+
+        Less only with ``decrease_batch_size_if_needed``.
+        """
         return self._running(self.nominal_batch_size(consumed_samples))
 
     def num_microbatches(self, consumed_samples: int) -> int:
-        """Micro-batches of one replica in the step after ``consumed_samples``."""
+        """Return the number of micro-batches per data-parallel rank after ``consumed_samples``."""
         return self.global_batch_size(consumed_samples) // self.samples_per_microbatch
 
     def train_iters(self, train_samples: int, consumed_samples: int = 0) -> int:
-        """Whole batches left of ``train_samples``; a last partial batch is dropped."""
+        """Return the number of complete batches left until ``train_samples``."""
         consumed, iterations = consumed_samples, 0
         for batch in self._ramping_batches(consumed_samples):
             if consumed + batch > train_samples:
@@ -137,7 +140,7 @@ class NumMicroBatchesCalculator:
         return batch_size
 
     def _ramping_batches(self, consumed: int = 0) -> Iterator[int]:
-        """Batch sizes of the steps after ``consumed`` samples until the ramp is over."""
+        """Yield the batch sizes of the steps from ``consumed`` samples to the end of ramp-up."""
         if self.rampup is None:
             return
         while consumed <= self.rampup.num_samples:
@@ -146,7 +149,7 @@ class NumMicroBatchesCalculator:
             consumed += batch
 
     def _problems(self) -> Iterator[str]:
-        """What keeps these sizes from making a run, with the cure."""
+        """Yield an error message, with a suggested fix, for each inconsistency of the sizes."""
         full, ramp = self.global_batch_size_wanted, self.rampup
         if self.micro_batch_size < 1 or full < 1:
             yield (
@@ -183,7 +186,7 @@ class NumMicroBatchesCalculator:
             )
 
 
-# -- Megatron's names over one installed calculator -------------------------------------------
+# -- Megatron's API: functions of the installed calculator ------------------------------------
 
 _calculator: NumMicroBatchesCalculator | None = None
 _consumed_samples: Callable[[], int] = int  # int() is 0
@@ -191,7 +194,10 @@ each_rank_owns(__name__, "_calculator", "_consumed_samples")
 
 
 def init_num_microbatches_calculator(*sizes: Any, **named: Any) -> None:
-    """`reconfigure_num_microbatches_calculator`, for the first time."""
+    """Install a calculator as `reconfigure_num_microbatches_calculator` does.
+
+    Raises RuntimeError if one is installed already.
+    """
     if _calculator is not None:
         raise RuntimeError("a microbatch calculator exists: use reconfigure or destroy first")
     reconfigure_num_microbatches_calculator(*sizes, **named)
@@ -205,7 +211,10 @@ def reconfigure_num_microbatches_calculator(
     data_parallel_size: int,
     decrease_batch_size_if_needed: bool = False,
 ) -> None:
-    """Install a calculator, also where one exists; ``rank`` 0 logs the constant batch."""
+    """Install a calculator, replacing an existing one; ``rank`` 0 logs the number of microbatches.
+
+    Raises ConfigError if the sizes are inconsistent.
+    """
     install_num_microbatches_calculator(
         NumMicroBatchesCalculator(
             global_batch_size_wanted=global_batch_size,
@@ -222,13 +231,13 @@ def reconfigure_num_microbatches_calculator(
 def install_num_microbatches_calculator(
     calculator: NumMicroBatchesCalculator, consumed_samples: Callable[[], int] = int
 ) -> None:
-    """Make ``calculator`` what the functions below answer from, at ``consumed_samples()``."""
+    """Install ``calculator``; the functions below evaluate it at ``consumed_samples()``."""
     global _calculator, _consumed_samples
     _calculator, _consumed_samples = calculator, consumed_samples
 
 
 def destroy_num_microbatches_calculator() -> None:
-    """Forget the installed calculator."""
+    """Uninstall the calculator."""
     global _calculator, _consumed_samples
     _calculator, _consumed_samples = None, int
 
@@ -239,9 +248,9 @@ unset_num_microbatches_calculator = destroy_num_microbatches_calculator
 def update_num_microbatches(
     consumed_samples: int, consistency_check: bool = True, verbose: bool = False
 ) -> None:
-    """Move to the step after ``consumed_samples``.
+    """Evaluate the functions below at ``consumed_samples`` from now on.
 
-    Sizes were checked when the calculator was made, so ``consistency_check`` changes nothing.
+    ``consistency_check`` has no effect: the calculator checks all sizes at construction.
     """
     global _consumed_samples
     before = get_current_global_batch_size()
@@ -257,20 +266,20 @@ def _installed() -> NumMicroBatchesCalculator:
 
 
 def get_num_microbatches() -> int:
-    """Micro-batches of one replica in the coming step."""
+    """Return the number of micro-batches per data-parallel rank in the next step."""
     return _installed().num_microbatches(_consumed_samples())
 
 
 def get_micro_batch_size() -> int:
-    """Samples of one micro-batch."""
+    """Return the number of samples of one micro-batch on one rank."""
     return _installed().micro_batch_size
 
 
 def get_current_global_batch_size() -> int:
-    """The batch asked for in the coming step."""
+    """Return the nominal global batch size of the next step."""
     return _installed().nominal_batch_size(_consumed_samples())
 
 
 def get_current_running_global_batch_size() -> int:
-    """The batch run in the coming step."""
+    """Return the global batch size that the next step runs."""
     return _installed().global_batch_size(_consumed_samples())

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of the samples trained on.
+"""Schedules of learning rate and weight decay, as functions of the samples trained on.
 
 All lengths ("steps") are in samples, so that a schedule does not depend on the batch size or its
 ramp-up.  `OptimizerParamScheduler` writes the values into an optimizer's parameter groups.
@@ -16,7 +16,7 @@ from megatron.core.config.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Share of (max - min) that is left after a share r of the anneal phase.
+# Fraction of (max - min) that is left after a fraction r of the anneal phase.
 _WSD_CURVES: dict[str, Callable[[float], float]] = {
     "linear": lambda r: 1.0 - r,
     "cosine": lambda r: 0.5 * (math.cos(math.pi * r) + 1.0),
@@ -29,7 +29,7 @@ _WD_STYLES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateSchedule:
-    """Linear warm-up from ``init_lr``, then a decay from ``max_lr`` to ``min_lr``."""
+    """Linear warmup from ``init_lr``, then a decay from ``max_lr`` to ``min_lr``."""
 
     max_lr: float
     min_lr: float
@@ -46,7 +46,10 @@ class LearningRateSchedule:
     def at(
         self, num_samples: int, max_lr: float | None = None, min_lr: float | None = None
     ) -> float:
-        """The rate after ``num_samples``; a decoupled group brings its own maximum and minimum."""
+        """Return the learning rate after ``num_samples``.
+
+        ``max_lr`` and ``min_lr`` replace the schedule's (groups of --decoupled-lr have their own).
+        """
         peak = self.max_lr if max_lr is None else max_lr
         floor = self.min_lr if min_lr is None else min_lr
         if self.warmup_steps > 0 and num_samples <= self.warmup_steps:
@@ -103,7 +106,7 @@ class LearningRateSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDecaySchedule:
-    """From ``start`` to ``end`` over ``steps`` samples."""
+    """Weight decay that goes from ``start`` to ``end`` over ``steps`` samples."""
 
     start: float
     end: float
@@ -114,7 +117,7 @@ class WeightDecaySchedule:
         ConfigError.raise_for(self._problems())
 
     def at(self, num_samples: int) -> float:
-        """The weight decay after ``num_samples``."""
+        """Return the weight decay after ``num_samples``."""
         if self.style == "constant" or num_samples > self.steps:
             return self.end
         done = num_samples / self.steps if self.steps else 1.0
@@ -138,7 +141,7 @@ class WeightDecaySchedule:
 
 
 class SchedulerOptions(Protocol):
-    """The flags that give a schedule its lengths."""
+    """Flags that set the lengths of a schedule."""
 
     @property
     def lr_decay_iters(self) -> int | None: ...
@@ -157,7 +160,7 @@ class SchedulerOptions(Protocol):
 
 
 class ScheduleLengths(NamedTuple):
-    """In samples; a fraction of the decay may end between two samples."""
+    """Lengths in samples; a warmup that is a fraction of the decay need not be an integer."""
 
     warmup: float
     decay: int
@@ -172,9 +175,10 @@ def schedule_lengths(
     train_samples: int | None,
     global_batch_size: int,
 ) -> ScheduleLengths:
-    """Lengths in samples from flags in iterations (of full batches), samples or fractions.
+    """Convert lengths in iterations (of full batches), samples or fractions to samples.
 
-    Exactly one of ``train_iters`` and ``train_samples`` is the length the user gave.
+    The run has ``train_samples`` samples, or ``train_iters`` iterations if that is None.  Raises
+    ConfigError if both are None.
     """
     if train_samples is not None:
         length, unit = train_samples, 1
@@ -197,7 +201,7 @@ def schedule_lengths(
 
 
 class ScheduledGroup(TypedDict, total=False):
-    """What the scheduler reads and writes in a parameter group."""
+    """Keys of a parameter group that the scheduler reads or writes."""
 
     lr: float
     weight_decay: float
@@ -214,7 +218,7 @@ class _Optimizer(Protocol):
 
 
 class _Field(NamedTuple):
-    """An entry of the saved state: where it lives, its older names, the flag that sets it."""
+    """Entry of the saved state: key, older keys, flag, and the attribute of which schedule."""
 
     key: str
     aliases: tuple[str, ...]
@@ -250,10 +254,10 @@ _NUM_STEPS = ("num_steps", "num_iters")
 
 
 class OptimizerParamScheduler:
-    """Writes learning rate and weight decay into ``optimizer.param_groups`` as training goes on.
+    """Scheduler that writes learning rate and weight decay into ``optimizer.param_groups``.
 
-    A group multiplies them by its ``lr_mult`` and ``wd_mult``; a group with ``max_lr`` and
-    ``min_lr`` follows the curve between those.
+    The values of a group are multiplied by its ``lr_mult`` and ``wd_mult``; a group with ``max_lr``
+    and ``min_lr`` has these as the bounds of its learning rate.
     """
 
     def __init__(
@@ -299,19 +303,22 @@ class OptimizerParamScheduler:
         self.step(0)
 
     def learning_rate(self, num_samples: int) -> float:
-        """The rate of ordinary groups after ``num_samples``."""
+        """Return the learning rate of groups without bounds of their own after ``num_samples``."""
         return self.lr.at(num_samples)
 
     def get_lr(self, param_group: ScheduledGroup) -> float:
-        """The present rate of a group, before its ``lr_mult``."""
+        """Return the current learning rate of a group, without its ``lr_mult``."""
         return self.lr.at(self.num_steps, param_group.get("max_lr"), param_group.get("min_lr"))
 
     def get_wd(self) -> float:
-        """The present weight decay, before a group's ``wd_mult``."""
+        """Return the current weight decay, without a group's ``wd_mult``."""
         return self.wd.at(self.num_steps)
 
     def current_learning_rates(self) -> tuple[float, float | None]:
-        """Present rates: of ordinary groups, and of decoupled ones where this rank has any."""
+        """Return the current learning rates (ordinary groups, --decoupled-lr groups).
+
+        The second is None if this rank has no group of --decoupled-lr.
+        """
         groups = [g for g in self.optimizer.param_groups if g.get("is_decoupled_lr")]
         return self.lr.at(self.num_steps), self.get_lr(groups[0]) if groups else None
 
@@ -324,14 +331,15 @@ class OptimizerParamScheduler:
             group["weight_decay"] = wd * group.get("wd_mult", 1.0)
 
     def state_dict(self) -> dict[str, float | str]:
-        """Progress, and the schedule it was made on."""
+        """Return the number of samples trained on and the values of both schedules."""
         return {**self._values(), "num_steps": self.num_steps}
 
     def load_state_dict(self, state_dict: Mapping[str, float | str]) -> None:
-        """Continue from a checkpoint.
+        """Restore a checkpoint's `state_dict`.
 
-        Where its schedule differs from this run's, the run's wins with ``override``, the
-        checkpoint's with ``use_checkpoint``; with neither CheckpointError names every field.
+        If its schedule differs from this run's, ``override`` keeps the run's values and
+        ``use_checkpoint`` those of the checkpoint.  With neither, raises CheckpointError, which
+        lists every difference.
         """
         changes: dict[str, Any] = {}
         now = self._values()
@@ -374,14 +382,17 @@ class OptimizerParamScheduler:
 
 
 def _saved_value(state_dict: Mapping[str, float | str], field: _Field) -> float | str | None:
-    """The entry under its name or an older one; None where an old checkpoint has none."""
+    """Return the entry under its key or an older one; None if an old checkpoint has no such entry.
+
+    Raises CheckpointError for an entry that every checkpoint has.
+    """
     if field.schedule == "wd" and field.key not in state_dict:
         return None  # older checkpoints did not save the weight decay
     return _first(state_dict, field.key, *field.aliases)
 
 
 def _first(state_dict: Mapping[str, float | str], *names: str) -> float | str:
-    """The entry under the first of ``names`` that is there."""
+    """Return the entry of the first of ``names`` that exists.  Raises CheckpointError if none."""
     for name in names:
         if name in state_dict:
             return state_dict[name]

@@ -1,4 +1,4 @@
-"""The only place that imports optional packages."""
+"""Import optional packages; no other module imports them directly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 from megatron.core.config.errors import MissingDependency
 
-# package -> what `pip install "megatron-train[...]"` brings it
+# package -> the extra of `pip install "megatron-train[...]"` that contains it
 _EXTRA = {
     "transformer_engine": "te",
     "safetensors": "hf",
@@ -30,9 +30,9 @@ _EXTRA = {
 
 @cache
 def why_missing(package: str) -> str | None:
-    """None if ``package`` imports, else the reason.
+    """Return the reason why ``package`` cannot be imported, or None if it can.
 
-    Exception, not ImportError: an incomplete transformer_engine raises RuntimeError on import.
+    Catches Exception, not ImportError: an incomplete transformer_engine raises RuntimeError.
     """
     if importlib.util.find_spec(package.partition(".")[0]) is None:
         return f"{package} is not installed"
@@ -44,12 +44,15 @@ def why_missing(package: str) -> str | None:
 
 
 def available(package: str) -> bool:
-    """Whether ``package`` imports here."""
+    """Return whether ``package`` can be imported."""
     return why_missing(package) is None
 
 
 def require(package: str, wanted_by: str) -> ModuleType:
-    """Import ``package``, or say which flag wanted it and how to get it."""
+    """Import and return ``package``.
+
+    Raises MissingDependency, whose message has ``wanted_by`` (a flag) and how to install it.
+    """
     reason = why_missing(package)
     if reason is not None:
         extra = _EXTRA.get(package) or _EXTRA.get(package.partition(".")[0])

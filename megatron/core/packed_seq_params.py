@@ -1,4 +1,4 @@
-"""Where sequences begin and end in a micro-batch of one row that holds several."""
+"""Boundaries of packed sequences: several sequences concatenated in one row of a micro-batch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 @dataclass
 class PackedSeqParams:
-    """Cumulative lengths [n + 1], starting with 0; a ``_padded`` one counts padding between.
+    """Cumulative lengths of the n sequences in a row: int tensors [n + 1] that start with 0.
 
-    They are those of a whole row, also where context-parallel ranks hold a share of it each.
+    The ``_padded`` fields include the padding between sequences.  All fields describe the complete
+    row, also if context parallelism shards it.
     """
 
     qkv_format: str | None = None
@@ -26,18 +27,21 @@ class PackedSeqParams:
 
     @property
     def ends(self) -> Tensor:
-        """Where the sequences of the row begin and end, padding included: [n + 1]."""
+        """Boundaries of the sequences of the row, including padding: [n + 1]."""
         ends = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
         assert ends is not None, "packed sequences come with cu_seqlens_q"
         return ends
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence, padding included.  Read from the device once."""
+        """Number of tokens of each sequence, including padding.
+
+        The first access synchronises with the device.
+        """
         return tuple(n for n in self.ends.diff().tolist() if n > 0)
 
     def is_padding(self, num_tokens: int) -> Tensor | None:
-        """True for tokens between sequences: [num_tokens]; None where there are none."""
+        """Return a mask [num_tokens], True for padding; None if no padding is described."""
         if self.cu_seqlens_q is None or self.cu_seqlens_q_padded is None:
             return None
         lengths = self.cu_seqlens_q.diff()
@@ -46,12 +50,12 @@ class PackedSeqParams:
 
 
 def sequence_index(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Which sequence each of ``num_tokens`` tokens belongs to: [0, 3, 5] -> 0 0 0 1 1."""
+    """Return the index of each token's sequence: [0, 3, 5] and 5 tokens -> 0 0 0 1 1."""
     tokens = torch.arange(num_tokens, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens.to(tokens.dtype), tokens, right=True) - 1
 
 
 def position_in_sequence(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Position of each token in its own sequence: [0, 3, 5] -> 0 1 2 0 1."""
+    """Return each token's position in its sequence: [0, 3, 5] and 5 tokens -> 0 1 2 0 1."""
     tokens = torch.arange(num_tokens, device=cu_seqlens.device)
     return tokens - cu_seqlens.to(tokens.dtype)[sequence_index(cu_seqlens, num_tokens)]

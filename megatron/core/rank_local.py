@@ -1,8 +1,9 @@
-"""Variables of which every rank has its own, also when several ranks share a process.
+"""Rank-local global variables, for processes that run several virtual ranks.
 
-A module that keeps something in a global says so beside it: ``each_rank_owns(__name__, "_x")``.  In
-a process of one rank nothing follows from that.  Virtual ranks take turns, and at each turn the
-values of the rank that stops are kept and those of the one that goes on are put in their places.
+A module registers a global variable that every rank must have for itself:
+``each_rank_owns(__name__, "_x")``.  In a process with one rank this has no effect.  Virtual ranks
+run one at a time; at each switch the scheduler saves the values of the rank that stops (`take`) and
+restores those of the rank that continues (`put`).
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ import sys
 State = dict[tuple[int, str], object]
 
 _owners: dict[int, object] = {}
-_at_start: State = {}  # what stands there before a rank has written to it
+_at_start: State = {}  # initial values, before any rank has written to them
 
 
 def each_rank_owns(owner: object, *names: str) -> None:
-    """Attributes ``names`` of ``owner``, an object or a module's name, belong to the rank.
+    """Register the attributes ``names`` of ``owner`` (an object or a module's name) as rank-local.
 
-    Called before anything is written to them, so that every rank begins with a copy of what
-    stands there now.
+    Call it before the attributes change: every rank starts with a copy of their current values.
     """
     owner = sys.modules[owner] if isinstance(owner, str) else owner
     _owners[id(owner)] = owner
@@ -29,12 +29,12 @@ def each_rank_owns(owner: object, *names: str) -> None:
 
 
 def take() -> State:
-    """The values of the rank that runs now."""
+    """Return the values of the running rank."""
     return {(owner, name): getattr(_owners[owner], name) for owner, name in _at_start}
 
 
 def put(state: State) -> None:
-    """Make ``state`` the values of the rank that runs now; what it lacks is as at the start."""
+    """Set the variables to ``state``; variables that it lacks get their initial values."""
     for (owner, name), value in _at_start.items():
         known = (owner, name) in state
         setattr(_owners[owner], name, state[owner, name] if known else copy.deepcopy(value))

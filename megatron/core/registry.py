@@ -1,4 +1,4 @@
-"""Tables of named parts that user code extends: model kinds, optimizers, tokenizers and others."""
+"""Registries that user code extends: of model kinds, optimizers, tokenizers and others."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ T = TypeVar("T")
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """Name -> value, of this project or registered by user code.
+    """Mapping from names to values, built in or registered by user code.
 
-    A registry can be the ``choices`` of a flag: iterating gives the names.  ``built_in`` maps a
-    name to ``package.module:NAME``, which is imported when its value is first asked for.
+    A registry can be the ``choices`` of a flag: iteration yields the names.  ``built_in`` maps a
+    name to ``package.module:NAME``, which is imported at the first access.
     """
 
     def __init__(self, flag: str, built_in: Mapping[str, str]) -> None:
-        """``flag`` selects a value; messages name it."""
+        """``flag``: the flag that selects a value, for error messages."""
         self.flag = flag
         self._built_in = dict(built_in)
         self._values: dict[str, T] = {}
 
     def register(self, name: str, value: T) -> None:
-        """Add ``value``.  Raises ConfigError for a name that is taken or that no flag can hold."""
+        """Add ``value``.  Raises ConfigError for a name that exists or contains white space."""
         if not name or name.split() != [name]:
             raise ConfigError(f"{self.flag} {name!r} cannot be registered: a name has no blanks")
         if name in self:
@@ -33,7 +33,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._values[name] = value
 
     def find(self, name: str) -> T:
-        """The value of ``name``.  Raises ConfigError, which lists the names."""
+        """Return the value of ``name``.  Raises ConfigError, which lists the known names."""
         if name not in self:
             raise ConfigError(
                 f"{self.flag} {name}: not one of {', '.join(self) or 'the registered names (none)'}"

@@ -1,7 +1,7 @@
-"""Checks of a result that loss functions make through the reference's interface.
+"""Result checks that loss functions call, with the interface of Megatron-LM's rerun state machine.
 
-A rejected result ends the run or is logged; no step is run again (``--rerun-mode``), so there is
-no state but the largest values seen.
+A rejected result ends the run or is logged.  No step is run again (--rerun-mode), so the only state
+is the largest values seen so far.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron.core.rank_local import each_rank_owns
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-# Values that `is_unexpectedly_large` looks at before it rejects any, as there is no scale yet.
+# Number of values from which `is_unexpectedly_large` takes the maximum, before it rejects any.
 _NUM_SAMPLES_BEFORE_JUDGING = 100
 
 
 class RerunStateMachine:
-    """What scripts call on the result of `get_rerun_state_machine`."""
+    """Checks of results, with the methods that scripts call on `get_rerun_state_machine()`."""
 
     def __init__(self) -> None:
         self._largest: dict[str, float] = {}
@@ -40,10 +40,10 @@ class RerunStateMachine:
         tolerance: float = 0.0,
         fatal: bool = True,
     ) -> None:
-        """Ask ``rejection_func`` about ``result``; waits for the device.
+        """Call ``rejection_func(result)``, and synchronise with the device to read its answer.
 
-        A rejected result raises NonFiniteError if it is ``fatal``, else it is logged.  Nothing is
-        computed a second time to compare with.
+        If it returns True anywhere, raise NonFiniteError if ``fatal``, else log a warning.
+        ``comparison_func`` and ``tolerance`` have no effect: no result is computed a second time.
         """
         del comparison_func, tolerance
         if not bool(torch.as_tensor(rejection_func(result)).any()):
@@ -63,9 +63,10 @@ class RerunStateMachine:
         num_samples: int = _NUM_SAMPLES_BEFORE_JUDGING,
         resample: bool = False,
     ) -> bool:
-        """Whether ``result`` is ``threshold`` times the largest of the first ``num_samples``.
+        """Return whether ``result`` is at least ``threshold`` times the maximum so far.
 
-        ``context`` names the series that it belongs to; ``resample`` begins that anew.
+        The maximum is over the first ``num_samples`` values of the series ``context``, for which
+        the result is False.  ``resample`` restarts the series.
         """
         value = float(result)
         if resample:
@@ -84,5 +85,5 @@ each_rank_owns(__name__, "_machine")
 
 
 def get_rerun_state_machine() -> RerunStateMachine:
-    """The checker of this process."""
+    """Return the checker of this rank."""
     return _machine

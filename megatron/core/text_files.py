@@ -1,4 +1,4 @@
-"""Text files that users write: what is wrong with one is a single message that names it."""
+"""Read text and YAML files that users write; raise one error that names the file if invalid."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from megatron.core.config.errors import MegatronError
 from megatron.core.optional import require
 
-_MAX_ENTRIES = 1 << 20  # of a YAML file, when every alias is written out
+_MAX_ENTRIES = 1 << 20  # of a YAML file after expanding its aliases
 
 
 def read_text(path: str | os.PathLike[str], what: str, error: type[MegatronError]) -> str:
-    """The UTF-8 text in ``path``.  Raises ``error``, whose message begins with ``what``."""
+    """Return the UTF-8 text of ``path``.  Raises ``error``, whose message begins with ``what``."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as problem:
@@ -24,7 +24,7 @@ def read_text(path: str | os.PathLike[str], what: str, error: type[MegatronError
 
 
 def parse_yaml(text: str, what: str, error: type[MegatronError], *, only_text: bool = False) -> Any:
-    """The YAML value in ``text``; with ``only_text`` every scalar is the text it was written as.
+    """Parse YAML; with ``only_text`` every scalar is returned as its text, without conversion.
 
     Raises ``error``, whose message begins with ``what``, and MissingDependency without PyYAML.
     """
@@ -38,12 +38,12 @@ def parse_yaml(text: str, what: str, error: type[MegatronError], *, only_text: b
     except (yaml.YAMLError, ValueError) as problem:
         raise error(f"{what}: not YAML: {' '.join(str(problem).split())}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError) as problem:
-        # PyYAML raises these at a value that is not of its tag, such as a 13th month.
+        # PyYAML raises these for a value that does not match its tag, for example a 13th month.
         raise error(f"{what}: not YAML: a value is not of its type: {problem!r}") from None
 
 
 def _check_size(value: object) -> None:
-    """Raise ValueError if a few aliases stand for very much, RecursionError for a circle."""
+    """Raise ValueError if aliases expand to too many entries, RecursionError if to a cycle."""
     sizes: dict[int, int] = {}
 
     def size(item: object) -> int:

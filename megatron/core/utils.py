@@ -1,4 +1,4 @@
-"""Small helpers under the names that scripts import."""
+"""Helper functions that scripts import from Megatron Core."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def divide(numerator: int, denominator: int) -> int:
-    """``numerator // denominator``, which must leave no remainder."""
+    """Return ``numerator // denominator``.  Raises AssertionError if there is a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
 
 
 class PaddedSize(int):
-    """A size that remembers how much of it is not padding.
+    """Padded size (an int) that also stores the size without padding.
 
-    Scripts hand ``args.padded_vocab_size`` to a model and nothing else; the model learns the true
-    size from it.
+    Scripts pass only ``args.padded_vocab_size`` to a model; the model reads ``true_size`` from it.
     """
 
     true_size: int
@@ -45,18 +44,20 @@ class PaddedSize(int):
 
 
 def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """``logger.log(*args)`` on one rank: ``args`` are level, message and its values."""
+    """Call ``logger.log(*args)`` on ``rank`` only; ``args``: level, message, format arguments."""
     if not dist.is_initialized() or dist.get_rank() == rank:
-        extra = {**kwargs.pop("extra", {}), "all_ranks": True}  # the handler lets it through
+        # The log handler drops records of ranks other than 0 without this mark.
+        extra = {**kwargs.pop("extra", {}), "all_ranks": True}
         logger.log(*args, extra=extra, **kwargs)
 
 
 def get_attr_wrapped_model(
     model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False
 ) -> Any:
-    """``model.attr`` of the outermost module that has it, below wrappers; or that module.
+    """Return attribute ``attr`` of the outermost module that has it, from ``model`` inwards.
 
-    Without ``allow_none`` a None does not count.  Raises RuntimeError when nobody has it.
+    Follows the ``module`` of wrappers.  ``return_model_obj``: return that module instead.  Without
+    ``allow_none``, None counts as missing.  Raises RuntimeError if no module has the attribute.
     """
     assert not isinstance(model, list), "one model chunk, not a list of them"
     while model is not None:
@@ -68,7 +69,7 @@ def get_attr_wrapped_model(
 
 
 def get_model_config(model: nn.Module) -> Any:
-    """The config that a model was built from, below wrappers."""
+    """Return the configuration of a model, which wrappers may enclose."""
     return get_attr_wrapped_model(model, "config", allow_none=False)
 
 
@@ -78,10 +79,11 @@ def get_batch_on_this_cp_rank(
     *,
     lengths: tuple[int, ...] | None = None,
 ) -> dict[str, Tensor | None]:
-    """This rank's share of the tokens: [b, s] -> [b, s/cp], a mask [b, 1, s, s] -> [b, 1, s/cp, s].
+    """Return this context-parallel rank's tokens of a batch.
 
-    ``lengths`` are those of the sequences that are packed into a row, if several are: see
-    `PackedSeqParams.lengths`.  Without a group it is the installed one.
+    Shapes: [b, s] -> [b, s/cp]; an attention mask [b, 1, s, s] -> [b, 1, s/cp, s].  ``lengths``:
+    the lengths of sequences that are packed into a row (`PackedSeqParams.lengths`).  ``cp_group``
+    defaults to the installed group.  Raises ConfigError if a sequence cannot be split evenly.
     """
     cp = parallel_state.current().cp if cp_group is None else cp_group
     if cp.size() == 1:
