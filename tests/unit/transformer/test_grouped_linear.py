@@ -78,9 +78,9 @@ def test_a_gpu_is_not_asked_how_many_rows_its_experts_have(monkeypatch):
     """Where no token leaves it or is dropped: forward has all rows, backward comes later."""
     expected, _ = layer_gradients(monkeypatch, True)
     reads: list[AsyncHostCopy] = []
-    read = AsyncHostCopy.get
+    read = AsyncHostCopy.get_ints
     monkeypatch.setattr(token_dispatcher, "is_in_a_gpu", lambda _: True)
-    monkeypatch.setattr(AsyncHostCopy, "get", lambda late: (reads.append(late), read(late))[1])
+    monkeypatch.setattr(AsyncHostCopy, "get_ints", lambda late: (reads.append(late), read(late))[1])
     monkeypatch.setattr(Tensor, "square", lambda y: (y * y, reads.append(None))[0])
     found, two = layer_gradients(monkeypatch, True)
     assert two == 2
