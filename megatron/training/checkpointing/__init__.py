@@ -1,4 +1,4 @@
-"""Checkpoint directories of a run: saving, loading, arguments and random states from them."""
+"""Save and load the checkpoints of a run, with its arguments and random states."""
 
 from megatron.core.lazy import lazy_exports
 

@@ -1,6 +1,6 @@
-"""--use-checkpoint-args: the model's shape and tokenizer come from the checkpoint.
+"""--use-checkpoint-args: set the model's shape and its tokenizer from a checkpoint.
 
-Runs before the command line is checked, before there is a process group, on every rank alike.
+Runs on every rank alike, before the command line is checked and before a process group exists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.training.config.language_model import MODEL_KINDS
 from megatron.training.models.registry import model_kind
 from megatron.training.process.rank_print import print_rank_0
 
-# What experts, latent attention and YaRN are described by, dests of our flags.
+# Flags (dests) that describe experts, latent attention and YaRN.
 EXPERTS = tuple(
     "num_experts moe_ffn_hidden_size moe_router_topk moe_router_score_function "
     "moe_router_pre_softmax moe_router_num_groups moe_router_group_topk "
@@ -57,7 +57,7 @@ _WHOLE = (
     "is_hybrid_model spec"
 )
 _TOKENS = "pad_vocab_in_loss tokenizer_type tiktoken_pattern vocab_extra_ids"
-# Taken from the checkpoint whatever the command line says: another value is another model.
+# Set from the checkpoint even if the command line has them: another value is another model.
 FORCED = (
     *" ".join((_ATTENTION, _POSITIONS, _MLP, _NORMS, _WHOLE, _TOKENS)).split(),
     *EXPERTS,
@@ -73,21 +73,21 @@ FORCED_PARALLEL = tuple(
     "expert_model_parallel_size expert_tensor_parallel_size".split()
 )
 _LAYERS_PATH = "heterogeneous_layers_config_path"
-# Taken where the command line says nothing.
+# Set from the checkpoint only if the command line does not have them.
 IF_UNSET = tuple(
     "model_kind num_layers encoder_num_layers decoder_num_layers encoder_seq_length "
     "decoder_seq_length hidden_size ffn_hidden_size seq_length num_attention_heads kv_channels "
     "max_position_embeddings padded_vocab_size vocab_size vocab_file merge_file".split()
 )
 
-# What of these `same_model` does not compare: other spellings, layout, kernels and precision.
+# Of these, `same_model` does not compare aliases, layout, kernels and precision.
 NOT_COMPARED = frozenset(
     "model_kind encoder_num_layers group_query_attention use_rotary_position_embeddings "
     "add_position_embedding apply_query_key_layer_scaling moe_token_dispatcher_type "
     "moe_grouped_gemm moe_router_dtype is_hybrid_model encoder_seq_length padded_vocab_size "
     "vocab_size heterogeneous_layers_config_path".split()
 )
-# What the names and shapes of the tensors show, which are compared under --dist-ckpt-strictness.
+# Flags that also change names or shapes of tensors; --dist-ckpt-strictness compares those.
 SHOWN_BY_TENSORS = frozenset(
     "num_layers decoder_num_layers hidden_size ffn_hidden_size add_bias_linear add_qkv_bias "
     "qk_layernorm untie_embeddings_and_output_weights bert_binary_head mtp_num_layers num_experts "
@@ -95,7 +95,7 @@ SHOWN_BY_TENSORS = frozenset(
     "moe_shared_expert_gate moe_router_enable_expert_bias q_lora_rank kv_lora_rank "
     "hybrid_override_pattern".split()
 )
-# What --finetune may change: the model learns to read longer texts.
+# Flags that --finetune may change: the model is trained for longer contexts.
 LEARNED_ANEW = frozenset(
     (
         *"rotary_base rotary_seq_len_interpolation_factor use_rope_scaling".split(),
@@ -104,7 +104,7 @@ LEARNED_ANEW = frozenset(
         *("longrope_original_max_position_embeddings", *YARN),
     )
 )
-# What a run may change; one line tells both values.
+# Flags that any run may change; one log line reports both values.
 LOGGED = tuple(
     "seq_length decoder_seq_length max_position_embeddings attention_dropout hidden_dropout "
     "bias_gelu_fusion spec pad_vocab_in_loss tokenizer_type tokenizer_model tiktoken_pattern "
@@ -117,11 +117,11 @@ LOGGED = tuple(
 def apply_checkpoint_args(
     namespace: argparse.Namespace, load_dir: str | None = None
 ) -> Arguments | None:
-    """Set what decides the model from the checkpoint in ``load_dir`` (default: ``--load``).
+    """Set the flags that determine the model from the checkpoint in ``load_dir``, in place.
 
-    Returns the checkpoint's command line (dest -> value); None, and changes nothing, if there is
-    no checkpoint yet.  Raises ConfigError without ``--load``, CheckpointError for a checkpoint
-    that cannot be read.
+    ``load_dir`` defaults to ``--load``.  Returns the checkpoint's command line (dest -> value), or
+    None without any change if there is no checkpoint yet.  Raises ConfigError without ``--load``,
+    CheckpointError for a checkpoint that cannot be read or used.
     """
     directory = load_dir or namespace.load
     if directory is None:
@@ -141,12 +141,12 @@ def apply_checkpoint_args(
 
 
 def without_code_and_paths(stored: Arguments, given: Mapping[str, object]) -> JsonObject:
-    """The command line of a checkpoint without what only ``given``, this one's, may choose.
+    """Return a checkpoint's command line without values that only this run's may set.
 
-    That is code to import (--spec), unless it is a spec of this project, and a file outside the
+    These are code to import (--spec), unless it is a spec of this project, and a file outside the
     checkpoint that describes the model (--heterogeneous-layers-config-path).  Tokenizer files are
-    data; --use-tokenizer-model-from-checkpoint-args decides about them.  Raises CheckpointError
-    where the checkpoint has such a value and ``given`` has none.
+    data; --use-tokenizer-model-from-checkpoint-args decides about them.  ``given`` is this run's
+    command line.  Raises CheckpointError if the checkpoint has such a value and ``given`` has none.
     """
     out = dict(stored)
     for name, (flag, problem) in {
@@ -170,19 +170,25 @@ def _problem_of_spec(stored: Arguments) -> str | None:
 
 
 def _problem_of_layers(stored: Arguments) -> str | None:
-    """Newer checkpoints hold the text of the file."""
+    """Return why the description of the layers cannot be used, or None.
+
+    Older checkpoints contain the path of the file, newer ones its text.
+    """
     is_told = not stored.get(_LAYERS_PATH) or stored.get("heterogeneous_layers_config_encoded_json")
     return None if is_told else "it is a file outside the checkpoint"
 
 
 def _is_given(namespace: argparse.Namespace, name: str) -> bool:
-    """Whether the command line says it, under this name or another."""
+    """Return whether the command line sets ``name``, with or without the prefix encoder_."""
     names = {name, f"encoder_{name}", name.removeprefix("encoder_")}
     return any(vars(namespace).get(each) is not None for each in names)
 
 
 def check_kind(asked: Arguments, wanted: str | None) -> None:
-    """A model of another kind has other tensors.  What Megatron-LM wrote does not say its kind."""
+    """Raise CheckpointError if the model kind of a checkpoint is not ``wanted``.
+
+    A model of another kind has other tensors.  Megatron-LM stores no kind: its checkpoints pass.
+    """
     stored = asked.get("model_kind")
     if None not in (stored, wanted) and stored != wanted:
         entry = model_kind(stored).entry_script if stored in MODEL_KINDS else "its entry script"
@@ -202,7 +208,7 @@ def _forced(namespace: argparse.Namespace, asked: Arguments) -> Iterable[str]:
 
 
 def _set(namespace: argparse.Namespace, name: str, asked: Arguments) -> None:
-    """Take ``name`` over, where both sides know it and the checkpoint has a value."""
+    """Set ``name`` from the checkpoint, if both sides have it with different values; log it."""
     values = vars(namespace)
     if name not in values or asked.get(name) is None or values[name] == asked[name]:
         return
@@ -211,17 +217,17 @@ def _set(namespace: argparse.Namespace, name: str, asked: Arguments) -> None:
 
 
 def saved_namespace(asked: Arguments) -> argparse.Namespace:
-    """The command line that a checkpoint holds, as the parser would give it."""
+    """Return the command line of a checkpoint as the parser would return it."""
     namespace = argparse.Namespace(**vars(build_parser().parse_args([])))
     known = vars(namespace)
     for dest, value in asked.items():
-        if dest in known and (value is not None or known[dest] is None):  # None: nothing was said
+        if dest in known and (value is not None or known[dest] is None):  # None: not given
             known[dest] = _as_parsed(known[dest], value)
     return namespace
 
 
 def _as_parsed(default: object, value: object) -> object:
-    """A saved value as the parser would give it: JSON knows no enums."""
+    """Convert a saved value to the parser's type: JSON has no enums."""
     if isinstance(default, enum.Enum) and isinstance(value, str):
         return type(default).__members__.get(value, default)
     return value

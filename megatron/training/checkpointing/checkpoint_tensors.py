@@ -1,6 +1,6 @@
-"""The tensors of a run under their layout-free keys: weights, and the optimizer's state.
+"""Tensors of a run under keys that do not depend on the layout: weights, optimizer state.
 
-A weight has its global name as key; ``optimizer.state.exp_avg.<name>`` is its first moment.
+The key of a weight is its global name; ``optimizer.state.exp_avg.<name>`` is its first moment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STATE_PREFIX = f"{OPTIMIZER_PREFIX}state."
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """The live objects that a checkpoint is made from and loaded into."""
+    """The live objects that a checkpoint is saved from and loaded into."""
 
     model_chunks: Sequence[nn.Module]
     groups: ProcessGroupCollection
@@ -38,13 +38,14 @@ class RunParts:
     scheduler: OptimizerParamScheduler | None = None
     stages: Sequence[Sequence[int]] = ()  # layers of each virtual stage, for a file per rank
     kind: str | None = None  # --model-kind
-    asked: Arguments | None = None  # this run's command line; None: nobody compares it
+    asked: Arguments | None = None  # this run's command line; None: not compared
 
 
 def model_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTensor]:
-    """Weights and persistent buffers of this rank.  Collective while parameters come in.
+    """Return the records of this rank's weights and persistent buffers.
 
-    ``padded``: with rows of vocabulary padding.
+    With ``padded``, they include the rows of vocabulary padding.  Collective over data-parallel
+    ranks: completes pending parameter all-gathers first.
     """
     for chunk in parts.model_chunks:
         if isinstance(chunk, DataParallelBase):
@@ -67,7 +68,7 @@ def model_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTenso
 
 
 def optimizer_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedTensor]:
-    """State of the optimizer on this rank; ``padded`` as for weights."""
+    """Return the records of this rank's optimizer state; ``padded`` as in `model_tensors`."""
     optimizer = parts.optimizer
     if optimizer is None:
         return []
@@ -87,7 +88,7 @@ def optimizer_tensors(parts: RunParts, *, padded: bool = False) -> list[ShardedT
 
 
 def main_param_tensors(parts: RunParts) -> list[ShardedTensor]:
-    """The optimizer's main parameters under the keys of the weights."""
+    """Return the optimizer's main parameters under the keys of the weights."""
     if parts.optimizer is None:
         return []
     return [
@@ -98,7 +99,7 @@ def main_param_tensors(parts: RunParts) -> list[ShardedTensor]:
 
 
 def _named_tensors(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, ParamInfo, Tensor]]:
-    """Global name, record and values; a tensor that two modules share comes once."""
+    """Yield global name, record and values; a tensor that two modules share only once."""
     seen: set[int] = set()
     for chunk in chunks:
         for local_name, tensor in (*chunk.named_parameters(), *_persistent_buffers(chunk)):

@@ -1,6 +1,6 @@
-"""What a checkpoint holds beside tensors, checked before any of it is taken over.
+"""Check what a checkpoint contains besides tensors, before any of it is restored.
 
-A checksum says that a file is as it was written, not that a run wrote it.
+A checksum proves that a file is unchanged, not that a training run wrote it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron.core.dist_checkpointing import rng_json
 from megatron.core.dist_checkpointing.manifest import CheckpointDamaged, is_count, parsing
 from megatron.core.dist_checkpointing.value_types import Arguments, Common, JsonObject
 
-_TOO_LARGE = 1e300  # an integer of more digits cannot become a float
+_TOO_LARGE = 1e300  # much larger integers cannot become a float
 _NP_WORDS = 624  # of the Mersenne twister
 
 
 class RunContent(TypedDict):
-    """What a run saves besides tensors, the same for all ranks: its `Contents.common`."""
+    """Values that a run saves besides tensors, equal on all ranks: its `Contents.common`."""
 
     checkpoint_version: float
     iteration: int
@@ -37,9 +37,10 @@ class RunContent(TypedDict):
 
 
 def check_common(common: Common, folder: Path) -> RunContent:
-    """``common`` of the checkpoint in ``folder``, if a run can resume from it.
+    """Return ``common`` of the checkpoint in ``folder`` if a run can resume from it.
 
-    Raises CheckpointDamaged if not, CheckpointError for a library checkpoint.
+    Raises CheckpointDamaged for a value that no run writes, CheckpointError for a checkpoint that
+    was saved by the library function `dist_checkpointing.save`.
     """
     if not holds_run(common):
         raise CheckpointError(
@@ -68,19 +69,22 @@ def check_common(common: Common, folder: Path) -> RunContent:
 
 
 def holds_run(common: Common) -> bool:
-    """Whether a training run saved ``common``; `dist_checkpointing.save` stores other keys."""
+    """Return whether a training run saved ``common``; `dist_checkpointing.save` has other keys."""
     return not common.keys().isdisjoint(("args", "checkpoint_version", "counters", "iteration"))
 
 
 def check_rng_state(state: JsonObject, where: Path) -> JsonObject:
-    """The random states in ``state``, as `set_rng_state` takes them; raises CheckpointDamaged."""
+    """Return the random states in ``state``, as `set_rng_state` takes them.
+
+    Raises CheckpointDamaged if a random generator does not accept its state.
+    """
     with parsing(where):
         states: JsonObject = state["rng_state"]
         found = rng_json.from_json(states)
         random.Random().setstate(found["random_rng_state"])
         np.random.RandomState().set_state(found["np_rng_state"])
         position = found["np_rng_state"][2]
-        if not is_count(position) or position > _NP_WORDS:  # numpy reads there unchecked
+        if not is_count(position) or position > _NP_WORDS:  # numpy does not check this index
             raise ValueError(f"position {position!r} in numpy's state")
         torch.Generator().set_state(found["torch_rng_state"])
     return states
@@ -92,7 +96,10 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _is_scaler(value: object) -> bool:
-    """Counters of a loss scaler are negative while steps are skipped; its scale never is."""
+    """Return whether ``value`` is the state of a loss scaler.
+
+    Its counters are negative while steps are skipped, its scale never is.
+    """
     return isinstance(value, dict) and all(
         _is_number(abs(number) if type(number) is int and name != "scale" else number)
         for name, number in value.items()

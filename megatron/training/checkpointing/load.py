@@ -1,7 +1,7 @@
-"""Loading a run, in whatever layout it was saved.
+"""Load a run from a checkpoint, whatever layout it was saved in.
 
-Order of collectives: rank 0 chooses the folder and reads what is no tensor (broadcast); then
-`serialization.load`; then each rank's random states (gather, broadcast, reduce).  Every rank ends
+Order of collectives: rank 0 chooses the folder and reads its contents besides tensors (broadcast);
+`serialization.load`; the random states of each rank (gather, broadcast, reduce).  Every rank ends
 with the same result or the same error.
 """
 
@@ -64,19 +64,19 @@ from megatron.training.process.rank_print import print_rank_0
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What came out of a checkpoint besides the tensors, which are in the model already."""
+    """Values of a loaded checkpoint besides the tensors, which are in the model already."""
 
-    iteration: int  # to resume from: 0 when only weights were wanted
+    iteration: int  # to resume from; 0 if only weights were loaded
     counters: Mapping[str, float] = field(default_factory=dict)  # as saved; empty with iteration 0
-    has_schedule: bool = False  # the scheduler goes on where the one that was saved stood
+    has_schedule: bool = False  # the state of the scheduler was restored
 
 
 class _Source(TypedDict):
-    """What rank 0 chose to load; the other ranks receive it as JSON."""
+    """The checkpoint that rank 0 chose; the other ranks receive it as JSON."""
 
     root: str
     folders: list[str]  # to try, in order
-    num_transient: int  # the first so many of them are short-lived ones
+    num_transient: int  # how many of the first are non-persistent checkpoints
     note: str | None
     is_finetuning: bool
     weights_only: bool  # neither optimizer nor counters: --finetune, or a release
@@ -86,11 +86,12 @@ T = TypeVar("T")
 
 
 def load_run(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
-    """Fill model, optimizer, scheduler and random states.  Collective over all ranks.
+    """Load model, optimizer, scheduler and random states.  Collective over all ranks.
 
-    None if there is nothing to load: without ``--load``, or where ``--load`` names the directory
-    that this run saves to and nothing was saved yet.  Raises CheckpointError on every rank alike,
-    CheckpointDamaged if a published checkpoint is not what was written.
+    Returns None if there is nothing to load: without ``--load`` and ``--pretrained-checkpoint``, or
+    if ``--load`` names the directory that this run saves to and nothing was saved yet.  Raises the
+    same error on every rank: CheckpointError, or CheckpointDamaged if a published checkpoint has
+    changed since it was written.
     """
     world = parts.groups.world
     if config.save is not None:
@@ -140,7 +141,10 @@ def _claim_directories(config: CheckpointConfig, rank: int) -> None:
 
 
 def _load_local(config: CheckpointConfig, parts: RunParts) -> Loaded | None:
-    """From the newest local checkpoint, if there is one newer than what is kept.  Collective."""
+    """Load the newest local checkpoint if it is newer than that of ``--load``, else return None.
+
+    Collective over all ranks.
+    """
     root, world = config.non_persistent_local_ckpt_dir, parts.groups.world
     if config.non_persistent_ckpt_type != "local" or root is None or not may_go_on(config):
         return None
@@ -168,7 +172,7 @@ def _check_local(content: LocalContent, root: Path) -> RunContent:
 
 
 def _decided_ns(config: CheckpointConfig) -> int:
-    """`decided_at_ns` of what ``--load`` means; what is wrong there is told later."""
+    """Return `decided_at_ns` for ``--load``; errors of ``--load`` are reported by `_choose`."""
     try:
         return decided_at_ns(config, find(config.load, None, lenient=config.load_newest_valid))
     except (CheckpointError, OSError):
@@ -204,7 +208,10 @@ def _log_loaded(parts: RunParts, root: str, iteration: int) -> None:
 
 
 def _choose(config: CheckpointConfig) -> _Source | None:
-    """What to load; None if the run starts from random weights.  Local."""
+    """Choose the checkpoint to load; None if the run starts from random weights.  Local.
+
+    Raises CheckpointError, OSError.
+    """
     if config.moe_use_upcycling and config.save and find(config.save, None) is not None:
         raise CheckpointError(
             f"--moe-use-upcycling: --save {config.save} holds a checkpoint already; go on from "
@@ -263,7 +270,7 @@ def _source(
 def _load_folder(
     config: CheckpointConfig, parts: RunParts, source: _Source, folder: Path
 ) -> Loaded:
-    """Load one folder: all of it, or an error on all ranks."""
+    """Load one folder completely, or raise the same error on all ranks.  Collective."""
     world = parts.groups.world
     common = _on_rank_0(partial(_check_folder, folder, config, parts), folder, world)
     explanation = _check_model(parts, common, folder, is_finetuning=source["is_finetuning"])
@@ -283,7 +290,7 @@ def _load_folder(
     if states is not None:
         set_rng_state(states)
     iteration = 0 if source["weights_only"] else common["iteration"]
-    # A program that does not train has no count of its own: it reports the checkpoint's.
+    # A program that does not train has no iteration of its own: report the checkpoint's.
     is_training = parts.optimizer is not None
     _log_loaded(parts, source["root"], iteration if is_training else common["iteration"])
     return Loaded(
@@ -296,7 +303,7 @@ def _load_folder(
 def _load_tensors(
     config: CheckpointConfig, parts: RunParts, folder: Path, explanation: str
 ) -> None:
-    """Fill the tensors; an error that they do not fit ends with ``explanation``.  Collective."""
+    """Load the tensors; the error that they do not fit ends with ``explanation``.  Collective."""
     try:
         load(
             folder,
@@ -316,7 +323,10 @@ def _load_tensors(
 
 
 def _check_model(parts: RunParts, common: RunContent, folder: Path, *, is_finetuning: bool) -> str:
-    """Refuse another model than the run's; what to add where the tensors do not fit.  Local."""
+    """Raise CheckpointError if the checkpoint is of another model than the run's.  Local.
+
+    Returns the text to append to the error if the tensors do not fit.
+    """
     check_kind(common["args"], parts.kind)
     if parts.asked is None:
         return ""
@@ -328,13 +338,16 @@ def _check_model(parts: RunParts, common: RunContent, folder: Path, *, is_finetu
 
 
 def _on_rank_0(call: Callable[[], T], where: object, world: ProcessGroup) -> T:
-    """What ``call`` returns on rank 0, or its error, on all ranks.  Collective."""
+    """Return on all ranks what ``call`` returns on rank 0, or raise its error.  Collective."""
     results = all_or_none(lambda: [call()] if world.rank() == 0 else [], where, world)
     return broadcast_json(results, world)[0]
 
 
 def _check_folder(folder: Path, config: CheckpointConfig, parts: RunParts) -> RunContent:
-    """Common values of a folder whose files all have the right size."""
+    """Check the sizes of the files in a folder; return its values besides tensors.
+
+    Raises CheckpointError if it lacks optimizer or random states that the run loads.
+    """
     with open_reader(folder) as reader:
         reader.check_sizes()
         common = check_common(reader.common(), folder)
@@ -352,7 +365,10 @@ def _check_folder(folder: Path, config: CheckpointConfig, parts: RunParts) -> Ru
 
 
 def _read_rng_states(folder: Path, parts: RunParts) -> JsonObject | None:
-    """This rank's random states; None if the ranks of the checkpoint are not those of this run."""
+    """Return this rank's random states, None if the layout of the checkpoint differs.
+
+    Collective over all ranks.
+    """
 
     def read() -> JsonObject | None:
         with open_reader(folder) as reader:
@@ -370,7 +386,10 @@ def _read_rng_states(folder: Path, parts: RunParts) -> JsonObject | None:
 
 
 def _restore_scalars(config: CheckpointConfig, parts: RunParts, common: RunContent) -> bool:
-    """Restore what optimizer and scheduler hold besides tensors; whether the latter was saved."""
+    """Restore the state of optimizer and scheduler besides tensors.
+
+    Returns whether the checkpoint had the state of the scheduler.
+    """
     if parts.optimizer is None:
         return False
     if config.no_load_optim:

@@ -1,8 +1,9 @@
-"""--non-persistent-ckpt-type: checkpoints between those that are kept, the newest only.
+"""--non-persistent-ckpt-type: additional checkpoints of which only the newest is retained.
 
-Global ones are ordinary checkpoints in a directory of their own.  A run goes on from one that is
-newer than what the tracker of --load names: published after it, and after the tracker was written.
-So one that was left by an abandoned course is not taken when somebody has set the tracker back.
+Global ones are ordinary checkpoints in a directory of their own.  A run resumes from one if it is
+newer than the checkpoint that the tracker of --load selects: published after that checkpoint, and
+after the tracker was written.  So when a user has set the tracker back to an older iteration, a
+non-persistent checkpoint of the abandoned training is not loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SUBFOLDER = "non_persistent"
 
 
 def transient(config: CheckpointConfig) -> CheckpointConfig:
-    """How the short-lived checkpoints of a run are saved."""
+    """Return the configuration with which non-persistent checkpoints are saved."""
     is_local = config.non_persistent_ckpt_type == "local"
     return replace(
         config,
@@ -37,7 +38,7 @@ def transient(config: CheckpointConfig) -> CheckpointConfig:
 
 
 def newer_transient(config: CheckpointConfig, choice: CheckpointChoice | None) -> Found | None:
-    """The short-lived checkpoint to load instead of ``choice``, if there is a newer one."""
+    """Return the non-persistent checkpoint to load instead of ``choice``, if it is newer."""
     if config.non_persistent_ckpt_type != "global" or not may_go_on(config):
         return None
     assert config.load is not None
@@ -48,16 +49,19 @@ def newer_transient(config: CheckpointConfig, choice: CheckpointChoice | None) -
 
 
 def may_go_on(config: CheckpointConfig) -> bool:
-    """Whether the run goes on where ``--load`` ended, not at a step or from weights alone."""
+    """Return whether the run resumes the latest state: no --ckpt-step, no --finetune."""
     return config.load is not None and config.ckpt_step is None and not config.finetune
 
 
 def decided_at_ns(config: CheckpointConfig, choice: CheckpointChoice | None) -> int:
-    """What is older than this is not newer than ``choice``."""
+    """Return the time at which ``choice`` was made, in ns: a newer checkpoint replaces it.
+
+    That is the later one of the publication of ``choice`` and the modification of the tracker file.
+    """
     if choice is None or config.load is None:
         return 0
     tracker = None
-    with suppress(CheckpointError):  # --load-newest-valid does without, else ``choice`` is an error
+    with suppress(CheckpointError):  # only with --load-newest-valid: otherwise `find` has raised
         tracker = read_tracker(Path(config.load))
     manifest = choice.found.manifest
     return max(

@@ -1,7 +1,7 @@
-"""Which checkpoint a directory means, and what a folder holds.  One process, no collectives.
+"""Find the checkpoint of a directory, and read its contents besides tensors.
 
-Directory names and the tracker file are the reference's; `megatron.core.dist_checkpointing.folders`
-says how the folder is chosen.
+One process, no collectives.  Names of directories and of the tracker file are Megatron-LM's;
+`megatron.core.dist_checkpointing.folders` documents the choice.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from megatron.training.checkpointing.content_checks import RunContent, check_com
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """A checkpoint folder but for its tensors: enough to build the model that fits it.
+    """Contents of a checkpoint besides tensors: enough to build the model that fits it.
 
-    The tensors are read with ``open_reader(folder)``.
+    ``open_reader(folder)`` reads the tensors.
     """
 
     folder: Path
@@ -41,7 +41,7 @@ class CheckpointContent:
 
 
 def open_checkpoint(directory: str | Path, step: int | None = None) -> CheckpointContent:
-    """The checkpoint of a run that ``directory`` means, see `resolve_folder`.
+    """Return the contents of the checkpoint of ``directory``, see `resolve_folder`.
 
     Raises CheckpointError if there is none, or it cannot be read.
     """
@@ -49,9 +49,10 @@ def open_checkpoint(directory: str | Path, step: int | None = None) -> Checkpoin
 
 
 def resolve_folder(directory: str | Path, step: int | None = None) -> Path:
-    """The folder that ``directory`` means: itself, or the one its tracker names.
+    """Return the checkpoint folder that ``directory`` stands for.
 
-    Raises CheckpointError if there is none, or its manifest cannot be read.
+    That is the folder of ``step`` or, without it, ``directory`` itself or the folder that its
+    tracker selects.  Raises CheckpointError if there is none, or its manifest cannot be read.
     """
     choice = find(str(directory), step)
     if choice is None:
@@ -60,14 +61,14 @@ def resolve_folder(directory: str | Path, step: int | None = None) -> Path:
 
 
 def usable(found: Found) -> Path:
-    """The folder of ``found`` if its manifest can be read; else raises why not."""
+    """Return the folder of ``found``; raise its error if its manifest cannot be read."""
     if found.problem is not None:
         raise found.problem
     return found.folder
 
 
 def read_content(folder: Path) -> CheckpointContent:
-    """What a folder holds beside tensors.  Raises CheckpointError, CheckpointDamaged."""
+    """Read the contents of a folder besides tensors.  Raises CheckpointError."""
     with open_reader(folder) as reader:
         common = check_common(reader.common(), folder)
         return CheckpointContent(
@@ -78,7 +79,7 @@ def read_content(folder: Path) -> CheckpointContent:
 def find(
     directory: str | None, step: int | None, *, lenient: bool = False
 ) -> CheckpointChoice | None:
-    """What ``--load directory --ckpt-step step`` means; None if there is no checkpoint.
+    """Return the checkpoint that ``--load directory --ckpt-step step`` selects, None if none.
 
     ``directory`` may also be the folder of one checkpoint.  ``lenient``: see `folders.choose`.
     Raises CheckpointError, OSError.
@@ -95,14 +96,14 @@ def find(
 
 
 def is_same_directory(a: str | None, b: str | None) -> bool:
-    """Whether two options name one directory, however they are spelt."""
+    """Return whether two options name the same directory, however they are spelt."""
     return a is not None and b is not None and Path(a).resolve() == Path(b).resolve()
 
 
 def check_writable(directory: str) -> None:
-    """Make ``directory`` and a file in it.  Raises CheckpointError where that fails.
+    """Create ``directory`` and a temporary file in it.  Raises CheckpointError if that fails.
 
-    At start-up: the first save may be hours away.
+    Called at start-up, because the first save may be hours later.
     """
     path = Path(directory)
     try:
@@ -114,10 +115,10 @@ def check_writable(directory: str) -> None:
 
 
 def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:
-    """The file that says which iteration was saved last."""
+    """Return the path of the file that names the last saved iteration."""
     return str(Path(checkpoints_path) / TRACKER)
 
 
 def checkpoint_folder(checkpoints_path: str, iteration: int, release: bool = False) -> str:
-    """The folder of an iteration."""
+    """Return the path of the folder of an iteration, or of the release."""
     return str(Path(checkpoints_path) / folder_name(None if release else iteration))

@@ -1,4 +1,4 @@
-"""The random generators of a rank, as JSON: python, numpy, torch, device, named streams."""
+"""Random states of a rank as JSON: python, numpy, torch, device, named streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.random import get_rng_tracker
 
 
 def rng_state() -> JsonObject:
-    """The states of all generators of this rank."""
+    """Return the states of all random generators of this rank."""
     return rng_json.to_json(
         {
             "random_rng_state": random.getstate(),
@@ -27,9 +27,10 @@ def rng_state() -> JsonObject:
 
 
 def set_rng_state(values: JsonObject) -> None:
-    """Continue where `rng_state` was taken.
+    """Restore the states that `rng_state` returned.
 
-    A device generator, and streams, of a run on the other kind of device are left alone.
+    If they were saved on the other kind of device (CPU, GPU), the device generator and the named
+    streams are not changed.
     """
     states = rng_json.from_json(values)
     random.setstate(states["random_rng_state"])

@@ -1,4 +1,4 @@
-"""What a run does when it saves, and what it takes over when it loads."""
+"""Save and load a run: model, optimizer, scheduler, random states, counters."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from megatron.training.runtime.runtime import CheckpointEvent, Runtime
 
 @in_phase("loading a checkpoint")
 def load(run: Runtime) -> None:
-    """Fill model, optimizer, scheduler, random states and counters.  Collective.
+    """Load model, optimizer, scheduler, random states and counters.  Collective over all ranks.
 
-    Nothing happens without --load and --pretrained-checkpoint.
+    Does nothing without --load and --pretrained-checkpoint.
     """
     fault_point("load.before")
     run.timers("load-checkpoint", log_level=0).start(barrier=True)
@@ -55,17 +55,18 @@ def load(run: Runtime) -> None:
     run.state.load(dict(loaded.counters))
     if not run.config.checkpoint.moe_use_upcycling:
         run.saved_at = run.state.iteration
-    # The learning rate follows the samples, also where the optimizer's state was left behind.
+    # The learning rate follows the consumed samples even if no scheduler state was loaded.
     if run.scheduler is not None and not loaded.has_schedule and run.state.iteration > 0:
         run.scheduler.step(run.state.consumed_train_samples)
 
 
 def save(run: Runtime, *, is_last: bool = False, is_transient: bool = False) -> None:
-    """Publish a checkpoint of the present step, or begin to with --async-save.  Collective.
+    """Save a checkpoint of this step; with --async-save, start to save it in the background.
 
-    A save that fails is told, and training goes on after --ckpt-max-failed-saves of them in a row.
-    The last one of a run is waited for; its failure raises SaveFailed.  ``is_transient``: one of
-    --non-persistent-save-interval, in its own place.
+    Collective over all ranks.  After a failed save training continues with a warning, unless more
+    than --ckpt-max-failed-saves failed in a row.  ``is_last``: wait for the save, and raise
+    SaveFailed if it fails.  ``is_transient``: a non-persistent checkpoint
+    (--non-persistent-save-interval), which has its own directory.
     """
     config = run.config.checkpoint
     is_local = is_transient and config.non_persistent_ckpt_type == "local"
@@ -104,7 +105,7 @@ def save(run: Runtime, *, is_last: bool = False, is_transient: bool = False) -> 
 def _save(
     run: Runtime, config: CheckpointConfig, in_background: bool, is_local: bool
 ) -> SaveResult | None:
-    """What was published; None if that is to come."""
+    """Save and return the result; None if the save continues in the background."""
     contents = contents_of(
         config,
         _parts(run),
@@ -131,7 +132,7 @@ def _save(
 
 
 def convert(run: Runtime) -> None:
-    """Write what was loaded in the format of --ckpt-convert-format.  Collective."""
+    """Save the loaded run in the format of --ckpt-convert-format.  Collective over all ranks."""
     options = run.config.checkpoint
     assert options.ckpt_convert_format is not None
     assert options.ckpt_convert_save is not None
@@ -145,12 +146,12 @@ def convert(run: Runtime) -> None:
 
 
 def poll(run: Runtime) -> None:
-    """Take note of a background save that is over.  Collective while one is pending."""
+    """Process a background save that has finished.  Collective while a save is pending."""
     _ask(run, BackgroundSave.poll)
 
 
 def save_unless_saved(run: Runtime, *, is_transient: bool = False) -> None:
-    """`save` if the run saves at all and this step is not in a checkpoint yet."""
+    """Call `save` if the run saves checkpoints and none of them has this step yet."""
     config = run.config.checkpoint
     if not (is_transient or config.save is not None) or run.saved_at == run.state.iteration:
         return
@@ -164,21 +165,21 @@ def save_unless_saved(run: Runtime, *, is_transient: bool = False) -> None:
 
 
 def save_last(run: Runtime) -> None:
-    """Finish what is being written, and save this step if no checkpoint has it.  Collective."""
+    """Wait for the pending save; then save this step if no checkpoint has it.  Collective."""
     _ask(run, BackgroundSave.wait)
     if run.config.checkpoint.save is not None and run.saved_at != run.state.iteration:
         save(run, is_last=True)
 
 
 def finish_at_failure(run: Runtime, store: RunStore) -> None:
-    """Finish what is being written when an exception ends the run, and say how that went.
+    """Finish the pending save after an exception has ended the run, and log the result.
 
-    Not collective: every rank calls it, wherever it is.
+    Not collective: every rank calls it, at whatever point it has stopped.
     """
     world = run.groups.world
     try:
         saved = finish_apart(run.pending_save, store, world.rank(), world.size())
-    except (SaveFailed, RuntimeError, AssertionError) as error:  # the last: its thread has failed
+    except (SaveFailed, RuntimeError, AssertionError) as error:  # AssertionError: thread failed
         if run.pending_save is not None:
             print_rank_0(f"WARNING: what was being written when the run failed is lost: {error}")
         return
@@ -212,7 +213,10 @@ def _report(run: Runtime, saved: SaveResult, event: CheckpointEvent) -> None:
 
 
 def _go_on_after(error: SaveFailed, run: Runtime) -> None:
-    """Warn of a failed save; the same on all ranks.  Raises SaveFailed if there were too many."""
+    """Warn of a failed save; all ranks call this alike.
+
+    Raises SaveFailed if more than --ckpt-max-failed-saves failed in a row.
+    """
     run.failed_saves += 1
     limit = run.config.checkpoint.ckpt_max_failed_saves
     if run.failed_saves > limit:
@@ -227,10 +231,10 @@ def _go_on_after(error: SaveFailed, run: Runtime) -> None:
 
 
 def _asked(run: Runtime, options: CheckpointConfig) -> Arguments:
-    """The command line as parsed; for Megatron-LM with what it derives from it."""
+    """Return the parsed command line; for Megatron-LM's formats with its derived arguments."""
     if not FORMATS[options.ckpt_format].is_foreign:
         return run.config.asked
-    # A function would be stored as its text, which holds its address in this process.
+    # Functions are omitted: their text would contain an address of this process.
     values = vars(legacy_namespace(run))
     return {name: value for name, value in values.items() if not callable(value)}
 

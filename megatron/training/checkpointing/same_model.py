@@ -1,10 +1,10 @@
-"""Whether the model that a checkpoint holds is the one that this run's command line describes.
+"""Compare the model of a checkpoint with the model that this run's command line describes.
 
-Flags like --num-attention-heads or --norm-epsilon change what the model computes and no shape of
-a tensor, so that another value would go on training another model without a word.  Both command
-lines are resolved, so that a value that was left out equals the one it stands for; flags that the
-checkpoint does not know, and flags that the rest of the model does not read, are not compared.
-The lists stand in `checkpoint_args`.
+Flags such as --num-attention-heads or --norm-epsilon change what the model computes, but not the
+shape of any tensor, so with another value the run would silently train another model.  Both command
+lines are resolved, so that an omitted value equals its default.  Flags that the checkpoint does not
+contain, and flags that the rest of the model does not read, are not compared.  The lists of flags
+are in `checkpoint_args`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ROTARY = ("rotary_", "rope_", "longrope_", "use_rope_scaling", "no_rope_freq", 
 _OF_ATTENTION = ("num_attention_heads", "num_query_groups", "kv_channels", "softmax_", "window_")
 _DERIVED = "kv_channels softmax_scale ffn_hidden_size max_position_embeddings".split()
 _NO_PLAIN_GELU = ("swiglu", "geglu", "quick_geglu", "relu", "squared_relu", "openai_gelu")
-# What a flag means that was left out, where the configuration keeps None.
+# Effective values of omitted flags, where the configuration has None.
 _MEANT = {
     "embedding_scale": 1.0,
     "output_scale": 1.0,
@@ -54,10 +54,10 @@ _MEANT = {
 
 @dataclass(frozen=True)
 class ModelDifferences:
-    """Flags whose values differ, a phrase with both values each.
+    """Flags whose values differ: for each of them a phrase with both values.
 
-    ``refused``: these make it another model.  ``shown``: the tensors show it.  ``logged``: a run
-    may change them.  ``may_finetune``: --finetune would accept all that is refused.
+    ``refused``: they make it another model.  ``shown``: the tensors differ as well.  ``logged``: a
+    run may change them.  ``may_finetune``: --finetune would accept everything that is refused.
     """
 
     refused: tuple[str, ...]
@@ -66,7 +66,7 @@ class ModelDifferences:
     may_finetune: bool = False
 
     def check(self, folder: Path) -> None:
-        """Raise CheckpointError with every difference, if any of them is refused."""
+        """Raise CheckpointError that lists the differences, if any of them is refused."""
         if not self.refused:
             return
         lines = "".join(f"\n  - {line}" for line in (*self.refused, *self.shown))
@@ -80,7 +80,7 @@ class ModelDifferences:
 
 
 def compare_models(stored: Arguments, asked: Arguments, *, is_finetuning: bool) -> ModelDifferences:
-    """Compare the command line of a checkpoint with this run's, dest -> value.
+    """Compare the command line of a checkpoint with this run's (dest -> value).
 
     Raises CheckpointError for a stored command line that describes no model.
     """
@@ -115,21 +115,22 @@ def compare_models(stored: Arguments, asked: Arguments, *, is_finetuning: bool) 
 
 
 def _compared(stored: Arguments, theirs: Arguments, mine: Arguments) -> Iterator[str]:
-    """The flags that the checkpoint knows and that both models read."""
+    """Yield the flags that the checkpoint contains and both models read."""
     prefixed = (name for name in stored if name.startswith(FORCED_PREFIXES))
     for name in dict.fromkeys((*FORCED, *IF_UNSET, *prefixed, *LOGGED)):
         if name in NOT_COMPARED or name not in stored or name not in mine:
             continue
         if name == "heterogeneous_layers_config_encoded_json" and not stored[name]:
-            continue  # older checkpoints hold the path of the file
+            continue  # older checkpoints contain the path of the file
         if _is_read(name, theirs) and _is_read(name, mine):
             yield name
 
 
 def _following(stored: Arguments, theirs: Arguments, asked: Arguments, kind: str) -> set[str]:
-    """Flags that neither side gave, whose values follow from others that are compared.
+    """Return flags that neither side gave and whose values follow from compared flags.
 
-    Megatron-LM stores derived values: such a flag has the value that it would have if not given.
+    Megatron-LM stores derived values, so a stored value that equals the derived one counts as not
+    given.
     """
     derived = _resolved({k: v for k, v in stored.items() if k not in _DERIVED}, kind)
     out = {n for n in _DERIVED if asked.get(n) is None and theirs[n] == derived[n]}
@@ -138,7 +139,7 @@ def _following(stored: Arguments, theirs: Arguments, asked: Arguments, kind: str
 
 
 def _is_read(name: str, values: Arguments) -> bool:
-    """Whether the model that ``values`` describe depends on flag ``name`` at all."""
+    """Return whether the model that ``values`` describe depends on flag ``name``."""
     is_latent = bool(values["multi_latent_attention"])
     is_moe = bool(values["num_experts"])
     kind = model_kind(values["model_kind"])
@@ -151,7 +152,7 @@ def _is_read(name: str, values: Arguments) -> bool:
         (tuple(each for each in EXPERTS if each != "num_experts"), is_moe),
         (("moe_",), is_moe),
         (("mamba_", "hybrid_"), kind.is_hybrid),
-        (("hybrid_attention_ratio", "hybrid_mlp_ratio"), False),  # the pattern has both
+        (("hybrid_attention_ratio", "hybrid_mlp_ratio"), False),  # the pattern includes both
         (_OF_ATTENTION, not kind.is_hybrid or _has_attention(values)),
         (("bias_gelu_fusion",), not any(values[name] for name in _NO_PLAIN_GELU)),
         (("decoder_num_layers", "decoder_seq_length"), kind.has_encoder),
@@ -165,7 +166,7 @@ def _has_attention(values: Arguments) -> bool:
 
 
 def _resolved(asked: Arguments, kind: str) -> JsonObject:
-    """All flags with what is derived from them, of what ``asked`` says about the model."""
+    """Return all flags of the model that ``asked`` describes, derived values included."""
     names = {*FORCED, *IF_UNSET, *LOGGED}
     said = {
         name: value
@@ -175,7 +176,7 @@ def _resolved(asked: Arguments, kind: str) -> JsonObject:
     namespace = saved_namespace({**said, "model_kind": kind})
     namespace.world_size = 1
     for derive in DERIVATIONS:
-        list(derive(namespace) or ())  # what it has to say was said when the run was resolved
+        list(derive(namespace) or ())  # its messages were reported when the run was resolved
     values = flat_values(assemble(namespace, asked=vars(namespace)))
     for name, meant in _MEANT.items():
         values[name] = meant if values[name] is None else values[name]
@@ -196,7 +197,7 @@ def _resolved(asked: Arguments, kind: str) -> JsonObject:
 
 
 def _is_same(theirs: object, mine: object) -> bool:
-    """Whether two plain values are equal; float32, in which they act, has 7 digits."""
+    """Return whether two plain values are equal; floats to the 7 digits of float32."""
     if isinstance(theirs, list) and isinstance(mine, list):
         return len(theirs) == len(mine) and all(map(_is_same, theirs, mine))
     if isinstance(theirs, float) and isinstance(mine, float):

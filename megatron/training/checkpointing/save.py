@@ -1,4 +1,4 @@
-"""Saving a run."""
+"""Save a run: tensors, random states, counters and arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from megatron.training.checkpointing.rng_state import rng_state
 from megatron.training.config.checkpoint import CheckpointConfig
 from megatron.training.process.rank_print import print_rank_0
 
-# Megatron-LM's number for its arrangement of query, key and value rows, which is ours too.
+# Megatron-LM's version number for its order of query, key and value rows, also used here.
 CHECKPOINT_VERSION = 3.0
 
 
@@ -49,10 +49,10 @@ def save_run(
 ) -> SaveResult:
     """Publish a checkpoint of ``counters["iteration"]`` in ``--save``.  Collective over all ranks.
 
-    ``counters`` comes back from `load_run`; ``asked`` is the parsed command line, and
-    ``write_config(path)`` writes the resolved one.  Raises SaveFailed on every rank if any rank
-    fails: then nothing was published, earlier checkpoints are whole, and training may go on.
-    ``is_local``: by `save_local_run`.
+    `load_run` returns ``counters`` again; ``asked`` is the parsed command line, and
+    ``write_config(path)`` writes the resolved one.  ``is_local``: save by `save_local_run`.  Raises
+    SaveFailed on every rank if any rank fails: then nothing is published, earlier checkpoints are
+    complete, and training may continue.
     """
     contents = contents_of(config, parts, counters, asked=asked, write_config=write_config)
     if is_local:
@@ -68,7 +68,10 @@ def contents_of(
     asked: Arguments,
     write_config: Callable[[Path], object] | None = None,
 ) -> Contents:
-    """What this rank saves, see `save_run`.  Collective while parameters come in."""
+    """Return what this rank saves; for the arguments see `save_run`.
+
+    Collective over data-parallel ranks: completes pending parameter all-gathers first.
+    """
     print_rank_0(
         f"saving checkpoint at iteration {int(counters['iteration']):7d} to {config.save} "
         f"in {config.ckpt_format} format"
@@ -92,9 +95,9 @@ def begin_save(
     groups: ProcessGroupCollection,
     plan: SavePlan | None = None,
 ) -> PendingSave:
-    """Create the folder and decide what each rank writes.  Collective over all ranks.
+    """Create the folder and assign to each rank what it writes.  Collective over all ranks.
 
-    ``plan``: kept from save to save where the tensors stay the same.
+    Pass the same ``plan`` at every save while the tensors stay the same.
     """
     return begin(
         _root(config),
@@ -118,7 +121,10 @@ def finish_save(begun: PendingSave, groups: ProcessGroupCollection) -> SaveResul
 def save_local_run(
     config: CheckpointConfig, contents: Contents, groups: ProcessGroupCollection
 ) -> SaveResult:
-    """As `save_run`, each rank's part into a directory of its node, and copies to its peers."""
+    """Save each rank's part in a directory of its node, with copies on its peers.
+
+    Otherwise as `save_run`.
+    """
     copies = config.replication_factor - 1 if config.replication else 0
     saved = save_local(
         _root(config),
@@ -138,7 +144,7 @@ def _root(config: CheckpointConfig) -> Path:
 
 
 def log_saved(groups: ProcessGroupCollection, saved: SaveResult) -> None:
-    """Print that a checkpoint is on disk, and what was deleted for it."""
+    """Log that a checkpoint is on disk, which ones were deleted, and its warnings."""
     tp, pp, root = groups.tp, groups.pp, saved.folder.parent
     print_rank_0(
         f"  successfully saved checkpoint from iteration {saved.iteration:7d} to {root} "
@@ -151,7 +157,10 @@ def log_saved(groups: ProcessGroupCollection, saved: SaveResult) -> None:
 
 
 def layout_of(groups: ProcessGroupCollection) -> JsonObject:
-    """Degrees and rank order: two runs with equal layouts have equal ranks."""
+    """Return the world size and the parallel sizes, in rank order.
+
+    In two runs with equal layouts, equal ranks hold the same parts.
+    """
     return {
         "world_size": groups.world.size(),
         "dense": [list(axis) for axis in groups.dense_grid.sizes.items()],
@@ -178,7 +187,7 @@ def _common(
 
 
 def plain(value: object) -> Json:
-    """``value`` as JSON; what JSON cannot hold becomes its name or its text."""
+    """Return ``value`` as JSON; an enum becomes its name, another unknown type its text."""
     if isinstance(value, enum.Enum):
         return value.name
     if value is None or isinstance(value, bool | int | float | str):

@@ -1,11 +1,12 @@
-"""Experts from the MLPs of a dense checkpoint (--moe-use-upcycling).
+"""Initialise experts from the MLPs of a dense checkpoint (--moe-use-upcycling).
 
-With --moe-upcycling-granularity G expert ``n`` is part ``n mod G`` of the dense MLP's inner width,
-and the router scores the G parts of an MLP alike: a token visits all parts or none.  What a token's
-experts compute then adds up to the dense MLP, so that the first logits are those of the dense
-model.  Shared experts add nothing at first: their second matrix is zero.  Routers start at random.
+With --moe-upcycling-granularity G, expert ``n`` is part ``n mod G`` of the dense MLP's inner
+dimension, and the router gives the G parts of an MLP equal scores, so a token selects all of them
+or none.  The outputs of its experts then add up to that of the dense MLP, and the first logits are
+those of the dense model.  Shared experts add zero at first: their second matrix is zero.  Routers
+start from random weights.
 
-Source: arXiv 2410.07524 (parts, and routers that score them alike).
+Source: arXiv 2410.07524 (parts, and routers that score them equally).
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _NEW = re.compile(r"\.mlp\.(router|shared_experts)\.")
 def as_dense(
     tensors: Iterable[ShardedTensor], config: TransformerConfig, granularity: int
 ) -> Iterator[ShardedTensor]:
-    """Records that fill the same memory from the tensors of a dense model; none for new ones."""
+    """Yield records that load tensors of a dense model into the memory of ``tensors``.
+
+    Routers and shared experts get no record: the dense model has none.
+    """
     for tensor in tensors:
         found = _EXPERT.search(tensor.key)
         if found:
@@ -42,12 +46,12 @@ def as_dense(
 def _part_of_mlp(
     tensor: ShardedTensor, config: TransformerConfig, part: int, granularity: int
 ) -> ShardedTensor:
-    """The record with the inner width of the dense MLP, of which it holds one part."""
+    """Return the record of an expert's tensor as one part of the dense MLP's inner dimension."""
     if tensor.key.endswith("linear_fc2.bias"):
         return tensor
     is_first = "linear_fc1" in tensor.key
     dim, num_blocks = 0 if is_first else 1, 1 + (is_first and config.gated_linear_unit)
-    share = tensor.global_shape[dim] // num_blocks  # of an expert, in the gate or the up half
+    share = tensor.global_shape[dim] // num_blocks  # an expert's width in the gate or up half
     shape = list(tensor.global_shape)
     shape[dim] *= granularity
     pieces = []
@@ -66,7 +70,7 @@ def _part_of_mlp(
 def finish_upcycling(
     chunks: Iterable[nn.Module], config: TransformerConfig, granularity: int
 ) -> None:
-    """What makes the first logits those of the dense model, once its weights are loaded."""
+    """Adapt the loaded weights so that the first logits are those of the dense model."""
     scaling = config.moe_router_topk_scaling_factor or 1.0
     for param in (p for chunk in chunks for p in chunk.parameters()):
         name, held = info_of(param).name, local_part(param)
